@@ -1,0 +1,54 @@
+"""Where a model lives on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+
+EMBEDDED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
+
+
+def locate(path: str) -> Path:
+    """The local directory of a model: an embedded name, a directory, or a hub name (downloaded once, where
+    huggingface-hub is installed and a network exists). Raises ``ConfigError``."""
+    if path in EMBEDDED:
+        return EMBEDDED[path]
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        return _download(path)
+    raise ConfigError(
+        f"model.path is {path!r}, which is no directory; allowed: a directory with config.json, a hub name like "
+        f"'org/name', or an embedded model ({', '.join(EMBEDDED)})"
+    )
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """A JSON file of the checkpoint. Raises ``ConfigError`` if it is missing or malformed."""
+    file = directory / name
+    if not file.is_file():
+        raise ConfigError(f"{directory} has no {name}; a model directory in Hugging Face layout is expected")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            f"model.path {name!r} is no local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'"
+        ) from error
+    patterns = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        raise ConfigError(
+            f"model.path {name!r} is no local directory, and the hub did not deliver it: {error}"
+        ) from error

@@ -1,0 +1,112 @@
+"""The core's own config sections. Plugin sections come from the registry (``config.tree``)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dovetail.config.plugin import AttentionSelection, Section, Selection
+
+Auto = Literal["auto"]
+
+
+class ModelSection(Section):
+    """Which model, and how it is loaded. A bare string is short for ``{path: ...}``."""
+
+    path: str = Field(
+        "tiny", description="`tiny` (the embedded model), a local directory in Hugging Face layout, or a hub name."
+    )
+    arch: str = Field(
+        "auto", description="Model component; `auto` takes the one that implements config.json's `architectures`."
+    )
+    served_name: str | None = Field(None, description="Name in the API; by default the last part of `path`.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="`auto` is the checkpoint's dtype; on CPU float32."
+    )
+    load_format: Literal["safetensors", "dummy"] = Field(
+        "safetensors", description="`dummy` fills random weights, for benchmarks."
+    )
+    context_len: int | None = Field(
+        None, ge=8, description="Upper bound on prompt plus output; by default the model's own."
+    )
+    tokenizer: str | None = Field(None, description="Directory of tokenizer.json, if not the model's.")
+    overrides: dict[str, Any] = Field(default_factory=dict, description="Keys of config.json to replace.")
+    seed: int = Field(0, description="Seed of dummy weights.")
+
+
+class SchedulerSection(Section):
+    """How requests share steps."""
+
+    max_running: int = Field(256, ge=1, le=8192, description="Requests that decode at the same time.")
+    max_waiting: int = Field(8192, ge=1, description="Requests that may wait; one more is answered with 503.")
+    chunk_size: int = Field(2048, ge=1, description="Prompt tokens that enter one step; longer prompts are chunked.")
+    mixed: bool = Field(True, description="Decode rows ride along in steps that have prompt chunks.")
+    overlap: Auto | bool = Field(
+        "auto",
+        description="Launch step N+1 before the tokens of step N are read. `auto`: on CUDA, unless a drafter needs every token on the host.",
+    )
+    wait_for_prefix: bool = Field(
+        True,
+        description="A request whose prefix another is computing now waits for it, rather than computing it again.",
+    )
+
+
+class MemorySection(Section):
+    """The KV pool."""
+
+    page_size: int = Field(16, ge=1, le=1024, description="Tokens per page.")
+    num_pages: int | None = Field(
+        None, ge=2, description="Pages in the pool; by default as many as the budget below holds."
+    )
+    kv_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for the pool. Default on CUDA: `fraction` of free memory after loading; on CPU: 1 GiB.",
+    )
+    fraction: float = Field(
+        0.88,
+        gt=0,
+        lt=1,
+        description="Share of the device's memory that weights, pool and workspaces may take together.",
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="`auto` is the model's dtype."
+    )
+
+
+class ServerSection(Section):
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(30000, ge=0, le=65535, description="0 picks a free port.")
+    max_body_mib: float = Field(8.0, gt=0, description="Larger request bodies are answered with 413.")
+    drain_seconds: float = Field(30.0, ge=0, description="On SIGTERM, running requests have this long to finish.")
+    health_seconds: float = Field(30.0, gt=0, description="/health_generate fails if a token takes longer.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class PluginsSection(Section):
+    """Which plugins may load. Names are entry-point or distribution names."""
+
+    autoload: bool = Field(True, description="Load every installed plugin that the lists below do not exclude.")
+    allow: tuple[str, ...] | None = Field(None, description="Only these. An unknown name is an error.")
+    deny: tuple[str, ...] = Field((), description="Never these.")
+    require: tuple[str, ...] = Field((), description="These must load, or startup stops.")
+
+
+class Config(Section):
+    """The whole tree. Made by ``config.load_config``; every key is documented in docs/config.md."""
+
+    model: ModelSection = ModelSection()
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`: CUDA if there is one.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default torch's own choice.")
+    attention: AttentionSelection = AttentionSelection()
+    cache: Selection = Selection()
+    grammar: Selection = Selection()
+    speculative: Selection = Selection(disabled=True)
+    policy: Selection = Selection()
+    scheduler: SchedulerSection = SchedulerSection()
+    memory: MemorySection = MemorySection()
+    server: ServerSection = ServerSection()
+    plugins: PluginsSection = PluginsSection()

@@ -1,0 +1,77 @@
+"""Attention backends: plan once per step, forward once per layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+
+    from dovetail.interfaces.cache import KVPool
+    from dovetail.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """What a backend is built for: one cache group of one model on one device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    pool: KVPool
+    max_rows: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """The constants of one attention layer.
+
+    ``layer_id`` is its index in its cache group's pool. ``window=w`` lets position i see positions (i - w, i].
+    ``soft_cap=c`` turns logits s into c * tanh(s / c) (Gemma 2). ``sinks`` float32 ``[num_heads]`` are logits of an extra
+    key without a value that takes part in the softmax (GPT-OSS).
+    """
+
+    layer_id: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class AttentionBackend(ABC):
+    """Attention over a paged KV pool. One instance per cache group and process.
+
+    Query token t of row r stands at ``batch.positions[t]`` and sees keys ``[0, position]`` of its own row, narrowed by
+    the layer's window. Keys and values of the step itself are already in the pool when ``forward`` is called. Pages
+    that no row owns may hold anything, NaN included, and must not influence a result.
+    """
+
+    def __init__(self, config: BaseModel, context: AttentionContext) -> None:
+        """``config`` is this backend's own section. May allocate workspaces; must not read the pool."""
+
+    @abstractmethod
+    def plan(self, batch: Batch) -> None:
+        """Prepare this step from the batch's ``*_lens`` (host) and ``qo_indptr / kv_lens / page_table`` (device).
+
+        Called once per step, before the first layer. With ``batch.tree_mask``, bool ``[tokens, w]``: of the last
+        ``extend_lens[r]`` keys of row r, query t sees key j (counted from the row's first query) only where
+        ``tree_mask[t, j]``; earlier keys it sees as usual. Only backends that offer ``attention.tree_mask`` get one.
+        """
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        """Attend. ``q`` is ``[tokens, num_heads, head_dim]``; returns the same shape and dtype. Mutates nothing."""
+
+    def plan_capture(self, batch: Batch) -> None:
+        """Plan into buffers of fixed address, for a graph of ``len(batch.reqs)`` rows. Needs ``attention.graph``."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")
+
+    def plan_replay(self, batch: Batch) -> None:
+        """Write this step's metadata into the buffers of ``plan_capture``. Needs ``attention.graph``."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")

@@ -1,0 +1,60 @@
+"""The vocabulary of negotiation: what parts offer and need. A feature is refused unless it is declared.
+
+Nobody asks what a component is called; everybody asks what it offers. The resolver checks the union of needs (of the
+model, the cache, the drafter, the grammar backend and the runtime) against the union of offers, jointly.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Feature(enum.StrEnum):
+    """A capability, namespaced by the side that offers it."""
+
+    # attention backends
+    ATTN_EXTEND = "attention.extend"  # ragged queries over a paged prefix
+    ATTN_DECODE = "attention.decode"  # one query a row
+    ATTN_VERIFY = "attention.verify"  # several queries a row at the end of its context
+    ATTN_MIXED = "attention.mixed"  # extend and decode rows in one batch
+    ATTN_TREE_MASK = "attention.tree_mask"  # verify rows whose queries see their ancestors only
+    ATTN_SLIDING_WINDOW = "attention.sliding_window"
+    ATTN_SOFT_CAP = "attention.soft_cap"
+    ATTN_SINKS = "attention.sinks"
+    ATTN_GRAPH = "attention.graph"  # plan and forward can be captured and replayed
+    ATTN_BATCH_INVARIANT = "attention.batch_invariant"  # a row's bits do not depend on the other rows
+
+    # prefix caches
+    CACHE_REUSE = "cache.reuse"  # match can return a non-empty prefix
+    CACHE_NAMESPACES = "cache.namespaces"
+    CACHE_EVICT = "cache.evict"
+
+    # KV state
+    KV_ROLLBACK = "kv.rollback"  # KV of rejected drafts can be abandoned
+    KV_STATE_ROLLBACK = "kv.state_rollback"  # recurrent state can be restored
+
+    # grammar backends
+    GRAMMAR_JSON_SCHEMA = "grammar.json_schema"
+    GRAMMAR_JSON_OBJECT = "grammar.json_object"
+    GRAMMAR_REGEX = "grammar.regex"
+    GRAMMAR_EBNF = "grammar.ebnf"
+    GRAMMAR_ROLLBACK = "grammar.rollback"
+    GRAMMAR_JUMP_FORWARD = "grammar.jump_forward"
+
+    # drafters
+    DRAFT_CHAIN = "draft.chain"
+    DRAFT_TREE = "draft.tree"
+    DRAFT_PROBS = "draft.probs"
+
+    # schedule policies
+    POLICY_PREFIX_AWARE = "policy.prefix_aware"  # orders by what the prefix cache holds
+
+    # the runtime
+    RUNTIME_OVERLAP = "runtime.overlap"  # commit lags one step
+    RUNTIME_HOST_TOKENS = "runtime.host_tokens"  # every token is known to the host before the next step is built
+    RUNTIME_DELAYED_MASK = "runtime.delayed_mask"  # bitmasks are filled while the forward pass runs
+    RUNTIME_HIDDEN_STATES = "runtime.hidden_states"  # hidden states of named layers are kept for the drafter
+
+    # model architectures
+    MODEL_EMBED = "model.embed"
+    MODEL_MTP_HEAD = "model.mtp_head"

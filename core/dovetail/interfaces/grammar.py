@@ -1,0 +1,84 @@
+"""Grammar backends: compile a constraint once, then mask the logits of each step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from dovetail.types import GrammarSpec, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarContext:
+    """The vocabulary that masks are made for.
+
+    ``token_bytes[i]`` are the bytes token i adds to the text, ``None`` for special and unused ids. ``vocab_size`` is the
+    width of the model's logits, which may exceed ``len(token_bytes)``; ids beyond it are never allowed.
+    ``tokenizer_json`` is the tokenizer in Hugging Face's file format.
+    """
+
+    vocab_size: int
+    token_bytes: Sequence[bytes | None]
+    eos_token_ids: tuple[int, ...]
+    tokenizer_json: str
+
+
+class Matcher(ABC):
+    """The state of one request inside its grammar. Used from one thread at a time."""
+
+    @abstractmethod
+    def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
+        """Write the allowed next tokens into ``bitmask[row]``: int32 ``[rows, ceil(V / 32)]``, bit i % 32 of word
+        i // 32 is token i. Every word of the row is written; bits at and beyond V are 0. The end-of-sequence tokens are
+        allowed exactly where the text may end."""
+
+    @abstractmethod
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token. False, with the state unchanged, if the grammar forbids it."""
+
+    @abstractmethod
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens. Needs ``grammar.rollback``."""
+
+    @property
+    @abstractmethod
+    def is_terminated(self) -> bool:
+        """True once an end-of-sequence token was accepted, or nothing but one may follow."""
+
+    def jump_forward(self) -> str:
+        """The text that must come next, empty if there is a choice. Needs ``grammar.jump_forward``."""
+        return ""
+
+
+class CompiledGrammar(ABC):
+    """A constraint, compiled for one vocabulary; shared between requests and threads."""
+
+    @abstractmethod
+    def matcher(self) -> Matcher:
+        """A fresh state at the start of the grammar."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it occupies, for the compile cache's bound."""
+        return 0
+
+
+class GrammarBackend(ABC):
+    """Compiles constraints. ``compile`` is called from worker threads."""
+
+    def __init__(self, config: BaseModel, context: GrammarContext) -> None:
+        """``config`` is this backend's own section."""
+
+    @abstractmethod
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile. Raises ``GrammarError`` that says what in the constraint is wrong or not supported."""
+
+    def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:
+        """Fill ``bitmask[rows[i]]`` from ``matchers[i]``; backends with a batched call override this."""
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher.fill_bitmask(bitmask, row)

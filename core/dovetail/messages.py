@@ -1,0 +1,137 @@
+"""What crosses the boundary between a frontend process and the engine process: msgspec structs, encoded as MessagePack.
+
+Requests travel as ``ToEngine`` (one message a frame), answers as ``FromEngine`` (one frame for all that a step made).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dovetail.types import FinishReason, SamplingParams, TokenLogprob
+
+
+class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
+    """Generate one sequence. ``n > 1`` is expanded by the frontend into n messages that share the prompt.
+
+    ``seed`` is always set (drawn by the frontend where the user gave none), so that a retracted or replayed request
+    repeats itself. ``namespace`` keeps prefixes of different adapters and tenants apart.
+    """
+
+    rid: str
+    input_ids: list[int]
+    params: SamplingParams
+    seed: int
+    namespace: str = ""
+    priority: int = 0
+
+
+class AbortMsg(msgspec.Struct, tag=True, frozen=True):
+    """End a request now; it is answered with finish reason ``abort``. Unknown ids are ignored."""
+
+    rid: str
+    message: str = "aborted by the client"
+
+
+class AbortAllMsg(msgspec.Struct, tag=True, frozen=True):
+    """End every request now."""
+
+    message: str = "aborted by the operator"
+
+
+class FlushCacheMsg(msgspec.Struct, tag=True, frozen=True):
+    """Drop every cached prefix. Answered with ``CommandReply``; refused while requests are running."""
+
+    call_id: str
+
+
+class StatsRequestMsg(msgspec.Struct, tag=True, frozen=True):
+    """Ask for ``EngineStats`` now."""
+
+    call_id: str
+
+
+class ShutdownMsg(msgspec.Struct, tag=True, frozen=True):
+    """Stop the loop: at once, or after the running requests have finished."""
+
+    drain: bool = True
+
+
+class TokenOutput(msgspec.Struct, tag=True, frozen=True):
+    """New tokens of one request. ``finish`` is set in the last one; nothing follows it.
+
+    ``logprobs`` has one entry per new token where the request asked for them; ``prompt_logprobs`` comes once, with the
+    first output. ``cached_tokens`` are the prompt tokens found in the prefix cache at admission.
+    """
+
+    rid: str
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    drafted: int = 0
+    accepted: int = 0
+
+
+class RequestFailed(msgspec.Struct, tag=True, frozen=True):
+    """The request was refused before it ran (status 400 or 503), or its step failed (500)."""
+
+    rid: str
+    status: int
+    message: str
+    code: str = "invalid_request"
+    param: str | None = None
+
+
+class CommandReply(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a command message."""
+
+    call_id: str
+    ok: bool
+    message: str = ""
+
+
+class EngineStats(msgspec.Struct, tag=True, frozen=True):
+    """Gauges and totals of the engine; totals count from its start. Times are seconds."""
+
+    call_id: str = ""
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    retractions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    grammar_compiles: int = 0
+    grammar_hits: int = 0
+    step_seconds: float = 0.0
+    schedule_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+
+class EngineReady(msgspec.Struct, tag=True, frozen=True):
+    """Sent once, when the engine can take requests. ``info`` is JSON: model, resolution, memory, device."""
+
+    info: bytes
+
+
+class EngineFailed(msgspec.Struct, tag=True, frozen=True):
+    """The engine process is about to end; ``message`` says why."""
+
+    message: str
+
+
+ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | FlushCacheMsg | StatsRequestMsg | ShutdownMsg
+Answer = TokenOutput | RequestFailed | CommandReply | EngineStats | EngineReady | EngineFailed
+FromEngine = list[Answer]
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

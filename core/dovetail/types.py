@@ -1,0 +1,351 @@
+"""The data that travels through a step: sampling parameters, requests, batches, outputs. Data only, no behaviour.
+
+Shapes: ``rows`` is the number of requests in a batch, ``tokens`` the number of tokens that enter the forward pass,
+``k`` the width of a draft tree, ``V`` the vocabulary size. Host arrays are numpy, device tensors are torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dovetail.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Attends(Protocol):
+    """The handle through which layers attend; ``interfaces.attention.AttentionBackend`` holds the contract."""
+
+    def forward(self, q: torch.Tensor, layer: Any, batch: Batch) -> torch.Tensor: ...
+
+
+class StoresKV(Protocol):
+    """The handle through which layers keep K and V; ``interfaces.cache.KVPool`` holds the contract."""
+
+    def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None: ...
+
+
+class GrammarKind(enum.StrEnum):
+    """What a constraint is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    EBNF = "ebnf"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A constraint on the output text. ``text`` is the schema (as JSON), the regex or the grammar; empty for
+    ``json_object``. Hashable: it is the key of the compile cache."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
+def _require(ok: bool, param: str, given: object, allowed: str) -> None:
+    if not ok:
+        raise RequestError(f"{param} is {given!r}; allowed: {allowed}", param=param)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it stops. Validated when it is made.
+
+    ``max_new_tokens=None`` means up to the end of the context. ``top_k=0`` (or -1) and ``top_p=1`` switch those
+    filters off. Order of operations: logit bias, repetition / presence / frequency penalties, grammar bitmask,
+    temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. ``logprobs=m`` returns the log-probability of each
+    output token and of the ``m`` most likely ones, from the model's own logits before any of the above;
+    ``prompt_logprobs`` does so for the prompt. ``seed`` makes sampling reproducible whatever else is in the batch;
+    of ``n`` outputs the i-th uses a seed derived from (seed, i). Raises ``RequestError``.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+
+    def __post_init__(self) -> None:
+        self._check_lengths()
+        self._check_filters()
+        self._check_penalties()
+        self._check_stops()
+
+    def _check_lengths(self) -> None:
+        given = self.max_new_tokens
+        _require(given is None or (_is_int(given) and given >= 1), "max_new_tokens", given, "an integer of at least 1")
+        low = self.min_new_tokens
+        _require(_is_int(low) and 0 <= low <= (given or low), "min_new_tokens", low, "0 up to max_new_tokens")
+        _require(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or (_is_int(value) and 0 <= value <= 100), name, value, "an integer from 0 to 100")
+        seed = self.seed
+        _require(seed is None or (_is_int(seed) and -(2**63) <= seed < 2**63), "seed", seed, "a 64-bit integer")
+
+    def _check_filters(self) -> None:
+        t = self.temperature
+        _require(_is_number(t) and 0 <= t <= 100, "temperature", t, "a number from 0 to 100")
+        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer; 0 or -1 switches it off")
+        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
+
+    def _check_penalties(self) -> None:
+        r = self.repetition_penalty
+        _require(_is_number(r) and 0 < r <= 100, "repetition_penalty", r, "a number in (0, 100]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2]")
+        for token, bias in (self.logit_bias or {}).items():
+            _require(_is_int(token) and token >= 0, "logit_bias", token, "token ids of at least 0 as keys")
+            _require(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "biases in [-100, 100]")
+
+    def _check_stops(self) -> None:
+        _require(len(self.stop) <= 32, "stop", f"{len(self.stop)} strings", "at most 32 strings")
+        for text in self.stop:
+            _require(isinstance(text, str) and 0 < len(text) <= 1024, "stop", text, "strings of 1 to 1024 characters")
+        for token in self.stop_token_ids:
+            _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids of at least 0")
+
+    @property
+    def greedy(self) -> bool:
+        """True if every token is the most likely one."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """True if logits depend on the tokens so far or on a bias."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.logit_bias)
+        )
+
+
+class FinishKind(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a request ended. ``matched`` is the stop string or stop token id; ``message`` explains an abort or error."""
+
+    kind: FinishKind
+    matched: str | int | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural log) of one token, and of the most likely tokens at its position."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """A request is cursors over one token array.
+
+        token_ids  [ prompt ............. | output ....... | room ........... ]
+                   0        cached_len        device_len         max_device_len
+
+    ``[0, cached_len)`` has its KV in the pool (or in a step already launched), ``[cached_len, device_len)`` must enter
+    the next forward pass, ``known_len <= device_len`` tokens are known to the host: under overlap, and while drafts
+    are verified, ``device_len`` runs ahead as an upper bound and ``commit`` takes back what was not accepted.
+    Invariant: ``cached_len <= device_len <= max_device_len`` and ``known_len <= device_len``.
+    """
+
+    rid: str
+    token_ids: IntArray  # [max_device_len]
+    prompt_len: int
+    params: SamplingParams
+    seed: int = 0
+    namespace: str = ""
+    priority: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    uid: int = -1  # set by Scheduler.add: unique for the life of the scheduler
+
+    cached_len: int = 0
+    device_len: int = 0
+    known_len: int = 0
+
+    slot: int = -1  # set by the scheduler at admission: the row in the request table
+    num_pages: int = 0  # set by the scheduler: pages in its row of the page table
+    shared_pages: int = 0  # set by the scheduler: the first of them, owned by the prefix cache
+    cache_handle: Any = None  # set by the scheduler: what match or insert returned, locked
+    prefix_hit_len: int = 0  # set by the scheduler at first admission: tokens found in the prefix cache
+    matcher: Any = None  # an interfaces.grammar.Matcher, set by the scheduler once the grammar is compiled
+    finish: FinishReason | None = None  # set by the scheduler
+    in_flight: int = 0  # steps launched and not yet committed
+    num_retractions: int = 0
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    drafted: int = 0  # draft tokens verified so far
+    accepted: int = 0  # of those, accepted
+
+    @property
+    def max_device_len(self) -> int:
+        """The length at which the request ends with ``length``."""
+        return len(self.token_ids)
+
+    @property
+    def extend_len(self) -> int:
+        """Tokens that must enter the next forward pass (before chunking)."""
+        return self.device_len - self.cached_len
+
+    @property
+    def remain_len(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_device_len - self.device_len
+
+    @property
+    def output_ids(self) -> IntArray:
+        """The tokens generated so far that the host knows."""
+        return self.token_ids[self.prompt_len : self.known_len]
+
+
+class Phase(enum.StrEnum):
+    """What the rows of a batch do. A mixed batch is extend rows followed by decode (or verify) rows."""
+
+    EXTEND = "extend"
+    DECODE = "decode"
+    VERIFY = "verify"
+    MIXED = "mixed"
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """Draft tokens for every row of a batch, in topological order: ``parents[r, j] < j``, -1 is the row's last token.
+
+    A chain is ``parents[r] = [-1, 0, 1, ...]``. Rows without drafts have ``lens[r] = 0``. ``probs`` are the drafter's
+    own probabilities ``[rows, k, V]``, where it has them.
+    """
+
+    token_ids: IntArray  # [rows, k]
+    parents: IntArray  # [rows, k]
+    lens: IntArray  # [rows]
+    probs: torch.Tensor | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """True if every node's parent is the node before it."""
+        width = self.parents.shape[1]
+        valid = np.arange(width) < self.lens[:, None]
+        return bool(((self.parents == np.arange(width) - 1) | ~valid).all())
+
+
+class PageUpdates(NamedTuple):
+    """New entries of the page table since the last step: ``page_table[slot, index] = page``. int32 ``[updates]`` each."""
+
+    slots: IntArray
+    index: IntArray
+    pages: IntArray
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One step's work: rows of requests, extend rows first, then decode or verify rows.
+
+    The scheduler fills the first block, the loop the drafts, ``Engine.prepare`` the rest.
+    """
+
+    reqs: list[Req]
+    num_extend: int  # rows [0, num_extend) are extend rows
+    slots: IntArray  # [rows] rows of the request table
+    prefix_lens: IntArray  # [rows] tokens whose KV is in the pool before this step
+    extend_lens: IntArray  # [rows] tokens that enter this step (1 for a decode row, 1 + drafts for a verify row)
+    samples: BoolArray  # [rows] False for a chunk that does not reach the end of its prompt
+    page_updates: PageUpdates
+    draft_room: IntArray | None = None  # [rows] draft tokens that pages were reserved for
+    drafts: DraftTree | None = None  # set by the loop from Drafter.propose
+
+    # set by Engine.prepare (device tensors, int32 unless said otherwise)
+    input_ids: torch.Tensor = field(init=False)  # int64 [tokens]
+    positions: torch.Tensor = field(init=False)  # int64 [tokens]
+    out_loc: torch.Tensor = field(init=False)  # int64 [tokens] page * page_size + offset: where K and V go
+    qo_indptr: torch.Tensor = field(init=False)  # [rows + 1] row r owns tokens [qo_indptr[r], qo_indptr[r + 1])
+    kv_lens: torch.Tensor = field(init=False)  # [rows] prefix_lens + extend_lens
+    page_table: torch.Tensor = field(init=False)  # [rows, >= pages of the longest row]
+    tree_mask: torch.Tensor | None = field(init=False, default=None)  # bool, see AttentionBackend.plan
+    logit_rows: torch.Tensor | None = field(init=False, default=None)  # int64 tokens to take logits of; None: all
+    attn: tuple[Attends, ...] = field(init=False)  # one per cache group
+    kv: tuple[StoresKV, ...] = field(init=False)  # one per cache group
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that enter the forward pass."""
+        return int(self.extend_lens.sum())
+
+    @property
+    def phase(self) -> Phase:
+        """What the rows do."""
+        if self.num_extend:
+            return Phase.MIXED if self.num_extend < len(self.reqs) else Phase.EXTEND
+        return Phase.DECODE if self.drafts is None else Phase.VERIFY
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of ``rows`` tokens: chosen ``[rows]``, and the best ``[rows, m]`` with their token ids."""
+
+    chosen: torch.Tensor
+    top: torch.Tensor
+    top_ids: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class ForwardOutput:
+    """What one step produced, on the device until ``Engine.wait`` copies it to the host.
+
+    ``token_ids`` is int64 ``[sampled rows, width]``: of each sampled row the first ``accept_lens[r]`` are new tokens
+    (all of them accepted drafts but the last, the bonus token); width is 1 without drafts. ``logprobs`` has one entry
+    per token of ``token_ids``, row by row; ``prompt_logprobs`` one per extend token of the rows that asked for it.
+    """
+
+    token_ids: torch.Tensor
+    accept_lens: torch.Tensor | None = None  # int64 [sampled rows]; None: 1 each
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Sequence[tuple[int, Logprobs]] = ()  # (row, its tokens' logprobs)
+    event: Any = None  # the device event that the host waits for, once per step
