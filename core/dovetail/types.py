@@ -278,11 +278,11 @@ class DraftTree:
 
 
 class PageUpdates(NamedTuple):
-    """New entries of the page table since the last step: ``page_table[slot, index] = page``. int32 ``[updates]`` each."""
+    """New entries of the page table since the last step: ``page_table[slot, column] = page``. int32 ``[updates]`` each."""
 
     slots: IntArray
-    index: IntArray
-    pages: IntArray
+    columns: IntArray
+    pages: IntArray  # [groups, updates]
 
 
 @dataclass(slots=True, eq=False)

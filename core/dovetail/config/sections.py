@@ -20,7 +20,7 @@ class ModelSection(Section):
     arch: str = Field(
         "auto", description="Model component; `auto` takes the one that implements config.json's `architectures`."
     )
-    served_name: str | None = Field(None, description="Name in the API; by default the last part of `path`.")
+    served_name: str | None = Field(default=None, description="Name in the API; by default the last part of `path`.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` is the checkpoint's dtype; on CPU float32."
     )
@@ -30,18 +30,20 @@ class ModelSection(Section):
     context_len: int | None = Field(
         None, ge=8, description="Upper bound on prompt plus output; by default the model's own."
     )
-    tokenizer: str | None = Field(None, description="Directory of tokenizer.json, if not the model's.")
+    tokenizer: str | None = Field(default=None, description="Directory of tokenizer.json, if not the model's.")
     overrides: dict[str, Any] = Field(default_factory=dict, description="Keys of config.json to replace.")
-    seed: int = Field(0, description="Seed of dummy weights.")
+    seed: int = Field(default=0, description="Seed of dummy weights.")
 
 
 class SchedulerSection(Section):
     """How requests share steps."""
 
-    max_running: int = Field(256, ge=1, le=8192, description="Requests that decode at the same time.")
-    max_waiting: int = Field(8192, ge=1, description="Requests that may wait; one more is answered with 503.")
-    chunk_size: int = Field(2048, ge=1, description="Prompt tokens that enter one step; longer prompts are chunked.")
-    mixed: bool = Field(True, description="Decode rows ride along in steps that have prompt chunks.")
+    max_running: int = Field(default=256, ge=1, le=8192, description="Requests that decode at the same time.")
+    max_waiting: int = Field(default=8192, ge=1, description="Requests that may wait; one more is answered with 503.")
+    chunk_size: int = Field(
+        default=2048, ge=1, description="Prompt tokens that enter one step; longer prompts are chunked."
+    )
+    mixed: bool = Field(default=True, description="Decode rows ride along in steps that have prompt chunks.")
     overlap: Auto | bool = Field(
         "auto",
         description="Launch step N+1 before the tokens of step N are read. `auto`: on CUDA, unless a drafter needs every token on the host.",
@@ -55,7 +57,7 @@ class SchedulerSection(Section):
 class MemorySection(Section):
     """The KV pool."""
 
-    page_size: int = Field(16, ge=1, le=1024, description="Tokens per page.")
+    page_size: int = Field(default=16, ge=1, le=1024, description="Tokens per page.")
     num_pages: int | None = Field(
         None, ge=2, description="Pages in the pool; by default as many as the budget below holds."
     )
@@ -79,28 +81,34 @@ class ServerSection(Section):
     """The HTTP server."""
 
     host: str = "127.0.0.1"
-    port: int = Field(30000, ge=0, le=65535, description="0 picks a free port.")
-    max_body_mib: float = Field(8.0, gt=0, description="Larger request bodies are answered with 413.")
-    drain_seconds: float = Field(30.0, ge=0, description="On SIGTERM, running requests have this long to finish.")
-    health_seconds: float = Field(30.0, gt=0, description="/health_generate fails if a token takes longer.")
+    port: int = Field(default=30000, ge=0, le=65535, description="0 picks a free port.")
+    max_body_mib: float = Field(default=8.0, gt=0, description="Larger request bodies are answered with 413.")
+    drain_seconds: float = Field(
+        default=30.0, ge=0, description="On SIGTERM, running requests have this long to finish."
+    )
+    health_seconds: float = Field(default=30.0, gt=0, description="/health_generate fails if a token takes longer.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class PluginsSection(Section):
     """Which plugins may load. Names are entry-point or distribution names."""
 
-    autoload: bool = Field(True, description="Load every installed plugin that the lists below do not exclude.")
-    allow: tuple[str, ...] | None = Field(None, description="Only these. An unknown name is an error.")
-    deny: tuple[str, ...] = Field((), description="Never these.")
-    require: tuple[str, ...] = Field((), description="These must load, or startup stops.")
+    autoload: bool = Field(default=True, description="Load every installed plugin that the lists below do not exclude.")
+    allow: tuple[str, ...] | None = Field(default=None, description="Only these. An unknown name is an error.")
+    deny: tuple[str, ...] = Field(default=(), description="Never these.")
+    require: tuple[str, ...] = Field(default=(), description="These must load, or startup stops.")
 
 
 class Config(Section):
     """The whole tree. Made by ``config.load_config``; every key is documented in docs/config.md."""
 
     model: ModelSection = ModelSection()
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`: CUDA if there is one.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default torch's own choice.")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`: CUDA if there is one."
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of the engine; by default torch's own choice."
+    )
     attention: AttentionSelection = AttentionSelection()
     cache: Selection = Selection()
     grammar: Selection = Selection()
