@@ -45,11 +45,11 @@ class SchedulerSection(Section):
     )
     mixed: bool = Field(default=True, description="Decode rows ride along in steps that have prompt chunks.")
     overlap: Auto | bool = Field(
-        "auto",
+        default="auto",
         description="Launch step N+1 before the tokens of step N are read. `auto`: on CUDA, unless a drafter needs every token on the host.",
     )
     wait_for_prefix: bool = Field(
-        True,
+        default=True,
         description="A request whose prefix another is computing now waits for it, rather than computing it again.",
     )
 
@@ -62,12 +62,12 @@ class MemorySection(Section):
         None, ge=2, description="Pages in the pool; by default as many as the budget below holds."
     )
     kv_gib: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="Memory for the pool. Default on CUDA: `fraction` of free memory after loading; on CPU: 1 GiB.",
     )
     fraction: float = Field(
-        0.88,
+        default=0.88,
         gt=0,
         lt=1,
         description="Share of the device's memory that weights, pool and workspaces may take together.",
