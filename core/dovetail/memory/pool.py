@@ -1,0 +1,60 @@
+"""The KV pool of layers that keep plain keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.interfaces.cache import CacheGroup, KVPool
+
+
+class PagedKVPool(KVPool):
+    """Keys and values of one cache group, one tensor each: ``[layers, num_pages, page_size, kv_heads, head_dim]``.
+
+    Page 0 belongs to nobody and starts as zeros. The other pages start uninitialised: they may hold anything until they
+    are written, so memory is touched only when it is used.
+    """
+
+    def __init__(
+        self, group: CacheGroup, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.group = group
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (group.num_layers, num_pages, page_size, group.num_kv_heads, group.head_dim)
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.k[:, 0].zero_()
+        self.v[:, 0].zero_()
+        self._k_places = self.k.flatten(1, 2)  # [layers, places, kv_heads, head_dim], the same memory
+        self._v_places = self.v.flatten(1, 2)
+        self._keys = list(self.k.unbind(0))
+        self._values = list(self.v.unbind(0))
+        self._k_rows = list(self._k_places.unbind(0))
+        self._v_rows = list(self._v_places.unbind(0))
+
+    @staticmethod
+    def bytes_per_page(group: CacheGroup, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one page takes, keys and values of all layers together."""
+        return 2 * group.num_layers * page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
+
+    def keys(self, layer_id: int) -> torch.Tensor:
+        """See ``KVPool.keys``."""
+        return self._keys[layer_id]
+
+    def values(self, layer_id: int) -> torch.Tensor:
+        """See ``KVPool.values``."""
+        return self._values[layer_id]
+
+    def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
+        """See ``KVPool.store``. Where several tokens name one place (padding rows on page 0), any of them stays."""
+        if k.dtype != self.dtype:
+            k, v = k.to(self.dtype), v.to(self.dtype)
+        self._k_rows[layer_id].index_copy_(0, out_loc, k)
+        self._v_rows[layer_id].index_copy_(0, out_loc, v)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See ``KVPool.copy``."""
+        for places in (self._k_places, self._v_places):
+            places.index_copy_(1, target, places.index_select(1, source))

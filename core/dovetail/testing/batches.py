@@ -1,0 +1,121 @@
+"""Batches without an engine: what ``Scheduler.schedule`` and ``Engine.prepare`` would have filled, from lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dovetail.types import Attends, Batch, DraftTree, IntArray, PageUpdates, Req, SamplingParams, StoresKV
+
+
+def make_page_table(lens: Sequence[int], page_size: int, num_pages: int, *, seed: int | None = 0) -> IntArray:
+    """Disjoint pages for rows of ``lens`` tokens: int32 ``[rows, pages of the longest row]``, filled up with page 0.
+
+    With a seed the pages are scattered over the pool; with ``seed=None`` they are consecutive, from page 1.
+    """
+    counts = [-(-length // page_size) for length in lens]
+    if sum(counts) > num_pages - 1:
+        raise ValueError(f"rows of {list(lens)} tokens need {sum(counts)} pages; the pool has {num_pages - 1} to give")
+    free = np.arange(1, num_pages, dtype=np.int32)
+    if seed is not None:
+        np.random.default_rng(seed).shuffle(free)
+    table = np.zeros((len(counts), max(counts, default=0)), dtype=np.int32)
+    for row, (start, count) in enumerate(zip(np.cumsum([0, *counts]), counts, strict=False)):
+        table[row, :count] = free[start : start + count]
+    return table
+
+
+def make_batch(
+    page_size: int,
+    page_table: IntArray,
+    prefix_lens: Sequence[int],
+    extend_lens: Sequence[int],
+    *,
+    num_extend: int | None = None,
+    input_ids: Sequence[int] | torch.Tensor | None = None,
+    drafts: DraftTree | None = None,
+    device: torch.device | str = "cpu",
+    attn: tuple[Attends, ...] = (),
+    kv: tuple[StoresKV, ...] = (),
+) -> Batch:
+    """A batch whose row r has ``prefix_lens[r]`` tokens in the pool and lets ``extend_lens[r]`` more enter.
+
+    ``page_table`` is ``[rows, >= pages]``, see ``make_page_table``. ``num_extend`` defaults to the rows up to the last
+    one that extends (with drafts: to 0). ``drafts`` must fit ``extend_lens[r] == 1 + drafts.lens[r]`` in the rows after
+    the extend rows; positions follow the tree, and ``tree_mask`` is set unless it is a chain. ``input_ids`` default to
+    0, 1, 2, ...; ``attn`` and ``kv`` are handed through. All of ``reqs`` are greedy.
+    """
+    prefix, extend = np.asarray(prefix_lens, np.int32), np.asarray(extend_lens, np.int32)
+    rows, none = len(prefix), np.zeros(0, np.int32)
+    if num_extend is None:
+        num_extend = 0 if drafts is not None else int((np.flatnonzero(extend > 1) + 1).max(initial=0))
+    batch = Batch(
+        reqs=[_make_req(row, int(prefix[row]), int(extend[row])) for row in range(rows)],
+        num_extend=num_extend,
+        slots=np.arange(rows, dtype=np.int32),
+        prefix_lens=prefix,
+        extend_lens=extend,
+        samples=np.ones(rows, np.bool_),
+        page_updates=PageUpdates(none, none, none[None]),
+        drafts=drafts,
+    )
+    indptr = np.concatenate([np.zeros(1, np.int32), np.cumsum(extend, dtype=np.int32)])
+    row_of = np.repeat(np.arange(rows), extend)
+    places = np.arange(indptr[-1]) - indptr[row_of] + prefix[row_of]  # of each token in its row
+    ids = np.arange(len(places)) if input_ids is None else np.asarray(input_ids)
+    batch.input_ids = torch.tensor(ids, dtype=torch.int64, device=device)
+    positions = places if drafts is None else prefix[row_of] + _depths(batch, drafts)
+    batch.positions = torch.tensor(positions, dtype=torch.int64, device=device)
+    out_loc = page_table[row_of, places // page_size].astype(np.int64) * page_size + places % page_size
+    batch.out_loc = torch.tensor(out_loc, dtype=torch.int64, device=device)
+    batch.qo_indptr = torch.tensor(indptr, device=device)
+    batch.kv_lens = torch.tensor(prefix + extend, device=device)
+    batch.page_table = torch.tensor(page_table, device=device)
+    if drafts is not None and not drafts.is_chain:
+        batch.tree_mask = torch.tensor(make_tree_mask(batch, drafts), device=device)
+    batch.attn, batch.kv = attn, kv
+    return batch
+
+
+def make_tree_mask(batch: Batch, drafts: DraftTree) -> np.ndarray:
+    """``tree_mask`` of a batch, bool ``[tokens, 1 + k]``: a draft sees the row's last token, its ancestors and itself.
+    Tokens of extend rows see nothing in it: it is not read for them."""
+    mask = np.zeros((batch.num_tokens, 1 + drafts.token_ids.shape[1]), np.bool_)
+    starts = np.cumsum(batch.extend_lens) - batch.extend_lens
+    for row in range(batch.num_extend, len(batch.reqs)):
+        first = starts[row]
+        mask[first, 0] = True
+        for node in range(drafts.lens[row]):
+            mask[first + 1 + node] = mask[first + 1 + drafts.parents[row, node]]
+            mask[first + 1 + node, 1 + node] = True
+    return mask
+
+
+def _depths(batch: Batch, drafts: DraftTree) -> np.ndarray:
+    depths: list[int] = []
+    for row, count in enumerate(batch.extend_lens):
+        if row < batch.num_extend:
+            depths += range(count)
+            continue
+        own = [0]
+        for node in range(count - 1):
+            own.append(own[1 + drafts.parents[row, node]] + 1)
+        depths += own
+    return np.asarray(depths, np.int64)
+
+
+def _make_req(row: int, prefix_len: int, extend_len: int) -> Req:
+    known = prefix_len + extend_len
+    return Req(
+        rid=f"row-{row}",
+        token_ids=np.zeros(known + 16, np.int32),
+        prompt_len=known,
+        params=SamplingParams(temperature=0.0),
+        uid=row,
+        cached_len=prefix_len,
+        device_len=known,
+        known_len=known,
+        slot=row,
+    )

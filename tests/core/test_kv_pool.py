@@ -1,0 +1,70 @@
+"""The paged KV pool against plain indexing.
+
+python -m pytest tests/core/test_kv_pool.py
+"""
+
+import pytest
+import torch
+
+from dovetail.interfaces.cache import CacheGroup
+from dovetail.memory.pool import PagedKVPool
+
+GROUP = CacheGroup(num_layers=3, num_kv_heads=2, head_dim=8)
+
+
+def make_pool(page_size: int = 4, dtype: torch.dtype = torch.float32) -> PagedKVPool:
+    return PagedKVPool(GROUP, num_pages=5, page_size=page_size, dtype=dtype, device="cpu")
+
+
+def test_shapes_and_page_zero():
+    pool = make_pool()
+    assert pool.keys(0).shape == pool.values(2).shape == (5, 4, 2, 8)
+    assert not pool.k[:, 0].any()
+    assert not pool.v[:, 0].any()
+
+
+def test_layers_are_views_of_one_tensor():
+    pool = make_pool()
+    pool.k.fill_(1)
+    pool.v.fill_(2)
+    for layer in range(3):
+        assert (pool.keys(layer) == 1).all()
+        assert (pool.values(layer) == 2).all()
+
+
+def test_bytes_per_page_is_what_the_tensors_take():
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = make_pool(dtype=dtype)
+        assert PagedKVPool.bytes_per_page(GROUP, 4, dtype) * pool.num_pages == pool.k.nbytes + pool.v.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("places", [[7], [4, 5, 6], [19, 4, 11, 6]])
+def test_store_writes_its_places_and_nothing_else(places: list[int], dtype: torch.dtype):
+    pool = make_pool(dtype=dtype)
+    pool.k.fill_(-1)
+    pool.v.fill_(-2)
+    k, v = torch.randn(2, len(places), 2, 8)
+    pool.store(1, k, v, torch.tensor(places))
+    want_k, want_v = torch.full((3, 20, 2, 8), -1.0), torch.full((3, 20, 2, 8), -2.0)
+    for i, place in enumerate(places):
+        want_k[1, place], want_v[1, place] = k[i].to(dtype), v[i].to(dtype)
+    assert torch.equal(pool.k.flatten(1, 2).float(), want_k)
+    assert torch.equal(pool.v.flatten(1, 2).float(), want_v)
+
+
+def test_store_takes_slices_of_a_fused_projection():
+    pool = make_pool()
+    qkv = torch.randn(3, 8, 8)
+    pool.store(0, qkv[:, 4:6], qkv[:, 6:8], torch.tensor([4, 9, 14]))
+    assert torch.equal(pool.keys(0)[1, 0], qkv[0, 4:6])
+    assert torch.equal(pool.values(0)[3, 2], qkv[2, 6:8])
+
+
+def test_copy_reads_everything_before_it_writes():
+    pool = make_pool(page_size=1)
+    pool.k.copy_(torch.arange(5.0).view(1, 5, 1, 1, 1).expand_as(pool.k))
+    pool.v.copy_(-pool.k)
+    pool.copy(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
+    assert pool.k[:, :, 0, 0, 0].tolist() == [[0, 3, 1, 2, 4]] * 3
+    assert torch.equal(pool.v, -pool.k)
