@@ -104,7 +104,8 @@ class PrefixCache(ABC):
 
         Returns the path that now holds them. Where ``result.pages[:, i] != pages[:, i]`` the cache had that page before
         and the offered one stays the caller's (to free, once its rows read the cached one instead); the others are now
-        the cache's. Locks nothing.
+        the cache's. A cache may keep less than it is offered: pages from column ``result.pages.shape[1]`` on stay the
+        caller's. Copies what it keeps of ``tokens`` and ``pages``. Locks nothing.
         """
 
     @abstractmethod
