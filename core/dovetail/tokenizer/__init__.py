@@ -1,0 +1,6 @@
+"""Text to tokens and back: tokenizer.json, chat templates, incremental detokenization with stop strings. No torch."""
+
+from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
+from dovetail.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["IncrementalDetokenizer", "Tokenizer"]

@@ -1,0 +1,99 @@
+"""Chat templates: Jinja, in a sandbox, with the helpers that published templates expect of their renderer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dovetail.errors import ConfigError, RequestError
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``: marks the assistant's words for training; when serving, its body and nothing more."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class ChatTemplate:
+    """One compiled template. ``variables`` (bos_token, ...) are given to every rendering."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        """Raises ``ConfigError`` if ``source`` is not valid Jinja."""
+        self.source = source
+        self._variables = dict(variables)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the model's chat template is not valid, line {error.lineno}: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> str:
+        """The prompt. Raises ``RequestError`` where the template refuses the conversation."""
+        own = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        clash = sorted(set(extra) & set(own))
+        if clash:
+            raise RequestError(f"chat template variables may not set {clash}", param="chat_template_kwargs")
+        try:
+            return self._template.render({"documents": None, **self._variables, **extra, **own})
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"the model's chat template refuses this conversation: {error}", param="messages"
+            ) from error
+
+
+def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: bool = False) -> str | None:
+    """The text of the template: chat_template.jinja, else chat_template.json, else tokenizer_config.json. Where a model
+    has several, ``tool_use`` is taken for ``tools`` and ``default`` otherwise."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found: Any = tokenizer_config.get("chat_template")
+    file = directory / "chat_template.json"
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    if isinstance(found, list):
+        named = {entry["name"]: entry["template"] for entry in found}
+        return (tools and named.get("tool_use")) or named.get("default")
+    return found

@@ -1,0 +1,72 @@
+"""Tokens to text, as they arrive."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from dovetail.tokenizer.stops import StopFinder
+
+if TYPE_CHECKING:
+    from dovetail.tokenizer.tokenizer import Tokenizer
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDetokenizer:
+    """The text of one output, piece by piece; costs O(new tokens) a push.
+
+    ``push`` never returns half of a UTF-8 character, nor text that may be the beginning of a stop string: what it
+    returned is final. Joined, the pieces are ``tokenizer.decode`` of all tokens, cut at the first stop string
+    (with it, if ``include_stop``). The stop string that ends first counts, whatever the token borders are.
+    ``continues=True`` keeps a leading space that a SentencePiece tokenizer would drop, for text that follows a prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+        continues: bool = False,
+    ) -> None:
+        self._bytes = tokenizer.text_bytes(skip_special_tokens)
+        self._decoder = _Utf8Decoder("replace")
+        self._finder = StopFinder(stop) if stop else None
+        self._include_stop = include_stop
+        self._strip = tokenizer.strip_leading_space and not continues
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Add tokens; returns the text that has become final. After a stop string matched, always empty."""
+        if self.matched is not None:
+            return ""
+        data = b"".join([self._bytes[token] or b"" for token in ids if token < len(self._bytes)])
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._release(self._decoder.decode(data))
+
+    def finish(self) -> str:
+        """No token follows: returns the text held back. Call once."""
+        if self.matched is not None:
+            return ""
+        text = self._release(self._decoder.decode(b"", True))
+        if self.matched is None:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, text: str) -> str:
+        if self._finder is None or not text:
+            return text
+        hit = self._finder.feed(text)
+        text, before = self._held + text, len(self._held)
+        if hit is None:
+            final = len(text) - self._finder.pending
+            self._held = text[final:]
+            return text[:final]
+        self.matched, self._held = hit.text, ""
+        end = before + hit.end
+        return text[: end if self._include_stop else end - len(hit.text)]

@@ -1,0 +1,167 @@
+"""The tokenizer of one model directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from dovetail.config.checkpoint import read_json
+from dovetail.errors import ConfigError, RequestError
+from dovetail.tokenizer.chat_template import ChatTemplate, find_source
+from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
+from dovetail.tokenizer.vocabulary import Vocabulary, read_vocabulary
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to share between threads.
+
+    ``token_bytes[i]`` are the bytes that token i adds to the text; None for special tokens and ids without one.
+    ``eos_token_ids`` are all ids that end an output, from the tokenizer's and the model's own files.
+    """
+
+    def __init__(
+        self,
+        json_text: str,
+        config: Mapping[str, Any] | None = None,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        tool_template: str | None = None,
+    ) -> None:
+        """``json_text`` is tokenizer.json, ``config`` tokenizer_config.json. Raises ``ConfigError``."""
+        self.json = json_text
+        self._backend = _load_backend(json_text)
+        self._vocabulary: Vocabulary = read_vocabulary(json.loads(json_text))
+        self._names = _named_tokens(config or {})
+        self.bos_token_id = self._named_id("bos_token")
+        self.pad_token_id = self._named_id("pad_token")
+        eos = self._named_id("eos_token")
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
+        self.special_token_ids = self._vocabulary.special_ids
+        self.token_bytes = self._visible_bytes()
+        self._template = ChatTemplate(chat_template, self._names) if chat_template else None
+        self._tool_template = ChatTemplate(tool_template, self._names) if tool_template else self._template
+        self._prepend = self._missing_bos(config or {})
+
+    @classmethod
+    def from_dir(cls, path: Path | str, model: Path | str | None = None) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of ``path``; end-of-sequence ids also from
+        config.json and generation_config.json of ``model`` (by default ``path``). Raises ``ConfigError``."""
+        directory = Path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{directory} has no tokenizer.json; set model.tokenizer to a directory that has one, or convert the "
+                "tokenizer to the fast format"
+            )
+        config = _optional_json(directory, "tokenizer_config.json")
+        return cls(
+            file.read_text(encoding="utf-8"),
+            config,
+            eos_token_ids=_model_eos(Path(model or path)),
+            chat_template=find_source(directory, config),
+            tool_template=find_source(directory, config, tools=True),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return len(self.token_bytes)
+
+    @property
+    def strip_leading_space(self) -> bool:
+        """True if decoding drops one space at the start of a text, as SentencePiece does."""
+        return self._vocabulary.strip_leading_space
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if ``apply_chat_template`` can be called."""
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``. ``add_special_tokens`` lets the tokenizer add its own (a BOS, say); text that spells
+        a special token becomes that token. Releases the GIL for most of its time."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._prepend + ids if add_special_tokens else ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``. Bytes that are no UTF-8 become U+FFFD; ids without a token add nothing."""
+        detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(ids) + detokenizer.finish()
+
+    def text_bytes(self, skip_special_tokens: bool) -> list[bytes | None]:
+        """The bytes of every token, special ones included unless they are to be skipped. Do not change it."""
+        return self.token_bytes if skip_special_tokens else self._vocabulary.token_bytes
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token, special ones by their name; empty for an id without a token."""
+        every = self._vocabulary.token_bytes
+        return (every[token_id] if token_id < len(every) else None) or b""
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        return self._backend.token_to_id(token)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation; encode it with ``add_special_tokens=False``. ``extra`` are further variables of
+        the template. Raises ``RequestError`` if there is no template or it refuses the conversation."""
+        template = self._tool_template if tools else self._template
+        if template is None:
+            raise RequestError("this model has no chat template; use /v1/completions or /generate", param="messages")
+        return template.render(messages, tools, add_generation_prompt, extra or {})
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._names.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _visible_bytes(self) -> list[bytes | None]:
+        special = self._vocabulary.special_ids
+        return [None if i in special else data or None for i, data in enumerate(self._vocabulary.token_bytes)]
+
+    def _missing_bos(self, config: Mapping[str, Any]) -> list[int]:
+        """``add_bos_token`` asks for a BOS that tokenizer.json itself may not add."""
+        bos = self.bos_token_id
+        if not config.get("add_bos_token") or bos is None or self._backend.encode("").ids[:1] == [bos]:
+            return []
+        return [bos]
+
+
+def _load_backend(json_text: str) -> Backend:
+    try:
+        backend = Backend.from_str(json_text)
+    except Exception as error:  # the binding raises bare Exception
+        raise ConfigError(f"tokenizer.json cannot be read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and friends; each is a string or a dict with its ``content``."""
+    found = {name: config.get(name) for name in _NAMED_TOKENS}
+    named = {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: token for name, token in named.items() if token is not None}
+
+
+def _optional_json(directory: Path, name: str) -> dict[str, Any]:
+    return read_json(directory, name) if (directory / name).is_file() else {}
+
+
+def _model_eos(directory: Path) -> list[int]:
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        eos = _optional_json(directory, name).get("eos_token_id")
+        ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return ids
