@@ -1,0 +1,1 @@
+"""Prefix caches: ``radix`` and ``none``."""

@@ -1,0 +1,102 @@
+"""Nodes of the radix tree: whole runs of tokens, compared with numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dovetail.types import IntArray
+
+ChildKey = int | bytes
+"""The first page of a run: the token itself at page size 1, the bytes of its tokens otherwise."""
+
+
+class Node:
+    """A run of tokens after those of its parent, and the pages that hold them."""
+
+    __slots__ = ("children", "end", "key", "last_used", "locks", "pages", "parent", "priority", "queued", "uses")
+
+    def __init__(self, parent: Node | None, key: IntArray, pages: IntArray) -> None:
+        self.parent = parent  # None for a root, and for a node that left the tree
+        self.key = key  # int32 [n * page_size]
+        self.pages = pages  # int32 [groups, n]
+        self.end: int = len(key) + (parent.end if parent else 0)  # tokens from the root to the end of the run
+        self.children: dict[ChildKey, Node] = {}
+        self.locks = 0  # locks of this node and of all below it
+        self.last_used = 0
+        self.uses = 0
+        self.priority = 0
+        self.queued = False  # has an entry in the eviction queue
+
+    @property
+    def start(self) -> int:
+        """Tokens from the root to the start of the run."""
+        return self.end - len(self.key)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the run, in each group."""
+        return self.pages.shape[1]
+
+
+class Root(Node):
+    """The empty run that all prefixes of a namespace begin with."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: str, num_groups: int) -> None:
+        super().__init__(None, np.empty(0, dtype=np.int32), np.empty((num_groups, 0), dtype=np.int32))
+        self.namespace = namespace
+
+
+class Handle:
+    """A place in the tree: the first ``length`` tokens of the path of ``node``.
+
+    Matching does not split nodes, so ``length`` may lie inside the run of ``node``; locking does. Once locked, ``node``
+    ends at ``length`` and keeps doing so: a split leaves the lower part its identity.
+    """
+
+    __slots__ = ("length", "node")
+
+    def __init__(self, node: Node | None, length: int) -> None:
+        self.node = node  # None: the empty prefix
+        self.length = length
+
+
+def child_key(tokens: IntArray, start: int, page_size: int) -> ChildKey:
+    """The key under which a run that begins at ``tokens[start]`` hangs from its parent."""
+    return int(tokens[start]) if page_size == 1 else tokens[start : start + page_size].tobytes()
+
+
+def common_length(run: IntArray, tokens: IntArray, page_size: int) -> int:
+    """How far ``run`` and ``tokens`` agree, in tokens, rounded down to whole pages."""
+    n = min(len(run), len(tokens))
+    equal = run[:n] == tokens[:n]
+    if not equal.all():
+        n = int(np.argmin(equal))
+    return n - n % page_size
+
+
+def split(node: Node, length: int, page_size: int) -> Node:
+    """Give the first ``length`` tokens of a run a node of their own, above ``node``; returns that node.
+
+    Copies both parts, so that one can be freed without the other.
+    """
+    assert node.parent is not None
+    assert 0 < length < len(node.key)
+    count = length // page_size
+    upper = Node(node.parent, node.key[:length].copy(), node.pages[:, :count].copy())
+    upper.locks, upper.last_used = node.locks, node.last_used
+    upper.uses, upper.priority = node.uses, node.priority
+    node.parent.children[child_key(upper.key, 0, page_size)] = upper
+    node.parent, node.key, node.pages = upper, node.key[length:].copy(), node.pages[:, count:].copy()
+    upper.children[child_key(node.key, 0, page_size)] = node
+    return upper
+
+
+def truncate_back(node: Node, count: int, page_size: int) -> IntArray:
+    """Drop the last ``count`` pages of a run and return them. Copies, so that the old run can be freed."""
+    keep = node.num_pages - count
+    dropped = node.pages[:, keep:]
+    node.key, node.pages = node.key[: keep * page_size].copy(), node.pages[:, :keep].copy()
+    node.end -= count * page_size
+    return dropped

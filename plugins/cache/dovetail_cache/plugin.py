@@ -1,0 +1,33 @@
+"""What this package registers. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.interfaces.features import Feature
+from dovetail.plugins.hookspecs import hookimpl
+from dovetail.plugins.specs import ComponentKind, ComponentSpec
+
+RADIX = ComponentSpec(
+    kind=ComponentKind.CACHE,
+    name="radix",
+    target="dovetail_cache.radix:RadixCache",
+    config="dovetail_cache.config:RadixConfig",
+    summary="Radix tree over token runs; evicts unlocked leaves by recency, frequency or priority.",
+    offers=frozenset({Feature.CACHE_REUSE, Feature.CACHE_NAMESPACES, Feature.CACHE_EVICT}),
+    priority=10,
+)
+
+NONE = ComponentSpec(
+    kind=ComponentKind.CACHE,
+    name="none",
+    target="dovetail_cache.none:NoCache",
+    config="dovetail_cache.config:NoneConfig",
+    summary="Keeps no prefixes: every prompt is computed in full.",
+)
+
+
+@hookimpl
+def register_prefix_caches() -> Sequence[ComponentSpec]:
+    """``radix`` and ``none``."""
+    return (RADIX, NONE)

@@ -1,0 +1,201 @@
+"""A radix tree over token runs (as RadixAttention's, https://arxiv.org/abs/2312.07104), of whole pages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
+from dovetail.types import IntArray
+from dovetail_cache.config import RadixConfig
+from dovetail_cache.eviction import EvictionQueue, evictable
+from dovetail_cache.node import Handle, Node, Root, child_key, common_length, split, truncate_back
+
+
+class RadixCache(PrefixCache):
+    """One tree per namespace. Every call costs per node of its path and per token compared, not per node of the tree."""
+
+    def __init__(self, config: RadixConfig, context: CacheContext) -> None:
+        """``config.eviction`` decides what is forgotten first."""
+        self._page_size = context.page_size
+        self._num_groups = context.num_groups
+        self._roots: dict[str, Root] = {}
+        self._queue = EvictionQueue(config.eviction)
+        self._clock = 0
+        self._total = 0
+        self._locked = 0
+
+    @property
+    def total_pages(self) -> int:
+        """Pages the cache owns, locked or not."""
+        return self._total
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages below no lock: a lock counts on the whole path, so all of them can go, leaves first."""
+        return self._total - self._locked
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        """The longest cached prefix. Does not split nodes, so that asking leaves the tree as it was."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return self._match_of([], 0)
+        path, length = self._walk(root, tokens)
+        return self._match_of(path, length)
+
+    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+        """Keep what is new of ``tokens`` as one node below what is known."""
+        num_pages = len(tokens) // self._page_size
+        assert pages.shape == (self._num_groups, num_pages), f"{pages.shape} pages for {len(tokens)} tokens"
+        if num_pages == 0:
+            return self._match_of([], 0)
+        root = self._roots.get(namespace) or self._roots.setdefault(namespace, Root(namespace, self._num_groups))
+        path, length = self._walk(root, tokens)
+        end = num_pages * self._page_size
+        if length < end:
+            parent = self._end_at(path, length) if path else root
+            path.append(self._grow(parent, tokens[length:end], pages[:, length // self._page_size :]))
+        for node in path:
+            node.priority = max(node.priority, priority)
+        return self._match_of(path, end)
+
+    def lock(self, handle: Handle) -> None:
+        """Protect the path of ``handle``; splits the node it ends in, if it ends inside. Counts as a use."""
+        if handle.length == 0:
+            return
+        handle.node = node = self._settle(handle)
+        while node.parent is not None:
+            self._locked += node.num_pages if node.locks == 0 else 0
+            node.locks += 1
+            node.uses += 1
+            node = node.parent
+
+    def unlock(self, handle: Handle) -> None:
+        """Undo one ``lock`` of this very handle."""
+        if handle.length == 0:
+            return
+        node = handle.node
+        assert node is not None
+        assert node.end == handle.length, "unlock needs a handle that was locked"
+        while node.parent is not None:
+            assert node.locks > 0, "unlocked more often than locked"
+            node.locks -= 1
+            self._locked -= node.num_pages if node.locks == 0 else 0
+            self._queue.push(node)
+            node = node.parent
+
+    def evict(self, num_pages: int) -> IntArray:
+        """Forget unlocked leaves in the configured order; the last one loses only as much of its tail as is needed."""
+        freed = [np.empty((self._num_groups, 0), dtype=np.int32)]
+        missing = min(num_pages, self.evictable_pages)
+        while missing > 0:
+            leaf = self._queue.pop()
+            assert leaf is not None, "evictable pages are under no leaf"
+            freed.append(self._shrink(leaf, min(missing, leaf.num_pages)))
+            missing -= freed[-1].shape[1]
+        pages = np.concatenate(freed, axis=1)
+        self._total -= pages.shape[1]
+        return pages
+
+    def reset(self) -> IntArray:
+        """Forget everything that is not locked."""
+        return self.evict(self.evictable_pages)
+
+    def check_integrity(self) -> None:
+        """Assert links, lengths, counters, lock counts, the eviction queue, and that no page is held twice."""
+        nodes: list[Node] = []
+        for root in self._roots.values():
+            assert root.children, "an empty namespace was kept"
+            assert root.parent is None
+            assert root.end == 0
+            stack: list[Node] = [root]
+            while stack:
+                node = stack.pop()
+                self._check_children(node)
+                nodes.extend(node.children.values())
+                stack.extend(node.children.values())
+        assert sum(n.num_pages for n in nodes) == self._total, "total_pages is wrong"
+        assert sum(n.num_pages for n in nodes if n.locks) == self._locked, "evictable_pages is wrong"
+        assert len(self._queue) == sum(n.queued for n in nodes), "the eviction queue is out of step with the tree"
+        for group in range(self._num_groups):
+            pages = np.concatenate([n.pages[group] for n in nodes]) if nodes else np.empty(0)
+            assert len(np.unique(pages)) == len(pages), "a page is held twice"
+            assert not (pages == 0).any(), "the padding page is held"
+
+    def _check_children(self, node: Node) -> None:
+        for key, child in node.children.items():
+            assert child.parent is node
+            assert key == child_key(child.key, 0, self._page_size)
+            assert child.start == node.end
+            assert child.num_pages > 0
+            assert child.pages.shape == (self._num_groups, child.num_pages)
+            assert len(child.key) == child.num_pages * self._page_size
+            assert child.locks >= sum(c.locks for c in child.children.values()), "a descendant has more locks"
+            assert child.last_used >= max((c.last_used for c in child.children.values()), default=0)
+            assert child.queued or not evictable(child), "an unlocked leaf is not in the eviction queue"
+
+    def _walk(self, root: Node, tokens: IntArray) -> tuple[list[Node], int]:
+        """The nodes that agree with ``tokens`` on a page or more, and on how many tokens they do. Only the last may
+        agree in part. Touches their recency."""
+        assert tokens.dtype == np.int32, "keys are int32"
+        self._clock += 1
+        page_size, end = self._page_size, len(tokens) - len(tokens) % self._page_size
+        path: list[Node] = []
+        node, length = root, 0
+        while length < end and node.end == length:
+            child = node.children.get(child_key(tokens, length, page_size))
+            if child is None:
+                break
+            length += common_length(child.key, tokens[length:end], page_size)
+            child.last_used = self._clock
+            path.append(child)
+            node = child
+        return path, length
+
+    def _match_of(self, path: list[Node], length: int) -> Match:
+        if not path:
+            return Match(0, np.empty((self._num_groups, 0), dtype=np.int32), Handle(None, 0))
+        pages = np.concatenate([node.pages for node in path], axis=1)
+        return Match(length, pages[:, : length // self._page_size], Handle(path[-1], length))
+
+    def _end_at(self, path: list[Node], length: int) -> Node:
+        """Split the last node of ``path`` if ``length`` lies inside it, so that the path ends there."""
+        node = path[-1]
+        if node.end > length:
+            node = path[-1] = split(node, length - node.start, self._page_size)
+        return node
+
+    def _grow(self, parent: Node, tokens: IntArray, pages: IntArray) -> Node:
+        """A new leaf below ``parent``."""
+        leaf = Node(parent, tokens.copy(), pages.copy())
+        leaf.last_used = self._clock
+        parent.children[child_key(tokens, 0, self._page_size)] = leaf
+        self._total += leaf.num_pages
+        self._queue.push(leaf)
+        return leaf
+
+    def _settle(self, handle: Handle) -> Node:
+        """The node that ends where ``handle`` does, split off if need be."""
+        node = handle.node
+        while node is not None and node.parent is not None and node.start >= handle.length:
+            node = node.parent
+        assert node is not None
+        assert node.parent is not None, "the prefix was evicted between match and lock"
+        assert node.end >= handle.length, "the prefix was evicted between match and lock"
+        if node.end > handle.length:
+            node = split(node, handle.length - node.start, self._page_size)
+        return node
+
+    def _shrink(self, leaf: Node, count: int) -> IntArray:
+        """Drop the last ``count`` pages of an unlocked leaf, and the leaf with them if that is all."""
+        if count < leaf.num_pages:
+            dropped = truncate_back(leaf, count, self._page_size)
+            self._queue.push(leaf)
+            return dropped
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[child_key(leaf.key, 0, self._page_size)]
+        leaf.parent = None
+        if isinstance(parent, Root) and not parent.children:
+            del self._roots[parent.namespace]
+        self._queue.push(parent)
+        return leaf.pages
