@@ -1,0 +1,34 @@
+"""The config: typed sections, read from files, the environment and overrides. It knows plugins only by ``Choices``."""
+
+from dovetail.config.plugin import AttentionSelection, PluginConfig, Section, Selection
+from dovetail.config.sections import (
+    Config,
+    MemorySection,
+    ModelSection,
+    PluginsSection,
+    SchedulerSection,
+    ServerSection,
+)
+from dovetail.config.sources import Raw, read
+from dovetail.config.tree import Choices, config_hash, dump, load_config, plugins_section, validate
+
+__all__ = [
+    "AttentionSelection",
+    "Choices",
+    "Config",
+    "MemorySection",
+    "ModelSection",
+    "PluginConfig",
+    "PluginsSection",
+    "Raw",
+    "SchedulerSection",
+    "Section",
+    "Selection",
+    "ServerSection",
+    "config_hash",
+    "dump",
+    "load_config",
+    "plugins_section",
+    "read",
+    "validate",
+]

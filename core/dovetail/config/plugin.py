@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 
 class Section(BaseModel):
@@ -25,7 +25,7 @@ class Selection(Section):
     """
 
     disabled: bool = False
-    candidates: tuple[PluginConfig, ...] = ()
+    candidates: tuple[SerializeAsAny[PluginConfig], ...] = ()
 
     @property
     def is_auto(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dovetail.config.plugin import AttentionSelection, Section, Selection
 
@@ -15,20 +15,24 @@ class ModelSection(Section):
     """Which model, and how it is loaded. A bare string is short for ``{path: ...}``."""
 
     path: str = Field(
-        "tiny", description="`tiny` (the embedded model), a local directory in Hugging Face layout, or a hub name."
+        default="tiny",
+        description="`tiny` (the embedded model), a local directory in Hugging Face layout, or a hub name.",
     )
     arch: str = Field(
-        "auto", description="Model component; `auto` takes the one that implements config.json's `architectures`."
+        default="auto",
+        description="Model component; `auto` takes the one that implements config.json's `architectures`.",
     )
     served_name: str | None = Field(default=None, description="Name in the API; by default the last part of `path`.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="`auto` is the checkpoint's dtype; on CPU float32."
+        default="auto", description="`auto` is the checkpoint's dtype on CUDA, float32 on CPU."
     )
     load_format: Literal["safetensors", "dummy"] = Field(
-        "safetensors", description="`dummy` fills random weights, for benchmarks."
+        default="safetensors", description="`dummy` fills random weights, for benchmarks."
     )
     context_len: int | None = Field(
-        None, ge=8, description="Upper bound on prompt plus output; by default the model's own."
+        default=None,
+        ge=8,
+        description="Upper bound on prompt plus output, at most the model's own, which is the default.",
     )
     tokenizer: str | None = Field(default=None, description="Directory of tokenizer.json, if not the model's.")
     overrides: dict[str, Any] = Field(default_factory=dict, description="Keys of config.json to replace.")
@@ -59,7 +63,7 @@ class MemorySection(Section):
 
     page_size: int = Field(default=16, ge=1, le=1024, description="Tokens per page.")
     num_pages: int | None = Field(
-        None, ge=2, description="Pages in the pool; by default as many as the budget below holds."
+        default=None, ge=2, description="Pages in the pool; by default as many as the budget below holds."
     )
     kv_gib: float | None = Field(
         default=None,
@@ -73,30 +77,35 @@ class MemorySection(Section):
         description="Share of the device's memory that weights, pool and workspaces may take together.",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="`auto` is the model's dtype."
+        default="auto", description="`auto` is the model's dtype."
     )
 
 
 class ServerSection(Section):
     """The HTTP server."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=30000, ge=0, le=65535, description="0 picks a free port.")
     max_body_mib: float = Field(default=8.0, gt=0, description="Larger request bodies are answered with 413.")
     drain_seconds: float = Field(
         default=30.0, ge=0, description="On SIGTERM, running requests have this long to finish."
     )
     health_seconds: float = Field(default=30.0, gt=0, description="/health_generate fails if a token takes longer.")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What is logged.")
 
 
 class PluginsSection(Section):
-    """Which plugins may load. Names are entry-point or distribution names."""
+    """Which plugins may load. Names are entry-point or distribution names; a list may be written as ``a,b``."""
 
     autoload: bool = Field(default=True, description="Load every installed plugin that the lists below do not exclude.")
     allow: tuple[str, ...] | None = Field(default=None, description="Only these. An unknown name is an error.")
     deny: tuple[str, ...] = Field(default=(), description="Never these.")
     require: tuple[str, ...] = Field(default=(), description="These must load, or startup stops.")
+
+    @field_validator("allow", "deny", "require", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
 class Config(Section):

@@ -1,0 +1,147 @@
+"""Where settings come from: files, environment variables and ``--set``, merged in a documented order.
+
+    defaults  <  files, left to right (first the one DOVETAIL_CONFIG names)  <  environment  <  --set
+
+Nothing is validated here: ``Raw`` is what was written, in its long form, with the origin of every key.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dovetail.config.longform import combine, long_form
+from dovetail.errors import ConfigError
+
+PREFIX = "DOVETAIL_"
+FILE_VARIABLE = "DOVETAIL_CONFIG"
+Tree = dict[str, Any]
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Settings from one place; ``origin`` names it in error messages."""
+
+    origin: str
+    tree: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """All layers in order of precedence, and the tree they make together."""
+
+    layers: tuple[Layer, ...]
+    tree: Tree
+
+    def origin(self, path: Path_) -> str | None:
+        """Where the value at ``path``, or the nearest thing around it, was set last; None if it is a default."""
+        for length in range(len(path), 0, -1):
+            for layer in reversed(self.layers):
+                if _contains(layer.tree, path[:length]):
+                    return layer.origin
+        return None
+
+
+def read(files: Sequence[Path], sets: Sequence[str], env: Mapping[str, str]) -> Raw:
+    """Read every source and merge them. Raises ``ConfigError`` for what cannot be read or parsed."""
+    named = [Path(env[FILE_VARIABLE])] if env.get(FILE_VARIABLE) else []
+    layers = [*map(read_file, [*named, *files]), *read_env(env), *map(read_set, sets)]
+    merged: Tree = {}
+    for layer in layers:
+        merged = combine(merged, layer.tree)
+    return Raw(tuple(layers), merged)
+
+
+def read_file(file: Path) -> Layer:
+    """One YAML, TOML or JSON file, told apart by its suffix."""
+    parsers = {".yaml": _yaml, ".yml": _yaml, ".toml": tomllib.loads, ".json": _json}
+    parse = parsers.get(file.suffix.lower())
+    if parse is None:
+        raise ConfigError(f"config file {file} has suffix {file.suffix!r}; allowed: {', '.join(parsers)}")
+    try:
+        tree = parse(file.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {file} cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"config file {file} cannot be parsed: {error}") from error
+    return Layer(str(file), long_form(_mapping(tree, f"config file {file}")))
+
+
+def read_env(env: Mapping[str, str]) -> list[Layer]:
+    """``DOVETAIL_SCHEDULER__MAX_RUNNING=8`` sets ``scheduler.max_running``. Values are parsed as YAML. Shorter names
+    come first, so that a section's variable does not undo those of its keys."""
+    names = sorted((n for n in env if n.startswith(PREFIX) and n != FILE_VARIABLE), key=lambda n: (n.count("__"), n))
+    return [_assign(n.removeprefix(PREFIX).lower().split("__"), env[n], f"environment variable {n}") for n in names]
+
+
+def read_set(text: str) -> Layer:
+    """``a.b=c``, the value parsed as YAML."""
+    key, equals, value = text.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not equals or not all(path):
+        raise ConfigError(f"--set is {text!r}; allowed: key.path=value, for example scheduler.max_running=8")
+    return _assign(path, value, f"--set {text}")
+
+
+def _assign(path: Sequence[str], text: str, origin: str) -> Layer:
+    try:
+        value: Any = _yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{origin}: {text!r} is not valid YAML: {error}") from error
+    for key in reversed(path):
+        value = {key: value}
+    return Layer(origin, long_form(value))
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where PyYAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        _refuse_repeated(keys, f"line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _UniqueKeys)
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique_pairs)
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> Tree:
+    _refuse_repeated([key for key, _ in pairs], "JSON object")
+    return dict(pairs)
+
+
+def _refuse_repeated(keys: Iterable[object], where: str) -> None:
+    seen: list[object] = []
+    for key in keys:
+        if key in seen:
+            raise ValueError(f"{where}: key {key!r} is given twice; keep one")
+        seen.append(key)
+
+
+def _mapping(tree: Any, what: str) -> Tree:
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{what} holds {type(tree).__name__} {tree!r:.60}; allowed: a mapping of sections")
+    return tree
+
+
+def _contains(tree: Any, path: Path_) -> bool:
+    for key in path:
+        try:
+            tree = tree[key] if isinstance(tree, dict | list) else {}[key]
+        except (LookupError, TypeError):
+            return False
+    return True
