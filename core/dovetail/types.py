@@ -221,8 +221,9 @@ class Req:
     finish: FinishReason | None = None  # set by the scheduler
     in_flight: int = 0  # steps launched and not yet committed
     num_retractions: int = 0
-    output_logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    ticket: Any = None  # set by Scheduler.add: the grammar being compiled, until there is a matcher
+    detokenizer: Any = None  # set by Scheduler.add where there are stop strings
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # set by the scheduler, one per prompt token
     drafted: int = 0  # draft tokens verified so far
     accepted: int = 0  # of those, accepted
 
@@ -328,7 +329,7 @@ class Batch:
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of ``rows`` tokens: chosen ``[rows]``, and the best ``[rows, m]`` with their token ids."""
+    """Log-probabilities at ``n`` places: of the chosen token ``[n]``, and the best ``[n, m]`` with their token ids."""
 
     chosen: torch.Tensor
     top: torch.Tensor
@@ -337,15 +338,25 @@ class Logprobs(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ForwardOutput:
-    """What one step produced, on the device until ``Engine.wait`` copies it to the host.
+    """What one step produced, on the device until ``Engine.wait`` brings it to the host.
 
     ``token_ids`` is int64 ``[sampled rows, width]``: of each sampled row the first ``accept_lens[r]`` are new tokens
-    (all of them accepted drafts but the last, the bonus token); width is 1 without drafts. ``logprobs`` has one entry
-    per token of ``token_ids``, row by row; ``prompt_logprobs`` one per extend token of the rows that asked for it.
+    (all of them accepted drafts but the last, the bonus token); width is 1 without drafts. ``nodes`` are the tree nodes
+    they were sampled at. Sampled row r has its log-probabilities from index ``logprob_start[r]`` on, one per node.
     """
 
     token_ids: torch.Tensor
     accept_lens: torch.Tensor | None = None  # int64 [sampled rows]; None: 1 each
+    nodes: torch.Tensor | None = None  # int64 [sampled rows, width]; None: the root
     logprobs: Logprobs | None = None
-    prompt_logprobs: Sequence[tuple[int, Logprobs]] = ()  # (row, its tokens' logprobs)
+    logprob_start: Mapping[int, int] = field(default_factory=dict)
+    prompt_logprobs: Sequence[tuple[int, IntArray, Logprobs]] = ()  # (row, its next tokens, their logprobs)
     event: Any = None  # the device event that the host waits for, once per step
+
+
+class HostOutput(NamedTuple):
+    """A ``ForwardOutput`` on the host: per sampled row the accepted tokens and, where asked for, their logprobs."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: Mapping[int, list[TokenLogprob]] = {}  # by row: entries for the tokens of its chunk

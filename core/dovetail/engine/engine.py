@@ -1,0 +1,190 @@
+"""The engine: a model, its KV pool and its attention backends on one device. ``forward(batch)`` is a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dovetail.engine.inputs import Inputs
+from dovetail.engine.memory import num_pages_for
+from dovetail.engine.sampler import Sampler, logprobs_of
+from dovetail.engine.weights import build_model, load_weights
+from dovetail.errors import ConfigError
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.memory.pool import PagedKVPool
+from dovetail.types import ForwardOutput, HostOutput, Logprobs, TokenLogprob
+
+if TYPE_CHECKING:
+    from dovetail.plugins.resolver import Chosen, Resolved
+    from dovetail.types import Batch, IntArray
+
+PROMPT_LOGPROB_ROWS = 512
+"""Prompt tokens whose logits are held at one time."""
+
+
+class Engine:
+    """Builds model, pool and backends from a resolved config, and runs batches on them."""
+
+    def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
+        config, info = resolved.config, resolved.model_info
+        self.device = torch.device(resolved.machine.device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        dtype = getattr(torch, config.model.dtype)
+        kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
+        if len(info.cache_groups) != 1:
+            raise ConfigError(
+                f"{info.architecture} declares {len(info.cache_groups)} cache groups; this engine runs one"
+            )
+        self.info = info
+        self.context_len = min(info.context_len, config.model.context_len or info.context_len)
+        self.model = build_model(resolved.model.load(), info, self.device, dtype)
+        load_weights(self.model, resolved.model_dir, config.model.load_format, config.model.seed)
+        group = info.cache_groups[0]
+        self.page_size = config.memory.page_size
+        self.num_pages = num_pages_for(config, group, kv_dtype, self.device, self.context_len)
+        self.pool = PagedKVPool(group, self.num_pages, self.page_size, kv_dtype, self.device)
+        self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
+        max_pages = -(-self.context_len // self.page_size) + 1
+        self.inputs = Inputs(config.scheduler.max_running, max_pages, self.page_size, self.device)
+        self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
+        self._prefill = self._attention(resolved.attention_prefill, dtype, config.scheduler.max_running)
+        same = resolved.attention_decode == resolved.attention_prefill
+        self._decode = (
+            self._prefill if same else self._attention(resolved.attention_decode, dtype, config.scheduler.max_running)
+        )
+        self._logits: torch.Tensor | None = None
+        self._prompt_logprobs: list[tuple[int, IntArray, Logprobs]] = []
+
+    def _attention(self, chosen: Chosen, dtype: torch.dtype, max_rows: int) -> AttentionBackend:
+        info = self.info
+        return chosen.build(
+            AttentionContext(
+                device=self.device,
+                dtype=dtype,
+                num_heads=info.num_heads,
+                num_kv_heads=info.num_kv_heads,
+                head_dim=info.head_dim,
+                pool=self.pool,
+                max_rows=max_rows,
+                max_context=self.context_len,
+            )
+        )
+
+    @staticmethod
+    def lost_device(error: BaseException) -> bool:
+        """True if the device cannot be used any more after ``error``: the process must end."""
+        return isinstance(error, getattr(torch, "AcceleratorError", ())) and not isinstance(
+            error, torch.OutOfMemoryError
+        )
+
+    def forward(self, batch: Batch) -> ForwardOutput:
+        """Launch the forward pass and sample from it."""
+        self.launch(batch)
+        return self.sample(batch)
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> None:
+        """Compute the step's logits. Under overlap the host reads the last step's tokens while this runs."""
+        self.inputs.prepare(batch)
+        backend = self._prefill if batch.num_extend else self._decode
+        batch.attn, batch.kv = (backend,), (self.pool,)
+        backend.plan(batch)
+        hidden = self.model.forward(batch)
+        self._prompt_logprobs = self._prompt_logprobs_of(batch, hidden)
+        self._logits = self.model.logits(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
+
+    @torch.inference_mode()
+    def sample(self, batch: Batch) -> ForwardOutput:
+        """Choose the tokens of the step just launched, keep the last of each row on the device for the next step, and
+        move the KV of accepted tree drafts to where their positions belong."""
+        assert self._logits is not None, "sample follows launch"
+        logits, self._logits = self._logits, None
+        output = self.sampler.sample(batch, logits)
+        output.prompt_logprobs = self._prompt_logprobs
+        slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]
+        last = output.token_ids[:, 0]
+        if output.accept_lens is not None:
+            last = output.token_ids.gather(1, output.accept_lens[:, None] - 1)[:, 0]
+        self.inputs.last_token[torch.from_numpy(slots.astype(np.int64)).to(self.device)] = last
+        if batch.tree_mask is not None:
+            self._compact(batch, output)
+        if self.device.type == "cuda":
+            output.event = torch.cuda.Event()
+            output.event.record()
+        return output
+
+    def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:
+        """Bring a step's output to the host: the one place where the host waits for the device."""
+        if output.event is not None:
+            output.event.synchronize()
+        tokens = output.token_ids.tolist()
+        if output.accept_lens is not None:
+            tokens = [row[:n] for row, n in zip(tokens, output.accept_lens.tolist(), strict=True)]
+        logprobs = None if output.logprobs is None else _logprob_rows(batch, output, tokens)
+        prompt = {row: _entries(next_ids.tolist(), lp) for row, next_ids, lp in output.prompt_logprobs}
+        return HostOutput(tokens, logprobs, prompt)
+
+    def _compact(self, batch: Batch, output: ForwardOutput) -> None:
+        assert output.nodes is not None
+        sampled = np.flatnonzero(batch.samples)
+        verify = torch.from_numpy(np.flatnonzero(sampled >= batch.num_extend)).to(self.device)
+        first = batch.qo_indptr[:-1].long()[torch.from_numpy(sampled).to(self.device)][verify]
+        nodes = output.nodes[verify]
+        step = torch.arange(nodes.shape[1], device=self.device)
+        assert output.accept_lens is not None
+        moved = (step < output.accept_lens[verify][:, None]) & (nodes != step)
+        source, target = (first[:, None] + nodes)[moved], (first[:, None] + step)[moved]
+        self.pool.copy(batch.out_loc[source], batch.out_loc[target])
+
+    def _prompt_logprobs_of(self, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, IntArray, Logprobs]]:
+        found: list[tuple[int, IntArray, Logprobs]] = []
+        for row in range(batch.num_extend):
+            req, start = batch.reqs[row], int(batch.prefix_lens[row])
+            if req.params.prompt_logprobs is None or start >= req.prompt_len - 1:
+                continue
+            next_ids = req.token_ids[start + 1 : min(start + int(batch.extend_lens[row]) + 1, req.prompt_len)]
+            first = int(batch.extend_lens[:row].sum())
+            found.append(
+                (
+                    row,
+                    next_ids,
+                    self._score(hidden[first : first + len(next_ids)], next_ids, req.params.prompt_logprobs),
+                )
+            )
+        return found
+
+    def _score(self, hidden: torch.Tensor, next_ids: IntArray, top: int) -> Logprobs:
+        targets = torch.from_numpy(next_ids.astype(np.int64)).to(self.device)
+        parts = [
+            logprobs_of(
+                self.model.logits(hidden[i : i + PROMPT_LOGPROB_ROWS]), targets[i : i + PROMPT_LOGPROB_ROWS], top
+            )
+            for i in range(0, len(targets), PROMPT_LOGPROB_ROWS)
+        ]
+        return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _entries(tokens: list[int], logprobs: Logprobs, index: list[int] | None = None) -> list[TokenLogprob]:
+    chosen, top, ids = (column.tolist() for column in logprobs)
+    places = range(len(tokens)) if index is None else index
+    return [
+        TokenLogprob(token, chosen[i], tuple(zip(ids[i], top[i], strict=True)))
+        for token, i in zip(tokens, places, strict=True)
+    ]
+
+
+def _logprob_rows(batch: Batch, output: ForwardOutput, tokens: list[list[int]]) -> list[list[TokenLogprob]]:
+    assert output.logprobs is not None
+    nodes = None if output.nodes is None else output.nodes.tolist()
+    reqs = [req for req, sampled in zip(batch.reqs, batch.samples, strict=True) if sampled]
+    rows: list[list[TokenLogprob]] = [[] for _ in tokens]
+    for row, start in output.logprob_start.items():
+        index = [start + (nodes[row][j] if nodes is not None else 0) for j in range(len(tokens[row]))]
+        wanted = reqs[row].params.logprobs
+        rows[row] = [
+            TokenLogprob(e.token_id, e.logprob, e.top[:wanted]) for e in _entries(tokens[row], output.logprobs, index)
+        ]
+    return rows

@@ -1,0 +1,58 @@
+"""Grammar bitmasks of a batch, along the drafts too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dovetail.engine.penalties import draft_rows
+from dovetail.ops.bitmask import apply_bitmask, bitmask_width
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.grammar import Matcher
+    from dovetail.types import Batch, IntArray, Req
+
+
+def mask_logits(logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[int, int, Req]]) -> None:
+    """Forbid, in place, what the grammars forbid. ``constrained`` are (first logit row, batch row, request)."""
+    nodes = [(start, req, *draft_rows(batch.drafts, row)) for start, row, req in constrained]
+    bitmask = np.zeros((sum(1 + len(drafts) for _, _, drafts, _ in nodes), bitmask_width(logits.shape[1])), np.int32)
+    rows: list[int] = []
+    for start, req, drafts, parents in nodes:
+        _fill(req.matcher, bitmask[len(rows) : len(rows) + 1 + len(drafts)], drafts, parents)
+        rows.extend(range(start, start + 1 + len(drafts)))
+    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    apply_bitmask(logits, torch.from_numpy(bitmask).to(logits.device), index)
+
+
+def _fill(matcher: Matcher, bitmask: IntArray, drafts: list[int], parents: list[int]) -> None:
+    """Masks of the root and of every draft, by a walk down the tree; the matcher ends where it began.
+
+    A node that the grammar forbids is never accepted, so its mask, and those below it, allow everything.
+    """
+    if matcher.is_terminated:
+        bitmask[:] = -1
+        return
+    matcher.fill_bitmask(bitmask, 0)
+    if not drafts:
+        return
+    bitmask[1:] = -1
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    _descend(matcher, bitmask, drafts, children, -1)
+
+
+def _descend(
+    matcher: Matcher, bitmask: IntArray, drafts: list[int], children: dict[int, list[int]], parent: int
+) -> None:
+    for node in children.get(parent, ()):
+        if not matcher.accept(drafts[node]):
+            continue
+        if not matcher.is_terminated:
+            matcher.fill_bitmask(bitmask, node + 1)
+            _descend(matcher, bitmask, drafts, children, node)
+        matcher.rollback(1)

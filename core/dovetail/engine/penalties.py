@@ -1,0 +1,107 @@
+"""Repetition, presence and frequency penalties, and logit biases: they need the tokens of a request so far.
+
+Counts are kept per penalised request on the device; a batch without one pays nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from dovetail.types import DraftTree, Req
+
+
+class TokenCounts:
+    """How often each token stands in one request: ``prompt`` bool ``[V]`` and ``output`` float32 ``[V]``.
+
+    ``counted`` tokens of the request have been counted.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.output = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+        self.counted = 0
+
+    def count_known(self, req: Req, end: int) -> None:
+        """Count the tokens up to ``end`` that the host knows."""
+        end = min(end, req.known_len)
+        if self.counted < req.prompt_len:
+            self.prompt[torch.from_numpy(req.token_ids[: req.prompt_len].astype(np.int64)).to(self.prompt.device)] = (
+                True
+            )
+            self.counted = req.prompt_len
+        if self.counted < end:
+            self.add(torch.from_numpy(req.token_ids[self.counted : end].astype(np.int64)).to(self.output.device))
+            self.counted = end
+
+    def add(self, tokens: torch.Tensor, sign: float = 1.0) -> None:
+        """Count output tokens int64 ``[n]``, or uncount them."""
+        self.output.index_add_(0, tokens, torch.full((len(tokens),), sign, device=self.output.device))
+
+
+class Penalties:
+    """The counts of all penalised requests. Mutates logits in place."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._counts: dict[int, TokenCounts] = {}
+
+    def forget_all_but(self, live: set[int]) -> None:
+        """Drop the counts of requests (by uid) that have left."""
+        for uid in [u for u in self._counts if u not in live]:
+            del self._counts[uid]
+
+    def apply(
+        self, logits: torch.Tensor, req: Req, length: int, first: torch.Tensor, drafts: list[int], parents: list[int]
+    ) -> None:
+        """Penalise the rows ``logits [1 + len(drafts), V]`` of one request, float32, in place.
+
+        ``length`` tokens precede the sampled one; the last of them, ``first [1]``, may be known to the device only. Row
+        j + 1 also follows the drafts on the path to draft j.
+        """
+        counts = self._counts.get(req.uid)
+        if counts is None:
+            counts = self._counts[req.uid] = TokenCounts(self.vocab_size, self.device)
+        counts.count_known(req, length)
+        if counts.counted < length:
+            counts.add(first)
+            counts.counted = length
+        for row in range(len(drafts) + 1):
+            path = torch.tensor(path_tokens(row - 1, drafts, parents), dtype=torch.int64, device=self.device)
+            counts.add(path)
+            _penalise(logits[row], req, counts)
+            counts.add(path, -1.0)
+
+
+def path_tokens(node: int, drafts: list[int], parents: list[int]) -> list[int]:
+    """The draft tokens from the root down to ``node``; none for the root, -1."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(drafts[node])
+        node = parents[node]
+    return path[::-1]
+
+
+def _penalise(logits: torch.Tensor, req: Req, counts: TokenCounts) -> None:
+    params = req.params
+    if params.logit_bias:
+        tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=logits.device)
+        logits.index_add_(0, tokens, torch.tensor(list(params.logit_bias.values()), device=logits.device))
+    seen = counts.output > 0
+    if params.repetition_penalty != 1.0:  # CTRL, arXiv 1909.05858
+        scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits.copy_(torch.where(seen | counts.prompt, scaled, logits))
+    if params.presence_penalty or params.frequency_penalty:
+        logits -= params.frequency_penalty * counts.output + params.presence_penalty * seen
+
+
+def draft_rows(drafts: DraftTree | None, row: int) -> tuple[list[int], list[int]]:
+    """The draft tokens of a batch row and their parents."""
+    if drafts is None:
+        return [], []
+    count = int(drafts.lens[row])
+    return drafts.token_ids[row, :count].tolist(), drafts.parents[row, :count].tolist()

@@ -1,0 +1,80 @@
+"""What the sampler must do for the rows of a batch; rebuilt only when the rows change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dovetail.ops.sampling import Filters
+
+if TYPE_CHECKING:
+    from dovetail.types import Req
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """Settings of the sampled rows of a batch, by row.
+
+    ``plain`` rows need an argmax and nothing else. ``adjusted`` are the rows whose logits depend on penalties, biases or
+    ``min_new_tokens``, ``constrained`` those with a grammar, ``logprobs`` those that want log-probabilities, of the
+    ``top_logprobs`` best tokens.
+    """
+
+    uids: tuple[int, ...]
+    plain: bool
+    filters: Filters | None
+    seeds: np.ndarray[Any, np.dtype[np.int64]]
+    adjusted: tuple[int, ...]
+    constrained: tuple[int, ...]
+    logprobs: tuple[int, ...]
+    top_logprobs: int
+
+    @classmethod
+    def of(cls, reqs: Sequence[Req], vocab_size: int, device: torch.device) -> RowSettings:
+        """The settings of these rows."""
+        params = [r.params for r in reqs]
+        adjusted = tuple(i for i, p in enumerate(params) if p.penalised or p.min_new_tokens)
+        constrained = tuple(i for i, r in enumerate(reqs) if r.matcher is not None)
+        logprobs = tuple(i for i, p in enumerate(params) if p.logprobs is not None)
+        greedy = all(p.greedy for p in params)
+        return cls(
+            uids=tuple(r.uid for r in reqs),
+            plain=greedy and not (adjusted or constrained or logprobs),
+            filters=None if greedy else _filters(reqs, vocab_size, device),
+            seeds=np.array([r.seed for r in reqs], np.int64),
+            adjusted=adjusted,
+            constrained=constrained,
+            logprobs=logprobs,
+            top_logprobs=max((p.logprobs or 0 for p in params), default=0),
+        )
+
+
+def _filters(reqs: Sequence[Req], vocab_size: int, device: torch.device) -> Filters:
+    params = [r.params for r in reqs]
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+    top_k = [p.top_k if p.top_k > 0 else vocab_size for p in params]
+    return Filters(
+        temperature=column([0.0 if p.greedy else p.temperature for p in params], torch.float32),
+        top_k=column(top_k, torch.int64) if min(top_k) < vocab_size else None,
+        top_p=column([p.top_p for p in params], torch.float64) if any(p.top_p < 1 for p in params) else None,
+        min_p=column([p.min_p for p in params], torch.float64) if any(p.min_p > 0 for p in params) else None,
+        any_greedy=any(p.greedy for p in params),
+    )
+
+
+def expand(filters: Filters, index: torch.Tensor) -> Filters:
+    """The filters of rows ``index``, in that order."""
+
+    def pick(column: torch.Tensor | None) -> torch.Tensor | None:
+        return None if column is None else column[index]
+
+    return Filters(
+        filters.temperature[index], pick(filters.top_k), pick(filters.top_p), pick(filters.min_p), filters.any_greedy
+    )

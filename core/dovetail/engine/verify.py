@@ -1,0 +1,40 @@
+"""Verification of drafts: exact for any drafter.
+
+The target samples a token x_i at every node of the draft tree with the request's own parameters and random numbers,
+that is from p(. | path to the node). The walk starts at the root (the last token); from a node whose sample is x it goes
+to the child that drafted x, if there is one, and ends otherwise. The tokens are the samples along the walk: each is a
+sample of p given those before it, so the output is distributed (and, with a fixed seed, equal) as if there were no drafts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Accepted(NamedTuple):
+    """``tokens`` int64 ``[rows, depth + 1]``, of which ``lens [rows]`` are new; ``nodes`` int64 ``[rows, depth + 1]``
+    are the tree nodes they were sampled at (0: the root; j + 1: draft j)."""
+
+    tokens: torch.Tensor
+    lens: torch.Tensor
+    nodes: torch.Tensor
+
+
+def accept(sampled: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor, lens: torch.Tensor) -> Accepted:
+    """Walk the trees. ``sampled`` int64 ``[rows, k + 1]`` are the target's samples at the root and at each draft,
+    ``draft_ids`` and ``parents`` int64 ``[rows, k]`` the drafts (parent -1: the root), ``lens`` int64 ``[rows]``."""
+    rows, width = draft_ids.shape
+    valid = torch.arange(width, device=sampled.device) < lens[:, None]
+    node = torch.zeros(rows, 1, dtype=torch.int64, device=sampled.device)
+    nodes, alive, accept_len = [node], torch.ones_like(node, dtype=torch.bool), torch.ones_like(node)
+    for _ in range(width):
+        token = sampled.gather(1, node)
+        child = valid & (parents + 1 == node) & (draft_ids == token) & alive
+        alive = child.any(dim=1, keepdim=True)
+        node = torch.where(alive, child.int().argmax(dim=1, keepdim=True) + 1, node)
+        accept_len = accept_len + alive
+        nodes.append(node)
+    path = torch.cat(nodes, dim=1)
+    return Accepted(sampled.gather(1, path), accept_len[:, 0], path)

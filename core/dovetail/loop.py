@@ -1,0 +1,283 @@
+"""The loop: the only file that holds both halves, the scheduler and the engine. A step is three verbs.
+
+    batch = scheduler.schedule()          who runs, with which pages
+    output = engine.forward(batch)        tokens, on the device
+    answers = scheduler.commit(batch)     cursors advance, finished requests leave
+
+Under overlap the third verb lags one step: while the device computes step N + 1, the host reads the tokens of step N,
+advances grammars and answers clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from dovetail.engine.engine import Engine
+from dovetail.errors import EngineDeadError, QueueFullError, RequestError
+from dovetail.interfaces.cache import CacheContext
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.grammar import GrammarContext
+from dovetail.interfaces.policy import PolicyContext
+from dovetail.interfaces.speculative import Drafter, DrafterContext
+from dovetail.memory.allocator import PageAllocator
+from dovetail.memory.ledger import PageLedger
+from dovetail.memory.table import RequestTable
+from dovetail.messages import (
+    AbortAllMsg,
+    AbortMsg,
+    Answer,
+    CommandReply,
+    EngineStats,
+    FlushCacheMsg,
+    GenerateMsg,
+    RequestFailed,
+    ShutdownMsg,
+    StatsRequestMsg,
+    ToEngine,
+)
+from dovetail.scheduler.grammar import GrammarService
+from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from dovetail.plugins.resolver import Resolved
+    from dovetail.tokenizer import Tokenizer
+    from dovetail.types import Batch, ForwardOutput
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.0005
+"""Pause of a step in which requests wait for their grammars and nothing else can run."""
+
+
+class Loop:
+    """Drives one engine: takes messages, makes steps, returns answers. Single-threaded."""
+
+    def __init__(self, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
+        self.resolved = resolved
+        eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
+        self.engine = Engine(resolved, eos)
+        self.drafter = self._build_drafter()
+        self.grammars = _build_grammars(resolved, tokenizer, tuple(sorted(eos)))
+        self.scheduler = self._build_scheduler(tokenizer, eos)
+        self.overlap = resolved.config.scheduler.overlap is True
+        self.drafter_errors = 0
+        self._launched: tuple[Batch, ForwardOutput] | None = None
+        self._outbox: list[Answer] = []
+        self._steps = 0
+        self._seconds = {"step": 0.0, "schedule": 0.0, "commit": 0.0}
+
+    def _build_drafter(self) -> Drafter | None:
+        if self.resolved.drafter is None:
+            return None
+        rows = self.resolved.config.scheduler.max_running
+        engine = self.engine
+        return self.resolved.drafter.build(
+            DrafterContext(engine.device, engine.info.vocab_size, rows, engine.context_len)
+        )
+
+    def _build_scheduler(self, tokenizer: Tokenizer | None, eos: frozenset[int]) -> Scheduler:
+        resolved, engine, section = self.resolved, self.engine, self.resolved.config.scheduler
+        cache = resolved.cache.build(CacheContext(engine.page_size))
+        table = RequestTable(section.max_running, engine.inputs.page_table.shape[1])
+        ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size)
+        limits = Limits(
+            max_running=section.max_running,
+            max_waiting=section.max_waiting,
+            chunk_size=section.chunk_size,
+            context_len=engine.context_len,
+            vocab_size=engine.info.vocab_size,
+            mixed=section.mixed,
+            wait_for_prefix=section.wait_for_prefix and Feature.CACHE_REUSE in resolved.cache.spec.offers,
+            draft_width=self.drafter.max_draft_tokens if self.drafter else 0,
+        )
+        policy = resolved.policy.build(PolicyContext(cache))
+        return Scheduler(limits, ledger, policy, self.grammars, tokenizer, eos)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def handle(self, msg: ToEngine) -> None:
+        """Take a message; what it is answered with comes out of the next ``step``."""
+        match msg:
+            case GenerateMsg():
+                self._add(msg)
+            case AbortMsg(rid=rid, message=text):
+                self._outbox += self.scheduler.abort(rid, text)
+            case AbortAllMsg(message=text):
+                self._outbox += self.scheduler.abort_all(text)
+            case FlushCacheMsg(call_id=call_id):
+                self._outbox.append(self._flush(call_id))
+            case StatsRequestMsg(call_id=call_id):
+                self._outbox.append(self.stats(call_id))
+            case ShutdownMsg(drain=drain):
+                if not drain:
+                    self._outbox += self.scheduler.abort_all("the server is shutting down")
+
+    def _add(self, msg: GenerateMsg) -> None:
+        try:
+            self.scheduler.add(msg)
+        except RequestError as error:
+            self._outbox.append(RequestFailed(msg.rid, 400, str(error), error.code, error.param))
+        except QueueFullError as error:
+            self._outbox.append(RequestFailed(msg.rid, 503, str(error), "queue_full"))
+
+    def _flush(self, call_id: str) -> CommandReply:
+        if self.scheduler.has_work:
+            return CommandReply(call_id, False, "requests are running; the cache is flushed when none is")
+        ledger = self.scheduler.ledger
+        pages = ledger.cache.reset()
+        ledger.allocator.free(pages)
+        return CommandReply(call_id, True, f"{pages.shape[1]} pages freed")
+
+    @property
+    def has_work(self) -> bool:
+        """True while ``step`` has something to do or to say."""
+        return bool(self._outbox) or self._launched is not None or self.scheduler.has_work
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Answer]:
+        """Run one step and return all that is to be said."""
+        start = time.perf_counter()
+        answers, self._outbox = self._outbox, []
+        answers += self.scheduler.poll()
+        answers += self._overlapped_step() if self.overlap else self._plain_step()
+        self._seconds["step"] += time.perf_counter() - start
+        return answers
+
+    def _plain_step(self) -> list[Answer]:
+        batch = self._schedule()
+        if batch is None:
+            return []
+        try:
+            output = self.engine.forward(batch)
+            return self._commit(batch, output)
+        except Exception as error:
+            return self._failed(batch, error)
+
+    def _overlapped_step(self) -> list[Answer]:
+        batch = self._schedule(resting=self._launched is None)
+        failure: Exception | None = None
+        if batch is not None:
+            try:
+                self.engine.launch(batch)
+            except Exception as error:
+                failure = error
+        answers = self._commit_launched()
+        if batch is None:
+            return answers
+        try:
+            if failure is not None:
+                raise failure
+            self._launched = batch, self.engine.sample(batch)
+        except Exception as error:
+            answers += self._failed(batch, error)
+        return answers
+
+    def _commit_launched(self) -> list[Answer]:
+        if self._launched is None:
+            return []
+        (batch, output), self._launched = self._launched, None
+        try:
+            return self._commit(batch, output)
+        except Exception as error:
+            return self._failed(batch, error)
+
+    def _schedule(self, *, resting: bool = True) -> Batch | None:
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        self._seconds["schedule"] += time.perf_counter() - start
+        if batch is None:
+            if resting and self.scheduler.has_work:
+                time.sleep(IDLE_SECONDS)
+            return None
+        self._steps += 1
+        if self.drafter is not None and batch.num_extend < len(batch.reqs):
+            self._draft(self.drafter, batch)
+        return batch
+
+    def _draft(self, drafter: Drafter, batch: Batch) -> None:
+        """Ask for drafts; a drafter that raises is fenced: the step goes on without them, the error is counted."""
+        try:
+            drafts = drafter.propose(batch)
+        except Exception:
+            self.drafter_errors += 1
+            log.exception("the drafter failed (%d times so far); this step runs without drafts", self.drafter_errors)
+            return
+        if drafts is not None and drafts.lens.any():
+            self.scheduler.attach(batch, drafts)
+
+    def _commit(self, batch: Batch, output: ForwardOutput) -> list[Answer]:
+        host = self.engine.wait(batch, output)
+        start = time.perf_counter()
+        answers = self.scheduler.commit(batch, host)
+        if self.drafter is not None:
+            self.drafter.observe(batch, output)
+            for req in batch.reqs:
+                if req.slot < 0:
+                    self.drafter.forget(req)
+        self._seconds["commit"] += time.perf_counter() - start
+        return answers
+
+    def _failed(self, batch: Batch, error: Exception) -> list[Answer]:
+        """A step that failed ends its requests; a device that is lost ends the process."""
+        if self.engine.lost_device(error):
+            raise EngineDeadError(f"the device was lost: {error}") from error
+        log.error("a step of %d requests failed", len(batch.reqs), exc_info=error)
+        return self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {error}")
+
+    # -- what it says of itself --------------------------------------------------------------------------------------
+
+    def stats(self, call_id: str = "") -> EngineStats:
+        """Gauges now, totals since the start."""
+        scheduler, ledger, totals = self.scheduler, self.scheduler.ledger, self.scheduler.totals
+        return EngineStats(
+            call_id=call_id,
+            running=len(scheduler.prefilling) + len(scheduler.decoding),
+            waiting=len(scheduler.waiting),
+            pages_total=ledger.allocator.num_total,
+            pages_used=ledger.allocator.num_total - ledger.available,
+            pages_cached=ledger.cache.total_pages,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            generated_tokens=totals.generated_tokens,
+            steps=self._steps,
+            retractions=totals.retractions,
+            drafted_tokens=totals.drafted_tokens,
+            accepted_tokens=totals.accepted_tokens,
+            grammar_compiles=self.grammars.compiles,
+            grammar_hits=self.grammars.hits,
+            step_seconds=self._seconds["step"],
+            schedule_seconds=self._seconds["schedule"],
+            commit_seconds=self._seconds["commit"],
+        )
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What /server_info shows of the engine, as JSON."""
+        engine = self.engine
+        return {
+            "architecture": engine.info.architecture,
+            "device": str(engine.device),
+            "context_len": engine.context_len,
+            "page_size": engine.page_size,
+            "num_pages": engine.num_pages - 1,
+            "kv_pool_bytes": engine.pool.k.nbytes + engine.pool.v.nbytes,
+            "overlap": self.overlap,
+            "resolved": self.resolved.to_json(),
+        }
+
+    def close(self) -> None:
+        """Stop the grammar workers. The loop must not be used again."""
+        self.grammars.close()
+
+
+def _build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> GrammarService:
+    if resolved.grammar is None:
+        return GrammarService(None, reason="no grammar backend is selected or usable; see `dovetail explain`")
+    if tokenizer is None:
+        return GrammarService(None, reason="the model was loaded without a tokenizer")
+    context = GrammarContext(resolved.model_info.vocab_size, tokenizer.token_bytes, eos, tokenizer.json)
+    return GrammarService(resolved.grammar.build(context))

@@ -1,0 +1,103 @@
+"""Who owns which page: the only place where pages move between requests, the prefix cache and the allocator.
+
+    row of a request   [ shared_pages: the cache's, locked | the request's own ......... ]
+                       0                                   shared_pages          num_pages
+
+A page is in exactly one of three places: the allocator's free list, the prefix cache, or one request's own part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.cache import Match, PrefixCache
+    from dovetail.memory.allocator import PageAllocator
+    from dovetail.memory.table import RequestTable
+    from dovetail.types import Req
+
+
+class PageLedger:
+    """Pages of running requests. Mutates the requests' ``slot``, ``num_pages``, ``shared_pages`` and ``cache_handle``."""
+
+    def __init__(self, allocator: PageAllocator, cache: PrefixCache, table: RequestTable, page_size: int) -> None:
+        self.allocator = allocator
+        self.cache = cache
+        self.table = table
+        self.page_size = page_size
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had now: free ones and those the cache would evict."""
+        return self.allocator.num_free + self.cache.evictable_pages
+
+    def pages_for(self, length: int) -> int:
+        """Pages that hold ``length`` tokens."""
+        return -(-length // self.page_size)
+
+    def admit(self, req: Req, match: Match) -> None:
+        """Give the request a slot whose row starts with the matched pages, locked."""
+        self.cache.lock(match.handle)
+        req.slot = self.table.take_slot()
+        req.cache_handle = match.handle
+        req.cached_len = match.length
+        req.num_pages = req.shared_pages = match.pages.shape[1]
+        if req.num_pages:
+            self.table.write(req.slot, 0, match.pages)
+
+    def reserve(self, req: Req, length: int) -> bool:
+        """Extend the row to hold ``length`` tokens, evicting cached prefixes if needed. False, with nothing changed
+        but the evictions, if there are not enough pages."""
+        need = self.pages_for(length) - req.num_pages
+        if need <= 0:
+            return True
+        if need > self.allocator.num_free:
+            short = need - self.allocator.num_free
+            if short > self.cache.evictable_pages:
+                return False
+            self.allocator.free(self.cache.evict(short))
+        pages = self.allocator.alloc(need)
+        assert pages is not None, "the cache evicted fewer pages than it promised"
+        self.table.write(req.slot, req.num_pages, pages)
+        req.num_pages += need
+        return True
+
+    def share(self, req: Req) -> None:
+        """Offer the request's full pages to the prefix cache, and read the cache's own copy where it had one."""
+        count = min(req.cached_len, req.known_len) // self.page_size
+        if count <= req.shared_pages:
+            return
+        own = self.table.pages[:, req.slot, :count].copy()
+        held = self.cache.insert(req.token_ids[: count * self.page_size], own, req.namespace, req.priority)
+        kept = held.pages.shape[1]
+        duplicate = np.flatnonzero((held.pages != own[:, :kept]).any(axis=0))
+        if len(duplicate):
+            self.allocator.free(own[:, duplicate])
+            self.table.write(req.slot, 0, held.pages)
+        self._hold(req, held)
+
+    def release(self, req: Req, *, keep: bool = True) -> None:
+        """Take the request out of the table. ``keep`` offers its pages to the prefix cache first."""
+        if keep:
+            self.share(req)
+        own = self.table.pages[:, req.slot, req.shared_pages : req.num_pages]
+        if own.shape[1]:
+            self.allocator.free(own.copy())
+        self.cache.unlock(req.cache_handle)
+        self.table.free_slot(req.slot)
+        req.slot, req.num_pages, req.shared_pages, req.cache_handle = -1, 0, 0, None
+
+    def _hold(self, req: Req, held: Match) -> None:
+        self.cache.lock(held.handle)
+        self.cache.unlock(req.cache_handle)
+        req.cache_handle = held.handle
+        req.shared_pages = held.pages.shape[1]
+
+    def check_integrity(self, running: list[Req]) -> None:
+        """Assert that every page is in exactly one place. Linear in the pool; for idle times and tests."""
+        owned = sum(req.num_pages - req.shared_pages for req in running)
+        total, free, cached = self.allocator.num_total, self.allocator.num_free, self.cache.total_pages
+        assert free + cached + owned == total, f"pages: {free} free + {cached} cached + {owned} owned != {total}"
+        self.cache.check_integrity()

@@ -1,0 +1,57 @@
+"""The request table: a slot for every running request, and the row of the page table that goes with it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dovetail.types import IntArray, PageUpdates
+
+PADDING_SLOT = 0
+
+
+class RequestTable:
+    """Slots of running requests and their page tables, on the host.
+
+    ``pages`` is int32 ``[groups, slots, max_pages]``. Every change is also recorded, so that ``take_updates`` can hand
+    the device the difference since the last step. Slot 0 belongs to padding rows.
+    """
+
+    def __init__(self, num_slots: int, max_pages: int, num_groups: int = 1) -> None:
+        self.pages: IntArray = np.zeros((num_groups, num_slots + 1, max_pages), np.int32)
+        self._free = list(range(num_slots, PADDING_SLOT, -1))
+        self._updates: list[tuple[int, int, IntArray]] = []
+
+    @property
+    def num_free(self) -> int:
+        """Slots that ``take_slot`` can still give."""
+        return len(self._free)
+
+    def take_slot(self) -> int:
+        """A free slot. There must be one."""
+        return self._free.pop()
+
+    def free_slot(self, slot: int) -> None:
+        """Give a slot back. Its row of the page table means nothing from now on."""
+        self._free.append(slot)
+
+    def write(self, slot: int, column: int, pages: IntArray) -> None:
+        """Set ``pages [groups, n]`` from ``column`` on in a slot's row."""
+        self.pages[:, slot, column : column + pages.shape[1]] = pages
+        self._updates.append((slot, column, pages))
+
+    def take_updates(self) -> PageUpdates:
+        """All that was written since the last call."""
+        updates, self._updates = self._updates, []
+        if not updates:
+            return _NO_UPDATES
+        counts = [pages.shape[1] for _, _, pages in updates]
+        return PageUpdates(
+            slots=np.repeat(np.array([slot for slot, _, _ in updates], np.int32), counts),
+            columns=np.concatenate(
+                [np.arange(c, c + n, dtype=np.int32) for (_, c, _), n in zip(updates, counts, strict=True)]
+            ),
+            pages=np.concatenate([pages for _, _, pages in updates], axis=1),
+        )
+
+
+_NO_UPDATES = PageUpdates(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((1, 0), np.int32))

@@ -1,0 +1,70 @@
+"""From logits to tokens: temperature, top-k, top-p, min-p, one uniform number a row. Torch reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Sampling settings of ``n`` rows, on the logits' device. None where no row uses a setting.
+
+    ``temperature`` float32 ``[n, 1]`` (0: greedy row), ``top_k`` int64 ``[n, 1]`` (vocabulary size: off), ``top_p`` and
+    ``min_p`` float64 ``[n, 1]``. ``any_greedy`` says that some temperature is 0.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    any_greedy: bool = False
+
+
+def sample(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch.Tensor:
+    """Sample one token per row by inversion: the first whose cumulative probability exceeds ``uniform`` of the total.
+
+    ``logits`` float32 ``[n, V]`` (-inf where forbidden), ``uniform`` float64 ``[n]`` in [0, 1). Returns int64 ``[n]``.
+    Filters apply in the order top-k, top-p (on what top-k left, renormalised), min-p (relative to the best token).
+    A token of probability 0 is never returned.
+    """
+    temperature = filters.temperature
+    if filters.any_greedy:
+        temperature = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
+    probs = torch.softmax(logits / temperature, dim=-1)
+    if filters.top_k is None and filters.top_p is None and filters.min_p is None:
+        chosen = _invert(probs, uniform)
+    else:
+        probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+        chosen = order.gather(1, _invert(_filter(probs, filters), uniform)[:, None])[:, 0]
+    if filters.any_greedy:
+        chosen = torch.where(filters.temperature[:, 0] == 0, logits.argmax(dim=-1), chosen)
+    return chosen
+
+
+def _filter(probs: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """``probs`` sorted downwards, with what the filters exclude set to 0. The best token always stays."""
+    if filters.top_k is not None:
+        rank = torch.arange(probs.shape[1], device=probs.device)
+        probs = probs.masked_fill(rank >= filters.top_k, 0.0)
+    if filters.top_p is not None:
+        before = probs.cumsum(dim=-1, dtype=torch.float64)
+        total = before[:, -1:].clone()
+        before -= probs
+        excluded = before >= filters.top_p * total
+        excluded &= filters.top_p < 1
+        excluded[:, 0] = False
+        probs = probs.masked_fill(excluded, 0.0)
+    if filters.min_p is not None:
+        probs = probs.masked_fill(probs < filters.min_p * probs[:, :1], 0.0)
+    return probs
+
+
+def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    target = uniform[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # u * total may round up to total itself: the last token with any probability is meant then
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]
+    return torch.minimum(index, last)

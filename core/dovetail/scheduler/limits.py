@@ -1,0 +1,31 @@
+"""The scheduler's bounds and counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's bounds, from config and model. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0."""
+
+    max_running: int
+    max_waiting: int
+    chunk_size: int
+    context_len: int
+    vocab_size: int
+    mixed: bool = True
+    wait_for_prefix: bool = True
+    draft_width: int = 0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    retractions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

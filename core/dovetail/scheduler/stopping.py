@@ -1,0 +1,35 @@
+"""When a request is finished."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dovetail.types import FinishKind, FinishReason
+
+if TYPE_CHECKING:
+    from dovetail.types import Req
+
+_LENGTH = FinishReason(FinishKind.LENGTH)
+
+
+def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    """Why the request ends with ``token_id``, its newest token, already in ``req.token_ids``; None if it goes on.
+
+    Advances the request's grammar matcher and stop-string detokenizer.
+    """
+    params = req.params
+    if req.matcher is not None:
+        if not req.matcher.accept(token_id):
+            return FinishReason(FinishKind.ERROR, message=f"token {token_id} violates the request's grammar")
+        if req.matcher.is_terminated:
+            return FinishReason(FinishKind.STOP, token_id if token_id in eos_token_ids else None)
+    if req.known_len - req.prompt_len >= params.min_new_tokens:
+        if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids):
+            return FinishReason(FinishKind.STOP, token_id)
+        if req.detokenizer is not None:
+            req.detokenizer.push([token_id])
+            if req.detokenizer.matched is not None:
+                return FinishReason(FinishKind.STOP, req.detokenizer.matched)
+    elif req.detokenizer is not None:
+        req.detokenizer.push([token_id])
+    return _LENGTH if req.known_len >= req.max_device_len else None
