@@ -1,0 +1,282 @@
+"""The frontend's end of the engine process: starts it, sends requests, hands out answers, notices its death."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import zmq
+
+from dovetail.errors import EngineDeadError, EngineError, RequestError
+from dovetail.messages import (
+    AbortAllMsg,
+    AbortMsg,
+    Answer,
+    CommandReply,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    FlushCacheMsg,
+    GenerateMsg,
+    RequestFailed,
+    ShutdownMsg,
+    StatsRequestMsg,
+    ToEngine,
+    TokenOutput,
+    decode_from_engine,
+    encode,
+)
+from dovetail.server.engine_process import Endpoints, run_engine
+from dovetail.server.streams import OutputStream, error_of
+
+if TYPE_CHECKING:
+    from dovetail.config.sections import Config
+
+_LAST_WORDS_SECONDS = 0.05
+_EXIT_SECONDS = 5.0
+
+
+class EngineClient:
+    """One engine process. Belongs to the event loop that called ``start``.
+
+    When the process ends, everything that waits on it raises ``EngineDeadError``, and so does whatever is asked of it
+    later: nothing hangs. It is not restarted; the server answers 503 until it is.
+    """
+
+    def __init__(self, config: Config, target: Callable[[Config, Endpoints], None] = run_engine) -> None:
+        """``target`` is what the process runs."""
+        self._config = config
+        self._target = target
+        self._process: BaseProcess | None = None
+        self._streams: dict[str, OutputStream] = {}
+        self._groups: dict[str, OutputStream] = {}
+        self._calls: dict[str, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._dead: str | None = "it has not been started"
+        self._last_words: str | None = None
+        self.info: dict[str, Any] = {}
+
+    # life
+
+    async def start(self) -> dict[str, Any]:
+        """Start the process and wait until it can serve; returns its info. Raises ``EngineError`` if it cannot."""
+        self._loop = asyncio.get_running_loop()
+        self._directory = tempfile.mkdtemp(prefix="dovetail-")
+        endpoints = Endpoints(f"ipc://{self._directory}/in", f"ipc://{self._directory}/out")
+        self._bind(endpoints)
+        process = multiprocessing.get_context("spawn").Process(
+            target=self._target, args=(self._config, endpoints), name="dovetail-engine"
+        )
+        self._dead = None
+        ready = self._expect("ready")
+        process.start()
+        self._process = process
+        self._loop.add_reader(process.sentinel, self._on_exit)
+        try:
+            self.info = msgspec.json.decode((await ready).info)
+        except BaseException as error:
+            await self.stop()
+            if isinstance(error, EngineDeadError):
+                raise EngineError(f"the engine did not start: {self._last_words or error}") from None
+            raise
+        return self.info
+
+    async def stop(self, drain: bool = False) -> None:
+        """End the process: at once, or after the running requests. Open requests end with ``EngineDeadError``."""
+        process = self._process
+        if process is None:
+            return
+        if not self.info:  # it is still loading and reads no messages
+            process.kill()
+        with suppress(EngineDeadError):
+            self._send(ShutdownMsg(drain=drain))
+        if not drain:
+            self._bury("it was stopped")
+        await self._exited(process, None if drain else _EXIT_SECONDS)
+        self._bury("it was stopped")
+        self._release(process)
+
+    @property
+    def alive(self) -> bool:
+        """True from ``start`` to the end of the process."""
+        return self._dead is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine."""
+        return self._process.pid if self._process else None
+
+    # requests
+
+    def open(self, group: str, msgs: Sequence[GenerateMsg]) -> OutputStream:
+        """Send requests that are answered together; ``group`` names them to ``abort``. A rid must never come again.
+        Raises ``EngineDeadError``, or ``RequestError`` if ``group`` is in use."""
+        if group in self._groups:
+            raise RequestError(f"rid {group!r} is in use by a running request; choose another", param="rid")
+        stream = OutputStream(group, (msg.rid for msg in msgs), self._close)
+        self._groups[group] = stream
+        self._streams.update((msg.rid, stream) for msg in msgs)
+        try:
+            for msg in msgs:
+                self._send(msg)
+        except EngineDeadError:
+            stream.close()
+            raise
+        return stream
+
+    async def generate(self, msg: GenerateMsg) -> AsyncIterator[TokenOutput]:
+        """The outputs of one request; leaving the iteration early aborts it."""
+        with self.open(msg.rid, [msg]) as stream:
+            async for outputs in stream:
+                for output in outputs:
+                    yield output
+
+    def abort(self, group: str, message: str = "aborted by request") -> bool:
+        """End the requests of ``group``: their streams get finish reason ``abort``. False if there is none."""
+        stream = self._groups.get(group)
+        for rid in list(stream.open) if stream else ():
+            self._send(AbortMsg(rid, message))
+        return stream is not None
+
+    def abort_all(self, message: str = "aborted by the operator") -> None:
+        """End every request of this engine."""
+        self._send(AbortAllMsg(message))
+
+    @property
+    def num_open(self) -> int:
+        """Groups that are not closed yet."""
+        return len(self._groups)
+
+    # commands
+
+    async def stats(self) -> EngineStats:
+        """Gauges and totals, as of the next step's border."""
+        call_id = self._call_id()
+        return await self._call(call_id, StatsRequestMsg(call_id))
+
+    async def flush_cache(self) -> CommandReply:
+        """Drop every cached prefix; the reply says whether it was done."""
+        call_id = self._call_id()
+        return await self._call(call_id, FlushCacheMsg(call_id))
+
+    async def _call(self, call_id: str, msg: ToEngine) -> Any:
+        reply = self._expect(call_id)
+        try:
+            self._send(msg)
+            return await reply
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _call_id(self) -> str:
+        return f"call-{next(self._call_ids)}"
+
+    def _expect(self, call_id: str) -> asyncio.Future[Any]:
+        future = self._loop.create_future()
+        self._calls[call_id] = future
+        return future
+
+    # the sockets
+
+    def _bind(self, endpoints: Endpoints) -> None:
+        self._context = zmq.Context()
+        self._outbox, self._inbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        for socket in (self._outbox, self._inbox):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._outbox.bind(endpoints.inbox)
+        self._inbox.bind(endpoints.outbox)
+        self._fd = cast(int, self._inbox.get(zmq.FD))
+        self._loop.add_reader(self._fd, self._on_readable)
+
+    def _send(self, msg: ToEngine) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine process is not running: {self._dead}")
+        try:
+            self._outbox.send(encode(msg), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError("the engine process does not take messages") from None
+
+    def _on_readable(self) -> None:
+        """The descriptor is edge-triggered: read until there is nothing left."""
+        while not self._inbox.closed:
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._dispatch(decode_from_engine(frame))
+
+    def _dispatch(self, answers: list[Answer]) -> None:
+        touched: dict[int, OutputStream] = {}
+        for answer in answers:
+            if isinstance(answer, TokenOutput | RequestFailed):
+                stream = self._streams.get(answer.rid)
+                if stream is None:  # closed before its abort reached the engine
+                    continue
+                touched[id(stream)] = stream
+                if isinstance(answer, TokenOutput):
+                    stream.put(answer)
+                else:
+                    stream.open.discard(answer.rid)
+                    stream.fail(error_of(answer))
+            elif isinstance(answer, EngineFailed):
+                self._last_words = answer.message
+            else:
+                self._resolve("ready" if isinstance(answer, EngineReady) else answer.call_id, answer)
+        for stream in touched.values():
+            stream.wake()
+
+    def _resolve(self, call_id: str, answer: Answer) -> None:
+        future = self._calls.pop(call_id, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _close(self, stream: OutputStream) -> None:
+        del self._groups[stream.group]
+        for rid in stream.rids:
+            del self._streams[rid]
+        with suppress(EngineDeadError):
+            for rid in stream.open:
+                self._send(AbortMsg(rid))
+
+    # the end
+
+    def _on_exit(self) -> None:
+        """The process has ended; what it sent last may still be in the socket."""
+        assert self._process is not None
+        self._loop.remove_reader(self._process.sentinel)
+        self._loop.call_later(_LAST_WORDS_SECONDS, self._bury, None)
+
+    def _bury(self, reason: str | None) -> None:
+        if self._dead is not None or self._process is None:
+            return
+        self._dead = reason or self._last_words or f"it ended with status {self._process.exitcode}"
+        error = EngineDeadError(f"the engine process has ended: {self._dead}")
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+        for stream in list(self._groups.values()):
+            stream.fail(error)
+            stream.wake()
+
+    async def _exited(self, process: BaseProcess, seconds: float | None) -> None:
+        await asyncio.to_thread(process.join, seconds)
+        if process.is_alive():
+            process.kill()
+            await asyncio.to_thread(process.join)
+
+    def _release(self, process: BaseProcess) -> None:
+        self._loop.remove_reader(process.sentinel)
+        self._loop.remove_reader(self._fd)
+        self._context.destroy(linger=0)
+        process.close()
+        self._process = None
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,148 @@
+"""The engine process: one Loop between two ZMQ sockets.
+
+Messages come in one a frame, answers leave one frame a step. The process ends when it is told to, when its parent has
+died, or when the loop raises, which it reports as ``EngineFailed`` before it exits with ``EXIT_ENGINE_FAILED``.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import zmq
+
+from dovetail.errors import DovetailError
+from dovetail.messages import Answer, EngineFailed, EngineReady, ShutdownMsg, ToEngine, decode_to_engine, encode
+
+if TYPE_CHECKING:
+    from dovetail.config.sections import Config
+
+EXIT_ENGINE_FAILED = 70
+"""Exit status of an engine process that ended by an exception (EX_SOFTWARE)."""
+
+_LINGER_MS = 2000
+
+logger = logging.getLogger("dovetail.engine")
+
+
+class Driven(Protocol):
+    """What the process needs of ``dovetail.loop.Loop``."""
+
+    @property
+    def info(self) -> dict[str, Any]: ...
+    @property
+    def has_work(self) -> bool: ...
+    def handle(self, msg: ToEngine) -> None: ...
+    def step(self) -> list[Answer]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """ZMQ addresses that the frontend has bound: requests go through ``inbox``, answers through ``outbox``."""
+
+    inbox: str
+    outbox: str
+
+
+def run_engine(config: Config, endpoints: Endpoints) -> None:
+    """The target of the engine process."""
+    serve_loop(lambda: build_loop(config), endpoints, config.server.log_level)
+
+
+def build_loop(config: Config) -> Driven:
+    """Find the plugins, resolve the parts and build the loop; imports torch. Raises ``DovetailError``."""
+    raise NotImplementedError
+
+
+def serve_loop(build: Callable[[], Driven], endpoints: Endpoints, log_level: str) -> None:
+    """Build a loop and drive it until it is told to stop. Never returns normally after a failure: it exits."""
+    _ignore_signals()
+    _end_with_parent()
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)
+        socket.linger = _LINGER_MS
+    inbox.connect(endpoints.inbox)
+    outbox.connect(endpoints.outbox)
+    try:
+        _build_and_drive(build, inbox, outbox)
+    except BaseException as error:
+        _report(error, outbox)
+        context.destroy(linger=_LINGER_MS)
+        sys.exit(EXIT_ENGINE_FAILED)
+    context.destroy(linger=_LINGER_MS)
+
+
+def _build_and_drive(build: Callable[[], Driven], inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    loop = build()
+    try:
+        outbox.send(encode([EngineReady(msgspec.json.encode(loop.info))]))
+        _drive(loop, inbox, outbox)
+    finally:
+        loop.close()
+
+
+def _drive(loop: Driven, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    """Step while there is work; sleep in ``poll`` while there is none."""
+    stopping = False
+    while loop.has_work or not stopping:
+        if not loop.has_work:
+            inbox.poll()
+        for msg in _drain(inbox):
+            if isinstance(msg, ShutdownMsg):
+                stopping = True
+                if not msg.drain:
+                    return
+            else:
+                loop.handle(msg)
+        answers = loop.step()
+        if answers:
+            outbox.send(encode(answers))
+
+
+def _drain(inbox: zmq.Socket[bytes]) -> Iterator[ToEngine]:
+    while True:
+        try:
+            frame = inbox.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield decode_to_engine(frame)
+
+
+def _report(error: BaseException, outbox: zmq.Socket[bytes]) -> None:
+    if isinstance(error, DovetailError):
+        message = str(error)
+        logger.error("%s", message)
+    else:
+        message = f"{type(error).__name__}: {error}"
+        logger.critical("the engine failed", exc_info=error)
+    outbox.send(encode([EngineFailed(message)]))
+
+
+def _ignore_signals() -> None:
+    """Ctrl-C and SIGTERM reach the whole process group; the frontend decides what becomes of the engine."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "the engine process is a child"
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(EXIT_ENGINE_FAILED)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,79 @@
+"""The answers of a few requests on their way from the engine to whoever waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from dovetail.errors import DovetailError, EngineError, QueueFullError, RequestError
+from dovetail.messages import RequestFailed, TokenOutput
+
+
+class OutputStream:
+    """Outputs of the requests ``rids``, in batches: all that arrived since the last read.
+
+    Iteration ends when every request has finished, and raises what ended one of them otherwise. ``close`` aborts those
+    still open; it must be called, or the stream used as a context manager. Belongs to one event loop.
+    """
+
+    def __init__(self, group: str, rids: Iterable[str], on_close: Callable[[OutputStream], None]) -> None:
+        self.group = group
+        self.rids = tuple(rids)
+        self.open = set(self.rids)
+        self._on_close = on_close
+        self._arrived: list[TokenOutput] = []
+        self._error: DovetailError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> list[TokenOutput]:
+        """The next batch. Raises ``RequestError``, ``QueueFullError`` or ``EngineError``."""
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if not self.open or self._closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def put(self, output: TokenOutput) -> None:
+        """Add an output; the reader sleeps until ``wake``."""
+        self._arrived.append(output)
+        if output.finish is not None:
+            self.open.discard(output.rid)
+
+    def fail(self, error: DovetailError) -> None:
+        """End the stream with an error; the reader sleeps until ``wake``."""
+        self._error = self._error or error
+
+    def wake(self) -> None:
+        """Let the reader see what has arrived."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """Abort what is still open."""
+        if not self._closed:
+            self._closed = True
+            self._on_close(self)
+            self.wake()
+
+
+def error_of(failed: RequestFailed) -> DovetailError:
+    """The exception that a refusal by the engine stands for."""
+    if failed.status == 503:
+        return QueueFullError(failed.message)
+    if failed.status >= 500:
+        return EngineError(failed.message)
+    return RequestError(failed.message, param=failed.param, code=failed.code)

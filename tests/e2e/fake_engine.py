@@ -1,0 +1,126 @@
+"""An engine process whose loop is scripted: it says the prompt back, one token a step. A test double, for tests only."""
+
+import os
+import time
+from dataclasses import dataclass
+
+from dovetail.config.checkpoint import locate
+from dovetail.config.sections import Config
+from dovetail.messages import (
+    AbortAllMsg,
+    AbortMsg,
+    Answer,
+    CommandReply,
+    EngineStats,
+    FlushCacheMsg,
+    GenerateMsg,
+    RequestFailed,
+    StatsRequestMsg,
+    ToEngine,
+    TokenOutput,
+)
+from dovetail.server.engine_process import Endpoints, serve_loop
+from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
+from dovetail.types import FinishKind, FinishReason, TokenLogprob
+
+
+@dataclass
+class Running:
+    msg: GenerateMsg
+    detokenizer: IncrementalDetokenizer
+    done: int = 0
+
+
+class FakeLoop:
+    """``namespace`` scripts it: "slow" sleeps 20 ms a step, "status:N" refuses, "exit" ends the process, "raise" raises."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._running: dict[str, Running] = {}
+        self._answers: list[Answer] = []
+        self.info = {"pid": os.getpid(), "model": {"vocab_size": tokenizer.vocab_size, "context_len": 2048}}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def close(self) -> None:
+        pass
+
+    def handle(self, msg: ToEngine) -> None:
+        match msg:
+            case GenerateMsg():
+                self._add(msg)
+            case AbortMsg():
+                self._abort(msg.rid, msg.message)
+            case AbortAllMsg():
+                for rid in list(self._running):
+                    self._abort(rid, msg.message)
+            case FlushCacheMsg():
+                ok = not self._running
+                self._answers.append(CommandReply(msg.call_id, ok, "" if ok else "requests are running"))
+            case StatsRequestMsg():
+                n = len(self._running)
+                self._answers.append(EngineStats(msg.call_id, running=n, pages_total=64, pages_used=n))
+
+    def step(self) -> list[Answer]:
+        answers, self._answers = self._answers, []
+        if any(running.msg.namespace == "slow" for running in self._running.values()):
+            time.sleep(0.02)
+        for running in list(self._running.values()):
+            answers.append(self._advance(running))
+        return answers
+
+    def _add(self, msg: GenerateMsg) -> None:
+        if msg.namespace.startswith("status:"):
+            self._answers.append(RequestFailed(msg.rid, int(msg.namespace[7:]), "scripted refusal", param="prompt"))
+        elif msg.namespace == "exit":
+            os._exit(9)
+        elif msg.namespace == "raise":
+            raise RuntimeError("scripted failure")
+        else:
+            params = msg.params
+            self._running[msg.rid] = Running(msg, IncrementalDetokenizer(self._tokenizer, params.stop))
+
+    def _abort(self, rid: str, message: str) -> None:
+        if self._running.pop(rid, None):
+            self._answers.append(TokenOutput(rid, [], FinishReason(FinishKind.ABORT, message=message)))
+
+    def _advance(self, running: Running) -> TokenOutput:
+        msg, params, index = running.msg, running.msg.params, running.done
+        token = msg.input_ids[index % len(msg.input_ids)]
+        running.done += 1
+        running.detokenizer.push([token])
+        finish = None
+        if running.detokenizer.matched:
+            finish = FinishReason(FinishKind.STOP, running.detokenizer.matched)
+        elif token in params.stop_token_ids:
+            finish = FinishReason(FinishKind.STOP, token)
+        elif running.done == (params.max_new_tokens or len(msg.input_ids)):
+            finish = FinishReason(FinishKind.LENGTH)
+        if finish:
+            del self._running[msg.rid]
+        prompt = None
+        if params.prompt_logprobs is not None and index == 0:
+            prompt = [logprob(t, i, params.prompt_logprobs) for i, t in enumerate(msg.input_ids)]
+        logprobs = None if params.logprobs is None else [logprob(token, 1, params.logprobs)]
+        return TokenOutput(msg.rid, [token], finish, len(msg.input_ids), running.done, 0, logprobs, prompt)
+
+
+def logprob(token: int, index: int, top: int) -> TokenLogprob:
+    best = tuple((token + j, -0.5 - j) for j in range(top))
+    return TokenLogprob(token, -0.5 if index else None, best if index else ())
+
+
+def run_fake_engine(config: Config, endpoints: Endpoints) -> None:
+    """The target of the process."""
+    serve_loop(lambda: FakeLoop(Tokenizer.from_dir(locate("tiny"))), endpoints, config.server.log_level)
+
+
+def run_broken_engine(config: Config, endpoints: Endpoints) -> None:
+    """A process that cannot start."""
+
+    def build() -> FakeLoop:
+        raise RuntimeError("no such device")
+
+    serve_loop(build, endpoints, config.server.log_level)
