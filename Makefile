@@ -2,7 +2,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: serve test check setup clean
+.PHONY: serve test lint check setup clean
 
 serve: setup
 	$(BIN)/dovetail serve
@@ -10,12 +10,13 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadscope -q
 
-check: setup
+check: lint test
+
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -n 2 --dist loadscope -q
 
 setup: $(VENV)/.installed
 

@@ -146,8 +146,6 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprob
 
 def _node_places(batch: Batch, rows: IntArray, spans: IntArray) -> IntArray:
     """The place in its text of the token sampled at each logit row: it names the random number."""
-    from dovetail.engine.inputs import depths
-
     drafts = batch.drafts
     assert drafts is not None
     length = (batch.prefix_lens + batch.extend_lens - drafts.lens)[rows]

@@ -33,5 +33,6 @@ def derive_seed(seed: int, index: int) -> int:
     """The seed of the index-th of n outputs of one request; index 0 keeps the seed itself."""
     if index == 0:
         return seed
-    mixed = _mix(np.array([seed & (2**64 - 1)], np.uint64) + np.uint64(index) * _GAMMA)
+    start = np.array([seed], np.int64).astype(np.uint64)
+    mixed = _mix(start + np.array([index], np.uint64) * _GAMMA)
     return int(mixed.astype(np.int64)[0])

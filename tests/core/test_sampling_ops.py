@@ -1,0 +1,199 @@
+"""Sampling, masks, random numbers and verification against independent references.
+
+.venv/bin/python -m pytest -q tests/core/test_sampling_ops.py
+"""
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from dovetail.engine.penalties import Penalties
+from dovetail.engine.verify import accept
+from dovetail.ops.bitmask import apply_bitmask, bitmask_width
+from dovetail.ops.random import derive_seed, uniform
+from dovetail.ops.sampling import Filters, sample
+from dovetail.types import Req, SamplingParams
+
+VOCAB = 37
+
+
+def column(values, dtype=torch.float64):
+    return torch.tensor(values, dtype=dtype)[:, None]
+
+
+def draw(logits, count, **settings):
+    """``count`` samples of one row of logits."""
+    filters = Filters(
+        temperature=column([settings.get("temperature", 1.0)], torch.float32),
+        top_k=column([settings["top_k"]], torch.int64) if "top_k" in settings else None,
+        top_p=column([settings["top_p"]]) if "top_p" in settings else None,
+        min_p=column([settings["min_p"]]) if "min_p" in settings else None,
+    )
+    numbers = torch.from_numpy(uniform(np.full(count, 11), np.arange(count)))
+    return torch.cat([sample(logits[None], filters, numbers[i : i + 1]) for i in range(count)])
+
+
+def hf_probs(logits, settings):
+    """The distribution that transformers' own warpers give."""
+    scores = logits[None].double()
+    if "temperature" in settings:
+        scores = hf.TemperatureLogitsWarper(settings["temperature"])(None, scores)
+    if "top_k" in settings:
+        scores = hf.TopKLogitsWarper(settings["top_k"])(None, scores)
+    if "top_p" in settings:
+        scores = hf.TopPLogitsWarper(settings["top_p"])(None, scores)
+    if "min_p" in settings:
+        scores = hf.MinPLogitsWarper(settings["min_p"])(None, scores)
+    return scores.softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_samples_follow_the_distribution_of_the_reference(settings):
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+    expected = hf_probs(logits, settings)
+    count = 4000
+    seen = torch.bincount(draw(logits, count, **settings), minlength=VOCAB).double()
+    assert seen[expected == 0].sum() == 0
+    keep = expected * count >= 5
+    statistic = ((seen - expected * count) ** 2 / (expected * count))[keep].sum()
+    degrees = int(keep.sum()) - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5 + 6
+
+
+def test_rows_with_different_settings_do_not_disturb_each_other():
+    logits = torch.randn(4, VOCAB)
+    numbers = torch.rand(4, dtype=torch.float64)
+    settings = [(0.0, VOCAB, 1.0, 0.0), (0.7, 3, 1.0, 0.0), (1.3, VOCAB, 0.5, 0.0), (1.0, VOCAB, 1.0, 0.3)]
+    t, k, p, m = (list(c) for c in zip(*settings, strict=True))
+    mixed = sample(
+        logits,
+        Filters(column(t, torch.float32), column(k, torch.int64), column(p), column(m), any_greedy=True),
+        numbers,
+    )
+    for i in range(4):
+        one = Filters(
+            column([t[i]], torch.float32),
+            column([k[i]], torch.int64),
+            column([p[i]]),
+            column([m[i]]),
+            any_greedy=t[i] == 0,
+        )
+        assert sample(logits[i : i + 1], one, numbers[i : i + 1])[0] == mixed[i]
+    assert mixed[0] == logits[0].argmax()
+
+
+def test_a_forbidden_token_is_never_drawn_even_at_the_ends_of_the_interval():
+    logits = torch.full((3, VOCAB), float("-inf"))
+    logits[:, 20] = 0.0
+    numbers = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    assert sample(logits, Filters(column([1.0] * 3, torch.float32)), numbers).tolist() == [20] * 3
+
+
+def test_uniform_numbers_depend_on_seed_and_counter_only():
+    seeds, counters = np.arange(1000) % 7, np.arange(1000)
+    numbers = uniform(seeds, counters)
+    shuffle = np.random.default_rng(0).permutation(1000)
+    assert (uniform(seeds[shuffle], counters[shuffle]) == numbers[shuffle]).all()
+    assert len(np.unique(numbers)) == 1000
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    large = uniform(np.full(20000, -5), np.arange(20000))
+    assert abs(large.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(large[:-1], large[1:])[0, 1]) < 0.03
+
+
+def test_derived_seeds_differ_and_the_first_is_the_seed_itself():
+    assert derive_seed(5, 0) == 5
+    assert len({derive_seed(5, i) for i in range(128)} | {derive_seed(6, i) for i in range(128)}) == 256
+
+
+@pytest.mark.parametrize("vocab", [31, 32, 33, 100])
+def test_bitmask_keeps_exactly_the_allowed_tokens(vocab):
+    rng = np.random.default_rng(vocab)
+    allowed = rng.random((3, vocab)) < 0.4
+    packed = np.zeros((3, bitmask_width(vocab) * 32), np.uint8)
+    packed[:, :vocab] = allowed
+    words = np.packbits(packed, axis=1, bitorder="little").view(np.int32)
+    logits = torch.randn(5, vocab)
+    expected = logits.clone()
+    rows = [4, 0, 2]
+    for i, row in enumerate(rows):
+        expected[row][~torch.from_numpy(allowed[i])] = float("-inf")
+    apply_bitmask(logits, torch.from_numpy(words), torch.tensor(rows))
+    assert torch.equal(logits, expected)
+
+
+def make_req(tokens, prompt_len, **params):
+    req = Req("r", np.array([*tokens, *[0] * 8], np.int32), prompt_len, SamplingParams(**params), uid=1)
+    req.known_len = req.device_len = len(tokens)
+    return req
+
+
+def test_penalties_match_their_definitions():
+    tokens, prompt_len = [3, 5, 5, 9, 7, 7, 2], 4
+    req = make_req(
+        tokens, prompt_len, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, logit_bias={9: 2.0}
+    )
+    logits = torch.randn(1, VOCAB)
+    expected = logits.clone()
+    expected[0, 9] += 2.0
+    expected = hf.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), expected)
+    for token in set(tokens[prompt_len:]):
+        expected[0, token] -= 0.5 + 0.3 * tokens[prompt_len:].count(token)
+    Penalties(VOCAB, torch.device("cpu")).apply(logits, req, len(tokens), torch.tensor([2]), [], [])
+    torch.testing.assert_close(logits, expected)
+
+
+def test_penalties_along_drafts_and_with_a_token_the_host_does_not_know_yet():
+    req = make_req([1, 2, 3], 1, frequency_penalty=1.0)
+    penalties = Penalties(VOCAB, torch.device("cpu"))
+    logits = torch.zeros(3, VOCAB)
+    penalties.apply(logits, req, 4, torch.tensor([3]), [6, 6], [-1, 0])
+    rows = [{2: 1, 3: 2}, {2: 1, 3: 2, 6: 1}, {2: 1, 3: 2, 6: 2}]
+    for row, counts in zip(logits, rows, strict=True):
+        expected = torch.zeros(VOCAB)
+        for token, count in counts.items():
+            expected[token] = -count
+        assert torch.equal(row, expected)
+    again = torch.zeros(1, VOCAB)
+    req.token_ids[3], req.known_len = 3, 4
+    penalties.apply(again, req, 4, torch.tensor([3]), [], [])
+    assert again[0, 3] == -2
+    assert again[0, 6] == 0
+
+
+def walk(sampled, drafts, parents, count):
+    """The rule of ``accept``, written for one row in plain Python."""
+    tokens, node = [sampled[0]], -1
+    while True:
+        child = next((j for j in range(count) if parents[j] == node and drafts[j] == tokens[-1]), None)
+        if child is None:
+            return tokens
+        node = child
+        tokens.append(sampled[node + 1])
+
+
+def test_accept_equals_the_walk_in_plain_python():
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        rows, width = int(rng.integers(1, 5)), int(rng.integers(1, 7))
+        drafts = rng.integers(0, 3, (rows, width))
+        parents = np.stack([[rng.integers(-1, j) if j else -1 for j in range(width)] for _ in range(rows)])
+        lens = rng.integers(0, width + 1, rows)
+        sampled = rng.integers(0, 3, (rows, width + 1))
+        tensors = [torch.from_numpy(a.astype(np.int64)) for a in (sampled, drafts, parents, lens)]
+        accepted = accept(*tensors)
+        for r in range(rows):
+            expected = walk(sampled[r].tolist(), drafts[r], parents[r], lens[r])
+            assert accepted.tokens[r, : accepted.lens[r]].tolist() == expected
