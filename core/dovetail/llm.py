@@ -10,14 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.config import dump
 from dovetail.errors import EngineError, RequestError
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.ops.random import derive_seed
+from dovetail.plugins.machine import Machine
+from dovetail.plugins.resolver import resolve
+from dovetail.plugins.setup import setup
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
 from dovetail.types import FinishKind, FinishReason, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
-    from dovetail.config.sections import Config
+    from dovetail.config import Config
 
 Prompt = str | Sequence[int]
 
@@ -49,18 +53,14 @@ class LLM:
         self, model: str | Config | None = None, *, config_file: str | Path | None = None, **sections: Any
     ) -> None:
         from dovetail.loop import Loop
-        from dovetail.plugins.resolver import resolve
-        from dovetail.plugins.setup import setup
 
         if isinstance(model, str):
-            given = sections.get("model")
-            sections["model"] = {**(given if isinstance(given, dict) else {}), "path": model}
-        config, registry = setup(
-            files=[Path(config_file)] if config_file else [],
-            values=model.model_dump() if model is not None and not isinstance(model, str) else sections,
-            env=os.environ,
-        )
-        self.resolved = resolve(config, registry)
+            sections["model"] = {**sections.get("model", {}), "path": model}
+        elif model is not None:
+            sections = {**dump(model), **sections}
+        files = [Path(config_file)] if config_file else []
+        config, registry = setup(files, env=os.environ, arguments=sections)
+        self.resolved = resolve(config, registry, Machine.detect(config.device))
         tokenizer_dir = Path(config.model.tokenizer) if config.model.tokenizer else self.resolved.model_dir
         self.tokenizer = Tokenizer.from_dir(tokenizer_dir) if (tokenizer_dir / "tokenizer.json").is_file() else None
         self.loop = Loop(self.resolved, self.tokenizer)
