@@ -1,0 +1,75 @@
+"""The whole engine on a CUDA device, against itself on the CPU.
+
+    .venv/bin/python -m pytest -q tests/gpu/test_engine_gpu.py
+"""
+
+import pytest
+import torch
+
+from dovetail import LLM, GrammarKind, GrammarSpec, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "What is 7 plus 5?",
+    "Sort these numbers: 9, 3, 7, 1",
+    "What colour is grass?",
+    "Which day comes after Monday?",
+]
+
+
+def chat_ids(llm, text):
+    template = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    return llm.tokenizer.encode(template, add_special_tokens=False)
+
+
+def run(llm, params, repeats=1):
+    prompts = [chat_ids(llm, text) for text in QUESTIONS] * repeats
+    outputs = [o.token_ids for o in llm.generate(prompts, params)]
+    llm.loop.scheduler.check_integrity()
+    assert llm.loop.stats().pages_used == 0
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def expected():
+    llm = LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none")
+    return run(llm, SamplingParams(temperature=0, max_new_tokens=48))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_float32_tokens_equal_those_of_the_cpu(expected, overlap, page_size):
+    sections = {"memory": {"page_size": page_size, "kv_gib": 0.5}, "scheduler": {"overlap": overlap, "chunk_size": 24}}
+    llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", **sections)
+    params = SamplingParams(temperature=0, max_new_tokens=48)
+    assert run(llm, params) == expected
+    assert run(llm, params, repeats=8) == expected * 8
+
+
+def test_drafts_change_nothing(expected):
+    llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", speculative="ngram")
+    assert run(llm, SamplingParams(temperature=0, max_new_tokens=48)) == expected
+
+
+def test_seeded_sampling_does_not_depend_on_overlap():
+    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=3, max_new_tokens=32, frequency_penalty=0.2)
+    runs = [
+        run(LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", scheduler={"overlap": o}), params)
+        for o in (False, True)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_grammar_and_logprobs_under_overlap():
+    llm = LLM("tiny", device="cuda", scheduler={"overlap": True})
+    grammar = GrammarSpec(GrammarKind.REGEX, "(yes|no), [0-9]{3}")
+    params = SamplingParams(temperature=1.5, grammar=grammar, logprobs=2, max_new_tokens=32)
+    for output in llm.generate([chat_ids(llm, q) for q in QUESTIONS], params):
+        assert output.text.startswith(("yes, ", "no, "))
+        assert len(output.logprobs) == len(output.token_ids)
+    assert llm.loop.stats().pages_used == 0
