@@ -1,0 +1,170 @@
+"""Conformance suite of prefix caches."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from dovetail.interfaces.cache import CacheContext, PrefixCache
+from dovetail.interfaces.features import Feature
+from dovetail.plugins.specs import ComponentKind
+from dovetail.testing.cache_machine import PrefixCacheMachine, tokens_of
+from dovetail.testing.component import ComponentSuite
+from dovetail.types import IntArray
+
+LAYOUTS = [(1, 1), (4, 1), (16, 1), (1, 2), (4, 2), (16, 2)]
+each_layout = pytest.mark.parametrize(("page_size", "num_groups"), LAYOUTS)
+
+
+def make_pages(first: int, count: int, num_groups: int = 1) -> IntArray:
+    """Pages ``first, first + 1, ...`` in group 0, and others in the next groups: int32 ``[groups, count]``."""
+    return np.arange(first, first + count, dtype=np.int32) + 1000 * np.arange(num_groups, dtype=np.int32)[:, None]
+
+
+class PrefixCacheSuite(ComponentSuite):
+    """``class TestMine(PrefixCacheSuite): name = "mine"`` is a whole test file."""
+
+    kind: ClassVar[ComponentKind] = ComponentKind.CACHE
+    examples: ClassVar[int] = 40
+    """Random histories per layout, of up to 40 calls each. The same ones every time."""
+
+    def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
+        """A new cache. Override it to test a class that no plugin registers."""
+        return self.build(CacheContext(page_size, num_groups))
+
+    def filled(self, page_size: int, num_groups: int = 1) -> PrefixCache:
+        """A cache that holds pages 1 to 4 for four pages of zeros."""
+        self.require(Feature.CACHE_REUSE)
+        cache = self.make(page_size, num_groups)
+        cache.insert(tokens_of([0] * 4, page_size), make_pages(1, 4, num_groups))
+        return cache
+
+    @each_layout
+    def test_agrees_with_a_dictionary(self, page_size: int, num_groups: int) -> None:
+        """No page is lost, shared wrongly or freed twice; locks hold; namespaces never meet."""
+        namespaces = ("", "a", "b") if self.offers(Feature.CACHE_NAMESPACES) else ("",)
+        suite = self
+
+        class Machine(PrefixCacheMachine):
+            def __init__(self) -> None:
+                super().__init__(suite.make(page_size, num_groups), page_size, num_groups, namespaces)
+
+        run_state_machine_as_test(Machine, settings=self.history_settings())
+
+    def history_settings(self) -> settings:
+        """How hypothesis runs the random histories."""
+        return settings(
+            max_examples=self.examples,
+            stateful_step_count=40,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            report_multiple_bugs=False,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        )
+
+    @each_layout
+    def test_an_empty_cache_has_nothing(self, page_size: int, num_groups: int) -> None:
+        """Nothing is found, nothing can be evicted, and what was not found can be locked all the same."""
+        cache = self.make(page_size, num_groups)
+        found = cache.match(tokens_of([0, 1], page_size))
+        assert found.length == 0
+        assert found.pages.shape == (num_groups, 0)
+        assert found.pages.dtype == np.int32
+        assert cache.evict(3).shape == (num_groups, 0)
+        assert cache.total_pages == cache.evictable_pages == 0
+        cache.lock(found.handle)
+        cache.unlock(found.handle)
+
+    @each_layout
+    def test_what_is_not_kept_stays_the_callers(self, page_size: int, num_groups: int) -> None:
+        """Of offered pages, the columns of the result are the cache's: its counter says the same."""
+        cache = self.make(page_size, num_groups)
+        offered = make_pages(1, 4, num_groups)
+        result = cache.insert(tokens_of([0] * 4, page_size, page_size - 1), offered)
+        kept = result.pages.shape[1]
+        assert np.array_equal(result.pages, offered[:, :kept])
+        assert cache.total_pages == kept
+        assert np.array_equal(np.sort(cache.reset(), axis=1), offered[:, :kept])
+
+    @each_layout
+    def test_finds_whole_pages_of_a_prefix(self, page_size: int, num_groups: int) -> None:
+        """The match ends at the last page boundary before the first other token."""
+        cache = self.filled(page_size, num_groups)
+        for same in range(4 * page_size + 1):
+            tokens = tokens_of([0] * 5, page_size)
+            tokens[same:] = 7
+            found = cache.match(tokens)
+            assert found.length == same - same % page_size
+            assert np.array_equal(found.pages, make_pages(1, same // page_size, num_groups))
+
+    def test_a_shorter_key_finds_its_part(self) -> None:
+        """A key may end inside a cached run."""
+        cache = self.filled(4)
+        for length in range(17):
+            assert cache.match(np.zeros(length, dtype=np.int32)).length == length - length % 4
+
+    def test_a_duplicate_stays_the_callers(self) -> None:
+        """A second computation of the same prefix gets the first one's pages back, and its own beyond."""
+        cache = self.filled(4)
+        offered = make_pages(51, 6)
+        result = cache.insert(tokens_of([0] * 6, 4), offered)
+        assert result.pages.tolist() == [[1, 2, 3, 4, 55, 56]]
+        assert cache.total_pages == 6
+
+    def test_branches_share_their_beginning(self) -> None:
+        """Two keys that part after two pages hold those two pages together."""
+        cache = self.filled(4)
+        cache.insert(tokens_of([0, 0, 1, 1], 4), make_pages(11, 4))
+        assert cache.match(tokens_of([0, 0, 0, 0], 4)).pages.tolist() == [[1, 2, 3, 4]]
+        assert cache.match(tokens_of([0, 0, 1, 1], 4)).pages.tolist() == [[1, 2, 13, 14]]
+        assert cache.total_pages == 6
+
+    def test_namespaces_never_meet(self) -> None:
+        """The same tokens in another namespace are another prefix."""
+        self.require(Feature.CACHE_NAMESPACES)
+        cache = self.filled(4)
+        tokens = tokens_of([0] * 4, 4)
+        assert cache.match(tokens, "tenant").length == 0
+        assert cache.insert(tokens, make_pages(11, 4), "tenant").pages.tolist() == [[11, 12, 13, 14]]
+        assert cache.match(tokens).pages.tolist() == [[1, 2, 3, 4]]
+
+    def test_evicts_leaves_first_and_enough(self) -> None:
+        """What is left is always a whole prefix."""
+        self.require(Feature.CACHE_EVICT)
+        cache = self.filled(4)
+        before = cache.total_pages
+        freed = cache.evict(2)
+        assert freed.shape[1] >= 2
+        left = cache.match(tokens_of([0] * 4, 4))
+        assert left.pages.tolist() == [[1, 2, 3, 4][: before - freed.shape[1]]]
+
+    def test_a_lock_protects_its_path_until_the_last_unlock(self) -> None:
+        """Locks are counted; the pages beyond the locked prefix may go."""
+        self.require(Feature.CACHE_EVICT)
+        cache = self.filled(4)
+        first, second = cache.match(tokens_of([0] * 2, 4)), cache.match(tokens_of([0] * 3, 4))
+        for found in (first, second, second):
+            cache.lock(found.handle)
+        assert cache.evict(100).tolist() == [[4]]
+        cache.unlock(second.handle)
+        assert cache.evict(100).shape[1] == 0
+        cache.unlock(second.handle)
+        assert cache.evict(100).tolist() == [[3]]
+        cache.unlock(first.handle)
+        assert np.sort(cache.evict(100)).tolist() == [[1, 2]]
+
+    def test_a_lock_outlives_later_branches(self) -> None:
+        """Inserting beside a locked prefix neither loosens the lock nor strengthens it."""
+        self.require(Feature.CACHE_EVICT)
+        cache = self.filled(4)
+        found = cache.match(tokens_of([0] * 4, 4))
+        cache.lock(found.handle)
+        cache.insert(tokens_of([0, 1], 4), make_pages(11, 2))
+        assert cache.evict(100).tolist() == [[12]]
+        cache.unlock(found.handle)
+        assert cache.evictable_pages == 4

@@ -1,0 +1,58 @@
+"""How a conformance suite finds the component it tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from dovetail.config import PluginConfig, PluginsSection
+from dovetail.interfaces.features import Feature
+from dovetail.plugins.loader import load_plugins
+from dovetail.plugins.registry import RegisteredComponent, Registry
+from dovetail.plugins.specs import ComponentKind, ComponentSpec
+from dovetail.plugins.targets import load_attribute
+
+
+@functools.cache
+def installed() -> Registry:
+    """Every installed plugin, loaded once."""
+    return load_plugins(PluginsSection())
+
+
+class ComponentSuite:
+    """Base of the suites. A subclass sets ``name`` (and ``settings``, if the defaults are not what is to be tested)."""
+
+    kind: ClassVar[ComponentKind]
+    name: ClassVar[str]
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Fields of the component's config section."""
+
+    @property
+    def component(self) -> RegisteredComponent:
+        """The installed component. Raises ``UnknownComponentError``."""
+        return installed().get(self.kind, self.name)
+
+    @property
+    def spec(self) -> ComponentSpec:
+        """What the component says about itself."""
+        return self.component.spec
+
+    def config(self) -> PluginConfig:
+        """The component's config section, validated from ``settings``."""
+        return installed().config_class(self.kind, self.name).model_validate({"kind": self.name, **self.settings})
+
+    def build(self, context: Any) -> Any:
+        """A new instance of the component for ``context`` (the Context of its interface)."""
+        return load_attribute(self.spec.target, self.component.label)(self.config(), context)
+
+    def offers(self, feature: Feature) -> bool:
+        """True if the component declares ``feature``."""
+        return feature in self.spec.offers
+
+    def require(self, feature: Feature) -> None:
+        """Skip the test unless the component declares ``feature``."""
+        if not self.offers(feature):
+            pytest.skip(f"{self.name} does not declare {feature}")
