@@ -49,10 +49,15 @@ class Raw:
         return None
 
 
-def read(files: Sequence[Path], sets: Sequence[str], env: Mapping[str, str]) -> Raw:
-    """Read every source and merge them. Raises ``ConfigError`` for what cannot be read or parsed."""
+def read(
+    files: Sequence[Path], sets: Sequence[str], env: Mapping[str, str], arguments: Mapping[str, Any] | None = None
+) -> Raw:
+    """Read every source and merge them; ``arguments`` (sections given in Python) come last. Raises ``ConfigError`` for
+    what cannot be read or parsed."""
     named = [Path(env[FILE_VARIABLE])] if env.get(FILE_VARIABLE) else []
     layers = [*map(read_file, [*named, *files]), *read_env(env), *map(read_set, sets)]
+    if arguments:
+        layers.append(Layer("arguments", long_form(arguments)))
     merged: Tree = {}
     for layer in layers:
         merged = combine(merged, layer.tree)
@@ -140,8 +145,8 @@ def _mapping(tree: Any, what: str) -> Tree:
 
 def _contains(tree: Any, path: Path_) -> bool:
     for key in path:
-        try:
-            tree = tree[key] if isinstance(tree, dict | list) else {}[key]
-        except (LookupError, TypeError):
+        children: dict[Any, Any] = dict(enumerate(tree)) if isinstance(tree, list) else tree
+        if not isinstance(children, dict) or key not in children:
             return False
+        tree = children[key]
     return True

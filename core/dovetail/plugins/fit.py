@@ -1,0 +1,174 @@
+"""Joint feature negotiation: parts that are fine alone can be wrong together.
+
+A combination is one option for every variable: a candidate (or None) for each slot, and a value for each scheduler
+setting that parts may object to. ``violations`` is the whole rule book; ``search`` finds the first combination, in order
+of preference, that breaks no rule; ``repairs`` finds every single change that would mend a broken one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dovetail.interfaces.cache import CacheGroupKind
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.model import ModelInfo
+from dovetail.plugins.resolution import Candidate, Reason
+
+PREFILL, DECODE = "attention.prefill", "attention.decode"
+CACHE, POLICY, GRAMMAR, DRAFTER = "cache", "policy", "grammar", "speculative"
+OVERLAP, MIXED = "scheduler.overlap", "scheduler.mixed"
+VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, OVERLAP, MIXED)
+
+Option = Candidate | bool | None
+Combination = Mapping[str, Option]
+Domains = Mapping[str, Sequence[Option]]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """``who`` needs ``feature`` of ``owner`` (a slot, ``runtime``, ``kv`` or ``model``); ``why`` where it is implied."""
+
+    feature: Feature
+    who: str
+    owner: str
+    why: str = ""
+
+
+def violations(combo: Combination, model: ModelInfo) -> list[Reason]:
+    """Every need that its owner does not offer. Empty: the parts fit together."""
+    broken = dict.fromkeys(
+        need for need in _needs(combo, model) if need.feature not in _offers(need.owner, combo, model)
+    )
+    return [_reason(need, combo, model) for need in broken]
+
+
+def search(domains: Domains, model: ModelInfo) -> Combination | None:
+    """The first combination that breaks no rule; earlier variables and earlier options are preferred."""
+    return next((combo for combo in _combinations(domains) if not violations(combo, model)), None)
+
+
+def closest(domains: Domains, model: ModelInfo) -> Combination:
+    """The combination that breaks the fewest rules, for the error message."""
+    return min(_combinations(domains), key=lambda combo: len(violations(combo, model)))
+
+
+def _combinations(domains: Domains) -> Iterator[Combination]:
+    for options in itertools.product(*(domains[variable] for variable in VARIABLES)):
+        yield dict(zip(VARIABLES, options, strict=True))
+
+
+def repairs(combo: Combination, alternatives: Domains, model: ModelInfo) -> list[str]:
+    """Every single setting, as ``key: value``, that makes ``combo`` fit: the smallest changes."""
+    found = []
+    for variable, options in alternatives.items():
+        for option in options:
+            changed = {
+                **combo,
+                **({PREFILL: option, DECODE: option} if variable == "attention" else {variable: option}),
+            }
+            if changed != combo and not violations(changed, model):
+                found.append(f"{variable}: {show(option)}")
+    return found
+
+
+def show(option: Option) -> str:
+    """An option as it is written in config."""
+    if isinstance(option, Candidate):
+        return option.spec.name
+    return "none" if option is None else str(option).lower()
+
+
+def runtime_offers(overlap: bool) -> frozenset[Feature]:
+    """What the runtime can do: with overlap, commit lags one step and the host does not know the last tokens."""
+    lag = Feature.RUNTIME_OVERLAP if overlap else Feature.RUNTIME_HOST_TOKENS
+    return frozenset({lag, Feature.RUNTIME_DELAYED_MASK})
+
+
+def _offers(owner: str, combo: Combination, model: ModelInfo) -> frozenset[Feature]:
+    if owner == "runtime":
+        return runtime_offers(bool(combo[OVERLAP]))
+    if owner == "kv":
+        paged = any(group.kind is not CacheGroupKind.STATE for group in model.cache_groups)
+        return frozenset({Feature.KV_ROLLBACK} if paged else ())
+    if owner == "model":
+        return model.offers
+    option = combo[owner]
+    return option.spec.offers if isinstance(option, Candidate) else frozenset()
+
+
+def _needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
+    yield from _runtime_needs(combo)
+    for slot in (PREFILL, DECODE, CACHE, POLICY, GRAMMAR, DRAFTER):
+        part = combo[slot]
+        if isinstance(part, Candidate):
+            yield from _declared(part.spec.needs, f"{slot} {part.spec.name!r}", combo)
+    yield from _declared(model.needs, f"model {model.architecture!r}", combo)
+    yield from _policy_needs(combo)
+    yield from _drafter_needs(combo, model)
+
+
+def _declared(features: frozenset[Feature], who: str, combo: Combination) -> Iterator[Need]:
+    return (Need(f, who, owner) for f in sorted(features) for owner in _owners(f, bool(combo[MIXED])))
+
+
+def _owners(feature: Feature, mixed: bool) -> tuple[str, ...]:
+    """Who must offer a feature. A batch with extend rows runs on the prefill backend, also its decode and verify rows."""
+    namespace = feature.value.partition(".")[0]
+    if namespace == "attention":
+        if feature in (Feature.ATTN_EXTEND, Feature.ATTN_MIXED):
+            return (PREFILL,)
+        if feature in (Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK):
+            return (DECODE, PREFILL) if mixed else (DECODE,)
+        return (DECODE,) if feature is Feature.ATTN_DECODE else (PREFILL, DECODE)
+    return ({"draft": DRAFTER}.get(namespace, namespace),)
+
+
+def _runtime_needs(combo: Combination) -> Iterator[Need]:
+    yield Need(Feature.ATTN_EXTEND, "the runtime", PREFILL)
+    yield Need(Feature.ATTN_DECODE, "the runtime", DECODE)
+    if combo[MIXED]:
+        yield Need(Feature.ATTN_MIXED, MIXED, PREFILL)
+
+
+def _policy_needs(combo: Combination) -> Iterator[Need]:
+    policy = combo[POLICY]
+    if isinstance(policy, Candidate) and Feature.POLICY_PREFIX_AWARE in policy.spec.offers:
+        why = "it orders requests by what the prefix cache holds"
+        yield Need(Feature.CACHE_REUSE, f"{POLICY} {policy.spec.name!r}", CACHE, why)
+
+
+def _drafter_needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
+    """Drafts are verified, and rejected ones taken back, in attention, KV and grammar."""
+    drafter = combo[DRAFTER]
+    if not isinstance(drafter, Candidate):
+        return
+    who = f"{DRAFTER} {drafter.spec.name!r}"
+    attention = [Feature.ATTN_VERIFY]
+    if Feature.DRAFT_TREE in drafter.spec.offers:
+        attention.append(Feature.ATTN_TREE_MASK)
+    for feature in attention:
+        yield from (Need(feature, who, owner) for owner in _owners(feature, bool(combo[MIXED])))
+    kinds = {group.kind for group in model.cache_groups}
+    if kinds - {CacheGroupKind.STATE}:
+        yield Need(Feature.KV_ROLLBACK, who, "kv")
+    if CacheGroupKind.STATE in kinds:
+        yield Need(Feature.KV_STATE_ROLLBACK, who, "kv", "the model keeps recurrent state")
+    if combo[GRAMMAR] is not None:
+        yield Need(Feature.GRAMMAR_ROLLBACK, who, GRAMMAR, "rejected drafts are taken back from the grammar")
+
+
+def _reason(need: Need, combo: Combination, model: ModelInfo) -> Reason:
+    why = f" ({need.why})" if need.why else ""
+    return Reason(f"features.{need.feature}", f"{need.who} needs {need.feature}{why}", _got(need, combo, model))
+
+
+def _got(need: Need, combo: Combination, model: ModelInfo) -> str:
+    if need.feature in (Feature.RUNTIME_OVERLAP, Feature.RUNTIME_HOST_TOKENS):
+        lag = "commit lags one step" if combo[OVERLAP] else "every step is committed before the next"
+        return f"{OVERLAP} is {show(combo[OVERLAP])}: {lag}"
+    offers = ", ".join(sorted(_offers(need.owner, combo, model))) or "nothing"
+    if need.owner in combo:
+        return f"{need.owner} is {show(combo[need.owner])!r}, which offers {offers}"
+    return f"the {need.owner} offers {offers}"

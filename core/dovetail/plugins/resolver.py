@@ -1,0 +1,230 @@
+"""Chooses every part: explicit choice, then a measured tuning record, then priority, then name; then all of them together.
+
+An explicit choice never falls back: it is used, or startup stops with the reason and the smallest change that mends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dovetail.config import AttentionSelection, Config, Selection
+from dovetail.errors import ConfigError, ResolutionError
+from dovetail.plugins import fit
+from dovetail.plugins.candidates import Slot, Tuning, call_hook, open_slot
+from dovetail.plugins.machine import Machine
+from dovetail.plugins.modelchoice import ModelChoice, choose_model
+from dovetail.plugins.registry import Registry
+from dovetail.plugins.resolution import (
+    Candidate,
+    Chosen,
+    Resolution,
+    Resolved,
+    ResolveRequest,
+    Stage,
+    Verdict,
+)
+from dovetail.plugins.specs import ComponentKind
+from dovetail.plugins.stages import probe
+
+Slots = Mapping[str, Slot]
+
+__all__ = ["Candidate", "ResolveRequest", "Resolved", "resolve"]
+
+
+def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tuning | None = None) -> Resolved:
+    """Choose every part for ``config`` on ``machine``; build nothing. ``tuning`` maps slots (``attention.decode``) to
+    the names that were measured best for this device and model, best first.
+
+    Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or ``ResolutionError`` with every reason.
+    """
+    model = choose_model(config, registry, machine, tuning or {})
+    slots = _open_slots(config, registry, machine, model, tuning or {})
+    combo = _search(slots, config, machine, model)
+    _judge_the_others(slots, combo, model)
+    resolved = _resolved(config, registry, machine, model, slots, combo)
+    call_hook(registry.hooks, "on_resolved", resolved=resolved)
+    return resolved
+
+
+def _open_slots(
+    config: Config, registry: Registry, machine: Machine, model: ModelChoice, tuning: Tuning
+) -> dict[str, Slot]:
+    wanted: list[tuple[ComponentKind, str | None, Selection, bool]] = [
+        (ComponentKind.ATTENTION, "prefill", config.attention.prefill, False),
+        (ComponentKind.ATTENTION, "decode", config.attention.decode, False),
+        (ComponentKind.CACHE, None, config.cache, False),
+        (ComponentKind.POLICY, None, config.policy, False),
+        (ComponentKind.GRAMMAR, None, config.grammar, True),
+        (ComponentKind.DRAFTER, None, config.speculative, True),
+    ]
+    slots = {}
+    for kind, phase, selection, optional in wanted:
+        request = ResolveRequest(kind, phase, config, machine, model.info, model.dtype, model.kv_dtype)
+        slots[request.slot] = open_slot(request, selection, registry, optional=optional, tuning=tuning)
+    return slots
+
+
+def _search(slots: Slots, config: Config, machine: Machine, model: ModelChoice) -> fit.Combination:
+    """The best combination that fits and whose own probes agree. Probes run only for what is about to be chosen."""
+    while True:
+        _refuse_empty(slots)
+        domains = _domains(slots, config, machine)
+        combo = fit.search(domains, model.info)
+        if combo is None:
+            raise _misfit(slots, domains, model)
+        unprobed = [
+            o for o in combo.values() if isinstance(o, Candidate) and o.spec.probe and o.stage is not Stage.PROBE
+        ]
+        if machine.assumed or not unprobed:
+            return combo
+        for candidate in unprobed:
+            probe(candidate)
+        if all(candidate.usable for candidate in unprobed):
+            return combo
+
+
+def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequence[fit.Option]]:
+    lags = [True, False] if machine.device_type == "cuda" else [False, True]
+    overlap = lags if config.scheduler.overlap == "auto" else [config.scheduler.overlap]
+    chosen = {name: slot.options() for name, slot in slots.items()}
+    return {**chosen, fit.OVERLAP: overlap, fit.MIXED: [config.scheduler.mixed]}
+
+
+def _refuse_empty(slots: Slots) -> None:
+    """An explicit or indispensable part of which nothing is left stops here, all of them at once."""
+    texts = []
+    for slot in slots.values():
+        if not slot.options():
+            given = "what config names" if slot.explicit else "any installed component"
+            texts.append(f"{slot.name}: cannot use {given}")
+            texts += [
+                f"  - {candidate.component.label}, at stage {candidate.stage}: {reason}"
+                for candidate in slot.candidates
+                if candidate.asked
+                for reason in candidate.reasons
+            ]
+    if texts:
+        raise ResolutionError("\n".join(texts))
+
+
+def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> ResolutionError:
+    combo = fit.closest(domains, model.info)
+    alternatives: dict[str, Sequence[fit.Option]] = {
+        fit.OVERLAP: [False, True],
+        fit.MIXED: [False, True],
+        fit.DRAFTER: slots[fit.DRAFTER].alternatives(),
+        "attention": slots[fit.DECODE].alternatives(),
+        **{name: slot.alternatives() for name, slot in slots.items() if name != fit.DRAFTER},
+    }
+    lines = ["the chosen parts do not fit together:"]
+    lines += [f"  - {reason}" for reason in fit.violations(combo, model.info)]
+    changes = fit.repairs(combo, alternatives, model.info)
+    lines.append(
+        "to mend it, set one of:" if changes else "no single change of one setting mends this; see `dovetail explain`"
+    )
+    lines += [f"  - {change}" for change in changes]
+    return ResolutionError("\n".join(lines))
+
+
+def _judge_the_others(slots: Slots, combo: fit.Combination, model: ModelChoice) -> None:
+    """Mark the chosen, and say of each other candidate what would not fit if it stood in the chosen one's place."""
+    for name, slot in slots.items():
+        for candidate in slot.candidates:
+            if candidate is combo[name]:
+                candidate.verdict = Verdict.CHOSEN
+                candidate.stage = candidate.stage if candidate.stage is Stage.PROBE else Stage.FEATURES
+            elif candidate.usable:
+                candidate.stage = Stage.FEATURES
+                reasons = fit.violations({**combo, name: candidate}, model.info)
+                if reasons:
+                    candidate.reject(Stage.FEATURES, *reasons)
+
+
+def _resolved(
+    config: Config,
+    registry: Registry,
+    machine: Machine,
+    model: ModelChoice,
+    slots: Slots,
+    combo: fit.Combination,
+) -> Resolved:
+    parts = {name: _chosen(combo[name]) for name in slots}
+    overlap = bool(combo[fit.OVERLAP])
+    return Resolved(
+        config=_concrete(config, machine, model, parts, overlap),
+        machine=machine,
+        model_dir=model.directory,
+        model_info=model.info,
+        model=_required(model.candidate),
+        attention_prefill=_required(combo[fit.PREFILL]),
+        attention_decode=_required(combo[fit.DECODE]),
+        cache=_required(combo[fit.CACHE]),
+        policy=_required(combo[fit.POLICY]),
+        grammar=parts[fit.GRAMMAR],
+        drafter=parts[fit.DRAFTER],
+        runtime=fit.runtime_offers(overlap),
+        resolutions=(model.resolution, *(_resolution(slot, combo[name]) for name, slot in slots.items())),
+        hooks=registry.hooks,
+    )
+
+
+def _chosen(option: fit.Option) -> Chosen | None:
+    if not isinstance(option, Candidate):
+        return None
+    return Chosen(option.spec, option.config, option.component.distribution, option.component.version)
+
+
+def _required(option: fit.Option) -> Chosen:
+    chosen = _chosen(option)
+    assert chosen is not None
+    return chosen
+
+
+def _resolution(slot: Slot, option: fit.Option) -> Resolution:
+    chosen = option if isinstance(option, Candidate) else None
+    note = ""
+    if chosen is None:
+        note = "switched off by config" if slot.disabled else "nothing installed can be used"
+    elif chosen.spec.deprecated:
+        note = f"deprecated: {chosen.spec.deprecated}"
+    name = chosen.spec.name if chosen else None
+    return Resolution(slot.name, slot.request.kind, name, slot.rule(chosen), tuple(slot.candidates), note)
+
+
+def _concrete(
+    config: Config, machine: Machine, model: ModelChoice, parts: Mapping[str, Chosen | None], overlap: bool
+) -> Config:
+    """A new config in which nothing is left open that the engine would have to guess."""
+    section = config.model.model_copy(
+        update={
+            "arch": model.candidate.spec.name,
+            "dtype": model.dtype,
+            "context_len": _context_len(config, model),
+            "served_name": config.model.served_name or config.model.path.rstrip("/").rpartition("/")[2],
+        }
+    )
+    attention = AttentionSelection(prefill=_selection(parts[fit.PREFILL]), decode=_selection(parts[fit.DECODE]))
+    return config.model_copy(
+        update={
+            "model": section,
+            "device": machine.device,
+            "attention": attention,
+            **{name: _selection(parts[name]) for name in (fit.CACHE, fit.POLICY, fit.GRAMMAR, fit.DRAFTER)},
+            "scheduler": config.scheduler.model_copy(update={"overlap": overlap}),
+            "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),
+        }
+    )
+
+
+def _selection(chosen: Chosen | None) -> Selection:
+    return Selection(candidates=(chosen.config,)) if chosen else Selection(disabled=True)
+
+
+def _context_len(config: Config, model: ModelChoice) -> int:
+    given, own = config.model.context_len, model.info.context_len
+    if given is not None and given > own:
+        raise ConfigError(
+            f"model.context_len is {given}; allowed: at most {own}, what config.json says. A model that is known to reach "
+            "further takes model.overrides: {max_position_embeddings: ...}"
+        )
+    return given or own

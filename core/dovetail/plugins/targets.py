@@ -1,0 +1,18 @@
+"""Importing what a spec names as "module:attribute"."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from dovetail.errors import PluginLoadError
+
+
+def load_attribute(target: str, what: str) -> Any:
+    """The object that ``target`` names. ``what`` says whose it is in the error. Raises ``PluginLoadError``, whose cause
+    is the plugin's own exception."""
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise PluginLoadError(f"{what}: {target!r} cannot be imported: {type(error).__name__}: {error}") from error
