@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from dovetail.engine.inputs import depths
+from dovetail.engine.inputs import Int64Array, depths
 from dovetail.engine.masks import mask_logits
 from dovetail.engine.penalties import Penalties, draft_rows, path_tokens
 from dovetail.engine.settings import RowSettings, expand
@@ -17,15 +17,30 @@ from dovetail.ops.sampling import sample
 from dovetail.types import ForwardOutput, Logprobs
 
 if TYPE_CHECKING:
-    from dovetail.types import Batch, IntArray, Req
+    from dovetail.types import Batch, Req
+
+
+class LogitRows(NamedTuple):
+    """Which rows of logits belong to which row of the batch.
+
+    Sampled row i is batch row ``rows[i]`` and has logits ``[starts[i], starts[i] + spans[i])``: one row, or one for each
+    node of its draft tree, the root first.
+    """
+
+    rows: Int64Array
+    spans: Int64Array
+    starts: Int64Array
+
+    @classmethod
+    def of(cls, batch: Batch) -> LogitRows:
+        """The layout of a batch's logits."""
+        rows = np.flatnonzero(batch.samples).astype(np.int64)
+        spans = np.ones(len(rows), np.int64) if batch.drafts is None else 1 + batch.drafts.lens[rows].astype(np.int64)
+        return cls(rows, spans, np.cumsum(spans) - spans)
 
 
 class Sampler:
-    """Logit processing, sampling, verification of drafts, log-probabilities.
-
-    Logit rows are the sampled rows of a batch in order, each with one row of logits, or one for each node of its draft
-    tree (the root first).
-    """
+    """Logit processing, sampling, verification of drafts, log-probabilities."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -36,20 +51,18 @@ class Sampler:
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
         """Choose tokens from ``logits [logit rows, V]``, which may be overwritten."""
-        rows = np.flatnonzero(batch.samples)
-        reqs = [batch.reqs[r] for r in rows] if len(rows) < len(batch.reqs) else batch.reqs
+        reqs = [r for r, sampled in zip(batch.reqs, batch.samples.tolist(), strict=True) if sampled]
         settings = self._settings_of(reqs)
-        spans = np.ones(len(rows), np.int64) if batch.drafts is None else 1 + batch.drafts.lens[rows].astype(np.int64)
-        starts = np.cumsum(spans) - spans
+        if settings.plain and batch.drafts is None:
+            return ForwardOutput(logits.argmax(dim=-1, keepdim=True))
+        layout = LogitRows.of(batch)
         raw = logits
-        if settings.plain:
-            tokens = logits.argmax(dim=-1)
-        else:
-            logits = self._processed(batch, logits, reqs, rows, starts, settings)
-            tokens = self._draw(batch, logits, settings, rows, spans)
-        output = self._verify(batch, tokens, rows, spans, starts)
+        if not settings.plain:
+            logits = self._processed(batch, logits, reqs, layout, settings)
+        tokens = self._draw(batch, logits, layout, settings)
+        output = ForwardOutput(tokens[:, None]) if batch.drafts is None else self._verify(batch, tokens, layout)
         if settings.logprobs:
-            self._add_logprobs(output, raw, tokens, settings, spans, starts)
+            _add_logprobs(output, raw, tokens, layout, settings)
         return output
 
     def _settings_of(self, reqs: list[Req]) -> RowSettings:
@@ -60,20 +73,18 @@ class Sampler:
         return self._settings
 
     def _processed(
-        self,
-        batch: Batch,
-        logits: torch.Tensor,
-        reqs: list[Req],
-        rows: IntArray,
-        starts: IntArray,
-        settings: RowSettings,
+        self, batch: Batch, logits: torch.Tensor, reqs: list[Req], layout: LogitRows, settings: RowSettings
     ) -> torch.Tensor:
-        """Logits in float32 with penalties, biases, ``min_new_tokens`` and grammars applied."""
+        """Logits in float32 with biases, penalties, ``min_new_tokens`` and grammars applied."""
         touched = settings.adjusted or settings.constrained
         logits = logits.float().clone() if touched and settings.logprobs else logits.float()
         for i in settings.adjusted:
-            self._adjust(batch, logits, reqs[i], int(rows[i]), int(starts[i]))
-        live = [(int(starts[i]), int(rows[i]), reqs[i]) for i in settings.constrained if reqs[i].finish is None]
+            self._adjust(batch, logits, reqs[i], int(layout.rows[i]), int(layout.starts[i]))
+        live = [
+            (int(layout.starts[i]), int(layout.rows[i]), reqs[i])
+            for i in settings.constrained
+            if reqs[i].finish is None
+        ]
         if live:
             mask_logits(logits, batch, live)
         return logits
@@ -83,8 +94,8 @@ class Sampler:
         length = int(batch.prefix_lens[row] + batch.extend_lens[row]) - len(drafts)
         view = logits[start : start + 1 + len(drafts)]
         if req.params.penalised:
-            first = batch.input_ids[int(batch.extend_lens[: row + 1].sum()) - len(drafts) - 1].reshape(1)
-            self.penalties.apply(view, req, length, first, drafts, parents)
+            first = int(batch.extend_lens[: row + 1].sum()) - len(drafts) - 1
+            self.penalties.apply(view, req, length, batch.input_ids[first : first + 1], drafts, parents)
         missing = req.params.min_new_tokens - (length - req.prompt_len)
         if missing > 0:
             blocked = [*self.eos_token_ids, *req.params.stop_token_ids]
@@ -92,49 +103,27 @@ class Sampler:
                 if len(path_tokens(node, drafts, parents)) < missing:
                     view[node + 1, blocked] = float("-inf")
 
-    def _draw(
-        self, batch: Batch, logits: torch.Tensor, settings: RowSettings, rows: IntArray, spans: IntArray
-    ) -> torch.Tensor:
+    def _draw(self, batch: Batch, logits: torch.Tensor, layout: LogitRows, settings: RowSettings) -> torch.Tensor:
         if settings.filters is None:
             return logits.argmax(dim=-1)
         filters, seeds = settings.filters, settings.seeds
-        if batch.drafts is None:
-            places = (batch.prefix_lens + batch.extend_lens)[rows]
-        else:
-            index = np.repeat(np.arange(len(rows)), spans)
+        if batch.drafts is not None:
+            index = np.repeat(np.arange(len(layout.rows)), layout.spans)
             filters, seeds = expand(filters, torch.from_numpy(index).to(self.device)), seeds[index]
-            places = _node_places(batch, rows, spans)
-        numbers = torch.from_numpy(uniform(seeds, places)).to(self.device)
+        numbers = torch.from_numpy(uniform(seeds, _places(batch, layout))).to(self.device)
         return sample(logits, filters, numbers)
 
-    def _verify(
-        self, batch: Batch, tokens: torch.Tensor, rows: IntArray, spans: IntArray, starts: IntArray
-    ) -> ForwardOutput:
-        if batch.drafts is None:
-            return ForwardOutput(tokens[:, None])
-        width = batch.drafts.token_ids.shape[1]
+    def _verify(self, batch: Batch, tokens: torch.Tensor, layout: LogitRows) -> ForwardOutput:
+        drafts = batch.drafts
+        assert drafts is not None
+        node = np.arange(drafts.token_ids.shape[1] + 1)
         # nodes that a row does not have read its root: they are never accepted
-        index = starts[:, None] + np.where(np.arange(width + 1) < spans[:, None], np.arange(width + 1), 0)
+        index = layout.starts[:, None] + np.where(node < layout.spans[:, None], node, 0)
         grid = tokens[torch.from_numpy(index).to(self.device)]
-        trees = (batch.drafts.token_ids, batch.drafts.parents, batch.drafts.lens)
-        ids, parents, lens = (torch.from_numpy(a[rows].astype(np.int64)).to(self.device) for a in trees)
+        trees = (drafts.token_ids, drafts.parents, drafts.lens)
+        ids, parents, lens = (torch.from_numpy(a[layout.rows].astype(np.int64)).to(self.device) for a in trees)
         accepted = accept(grid, ids, parents, lens)
         return ForwardOutput(accepted.tokens, accepted.lens, accepted.nodes)
-
-    @staticmethod
-    def _add_logprobs(
-        output: ForwardOutput,
-        raw: torch.Tensor,
-        tokens: torch.Tensor,
-        settings: RowSettings,
-        spans: IntArray,
-        starts: IntArray,
-    ) -> None:
-        index = np.concatenate([np.arange(starts[i], starts[i] + spans[i]) for i in settings.logprobs])
-        picked = torch.from_numpy(index).to(raw.device)
-        output.logprobs = logprobs_of(raw[picked], tokens[picked], settings.top_logprobs)
-        ends = np.cumsum([spans[i] for i in settings.logprobs])
-        output.logprob_start = {i: int(end - spans[i]) for i, end in zip(settings.logprobs, ends, strict=True)}
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
@@ -144,15 +133,27 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprob
     return Logprobs(logp.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
 
 
-def _node_places(batch: Batch, rows: IntArray, spans: IntArray) -> IntArray:
-    """The place in its text of the token sampled at each logit row: it names the random number."""
-    drafts = batch.drafts
-    assert drafts is not None
-    length = (batch.prefix_lens + batch.extend_lens - drafts.lens)[rows]
+def _add_logprobs(
+    output: ForwardOutput, raw: torch.Tensor, tokens: torch.Tensor, layout: LogitRows, settings: RowSettings
+) -> None:
+    spans = layout.spans[list(settings.logprobs)]
+    ends = np.cumsum(spans)
+    firsts = layout.starts[list(settings.logprobs)]
+    index = np.concatenate([np.arange(first, first + span) for first, span in zip(firsts, spans, strict=True)])
+    picked = torch.from_numpy(index).to(raw.device)
+    output.logprobs = logprobs_of(raw[picked], tokens[picked], settings.top_logprobs)
+    output.logprob_start = dict(zip(settings.logprobs, (ends - spans).tolist(), strict=True))
+
+
+def _places(batch: Batch, layout: LogitRows) -> Int64Array:
+    """The place in its text of the token sampled at each row of logits: it names the random number."""
+    lens = (batch.prefix_lens + batch.extend_lens).astype(np.int64)
+    if batch.drafts is None:
+        return lens[layout.rows]
+    roots = (lens - batch.drafts.lens)[layout.rows]
     depth = depths(batch)
-    return np.concatenate(
-        [
-            n + (depth[r, :s] if r >= batch.num_extend else np.zeros(1, np.int32))
-            for r, n, s in zip(rows, length, spans, strict=True)
-        ]
-    )
+    extend = layout.rows < batch.num_extend
+    below = [
+        depth[r, :s] if not e else depth[r, :1] * 0 for r, s, e in zip(layout.rows, layout.spans, extend, strict=True)
+    ]
+    return np.repeat(roots, layout.spans) + np.concatenate(below)
