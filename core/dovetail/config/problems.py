@@ -59,7 +59,11 @@ def from_pydantic(
         path = _real_path(detail["loc"], given)
         if detail["type"] == "extra_forbidden":
             keys = [key for key in _keys_at(model, path[:-1]) if key != "kind"]
-            problems.append(Problem(prefix + path, _unknown_key(str(path[-1]), keys, owner)))
+            problems.append(
+                Problem(
+                    prefix + path, _unknown_key(str(path[-1]), keys, dotted(prefix + path[:-1]) if path[1:] else owner)
+                )
+            )
         else:
             texts.setdefault(path, []).append(_allowed(detail["msg"]))
             inputs[path] = detail["input"] if detail["type"] != "missing" else MISSING

@@ -119,9 +119,12 @@ def _candidate(section: str, value: Any, path: Path_, choices: Choices, problems
     if not isinstance(value, dict):
         problems.append(Problem(path, f" is {value!r}; {_forms(section, choices)}"))
         return None
-    kind = value.get("kind")
-    if not isinstance(kind, str):
+    if "kind" not in value:
         problems.append(Problem(path, f" has no `kind` (given {value}); {_forms(section, choices)}"))
+        return None
+    kind = value["kind"]
+    if not isinstance(kind, str):
+        problems.append(Problem((*path, "kind"), f" is {kind!r}; {_forms(section, choices)}"))
         return None
     if kind in _words(section):
         problems.append(Problem((*path, "kind"), f" is {kind!r}, which stands alone and takes no settings"))

@@ -190,7 +190,8 @@ def _register_hooks(manager: pluggy.PluginManager, module: Any, name: str) -> No
         manager.register(module, name)
         manager.check_pending()
     except pluggy.PluginValidationError:
-        manager.unregister(module)
+        if manager.is_registered(module):
+            manager.unregister(module)
         raise
 
 

@@ -1,0 +1,154 @@
+"""Plugins made in memory: entry points, specs and config sections for tests of the control plane."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pytest
+from pydantic import create_model
+
+from dovetail.config import Config, PluginConfig, PluginsSection
+from dovetail.config.sources import read
+from dovetail.config.tree import validate
+from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.model import ModelInfo
+from dovetail.plugins import ComponentKind, ComponentSpec, Registry, hookimpl, load_plugins
+from dovetail.plugins.loader import REGISTER_HOOKS
+
+MODULE = "dovetail_fakes"
+HOOK_OF = {kind: hook for hook, kind in REGISTER_HOOKS.items()}
+ATTENTION = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED, Feature.ATTN_VERIFY})
+
+
+@dataclass
+class FakeDistribution:
+    name: str
+    version: str
+
+
+@dataclass
+class FakeEntry:
+    """An entry point whose ``load`` returns a module made in memory, or raises."""
+
+    name: str
+    dist: FakeDistribution
+    module: Any
+    loads: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> str:
+        return f"{self.name}.plugin"
+
+    def load(self) -> Any:
+        self.loads.append(self.name)
+        if isinstance(self.module, Exception):
+            raise self.module
+        return self.module
+
+
+class Fakes:
+    """Makes entry points, specs and whole registries. Config classes live in a module that is importable by name."""
+
+    def __init__(self, module: ModuleType, directory: Path) -> None:
+        self.module = module
+        self.directory = directory
+
+    def entry(
+        self, name: str, specs: Sequence[ComponentSpec] = (), dist: str = "", version: str = "1.0", **extra: Any
+    ) -> FakeEntry:
+        """A plugin that registers ``specs``; ``extra`` are further hooks by name."""
+        module = ModuleType(f"fake_{name}")
+        by_kind: dict[ComponentKind, list[ComponentSpec]] = {}
+        for spec in specs:
+            by_kind.setdefault(spec.kind, []).append(spec)
+        for kind, group in by_kind.items():
+            setattr(module, HOOK_OF[kind], hookimpl(_returning(group)))
+        for hook, function in extra.items():
+            setattr(module, hook, hookimpl(function))
+        return FakeEntry(name, FakeDistribution(dist or f"{name}-dist", version), module)
+
+    def broken(self, name: str, error: Exception) -> FakeEntry:
+        """A plugin whose import raises."""
+        return FakeEntry(name, FakeDistribution(f"{name}-dist", "1.0"), error)
+
+    def put(self, name: str, value: Any) -> str:
+        """Make ``value`` importable; returns its target."""
+        setattr(self.module, name, value)
+        return f"{MODULE}:{name}"
+
+    def spec(self, kind: ComponentKind, name: str, fields: dict[str, Any] | None = None, **given: Any) -> ComponentSpec:
+        """A spec with a config class that has ``fields`` besides ``kind``."""
+        cls = create_model(f"{kind}_{name}", __base__=PluginConfig, kind=(Literal[name], name), **(fields or {}))
+        values = {
+            "target": f"{MODULE}:absent",
+            "config": self.put(f"{kind}_{name}_config", cls),
+            "summary": f"a fake {kind}",
+            **given,
+        }
+        if kind is ComponentKind.ATTENTION:
+            values.setdefault("offers", ATTENTION)
+        return ComponentSpec(kind=kind, name=name, **values)
+
+    def model(self, **given: Any) -> ComponentSpec:
+        """A model component that reads the fake checkpoint; ``given`` are fields of its ModelInfo."""
+        info = {
+            "architecture": "FakeForCausalLM",
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 64,
+            "context_len": 2048,
+            "cache_groups": (CacheGroup(2, 2, 64),),
+            **given,
+        }
+        describe = self.put("describe", lambda config: ModelInfo(**{**info, "config": config}))
+        return self.spec(ComponentKind.MODEL, "fake", describe=describe, aliases=("FakeForCausalLM",))
+
+    def basics(self) -> list[ComponentSpec]:
+        """One plain component of every kind that must not be empty."""
+        reuse = frozenset({Feature.CACHE_REUSE})
+        return [
+            self.model(),
+            self.spec(ComponentKind.ATTENTION, "plain"),
+            self.spec(
+                ComponentKind.CACHE, "tree", {"eviction": (Literal["lru", "lfu"], "lru")}, offers=reuse, priority=10
+            ),
+            self.spec(ComponentKind.CACHE, "none"),
+            self.spec(ComponentKind.POLICY, "fcfs", priority=10),
+        ]
+
+    def registry(self, *specs: ComponentSpec, entries: Sequence[FakeEntry] = (), basics: bool = True) -> Registry:
+        """A registry of the basics, ``specs``, and further entries."""
+        mine = [*(self.basics() if basics else []), *specs]
+        return load_plugins(PluginsSection(), [self.entry("fakes", mine), *entries])
+
+    def config(self, registry: Registry, *sets: str) -> Config:
+        """A config over the fake checkpoint."""
+        return validate(read([], [f"model={self.directory}", *sets], {}), registry)
+
+
+def _returning(specs: list[ComponentSpec]) -> Callable[[], list[ComponentSpec]]:
+    return lambda: specs
+
+
+STATE_GROUP = CacheGroup(1, 1, 1, kind=CacheGroupKind.STATE)
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """A maker of plugins, with a checkpoint directory that holds only config.json."""
+    module = ModuleType(MODULE)
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    directory = tmp_path / "fake-model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"architectures": ["FakeForCausalLM"]}))
+    return Fakes(module, directory)
