@@ -1,0 +1,180 @@
+"""JSON Schema, rewritten into the part of it that xgrammar honours to the letter, or refused.
+
+xgrammar ignores keywords it has no grammar for, siblings of ``anyOf`` and ``$ref``, all but one member of ``allOf``, and
+more, with a warning at most. What comes out of here means the same as the schema, or less (a fixed order of properties,
+keys and bounded strings without escapes), never more: whatever is generated is valid. What cannot be rewritten so is
+refused, with the keyword and its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dovetail_grammar import schema_objects, schema_values
+from dovetail_grammar.merge import MAX_BRANCHES, TYPES, MergeError, Schema, merge, same, types_of
+from dovetail_grammar.schema_documents import Document
+from dovetail_grammar.schema_rules import ASSERTIONS, Refusal, tidy, unsupported
+
+MAX_DEPTH = 100
+Converted = dict[str, Any] | None
+"""A rewritten schema; None allows nothing."""
+
+
+def rewrite(schema: Schema, *, strict: bool = False) -> dict[str, Any]:
+    """The schema for xgrammar (with ``strict_mode=False``). ``strict`` closes objects that name properties and arrays
+    that name items, where the schema leaves them open. Raises ``GrammarError``."""
+    writer = _Writer(Document(Document.checked(schema, "#")), strict)
+    converted = writer.convert(schema, "#", 0)
+    if converted is None:
+        raise Refusal("#", "the schema allows nothing, so no answer can satisfy it")
+    return {**converted, "$defs": writer.defs} if writer.defs else converted
+
+
+class _Writer:
+    def __init__(self, document: Document, strict: bool) -> None:
+        self.document = document
+        self.strict = strict
+        self.defs: dict[str, Converted] = {}
+        self.names: dict[str, str] = {}
+
+    def convert(self, schema: Schema, path: str, depth: int) -> Converted:
+        """Any schema. ``path`` is where it stands, for messages."""
+        if depth > MAX_DEPTH:
+            raise Refusal(path, f"the schema is nested more than {MAX_DEPTH} deep")
+        if isinstance(self.document.checked(schema, path), bool):
+            return {} if schema else None
+        assert isinstance(schema, dict)
+        s = tidy(schema, path)
+        if "$ref" in s:
+            return self.reference(s, path, depth)
+        for key in ("allOf", "anyOf", "oneOf"):
+            if key in s:
+                return self.combined(key, s, path, depth)
+        return self.enumerated(s, path) if "enum" in s else self.typed(s, path, depth)
+
+    def reference(self, s: dict[str, Any], path: str, depth: int) -> Converted:
+        """A target is written once, however often it is named; siblings are merged into a copy."""
+        pointer = self.document.pointer(s.pop("$ref"), path)
+        if s:
+            return self.convert(self.merged({"$ref": f"#{pointer}"}, s, path), path, depth + 1)
+        if pointer not in self.names:
+            name = self.names[pointer] = f"r{len(self.names)}"
+            self.defs[name] = {}
+            target = self.document.resolve(self.document.target(pointer, path), path)
+            self.defs[name] = self.convert(target, f"#{pointer}", depth + 1)
+        name = self.names[pointer]
+        return None if self.defs[name] is None else {"$ref": f"#/$defs/{name}"}
+
+    def merged(self, a: Schema, b: Schema, path: str) -> Schema:
+        """Both together."""
+        try:
+            return merge(a, b, lambda schema: self.document.resolve(schema, path))
+        except MergeError as error:
+            raise Refusal(path, f"subschemas cannot be combined for grammar backend xgrammar: {error}") from error
+        except RecursionError as error:
+            raise Refusal(path, "subschemas that refer to themselves cannot be combined") from error
+
+    def combined(self, key: str, s: dict[str, Any], path: str, depth: int) -> Converted:
+        """``allOf``, ``anyOf`` or ``oneOf``, with its siblings moved into the branches."""
+        branches, rest = s.pop(key), s
+        if key == "allOf":
+            whole: Schema = rest
+            for index, branch in enumerate(branches):
+                whole = self.merged(whole, branch, f"{path}/allOf/{index}")
+            return self.convert(whole, path, depth + 1)
+        if rest:
+            branches = [self.merged(rest, branch, f"{path}/{key}/{i}") for i, branch in enumerate(branches)]
+        if key == "oneOf":
+            self.check_disjoint(branches, path)
+        return either(self.convert(branch, f"{path}/{key}/{i}", depth + 1) for i, branch in enumerate(branches))
+
+    def check_disjoint(self, branches: list[Schema], path: str) -> None:
+        """``oneOf`` is ``anyOf`` where no value satisfies two branches."""
+        if len(branches) > MAX_BRANCHES:
+            raise unsupported(path, "oneOf", f"it has {len(branches)} branches; allowed: {MAX_BRANCHES}")
+        for j, b in enumerate(branches):
+            for i, a in enumerate(branches[:j]):
+                if not self.disjoint(a, b, path, 0):
+                    why = f"branches {i} and {j} may both be satisfied; use anyOf, or a property with a const in each"
+                    raise unsupported(path, "oneOf", why)
+
+    def disjoint(self, a: Schema, b: Schema, path: str, depth: int) -> bool:
+        """True if it is plain that no value satisfies both."""
+        a, b = self.document.resolve(a, path), self.document.resolve(b, path)
+        if isinstance(a, bool) or isinstance(b, bool) or depth > 8:
+            return a is False or b is False
+        for first, second in ((a, b), (b, a)):
+            for key in ("anyOf", "oneOf"):
+                if key in first and all(self.disjoint(branch, second, path, depth + 1) for branch in first[key]):
+                    return True
+            if "enum" in first and not any(_may_be(value, second) for value in first["enum"]):
+                return True
+        return not types_of(a) & types_of(b) or self.objects_disjoint(a, b, path, depth)
+
+    def objects_disjoint(self, a: dict[str, Any], b: dict[str, Any], path: str, depth: int) -> bool:
+        """True if both are objects, and a property that both require, or one requires, tells them apart."""
+        if types_of(a) & types_of(b) != {"object"}:
+            return False
+        for first, second in ((a, b), (b, a)):
+            for name in first.get("required", ()):
+                mine, other = (_property(s, name) for s in (first, second))
+                tells = name in second.get("required", ()) and self.disjoint(mine, other, path, depth + 1)
+                if tells or other is False:
+                    return True
+        return False
+
+    def enumerated(self, s: dict[str, Any], path: str) -> Converted:
+        """Values, of which other keywords may leave out some."""
+        values = [value for value in s["enum"] if _type(value) in types_of(s)]
+        for kind, keywords in ASSERTIONS.items():
+            touched = [key for key in keywords if key in s]
+            if touched and any(_type(value) in (kind, "integer" if kind == "number" else kind) for value in values):
+                raise unsupported(path, touched[0], "it stands beside 'enum' or 'const'")
+        return {"enum": values} if values else None
+
+    def typed(self, s: dict[str, Any], path: str, depth: int) -> Converted:
+        """Each type with the keywords that apply to it."""
+        if not s:
+            return {}
+        types = types_of(s) - ({"integer"} if "number" in types_of(s) else set())
+        unknown = types - set(TYPES)
+        if unknown:
+            raise Refusal(f"{path}/type", f"'type' is {s['type']!r}; allowed: {', '.join(TYPES)}")
+        return either(self.of_type(name, s, path, depth) for name in TYPES if name in types)
+
+    def of_type(self, name: str, s: dict[str, Any], path: str, depth: int) -> Converted:
+        """One type."""
+        values = {"string": schema_values.string, "number": schema_values.number, "integer": schema_values.integer}
+        if name in values:
+            return values[name](s, path)
+        if name in ("array", "object"):
+            convert: Callable[[Schema, str], Converted] = lambda schema, at: self.convert(schema, at, depth + 1)  # noqa: E731
+            build = schema_objects.array if name == "array" else schema_objects.object_
+            return build(s, path, convert, self.strict)
+        return {"type": name}
+
+
+def either(options: Any) -> Converted:
+    """Any of the options; None if all of them allow nothing."""
+    left = [option for option in options if option is not None]
+    return ({"anyOf": left} if len(left) > 1 else left[0]) if left else None
+
+
+def _type(value: Any) -> str:
+    names = {bool: "boolean", type(None): "null", str: "string", list: "array", dict: "object", int: "integer"}
+    return "integer" if isinstance(value, float) and value.is_integer() else names.get(type(value), "number")
+
+
+def _may_be(value: Any, s: dict[str, Any]) -> bool:
+    """False if it is plain that the value does not satisfy the schema."""
+    if "enum" in s and not any(same(value, other) for other in s["enum"]):
+        return False
+    return _type(value) in types_of(s)
+
+
+def _property(s: dict[str, Any], name: str) -> Schema:
+    """The schema of a property, as far as it is plain; True where it is not."""
+    if name in s.get("properties", {}):
+        return s["properties"][name]
+    return True if s.get("patternProperties") else s.get("additionalProperties", True)

@@ -1,0 +1,181 @@
+"""XGrammar as a grammar backend (arXiv 2411.15100)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+
+import numpy as np
+import xgrammar
+
+from dovetail.errors import GrammarError
+from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
+from dovetail.types import GrammarKind, GrammarSpec, IntArray
+from dovetail_grammar.config import XGrammarConfig
+from dovetail_grammar.patterns import checked, emit, size, whole
+from dovetail_grammar.regex_parser import PatternError, parse
+from dovetail_grammar.schema_values import MAX_PATTERN
+from dovetail_grammar.schemas import rewrite
+
+_LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+?:\d+: (Check failed: .*? is false: )?")
+_NEVER_IN_JSON = frozenset(range(0x20)) - {0x0A}
+"""Control characters. JSON needs none but the newline, and xgrammar lets them into strings with a length bound."""
+
+
+def pack_bits(width: int, token_ids: Iterable[int]) -> IntArray:
+    """A bitmask row of ``width`` tokens with the given ones set: int32 ``[ceil(width / 32)]``."""
+    flags = np.zeros(-(-width // 32) * 32, np.uint8)
+    flags[list(token_ids)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+class XGrammarMatcher(Matcher):
+    """A position in a compiled grammar. ``allowed`` are the tokens that the grammar may use at all, ``eos`` those that
+    end the text, both as bitmask rows."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, allowed: IntArray, eos: IntArray) -> None:
+        self._handle = xgrammar.GrammarMatcher(compiled)
+        self._allowed = allowed
+        self._eos = eos
+        self._accepted = 0
+
+    def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
+        """See ``Matcher``. After an end-of-sequence token, nothing but another is allowed."""
+        if self._handle.is_terminated():
+            bitmask[row] = self._eos
+            return
+        self._handle.fill_next_token_bitmask(bitmask, row)
+        bitmask[row] &= self._allowed  # xgrammar sets the bits beyond the vocabulary
+
+    def accept(self, token_id: int) -> bool:
+        """See ``Matcher``."""
+        if self._handle.is_terminated() or not self._is_allowed(token_id) or not self._handle.accept_token(token_id):
+            return False
+        self._accepted += 1
+        return True
+
+    def _is_allowed(self, token_id: int) -> bool:
+        in_range = 0 <= token_id < 32 * len(self._allowed)
+        return in_range and bool(self._allowed[token_id // 32] >> (token_id % 32) & 1)
+
+    def rollback(self, num_tokens: int) -> None:
+        """See ``Matcher``."""
+        assert 0 <= num_tokens <= self._accepted, f"{num_tokens} tokens to take back of {self._accepted}"
+        self._handle.rollback(num_tokens)
+        self._accepted -= num_tokens
+
+    @property
+    def is_terminated(self) -> bool:
+        """See ``Matcher``."""
+        if self._handle.is_terminated():
+            return True
+        if not self._handle.is_completed():
+            return False
+        row = np.zeros((1, len(self._eos)), np.int32)
+        self.fill_bitmask(row, 0)
+        return bool(np.array_equal(row[0], self._eos))
+
+    def jump_forward(self) -> str:
+        """See ``Matcher``."""
+        return "" if self._handle.is_terminated() else self._handle.find_jump_forward_string()
+
+
+class XGrammarCompiled(CompiledGrammar):
+    """A compiled constraint; see ``XGrammarMatcher`` for the rows."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, allowed: IntArray, eos: IntArray) -> None:
+        self._compiled = compiled
+        self._allowed = allowed
+        self._eos = eos
+
+    def matcher(self) -> XGrammarMatcher:
+        """A fresh matcher."""
+        return XGrammarMatcher(self._compiled, self._allowed, self._eos)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it occupies."""
+        return self._compiled.memory_size_bytes
+
+
+class XGrammarBackend(GrammarBackend):
+    """Compiles with xgrammar. Schemas and regexes are first rewritten into what it honours, or refused."""
+
+    def __init__(self, config: XGrammarConfig, context: GrammarContext) -> None:
+        self._config = config
+        width = context.vocab_size
+        eos = sorted(token for token in set(context.eos_token_ids) if 0 <= token < width)
+        texts = [data or b"" for data in context.token_bytes[:width]]
+        for token in eos:
+            texts[token:] = [b"", *texts[token + 1 :]]
+        usable = [token for token, data in enumerate(texts) if data]
+        in_json = [token for token in usable if not _NEVER_IN_JSON.intersection(texts[token])]
+        self._eos = pack_bits(width, eos)
+        self._usable = pack_bits(width, [*usable, *eos])
+        self._usable_in_json = pack_bits(width, [*in_json, *eos])
+        info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=eos)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=config.threads, cache_enabled=False)
+
+    def compile(self, spec: GrammarSpec) -> XGrammarCompiled:
+        """See ``GrammarBackend``."""
+        is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+        try:
+            compiled = self._compile(spec)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, GrammarError):
+                raise
+            message = _LOG_PREFIX.sub("", str(error)).strip()
+            raise GrammarError(f"xgrammar cannot compile this {spec.kind}: {message}", param=spec.kind) from error
+        grammar = XGrammarCompiled(compiled, self._usable_in_json if is_json else self._usable, self._eos)
+        self._refuse_empty(grammar, spec)
+        return grammar
+
+    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        match spec.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return self._compile_schema(rewrite(_read_schema(spec.text), strict=self._config.strict))
+            case GrammarKind.JSON_OBJECT:
+                return self._compile_schema({"type": "object"})
+            case GrammarKind.REGEX:
+                return self._compiler.compile_regex(_plain_regex(spec.text))
+            case GrammarKind.EBNF:
+                return self._compiler.compile_grammar(spec.text)
+
+    def _compile_schema(self, schema: dict[str, object]) -> xgrammar.CompiledGrammar:
+        text = json.dumps(schema, ensure_ascii=False)
+        most = self._config.max_whitespace
+        return self._compiler.compile_json_schema(text, strict_mode=False, max_whitespace_cnt=most)
+
+    def _refuse_empty(self, grammar: XGrammarCompiled, spec: GrammarSpec) -> None:
+        row = np.zeros((1, len(self._eos)), np.int32)
+        grammar.matcher().fill_bitmask(row, 0)
+        if not row.any():
+            raise GrammarError(f"no text that this vocabulary can spell satisfies this {spec.kind}", param=spec.kind)
+
+
+def _read_schema(text: str) -> bool | dict[str, object]:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise GrammarError(f"the JSON schema is not valid JSON: {error}", param=GrammarKind.JSON_SCHEMA) from error
+    except RecursionError as error:
+        raise GrammarError("the JSON schema is nested too deeply", param=GrammarKind.JSON_SCHEMA) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _plain_regex(text: str) -> str:
+    """The regex in the plainest spelling; the whole output must match it. Raises ``GrammarError``."""
+    try:
+        node = checked(whole(parse(text), search=False))
+    except (PatternError, RecursionError) as error:
+        raise GrammarError(f"the regex is not supported: {error}", param=GrammarKind.REGEX) from error
+    if size(node) > MAX_PATTERN:
+        raise GrammarError(
+            f"the regex has {size(node)} characters with its repetitions written out; allowed: {MAX_PATTERN}",
+            param=GrammarKind.REGEX,
+        )
+    return emit(node)
