@@ -1,0 +1,90 @@
+"""What every task of the corpus shares: the split, phrase lists, word pools and the turn they produce."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+from zlib import crc32
+
+Split = Literal["train", "held"]
+"""`train` feeds the training data; `held` uses phrasings and values that training never saw."""
+
+Check = Literal["has", "same", "json"]
+"""How a reply is judged: contains the answer, equals it, or parses to the same JSON value."""
+
+HELD_SHARE = 12
+"""One value in this many is kept for the held split."""
+
+
+def is_held(value: object) -> bool:
+    """Whether a value belongs to the held split; the same on every machine and in every run."""
+    return crc32(repr(value).encode()) % HELD_SHARE == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One question with the reply the model should give.
+
+    `answer` is what `check` looks for in the reply; `thought` is the reasoning used when thinking is asked for;
+    `follow` holds (question, reply) pairs that make sense only right after this turn.
+    """
+
+    user: str
+    reply: str
+    answer: str
+    check: Check = "has"
+    thought: str = ""
+    follow: tuple[tuple[str, str], ...] = ()
+
+
+Task = Callable[[Random, Split], Turn]
+"""A task draws one turn from its split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phrases:
+    """Wordings of one thing, some of which training never sees."""
+
+    train: tuple[str, ...]
+    held: tuple[str, ...]
+
+    def pick(self, rng: Random, split: Split) -> str:
+        """Draw one wording of the split."""
+        return rng.choice(self.held if split == "held" else self.train)
+
+
+def phrases(train: str, held: str) -> Phrases:
+    """Build Phrases from two texts, one wording a line; `~` stands for a line break inside a wording."""
+    return Phrases(_lines(train), _lines(held))
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(line.strip().replace("~", "\n") for line in text.strip().splitlines())
+
+
+class Pool:
+    """A set of values of which one in HELD_SHARE is kept for the held split."""
+
+    def __init__(self, values: Sequence[str]) -> None:
+        self.train = tuple(value for value in values if not is_held(value))
+        self.held = tuple(value for value in values if is_held(value)) or self.train
+
+    def pick(self, rng: Random, split: Split) -> str:
+        """Draw a value; the held split draws from all values, its own ones half of the time."""
+        own = split == "held" and rng.random() < 0.5
+        return rng.choice(self.held if own else self.train)
+
+
+def upper_first(text: str) -> str:
+    """Capitalise the first letter and leave the rest alone."""
+    return text[:1].upper() + text[1:]
+
+
+def with_article(noun: str) -> str:
+    """Put `a` or `an` before a noun."""
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def joined(words: Sequence[str]) -> str:
+    """Join words as English does: `a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
