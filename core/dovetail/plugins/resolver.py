@@ -92,19 +92,24 @@ def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequen
 
 def _refuse_empty(slots: Slots) -> None:
     """An explicit or indispensable part of which nothing is left stops here, all of them at once."""
-    texts = []
+    empty: dict[tuple[str, ...], list[str]] = {}
     for slot in slots.values():
         if not slot.options():
-            given = "what config names" if slot.explicit else "any installed component"
-            texts.append(f"{slot.name}: cannot use {given}")
-            texts += [
-                f"  - {candidate.component.label}, at stage {candidate.stage}: {reason}"
-                for candidate in slot.candidates
-                if candidate.asked
-                for reason in candidate.reasons
-            ]
-    if texts:
+            empty.setdefault(_rejections(slot), []).append(slot.name)
+    if empty:
+        texts = [line for lines, names in empty.items() for line in (f"{', '.join(names)}: {lines[0]}", *lines[1:])]
         raise ResolutionError("\n".join(texts))
+
+
+def _rejections(slot: Slot) -> tuple[str, ...]:
+    lines = [
+        f"  - {candidate.component.label}, at stage {candidate.stage}: {reason}"
+        for candidate in slot.candidates
+        if candidate.asked
+        for reason in candidate.reasons
+    ]
+    given = "what config names" if slot.explicit else "any installed component"
+    return (f"cannot use {given}", *(lines or ["  - none is installed; `dovetail plugins doctor` shows why"]))
 
 
 def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> ResolutionError:
