@@ -1,0 +1,1 @@
+"""Schedule policies: ``fcfs``, ``lpm``, ``dfs_weight`` and ``priority``."""
