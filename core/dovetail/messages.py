@@ -5,9 +5,6 @@ Requests travel as ``ToEngine`` (one message a frame), answers as ``FromEngine``
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-
 import msgspec
 
 from dovetail.types import FinishReason, SamplingParams, TokenLogprob
@@ -138,23 +135,3 @@ FromEngine = list[Answer]
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """The seed of the ``index``-th of n outputs: ``seed`` itself for the first, a hash of both for the others."""
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def siblings(msg: GenerateMsg) -> list[GenerateMsg]:
-    """The ``msg.params.n`` messages that share its prompt, each with ``n=1``, a rid ``rid.i`` and its own seed."""
-    count = msg.params.n
-    if count == 1:
-        return [msg]
-    params = dataclasses.replace(msg.params, n=1)
-    return [
-        msgspec.structs.replace(msg, rid=f"{msg.rid}.{i}", params=params, seed=derive_seed(msg.seed, i))
-        for i in range(count)
-    ]

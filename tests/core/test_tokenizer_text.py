@@ -143,6 +143,15 @@ def test_held_back_text_is_exactly_what_may_become_a_stop(text: str, stop: str):
         assert released == text[: len(text) - held]
 
 
+@given(st.text(alphabet="ab", max_size=12), st.integers(0, 12), st.lists(st.integers(0, 100)))
+def test_stops_before_min_tokens_are_text(text: str, min_tokens: int, cuts: list[int]):
+    ids = [token for char in text for token in TINY.encode(char)]
+    detokenizer = IncrementalDetokenizer(TINY, ["ab", "bb"], min_tokens=min_tokens)
+    got = "".join(detokenizer.push(part) for part in split(ids, cuts)) + detokenizer.finish()
+    ends = [end for end in range(max(min_tokens, 1), len(text) + 1) if text[:end].endswith(("ab", "bb"))]
+    assert got == (text[: ends[0] - 2] if ends else text)
+
+
 def test_nothing_follows_a_stop():
     detokenizer = IncrementalDetokenizer(TINY, ["END"])
     assert detokenizer.push(TINY.encode("one END two")) == "one "

@@ -2,10 +2,12 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from dovetail.config import Config
 from dovetail.config.checkpoint import locate
-from dovetail.config.sections import Config
 from dovetail.messages import (
     AbortAllMsg,
     AbortMsg,
@@ -38,14 +40,13 @@ class FakeLoop:
         self._tokenizer = tokenizer
         self._running: dict[str, Running] = {}
         self._answers: list[Answer] = []
-        self.info = {"pid": os.getpid(), "model": {"vocab_size": tokenizer.vocab_size, "context_len": 2048}}
+        chosen = {"cache": {"name": "fake"}, "attention.decode": {"name": "fake"}, "speculative": None}
+        model = {"vocab_size": tokenizer.vocab_size}
+        self.info = {"context_len": 2048, "resolved": {"model": model, "chosen": chosen}}
 
     @property
     def has_work(self) -> bool:
         return bool(self._running)
-
-    def close(self) -> None:
-        pass
 
     def handle(self, msg: ToEngine) -> None:
         match msg:
@@ -112,15 +113,22 @@ def logprob(token: int, index: int, top: int) -> TokenLogprob:
     return TokenLogprob(token, -0.5 if index else None, best if index else ())
 
 
+@contextmanager
+def open_fake_loop() -> Iterator[FakeLoop]:
+    yield FakeLoop(Tokenizer.from_dir(locate("tiny")))
+
+
 def run_fake_engine(config: Config, endpoints: Endpoints) -> None:
     """The target of the process."""
-    serve_loop(lambda: FakeLoop(Tokenizer.from_dir(locate("tiny"))), endpoints, config.server.log_level)
+    serve_loop(open_fake_loop, endpoints, config.server.log_level)
+
+
+@contextmanager
+def open_broken_loop() -> Iterator[FakeLoop]:
+    raise RuntimeError("no such device")
+    yield
 
 
 def run_broken_engine(config: Config, endpoints: Endpoints) -> None:
-    """A process that cannot start."""
-
-    def build() -> FakeLoop:
-        raise RuntimeError("no such device")
-
-    serve_loop(build, endpoints, config.server.log_level)
+    """The target of a process that cannot start."""
+    serve_loop(open_broken_loop, endpoints, config.server.log_level)

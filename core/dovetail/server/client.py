@@ -38,7 +38,7 @@ from dovetail.server.engine_process import Endpoints, run_engine
 from dovetail.server.streams import OutputStream, error_of
 
 if TYPE_CHECKING:
-    from dovetail.config.sections import Config
+    from dovetail.config import Config
 
 _LAST_WORDS_SECONDS = 0.05
 _EXIT_SECONDS = 5.0

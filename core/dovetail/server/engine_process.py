@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
+from dovetail.config.checkpoint import locate
 from dovetail.errors import DovetailError
 from dovetail.messages import Answer, EngineFailed, EngineReady, ShutdownMsg, ToEngine, decode_to_engine, encode
+from dovetail.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dovetail.config.sections import Config
+    from dovetail.config import Config
 
 EXIT_ENGINE_FAILED = 70
 """Exit status of an engine process that ended by an exception (EX_SOFTWARE)."""
@@ -43,7 +46,6 @@ class Driven(Protocol):
     def has_work(self) -> bool: ...
     def handle(self, msg: ToEngine) -> None: ...
     def step(self) -> list[Answer]: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,35 @@ class Endpoints:
 
 def run_engine(config: Config, endpoints: Endpoints) -> None:
     """The target of the engine process."""
-    serve_loop(lambda: build_loop(config), endpoints, config.server.log_level)
+    serve_loop(lambda: open_loop(config), endpoints, config.server.log_level)
 
 
-def build_loop(config: Config) -> Driven:
-    """Find the plugins, resolve the parts and build the loop; imports torch. Raises ``DovetailError``."""
-    raise NotImplementedError
+@contextmanager
+def open_loop(config: Config) -> Iterator[Driven]:
+    """Load the plugins, resolve the parts and build the loop; imports torch. Raises ``DovetailError``."""
+    from dovetail.loop import Loop
+    from dovetail.plugins.loader import load_plugins
+    from dovetail.plugins.machine import Machine
+    from dovetail.plugins.resolver import resolve
+
+    resolved = resolve(config, load_plugins(config.plugins), Machine.detect(config.device))
+    loop = Loop(resolved, load_tokenizer(config))
+    try:
+        resolved.hooks.on_engine_start(info=loop.info)
+        yield loop
+        resolved.hooks.on_engine_stop()
+    finally:
+        loop.close()
 
 
-def serve_loop(build: Callable[[], Driven], endpoints: Endpoints, log_level: str) -> None:
-    """Build a loop and drive it until it is told to stop. Never returns normally after a failure: it exits."""
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the configured model. Raises ``ConfigError``."""
+    model = locate(config.model.path)
+    return Tokenizer.from_dir(locate(config.model.tokenizer) if config.model.tokenizer else model, model)
+
+
+def serve_loop(open_loop: Callable[[], AbstractContextManager[Driven]], endpoints: Endpoints, log_level: str) -> None:
+    """Open a loop and drive it until it is told to stop. After a failure it does not return: it exits."""
     _ignore_signals()
     _end_with_parent()
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -77,21 +98,14 @@ def serve_loop(build: Callable[[], Driven], endpoints: Endpoints, log_level: str
     inbox.connect(endpoints.inbox)
     outbox.connect(endpoints.outbox)
     try:
-        _build_and_drive(build, inbox, outbox)
+        with open_loop() as loop:
+            outbox.send(encode([EngineReady(msgspec.json.encode(loop.info))]))
+            _drive(loop, inbox, outbox)
     except BaseException as error:
         _report(error, outbox)
         context.destroy(linger=_LINGER_MS)
         sys.exit(EXIT_ENGINE_FAILED)
     context.destroy(linger=_LINGER_MS)
-
-
-def _build_and_drive(build: Callable[[], Driven], inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
-    loop = build()
-    try:
-        outbox.send(encode([EngineReady(msgspec.json.encode(loop.info))]))
-        _drive(loop, inbox, outbox)
-    finally:
-        loop.close()
 
 
 def _drive(loop: Driven, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:

@@ -20,6 +20,7 @@ class IncrementalDetokenizer:
     ``push`` never returns half of a UTF-8 character, nor text that may be the beginning of a stop string: what it
     returned is final. Joined, the pieces are ``tokenizer.decode`` of all tokens, cut at the first stop string
     (with it, if ``include_stop``). The stop string that ends first counts, whatever the token borders are.
+    Stop strings count from the ``min_tokens``-th token on: those that end before it are text like any other.
     ``continues=True`` keeps a leading space that a SentencePiece tokenizer would drop, for text that follows a prompt.
     """
 
@@ -30,38 +31,52 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         continues: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._bytes = tokenizer.text_bytes(skip_special_tokens)
         self._decoder = _Utf8Decoder("replace")
         self._finder = StopFinder(stop) if stop else None
         self._include_stop = include_stop
         self._strip = tokenizer.strip_leading_space and not continues
+        self._unstoppable = max(min_tokens - 1, 0)
         self._held = ""
         self.matched: str | None = None
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; returns the text that has become final. After a stop string matched, always empty."""
+        if self._unstoppable:
+            ids = list(ids)
+            first, ids = ids[: self._unstoppable], ids[self._unstoppable :]
+            self._unstoppable -= len(first)
+            return self._push(first, False) + self._push(ids, True)
+        return self._push(ids, True)
+
+    def _push(self, ids: Iterable[int], may_stop: bool) -> str:
         if self.matched is not None:
             return ""
         data = b"".join([self._bytes[token] or b"" for token in ids if token < len(self._bytes)])
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
-        return self._release(self._decoder.decode(data))
+        return self._release(self._decoder.decode(data), may_stop)
 
     def finish(self) -> str:
         """No token follows: returns the text held back. Call once."""
         if self.matched is not None:
             return ""
-        text = self._release(self._decoder.decode(b"", True))
+        text = self._release(self._decoder.decode(b"", True), True)
         if self.matched is None:
             text, self._held = text + self._held, ""
         return text
 
-    def _release(self, text: str) -> str:
+    def _release(self, text: str, may_stop: bool) -> str:
         if self._finder is None or not text:
             return text
         hit = self._finder.feed(text)
+        seen = hit.end if hit else 0
+        while hit is not None and not may_stop:
+            hit = self._finder.feed(text[seen:])
+            seen += hit.end if hit else 0
         text, before = self._held + text, len(self._held)
         if hit is None:
             final = len(text) - self._finder.pending

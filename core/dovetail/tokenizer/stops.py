@@ -40,7 +40,7 @@ class StopFinder:
         return self._depth[self._state]
 
     def feed(self, text: str) -> StopHit | None:
-        """Look at the next piece. After a hit the finder is spent."""
+        """Look at the next piece, up to the end of the first stop string in it; what follows has not been looked at."""
         index = 0
         while index < len(text):
             if self._state == 0:  # most text cannot start a stop string: skip it at the speed of re

@@ -1,0 +1,123 @@
+"""Routes about the server itself: health, what it is made of, metrics, cache and aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from dovetail.config import dump
+from dovetail.errors import RequestError
+from dovetail.server.body import ApiModel, parse
+from dovetail.server.requests import ParsedRequest, Prompt, new_id
+from dovetail.server.responses import json_response
+from dovetail.server.service import Service
+from dovetail.types import SamplingParams
+
+
+class AbortRequest(ApiModel):
+    """POST /abort_request."""
+
+    rid: str | None = Field(None, description="Id of the request: its `rid`, or the `id` of its answer.")
+    abort_all: bool = False
+
+
+async def health(service: Service, request: Request) -> Response:
+    """200 while requests are taken, else 503."""
+    service.check_ready()
+    return PlainTextResponse("ok")
+
+
+async def health_generate(service: Service, request: Request) -> Response:
+    """200 if the engine makes a token within ``server.health_seconds``, else 503."""
+    token = next(i for i, data in enumerate(service.tokenizer.token_bytes) if data)
+    prompt = Prompt([token], SamplingParams(max_new_tokens=1, temperature=0.0))
+    seconds = service.config.server.health_seconds
+    try:
+        with service.submit(ParsedRequest(new_id("health-"), (prompt,))) as outputs:
+            await asyncio.wait_for(outputs.wait(), seconds)
+    except TimeoutError:
+        return json_response({"error": {"message": f"no token within {seconds:g} s"}}, 503)
+    return PlainTextResponse("ok")
+
+
+async def models(service: Service, request: Request) -> Response:
+    """The one model that is served."""
+    return json_response({"object": "list", "data": [_card(service)]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    """The model by its name."""
+    service.check_model(request.path_params["name"])
+    return json_response(_card(service))
+
+
+async def model_info(service: Service, request: Request) -> Response:
+    """Where the model came from, and its sizes."""
+    tokenizer = service.tokenizer
+    info = {
+        "model_path": service.config.model.path,
+        "served_model_name": service.model_name,
+        "is_generation": True,
+        "context_length": service.context_len,
+        "vocab_size": service.vocab_size,
+        "eos_token_ids": tokenizer.eos_token_ids,
+        "has_chat_template": tokenizer.has_chat_template,
+    }
+    return json_response(info)
+
+
+async def server_info(service: Service, request: Request) -> Response:
+    """The whole of it: config, how every part was chosen, memory, and the engine's numbers now."""
+    stats = await service.fresh_stats()
+    info = {
+        "status": "draining" if service.draining else "ready" if service.engine.alive else "dead",
+        "version": service.version,
+        "engine_pid": service.engine.pid,
+        "open_requests": service.engine.num_open,
+        "config": dump(service.config),
+        "engine": service.engine.info,
+        "stats": {name: value for name, value in msgspec.structs.asdict(stats).items() if name != "call_id"},
+    }
+    return json_response(info)
+
+
+async def flush_cache(service: Service, request: Request) -> Response:
+    """Drop every cached prefix; 400 while requests are running."""
+    reply = await service.engine.flush_cache()
+    if not reply.ok:
+        raise RequestError(f"the cache was not flushed: {reply.message}", code="busy")
+    return PlainTextResponse("the cache is empty")
+
+
+async def abort_request(service: Service, request: Request) -> Response:
+    """End one request, or all; each is answered with finish reason ``abort``."""
+    body = await parse(request, AbortRequest, service.max_body)
+    if body.abort_all:
+        service.engine.abort_all()
+        return json_response({"aborted": "all"})
+    if body.rid is None:
+        raise RequestError("give rid, or abort_all: true", param="rid")
+    return json_response({"aborted": service.engine.abort(body.rid)})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """Prometheus' text format."""
+    await service.fresh_stats()
+    return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "dovetail",
+        "root": service.config.model.path,
+        "max_model_len": service.context_len,
+    }

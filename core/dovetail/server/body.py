@@ -1,0 +1,106 @@
+"""From the bytes of a request body to a validated model; everything wrong becomes one clear ``RequestError``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from dovetail.errors import RequestError
+
+_SHOWN = 80
+
+
+class ApiModel(BaseModel):
+    """The honoured fields of a request body, with strict types: nothing is converted.
+
+    ``ignored`` fields are accepted and change nothing. ``refused`` fields would change the answer and are not supported:
+    they are an error, unless they hold one of their neutral values. Any other field is unknown, and an error.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+
+Model = TypeVar("Model", bound=ApiModel)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, at most ``limit`` bytes: reading stops where it is exceeded. Raises ``HTTPException`` 413."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def parse(request: Request, model: type[Model], limit: int) -> Model:
+    """Read and validate. Raises ``RequestError``, ``HTTPException`` or ``ClientDisconnect``."""
+    return validate(decode(await read_body(request, limit)), model)
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """A JSON object, strictly: no NaN, no Infinity, valid UTF-8. Raises ``RequestError``."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"the body is a JSON {_json_type(value)}; allowed: an object", code="invalid_json")
+    return value
+
+
+def validate(raw: dict[str, Any], model: type[Model]) -> Model:
+    """The typed request. Raises ``RequestError`` that names the field."""
+    known: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name in model.ignored:
+            continue
+        if name not in model.refused:
+            known[name] = value
+        elif not any(value == neutral and type(value) is type(neutral) for neutral in (None, [], *model.refused[name])):
+            raise RequestError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+    try:
+        return model.model_validate(known)
+    except ValidationError as error:
+        raise _explain(error, model) from None
+
+
+def _explain(error: ValidationError, model: type[Model]) -> RequestError:
+    """The first field at fault, with every reason pydantic gives for it (a union has one for each of its members)."""
+    problems = error.errors(include_url=False, include_context=False)
+    first = problems[0]
+    field = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        known = ", ".join(sorted(model.model_fields))
+        return RequestError(
+            f"{field} is not a field of this request; allowed: {known}", param=field, code="unknown_field"
+        )
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return RequestError(f"{field} is missing", param=field, code="missing_field")
+    same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
+    allowed = " or ".join(dict.fromkeys(problem["msg"][:1].lower() + problem["msg"][1:] for problem in same))
+    where = ".".join(str(part) for part in first["loc"]) if len(same) == 1 else field
+    given = repr(first["input"])
+    shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "..."
+    return RequestError(f"{where} is {shown}: {allowed}", param=field, code="invalid_type")
+
+
+def _json_type(value: object) -> str:
+    return {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {limit / 2**20:g} MiB (server.max_body_mib)")

@@ -1,0 +1,131 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.errors import RequestError
+from dovetail.server.body import parse
+from dovetail.server.openai_format import CompletionLogprobs, finish_name, usage_json
+from dovetail.server.openai_types import CompletionRequest
+from dovetail.server.outputs import Choice, Delta, Outputs
+from dovetail.server.requests import ParsedRequest, Prompt, new_id, with_room
+from dovetail.server.responses import event, streamed, whole
+from dovetail.server.service import Service
+from dovetail.types import TokenLogprob
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Answer one completion request."""
+    body = await parse(request, CompletionRequest, service.max_body)
+    service.check_model(body.model)
+    texts = body.prompt if _many(body.prompt) else [body.prompt]
+    outputs = service.submit(await _parsed(service, body, texts))
+    formatter = CompletionFormat(service, body, texts, outputs)
+    if body.stream:
+        return await streamed(request, outputs, formatter)
+    return await whole(request, outputs, formatter.whole)
+
+
+def _many(prompt: object) -> bool:
+    """True for a list of prompts, false for one (a string, or a list of token ids)."""
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+async def _parsed(service: Service, body: CompletionRequest, texts: Sequence[Any]) -> ParsedRequest:
+    params = body.params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None, {})
+    prompts: list[Prompt] = []
+    for text in texts:
+        if not text:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
+        ids = await service.encode(text, add_special_tokens=True) if isinstance(text, str) else text
+        prompts.append(Prompt(ids, with_room(params, service.room(ids, _DEFAULT_MAX_TOKENS))))
+    rid = body.rid or new_id("cmpl-")
+    return ParsedRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0)
+
+
+class CompletionFormat:
+    """The answers to one completion request, whole or in chunks."""
+
+    openai = True
+
+    def __init__(self, service: Service, body: CompletionRequest, texts: Sequence[Any], outputs: Outputs) -> None:
+        self._outputs = outputs
+        self._tokenizer = service.tokenizer
+        self._echo = [self._text(text) for text in texts] if body.echo else None
+        self._n = body.n or 1
+        self._with_logprobs = body.logprobs is not None
+        self._logprobs = [CompletionLogprobs(service.tokenizer) for _ in outputs.choices]
+        self._started: set[int] = set()
+        self._include_usage = body.include_usage
+        self._common = {
+            "id": outputs.rid,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+        self._before = b"data: " + msgspec.json.encode(self._common)[:-1] + b',"choices":[{"index":'
+        self._after = b"}]" + (b',"usage":null' if body.include_usage else b"") + b"}\n\n"
+
+    def whole(self, outputs: Outputs) -> object:
+        """The answer at once."""
+        choices = [
+            {
+                "index": choice.index,
+                "text": self._echoed(choice) + choice.text,
+                "logprobs": self._lists(choice, [*choice.prompt_logprobs, *choice.visible_logprobs]),
+                "finish_reason": finish_name(choice.finish),
+            }
+            for choice in outputs.choices
+        ]
+        return {**self._common, "choices": choices, "usage": usage_json(outputs.usage)}
+
+    def head(self) -> bytes:
+        """Nothing: the prompt comes with the first token, whose step knows its logprobs."""
+        return b""
+
+    def deltas(self, deltas: Sequence[Delta]) -> bytes:
+        """The chunks of one step."""
+        return b"".join(self._delta(delta) for delta in deltas)
+
+    def tail(self) -> bytes:
+        """Token counts, where asked for, and the end mark."""
+        usage = b""
+        if self._include_usage:
+            usage = event(
+                msgspec.json.encode({**self._common, "choices": [], "usage": usage_json(self._outputs.usage)})
+            )
+        return usage + event(b"[DONE]")
+
+    def _delta(self, delta: Delta) -> bytes:
+        choice, text, entries = delta.choice, delta.text, delta.logprobs
+        if choice.index not in self._started:
+            self._started.add(choice.index)
+            text, entries = self._echoed(choice) + text, [*choice.prompt_logprobs, *entries]
+        if not (text or delta.finish or (self._with_logprobs and entries)):
+            return b""
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self._before,
+            choice.index,
+            msgspec.json.encode(text),
+            msgspec.json.encode(self._lists(choice, entries)),
+            msgspec.json.encode(finish_name(delta.finish)),
+            self._after,
+        )
+
+    def _lists(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return self._logprobs[choice.index].add(entries) if self._with_logprobs else None
+
+    def _echoed(self, choice: Choice) -> str:
+        return self._echo[choice.index // self._n] if self._echo else ""
+
+    def _text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)

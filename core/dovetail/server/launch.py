@@ -1,0 +1,199 @@
+"""From a config to a running server and, at the end, a clean exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from dovetail.config import Config
+from dovetail.errors import ConfigError
+from dovetail.server.app import build_app
+from dovetail.server.client import EngineClient
+from dovetail.server.engine_process import Endpoints, load_tokenizer, run_engine
+from dovetail.server.metrics import Metrics
+from dovetail.server.service import Service, info_labels, model_name, package_version
+
+EngineTarget = Callable[[Config, Endpoints], None]
+
+logger = logging.getLogger("dovetail.server")
+
+_POLL_SECONDS = 0.05
+_ABORT_SECONDS = 2.0
+
+
+def serve(config: Config, registry: Any = None, target: EngineTarget = run_engine) -> None:
+    """Serve until SIGINT or SIGTERM, then drain and return; a second signal ends at once. ``registry`` is the plugin
+    ``Registry``, whose hooks may add metrics; ``target`` is what the engine process runs. Raises ``ConfigError`` or
+    ``EngineError`` if it cannot start."""
+    started = time.perf_counter()
+    with _listen(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(config, registry, target, listener, started))
+
+
+@contextlib.contextmanager
+def running_server(config: Config, registry: Any = None, target: EngineTarget = run_engine) -> Iterator[str]:
+    """A server in a thread of this process, for tests and tools; yields its base URL."""
+    ready: list[DrainingServer] = []
+    failed: list[BaseException] = []
+    up = threading.Event()
+
+    def announce(server: DrainingServer) -> None:
+        ready.append(server)
+        up.set()
+
+    def work() -> None:
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(_serve(config, registry, target, listener, time.perf_counter(), announce))
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            up.set()
+
+    with _listen(config) as listener:
+        thread = threading.Thread(target=work, name="dovetail-server", daemon=True)
+        thread.start()
+        up.wait()
+        if failed:
+            raise failed[0]
+        try:
+            yield url_of(listener)
+        finally:
+            ready[0].stop_soon()
+            thread.join()
+        if failed:
+            raise failed[0]
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that drains: on the first signal it answers new requests with 503 and lets the running ones
+    finish for ``server.drain_seconds``, then ends those that are left. On the second signal it exits at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_started: Callable[[DrainingServer], None]) -> None:
+        super().__init__(config)
+        self._service = service
+        self._on_started = on_started
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, and tells that the server listens."""
+        await super().startup(sockets)
+        self._event_loop = asyncio.get_running_loop()
+        self._on_started(self)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self._service.draining:
+            self.force_exit = self.should_exit = True
+        else:
+            logger.info("%s: draining", signal.Signals(sig).name)
+            self.stop_soon()
+
+    def stop_soon(self) -> None:
+        """Begin to drain; may be called from any thread."""
+        self._service.draining = True
+        self._event_loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._drain = self._drain or asyncio.ensure_future(self._drained())
+
+    async def _drained(self) -> None:
+        engine, seconds = self._service.engine, self._service.config.server.drain_seconds
+        await self._until_idle(seconds)
+        if engine.num_open and engine.alive:
+            logger.warning("%d requests were still running after %g s", engine.num_open, seconds)
+            engine.abort_all("the server is shutting down")
+            await self._until_idle(_ABORT_SECONDS)
+        self.should_exit = True
+
+    async def _until_idle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._service.engine.num_open and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _serve(
+    config: Config,
+    registry: Any,
+    target: EngineTarget,
+    listener: socket.socket,
+    started: float,
+    announce: Callable[[DrainingServer], None] = lambda server: None,
+) -> None:
+    tokenizer = load_tokenizer(config)
+    engine = EngineClient(config, target)
+    await engine.start()
+    try:
+        service = Service(config, engine, tokenizer, _metrics(config, engine, registry))
+
+        def on_started(server: DrainingServer) -> None:
+            seconds = time.perf_counter() - started
+            logger.info("serving %s on %s, ready in %.1f s", service.model_name, url_of(listener), seconds)
+            announce(server)
+
+        await DrainingServer(_uvicorn_config(config, service), service, on_started).serve(sockets=[listener])
+    finally:
+        await engine.stop()
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _metrics(config: Config, engine: EngineClient, registry: Any) -> Metrics:
+    metrics = Metrics(info_labels(package_version(), model_name(config), engine.info))
+    if registry is not None:
+        registry.hooks.register_metrics(registry=metrics.registry)
+    return metrics
+
+
+def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(service),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=config.server.log_level == "debug",
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _listen(config: Config) -> socket.socket:
+    host, port = config.server.host, config.server.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"server.host {host!r}, server.port {port}: cannot listen there ({error.strerror}); "
+            "choose another port, or 0 for a free one"
+        ) from error
+    return listener
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop

@@ -1,0 +1,136 @@
+"""What /metrics shows: latencies measured here, gauges and totals asked of the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dovetail.messages import EngineStats, TokenOutput
+
+_TTFT = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_PER_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_E2E = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+
+_GAUGES: Mapping[str, tuple[str, str]] = {
+    "running": ("requests_running", "Requests that are being computed."),
+    "waiting": ("requests_waiting", "Requests in the waiting queue."),
+    "pages_total": ("kv_pages_total", "Pages of the KV pool."),
+    "pages_used": ("kv_pages_used", "Pages that running requests hold."),
+    "pages_cached": ("kv_pages_cached", "Pages that the prefix cache holds."),
+}
+_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens admitted."),
+    "cached_tokens": ("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
+    "generated_tokens": ("generated_tokens", "Tokens generated."),
+    "steps": ("steps", "Engine steps."),
+    "retractions": ("retractions", "Requests sent back to the queue for want of memory."),
+    "drafted_tokens": ("drafted_tokens", "Draft tokens verified."),
+    "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
+    "grammar_compiles": ("grammar_compiles", "Constraints compiled."),
+    "grammar_hits": ("grammar_hits", "Constraints found compiled."),
+    "step_seconds": ("step_seconds", "Time in engine steps."),
+    "schedule_seconds": ("schedule_seconds", "Of it, time in schedule."),
+    "commit_seconds": ("commit_seconds", "Of it, time in commit."),
+}
+
+
+class Metrics:
+    """The collectors of one server, in a registry of their own."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        """``labels`` describe the server: version, model, the name of each plugin."""
+        self.registry = CollectorRegistry()
+        self.stats = EngineStats()
+        self.registry.register(_EngineCollector(self))
+        info = Gauge("dovetail_info", "The parts of this server.", list(labels), registry=self.registry)
+        info.labels(**labels).set(1)
+        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
+        self.tpot = self._histogram(
+            "time_per_output_token_seconds", "Mean gap between the tokens of an output.", _PER_TOKEN
+        )
+        self.itl = self._histogram("inter_token_latency_seconds", "Gap between two tokens of an output.", _PER_TOKEN)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _E2E)
+        self.finished = Counter(
+            "dovetail_outputs_finished", "Outputs by how they ended.", ["reason"], registry=self.registry
+        )
+        self.disconnected = Counter(
+            "dovetail_requests_abandoned", "Requests whose client left or that failed.", registry=self.registry
+        )
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"dovetail_{name}", text, buckets=buckets, registry=self.registry)
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class RequestMetrics:
+    """Times the outputs of one request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._arrival = time.perf_counter()
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._closed = False
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the request arrived."""
+        return time.perf_counter() - self._arrival
+
+    def observe(self, batch: Iterable[TokenOutput]) -> None:
+        """Outputs have arrived, now."""
+        now = time.perf_counter()
+        for output in batch:
+            if output.token_ids:
+                self._tokens(output.rid, len(output.token_ids), now)
+            if output.finish is not None:
+                self._finish(output.rid, output.finish.kind, now)
+
+    def close(self, finished: bool) -> None:
+        """Nothing follows."""
+        if not self._closed and not finished:
+            self._metrics.disconnected.inc()
+        self._closed = True
+
+    def _tokens(self, rid: str, count: int, now: float) -> None:
+        self._counts[rid] = self._counts.get(rid, 0) + count
+        last = self._last.get(rid)
+        self._last[rid] = now
+        if last is None:
+            self._first[rid] = now
+            self._metrics.ttft.observe(now - self._arrival)
+            return
+        for _ in range(count):
+            self._metrics.itl.observe((now - last) / count)
+
+    def _finish(self, rid: str, reason: str, now: float) -> None:
+        self._metrics.finished.labels(reason=reason).inc()
+        self._metrics.e2e.observe(now - self._arrival)
+        if self._counts.get(rid, 0) > 1:
+            self._metrics.tpot.observe((now - self._first[rid]) / (self._counts[rid] - 1))
+
+
+class _EngineCollector(Collector):
+    """The engine's own numbers, as of ``metrics.stats``."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._metrics.stats
+        for field, (name, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))
+        for field, (name, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))
+        hit_rate = stats.cached_tokens / max(stats.prompt_tokens, 1)
+        yield GaugeMetricFamily("dovetail_prefix_hit_rate", "Cached share of all prompt tokens.", value=hit_rate)
+        acceptance = stats.accepted_tokens / max(stats.drafted_tokens, 1)
+        yield GaugeMetricFamily("dovetail_spec_acceptance_rate", "Accepted share of draft tokens.", value=acceptance)

@@ -1,0 +1,238 @@
+"""POST /generate: SGLang's native shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.errors import RequestError
+from dovetail.server.body import ApiModel, parse, validate
+from dovetail.server.outputs import Choice, Delta, Outputs
+from dovetail.server.requests import (
+    ParsedRequest,
+    Prompt,
+    grammar_of,
+    new_id,
+    sampling_params,
+    stop_strings,
+    token_biases,
+    with_room,
+)
+from dovetail.server.responses import event, streamed, whole
+from dovetail.server.service import Service
+from dovetail.types import FinishKind, FinishReason, SamplingParams, TokenLogprob
+
+_DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+_NAMES = {"seed": "sampling_seed", "include_stop": "no_stop_trim", "logprobs": "top_logprobs_num"}
+
+
+class NativeSampling(ApiModel):
+    """``sampling_params`` of /generate. None stands for the default."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    n: int | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "stop_regex": (),
+        "structural_tag": (),
+        "custom_params": ({},),
+        "spaces_between_special_tokens": (True,),
+    }
+
+
+class NativeRequest(ApiModel):
+    """POST /generate: one prompt or several, as text or token ids."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = Field(
+        None, description="See `NativeSampling`; a list has one for each prompt."
+    )
+    stream: bool = False
+    rid: str | None = Field(None, min_length=1)
+    return_logprob: bool = False
+    logprob_start_len: int | None = Field(None, ge=-1, description="0 includes the prompt; by default the output only.")
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    ignored = frozenset({"log_metrics", "background"})
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "image_data": (),
+        "audio_data": (),
+        "video_data": (),
+        "input_embeds": (),
+        "lora_path": (),
+        "session_params": (),
+        "custom_logit_processor": (),
+        "token_ids_logprob": (),
+        "return_hidden_states": (False,),
+    }
+
+
+async def generate(service: Service, request: Request) -> Response:
+    """Answer one request; a list where it had several prompts or asked for several outputs."""
+    body = await parse(request, NativeRequest, service.max_body)
+    parsed = await _parsed(service, body)
+    outputs = service.submit(parsed)
+    single = not _is_batch(body) and parsed.prompts[0].params.n == 1
+    formatter = NativeFormat(service, body, outputs, single)
+    if body.stream:
+        return await streamed(request, outputs, formatter)
+    return await whole(request, outputs, formatter.whole)
+
+
+async def _parsed(service: Service, body: NativeRequest) -> ParsedRequest:
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("give one of text and input_ids", param="text")
+    given: Any = body.text if body.text is not None else body.input_ids
+    prompts = given if _is_batch(body) else [given]
+    param = "text" if body.text is not None else "input_ids"
+    if not all(prompts):
+        raise RequestError(f"{param} has an empty prompt; give at least one token", param=param, code="empty_prompt")
+    chosen = _sampling(body, len(prompts))
+    ids = [await service.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
+    items = tuple(
+        Prompt(tokens, with_room(params, service.room(tokens, _DEFAULT_MAX_NEW_TOKENS)))
+        for tokens, params in zip(ids, chosen, strict=True)
+    )
+    return ParsedRequest(body.rid or new_id(""), items, True, body.cache_salt or "", body.priority or 0)
+
+
+def _sampling(body: NativeRequest, count: int) -> list[SamplingParams]:
+    given = body.sampling_params or {}
+    if not isinstance(given, list):
+        return [_params(body, validate(given, NativeSampling))] * count
+    if len(given) != count:
+        raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts", param="sampling_params")
+    return [_params(body, validate(one, NativeSampling)) for one in given]
+
+
+def _params(body: NativeRequest, given: NativeSampling) -> SamplingParams:
+    if given.seed is not None and given.sampling_seed is not None:
+        raise RequestError("give one of seed and sampling_seed", param="sampling_seed")
+    with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
+    same = "min_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
+    values: dict[str, Any] = {name: getattr(given, name) for name in f"{same} ignore_eos skip_special_tokens n".split()}
+    values |= {
+        "max_new_tokens": given.max_new_tokens,
+        "logit_bias": token_biases(given.logit_bias),
+        "seed": given.seed if given.seed is not None else given.sampling_seed,
+        "stop": stop_strings(given.stop),
+        "stop_token_ids": tuple(given.stop_token_ids or ()),
+        "include_stop": given.no_stop_trim,
+        "logprobs": body.top_logprobs_num if body.return_logprob else None,
+        "prompt_logprobs": body.top_logprobs_num if with_prompt else None,
+        "grammar": grammar_of({"json_schema": given.json_schema, "regex": given.regex, "ebnf": given.ebnf}),
+    }
+    return sampling_params(values, _NAMES)
+
+
+class NativeFormat:
+    """The answers to one request. A stream repeats the whole text so far in every event, as SGLang's does."""
+
+    openai = False
+
+    def __init__(self, service: Service, body: NativeRequest, outputs: Outputs, single: bool) -> None:
+        """``single`` requests are answered with an object, others with a list."""
+        self._outputs = outputs
+        self._tokenizer = service.tokenizer
+        self._body = body
+        self._single = single
+
+    def whole(self, outputs: Outputs) -> object:
+        """The answer at once."""
+        answers = [self._answer(choice) for choice in outputs.choices]
+        return answers[0] if self._single else answers
+
+    def head(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def deltas(self, deltas: Sequence[Delta]) -> bytes:
+        """One event for each choice that the step touched."""
+        touched = {delta.choice.index: delta.choice for delta in deltas}
+        return b"".join(event(msgspec.json.encode(self._streamed(choice))) for choice in touched.values())
+
+    def tail(self) -> bytes:
+        """The end mark."""
+        return event(b"[DONE]")
+
+    def _streamed(self, choice: Choice) -> dict[str, Any]:
+        answer = self._answer(choice)
+        return answer if self._single else {**answer, "index": choice.index}
+
+    def _answer(self, choice: Choice) -> dict[str, Any]:
+        rid = self._outputs.rid if self._single else f"{self._outputs.rid}_{choice.index}"
+        meta: dict[str, Any] = {
+            "id": rid,
+            "finish_reason": _finish(choice),
+            "prompt_tokens": len(choice.prompt_ids),
+            "completion_tokens": len(choice.token_ids),
+            "cached_tokens": choice.cached_tokens,
+            "e2e_latency": self._outputs.elapsed,
+        }
+        if self._body.return_logprob:
+            meta |= self._logprobs(choice)
+        return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+        start = max(self._body.logprob_start_len or 0, 0)
+        prompt, output = choice.prompt_logprobs[start:], choice.logprobs
+        lists: dict[str, Any] = {
+            "input_token_logprobs": [self._entry(item.token_id, item.logprob) for item in prompt],
+            "output_token_logprobs": [self._entry(item.token_id, item.logprob) for item in output],
+        }
+        if self._body.top_logprobs_num:
+            lists["input_top_logprobs"] = [self._top(item) for item in prompt]
+            lists["output_top_logprobs"] = [self._top(item) for item in output]
+        return lists
+
+    def _top(self, item: TokenLogprob) -> list[Any] | None:
+        return None if item.logprob is None else [self._entry(token, value) for token, value in item.top]
+
+    def _entry(self, token_id: int, logprob: float | None) -> list[Any]:
+        """[logprob, token id, text or null]."""
+        shown = self._body.return_text_in_logprobs
+        return [logprob, token_id, self._tokenizer.bytes_of(token_id).decode("utf-8", "replace") if shown else None]
+
+
+def _is_batch(body: NativeRequest) -> bool:
+    given: Any = body.text if body.text is not None else body.input_ids
+    return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+
+
+def _finish(choice: Choice) -> dict[str, Any] | None:
+    finish: FinishReason | None = choice.finish
+    if finish is None:
+        return None
+    if finish.kind is FinishKind.LENGTH:
+        return {"type": "length", "length": len(choice.token_ids)}
+    if finish.kind is FinishKind.STOP:
+        return {"type": "stop"} if finish.matched is None else {"type": "stop", "matched": finish.matched}
+    return {"type": finish.kind.value, "message": finish.message}

@@ -1,0 +1,75 @@
+"""Pieces that both of OpenAI's completion APIs answer with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dovetail.server.outputs import Usage
+from dovetail.tokenizer import Tokenizer
+from dovetail.types import FinishReason, TokenLogprob
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """Token counts, with what the prefix cache held."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+def finish_name(finish: FinishReason | None) -> str | None:
+    """``stop``, ``length`` or ``abort``."""
+    return None if finish is None else finish.kind.value
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The chat format: every token with its bytes, and the likeliest at its place."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        data = tokenizer.bytes_of(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+    content = [
+        {**entry(item.token_id, item.logprob), "top_logprobs": [entry(token, value) for token, value in item.top]}
+        for item in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """The completions format: parallel lists, where ``text_offset`` counts characters of the choice's text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+
+    def add(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The lists for the next tokens."""
+        tokens = [self._name(item.token_id) for item in entries]
+        offsets: list[int] = []
+        for item in entries:
+            offsets.append(self._offset)
+            self._offset += len(self._tokenizer.bytes_of(item.token_id).decode("utf-8", "replace"))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [item.logprob for item in entries],
+            "top_logprobs": [self._top(item) for item in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, item: TokenLogprob) -> dict[str, float] | None:
+        """None for the first token of a prompt, which nothing predicts."""
+        if item.logprob is None:
+            return None
+        return {self._name(token): value for token, value in item.top}
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; bytes that are no text by themselves as ``bytes:\\xe2``, so that names do not collide."""
+        data = self._tokenizer.bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,156 @@
+"""The request bodies of OpenAI's API that are honoured, and the extra fields that Dovetail adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.server.body import ApiModel
+from dovetail.server.requests import grammar_of, sampling_params, stop_strings, token_biases
+from dovetail.types import SamplingParams
+
+_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "include_stop": "include_stop_str_in_output",
+}
+_IGNORED = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "prediction",
+        "parallel_tool_calls",
+    ]
+)
+
+
+class StreamOptions(ApiModel):
+    """What a stream says beside its text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Accepted; nothing is obfuscated here.")
+
+
+class SamplingFields(ApiModel):
+    """What /v1/completions and /v1/chat/completions have in common. None stands for the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    # beyond OpenAI's API
+    min_tokens: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = Field(None, description="Requests share cached prefixes only with those of the same salt.")
+    rid: str | None = Field(None, min_length=1, description="Id for /abort_request; also the answer's id.")
+
+    ignored = _IGNORED
+
+    @property
+    def include_usage(self) -> bool:
+        """True if a stream ends with token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, names: Mapping[str, str]
+    ) -> SamplingParams:
+        """Raises ``RequestError``, with this API's field names; ``names`` adds to them."""
+        given = {
+            "max_new_tokens": max_tokens,
+            "min_new_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": token_biases(self.logit_bias),
+            "seed": self.seed,
+            "stop": stop_strings(self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
+            "include_stop": self.include_stop_str_in_output,
+            "n": self.n,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "grammar": grammar_of(
+                {
+                    "response_format": self.response_format,
+                    "json_schema": self.json_schema,
+                    "regex": self.regex,
+                    "ebnf": self.ebnf,
+                }
+            ),
+        }
+        return sampling_params(given, {**_NAMES, **names})
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": ("",), "best_of": (1,)}
+
+
+class ChatMessage(BaseModel):
+    """One message. Fields beyond these are handed to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "tools": (),
+        "tool_choice": ("none",),
+        "functions": (),
+        "function_call": ("none",),
+        "audio": (),
+        "modalities": (["text"],),
+        "moderation": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+        "web_search_options": (),
+    }

@@ -1,0 +1,165 @@
+"""The outputs of one HTTP request as they grow: tokens become text here, whichever API shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from dovetail.errors import EngineError
+from dovetail.tokenizer import IncrementalDetokenizer
+from dovetail.types import FinishKind, FinishReason, TokenLogprob
+
+if TYPE_CHECKING:
+    from dovetail.messages import GenerateMsg, TokenOutput
+    from dovetail.server.metrics import RequestMetrics
+    from dovetail.server.requests import ParsedRequest
+    from dovetail.server.streams import OutputStream
+    from dovetail.tokenizer import Tokenizer
+
+
+class Choice:
+    """One output. ``text`` and ``token_ids`` are all of it so far; ``logprobs`` has an entry per token, where asked.
+
+    The stop token that ended it is among ``token_ids`` and not in ``text``. A stop string is cut off, with what follows.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool) -> None:
+        params = msg.params
+        self.index = index
+        self.prompt_ids = msg.input_ids
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.finish: FinishReason | None = None
+        self.cached_tokens = 0
+        self._keep_stop = params.include_stop
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            params.stop,
+            params.skip_special_tokens,
+            params.include_stop,
+            continues,
+            params.min_new_tokens,
+        )
+
+    def add(self, output: TokenOutput) -> Delta:
+        """Take an output in. Raises ``EngineError`` if the request failed."""
+        ids = output.token_ids
+        self.token_ids += ids
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.logprobs += output.logprobs or ()
+        self.prompt_logprobs += output.prompt_logprobs or ()
+        self.finish = output.finish
+        if output.finish is None:
+            text, shown = self._detokenizer.push(ids), len(ids)
+        else:
+            text, shown = self._end(ids, output.finish)
+        self.text += text
+        return Delta(self, text, ids, (output.logprobs or [])[:shown], output.finish)
+
+    def _end(self, ids: Sequence[int], finish: FinishReason) -> tuple[str, int]:
+        if finish.kind is FinishKind.ERROR:
+            raise EngineError(f"the request failed: {finish.message}")
+        hidden = isinstance(finish.matched, int) and ids[-1:] == [finish.matched] and not self._keep_stop
+        shown = len(ids) - hidden
+        return self._detokenizer.push(ids[:shown]) + self._detokenizer.finish(), shown
+
+    @property
+    def visible_logprobs(self) -> list[TokenLogprob]:
+        """``logprobs`` without that of a stop token which is not in the text."""
+        assert self.finish is not None
+        hidden = isinstance(self.finish.matched, int) and not self._keep_stop
+        return self.logprobs[:-1] if hidden else self.logprobs
+
+
+class Delta(NamedTuple):
+    """What one step added to a choice. ``logprobs`` leaves out a stop token that is not in the text. ``finish`` is set in
+    the choice's last."""
+
+    choice: Choice
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request; each prompt counts once, however many outputs it has."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+
+class Outputs:
+    """All choices of one request: iterate for the deltas of each engine step, or ``wait`` for the end.
+
+    Leaving it early (``close``, or the end of its ``with`` block) aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        msgs: Sequence[GenerateMsg],
+        stream: OutputStream,
+        tokenizer: Tokenizer,
+        metrics: RequestMetrics,
+    ) -> None:
+        self.rid = parsed.rid
+        self.choices = [Choice(tokenizer, i, msg, parsed.continues) for i, msg in enumerate(msgs)]
+        self._first = _first_of_each_prompt(parsed)
+        self._by_rid = {msg.rid: choice for msg, choice in zip(msgs, self.choices, strict=True)}
+        self._stream = stream
+        self._metrics = metrics
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Outputs:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        """The deltas of the engine's steps since the last call. Raises what ended a request otherwise."""
+        batch = await self._stream.__anext__()
+        self._metrics.observe(batch)
+        return [self._by_rid[output.rid].add(output) for output in batch]
+
+    async def wait(self) -> None:
+        """Until every choice has finished."""
+        async for _ in self:
+            pass
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._stream.close()
+        self._metrics.close(finished=not self._stream.open)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the request arrived."""
+        return self._metrics.elapsed
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        firsts = [self.choices[i] for i in self._first]
+        return Usage(
+            sum(len(choice.prompt_ids) for choice in firsts),
+            sum(len(choice.token_ids) for choice in self.choices),
+            sum(choice.cached_tokens for choice in firsts),
+        )
+
+
+def _first_of_each_prompt(parsed: ParsedRequest) -> list[int]:
+    firsts: list[int] = []
+    at = 0
+    for prompt in parsed.prompts:
+        firsts.append(at)
+        at += prompt.params.n
+    return firsts

@@ -1,0 +1,134 @@
+"""The one internal shape of a request to generate, whichever API it came through."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dovetail.errors import GrammarError, RequestError
+from dovetail.messages import GenerateMsg
+from dovetail.ops.random import derive_seed
+from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids and how to continue them; ``params.n`` outputs are made."""
+
+    ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """What one HTTP request asks for. ``rid`` is its public id, ``continues`` whether the output's text follows on the
+    prompt's (a completion) or starts anew (a chat)."""
+
+    rid: str
+    prompts: tuple[Prompt, ...]
+    continues: bool = True
+    namespace: str = ""
+    priority: int = 0
+
+    def messages(self) -> list[GenerateMsg]:
+        """What the engine is told: ``n`` messages a prompt, prompt by prompt, with ids that never come again."""
+        return [msg for prompt in self.prompts for msg in self._siblings(prompt)]
+
+    def _siblings(self, prompt: Prompt) -> Iterator[GenerateMsg]:
+        params = dataclasses.replace(prompt.params, n=1)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        for i in range(prompt.params.n):
+            rid = f"{self.rid}/{next(_serial)}"
+            yield GenerateMsg(rid, prompt.ids, params, derive_seed(seed, i), self.namespace, self.priority)
+
+
+def new_id(prefix: str) -> str:
+    """A public id for a request without one of its own."""
+    return prefix + secrets.token_hex(12)
+
+
+def grammar_of(given: Mapping[str, Any]) -> GrammarSpec | None:
+    """The constraint among ``json_schema`` (an object, or its text), ``regex``, ``ebnf`` and ``response_format``; None
+    where all are None. Raises ``RequestError`` for more than one."""
+    asked = {name: value for name, value in given.items() if value is not None}
+    if len(asked) > 1:
+        raise RequestError(f"only one constraint can hold; given: {', '.join(asked)}", param=list(asked)[1])
+    for name, value in asked.items():
+        if name == "response_format":
+            return _response_format(value)
+        if name == "json_schema":
+            return GrammarSpec(GrammarKind.JSON_SCHEMA, _schema_text(value, name))
+        if not value:
+            raise GrammarError(f"{name} is empty", param=name)
+        return GrammarSpec(GrammarKind(name), value)
+    return None
+
+
+def _response_format(value: Mapping[str, Any]) -> GrammarSpec | None:
+    param = "response_format"
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return GrammarSpec(GrammarKind.JSON_OBJECT)
+        case "json_schema":
+            described = value.get("json_schema")
+            if not isinstance(described, dict) or "schema" not in described:
+                raise RequestError("response_format.json_schema needs an object with a schema", param=param)
+            return GrammarSpec(GrammarKind.JSON_SCHEMA, _schema_text(described["schema"], param))
+    allowed = "text, json_object, json_schema"
+    raise RequestError(f"response_format.type is {value.get('type')!r}; allowed: {allowed}", param=param)
+
+
+def _schema_text(schema: object, param: str) -> str:
+    """The schema as JSON with its keys in the order given, which is the order of the output's."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except msgspec.DecodeError as error:
+            raise GrammarError(f"{param} is not valid JSON: {error}", param=param) from error
+    if not isinstance(schema, dict | bool):
+        raise GrammarError(f"{param} is {schema!r:.80}; allowed: a JSON schema, which is an object", param=param)
+    return msgspec.json.encode(schema).decode()
+
+
+def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
+    """``SamplingParams`` of the values that are not None. ``names`` maps its fields to the API's names, for errors.
+    Raises ``RequestError``."""
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except RequestError as error:
+        field = error.param or ""
+        name = names.get(field, field)
+        message = str(error).replace(field, name) if field else str(error)
+        raise RequestError(message, param=name, code=error.code) from None
+
+
+def with_room(params: SamplingParams, default: int) -> SamplingParams:
+    """``params`` with ``max_new_tokens`` set: its own, else ``default`` (at least ``min_new_tokens``)."""
+    if params.max_new_tokens is not None:
+        return params
+    return dataclasses.replace(params, max_new_tokens=max(default, params.min_new_tokens))
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """One stop string, several, or none."""
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def token_biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    """JSON has strings as keys; token ids are integers. Raises ``RequestError``."""
+    if logit_bias is None:
+        return None
+    for key in logit_bias:
+        if not (key.isascii() and key.isdigit()):
+            raise RequestError(f"logit_bias has key {key!r}; allowed: token ids", param="logit_bias")
+    return {int(key): bias for key, bias in logit_bias.items()}

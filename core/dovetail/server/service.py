@@ -1,0 +1,121 @@
+"""What every route shares: the engine, the tokenizer, the model's name, and the way to submit a request."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+from dovetail.config import Config
+from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
+from dovetail.messages import EngineStats
+from dovetail.server.client import EngineClient
+from dovetail.server.errors import DrainingError, UnknownModelError
+from dovetail.server.metrics import Metrics, RequestMetrics
+from dovetail.server.outputs import Outputs
+from dovetail.server.requests import ParsedRequest
+from dovetail.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LARGE = 16_384
+"""Characters from which on text is tokenized in a thread, so that other streams go on meanwhile."""
+
+
+class Service:
+    """One server's shared state. ``draining`` refuses new requests while the running ones finish."""
+
+    def __init__(self, config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        """``engine`` has been started."""
+        self.config = config
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.created = int(time.time())
+        self.draining = False
+        self.version = package_version()
+        self.model_name = model_name(config)
+        self.context_len: int = engine.info["context_len"]
+        self.vocab_size: int = engine.info["resolved"]["model"]["vocab_size"]
+
+    @property
+    def max_body(self) -> int:
+        """Bytes that a request body may have."""
+        return int(self.config.server.max_body_mib * 2**20)
+
+    def submit(self, parsed: ParsedRequest) -> Outputs:
+        """Send a request to the engine. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
+        self.check_ready()
+        for prompt in parsed.prompts:
+            self._check_ids(prompt.ids, prompt.params.stop_token_ids, prompt.params.logit_bias)
+        msgs = parsed.messages()
+        stream = self.engine.open(parsed.rid, msgs)
+        return Outputs(parsed, msgs, stream, self.tokenizer, RequestMetrics(self.metrics))
+
+    def check_ready(self) -> None:
+        """Raises ``DrainingError`` or ``EngineDeadError`` where no request can be taken."""
+        if self.draining:
+            raise DrainingError("the server is shutting down and takes no more requests")
+        if not self.engine.alive:
+            raise EngineDeadError("the engine process has ended; the server must be restarted")
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ``UnknownModelError`` for a model that is not served here; None stands for the one that is."""
+        if name is not None and name != self.model_name:
+            raise UnknownModelError(name, self.model_name)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``text``; long texts do not hold up the event loop."""
+        return await _in_thread(len(text) >= _LARGE, self.tokenizer.encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation, the assistant's turn opened. Raises ``RequestError``."""
+        large = sum(len(message["content"]) for message in messages) >= _LARGE
+        text = await _in_thread(large, self.tokenizer.apply_chat_template, messages, None, True, extra)
+        return await self.encode(text, add_special_tokens=False)
+
+    def room(self, ids: Sequence[int], default: int) -> int:
+        """The output length where the request sets none: ``default``, or what is left of the context."""
+        return max(min(default, self.context_len - len(ids)), 1)
+
+    async def fresh_stats(self, seconds: float = 1.0) -> EngineStats:
+        """The engine's numbers now, or the last known where it is in a long step or dead."""
+        with suppress(TimeoutError, EngineDeadError):
+            self.metrics.stats = await asyncio.wait_for(self.engine.stats(), seconds)
+        return self.metrics.stats
+
+    def _check_ids(self, ids: list[int], stops: tuple[int, ...], biases: Mapping[int, float] | None) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
+        if len(ids) >= self.context_len:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens; the context holds {self.context_len}, prompt and output together"
+            )
+        for param, tokens in (("prompt", ids), ("stop_token_ids", stops), ("logit_bias", tuple(biases or ()))):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+                raise RequestError(f"{param} has token ids outside of [0, {self.vocab_size})", param=param)
+
+
+async def _in_thread(large: bool, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.to_thread(call, *args, **kwargs) if large else call(*args, **kwargs)
+
+
+def model_name(config: Config) -> str:
+    """The name of the model in the API."""
+    return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def package_version() -> str:
+    """The version of the installed distribution."""
+    return importlib.metadata.version("dovetail")
+
+
+def info_labels(version: str, model: str, info: Mapping[str, Any]) -> dict[str, str]:
+    """Labels of the ``dovetail_info`` gauge: what is served, and the component chosen for each slot."""
+    chosen = info["resolved"]["chosen"]
+    parts = {slot.replace(".", "_"): part["name"] if part else "none" for slot, part in chosen.items()}
+    return {"version": version, "served_model": model, **parts}

@@ -1,0 +1,34 @@
+"""Servers for the tests: each is started once for the module that asks for it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dovetail.config import Config
+from dovetail.server.launch import running_server
+
+sys.path.insert(0, str(Path(__file__).parent))  # the engine process imports fake_engine by its name
+
+
+def config_with(**server: object) -> Config:
+    """The default config on a free port."""
+    return Config.model_validate({"server": {"port": 0, "log_level": "warning", **server}})
+
+
+@pytest.fixture(scope="module")
+def fake_url() -> Iterator[str]:
+    """A server whose engine says the prompt back (``fake_engine``)."""
+    from fake_engine import run_fake_engine
+
+    with running_server(config_with(max_body_mib=1, drain_seconds=2, health_seconds=5), target=run_fake_engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def fake(fake_url: str) -> Iterator[httpx.Client]:
+    """A client of it."""
+    with httpx.Client(base_url=fake_url, timeout=30) as client:
+        yield client
