@@ -156,9 +156,7 @@ def half_right(batch):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
     rng = random.Random(seed)
-    scheduler, device = build(
-        page_size, 1 + 160 // page_size, cache, mixed=bool(seed % 2), chunk_size=rng.choice([3, 9, 64])
-    )
+    scheduler, device = build(page_size, 1 + 160 // page_size, cache, **limits)
     run = Run(scheduler, device, lag)
     stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
     for i in range(40):
@@ -218,6 +216,16 @@ def test_a_shared_prefix_is_computed_once():
         run.add(f"r{i}", [*range(20, 40), i], max_new_tokens=2, ignore_eos=True)
     run.finish()
     assert scheduler.totals.cached_tokens == 3 * 20
+
+
+def test_the_next_turn_finds_the_last_answer_too():
+    scheduler, device = build(page_size=1)
+    run = Run(scheduler, device)
+    run.add("first", range(20, 40), max_new_tokens=10, ignore_eos=True)
+    run.finish()
+    run.add("second", [*run.texts["first"], 1, 2], max_new_tokens=1)
+    run.finish()
+    assert scheduler.totals.cached_tokens == 29
 
 
 def test_namespaces_do_not_share():
