@@ -156,6 +156,8 @@ def half_right(batch):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
     rng = random.Random(seed)
+    limits = {"mixed": bool(seed % 2), "chunk_size": rng.choice([3, 9, 64])}
+    limits["wait_for_prefix"] = seed < 2 and cache == "radix"
     scheduler, device = build(page_size, 1 + 160 // page_size, cache, **limits)
     run = Run(scheduler, device, lag)
     stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
