@@ -75,6 +75,10 @@ class PageAllocator:
         self._place[flat] = places
         assert (self._place[flat] == places).all(), "a page was freed twice in one call"
 
+    def are_held(self, pages: IntArray) -> bool:
+        """True if none of ``pages [groups, n]`` is free."""
+        return bool((self._place[pages + self._offsets] == _HELD).all())
+
     def check_integrity(self, held: IntArray) -> None:
         """Assert that ``held [groups, n]`` (the pages of all owners) and the free ones are every page exactly once."""
         free = self._stack[:, : self._num_free]

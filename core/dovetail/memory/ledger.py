@@ -100,4 +100,7 @@ class PageLedger:
         owned = sum(req.num_pages - req.shared_pages for req in running)
         total, free, cached = self.allocator.num_total, self.allocator.num_free, self.cache.total_pages
         assert free + cached + owned == total, f"pages: {free} free + {cached} cached + {owned} owned != {total}"
+        for req in running:
+            row = self.table.pages[:, req.slot, : req.num_pages]
+            assert self.allocator.are_held(row), f"{req.rid} reads a page that is free"
         self.cache.check_integrity()
