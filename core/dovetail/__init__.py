@@ -1,0 +1,130 @@
+"""Dovetail: an LLM serving engine made of parts that fit.
+
+Every name here is imported when it is first used, so that ``import dovetail`` costs nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dovetail.config import Config, config_hash, load_config
+    from dovetail.errors import (
+        ConfigError,
+        ContextLengthError,
+        DovetailError,
+        DuplicateComponentError,
+        EngineDeadError,
+        EngineError,
+        GrammarError,
+        PluginError,
+        PluginLoadError,
+        QueueFullError,
+        RequestError,
+        ResolutionError,
+        UnknownComponentError,
+        WeightsError,
+    )
+    from dovetail.interfaces.features import Feature
+    from dovetail.llm import LLM, Output
+    from dovetail.plugins import (
+        ComponentKind,
+        ComponentSpec,
+        Constraints,
+        Machine,
+        Requirement,
+        Resolved,
+        hookimpl,
+        resolve,
+        setup,
+    )
+    from dovetail.types import FinishReason, GrammarKind, GrammarSpec, SamplingParams
+
+    __version__: str
+
+_HOMES = {
+    "config": ("Config", "config_hash", "load_config"),
+    "errors": (
+        "ConfigError",
+        "ContextLengthError",
+        "DovetailError",
+        "DuplicateComponentError",
+        "EngineDeadError",
+        "EngineError",
+        "GrammarError",
+        "PluginError",
+        "PluginLoadError",
+        "QueueFullError",
+        "RequestError",
+        "ResolutionError",
+        "UnknownComponentError",
+        "WeightsError",
+    ),
+    "interfaces.features": ("Feature",),
+    "llm": ("LLM", "Output"),
+    "plugins": (
+        "ComponentKind",
+        "ComponentSpec",
+        "Constraints",
+        "Machine",
+        "Requirement",
+        "Resolved",
+        "hookimpl",
+        "resolve",
+        "setup",
+    ),
+    "types": ("FinishReason", "GrammarKind", "GrammarSpec", "SamplingParams"),
+}
+_MODULE_OF = {name: f"dovetail.{module}" for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "ComponentKind",
+    "ComponentSpec",
+    "Config",
+    "ConfigError",
+    "Constraints",
+    "ContextLengthError",
+    "DovetailError",
+    "DuplicateComponentError",
+    "EngineDeadError",
+    "EngineError",
+    "Feature",
+    "FinishReason",
+    "GrammarError",
+    "GrammarKind",
+    "GrammarSpec",
+    "Machine",
+    "Output",
+    "PluginError",
+    "PluginLoadError",
+    "QueueFullError",
+    "RequestError",
+    "Requirement",
+    "ResolutionError",
+    "Resolved",
+    "SamplingParams",
+    "UnknownComponentError",
+    "WeightsError",
+    "__version__",
+    "config_hash",
+    "hookimpl",
+    "load_config",
+    "resolve",
+    "setup",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("dovetail")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'dovetail' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

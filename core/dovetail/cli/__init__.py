@@ -1,0 +1,35 @@
+"""The ``dovetail`` command: one file per command, each importing what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from dovetail.errors import ConfigError, DovetailError, PluginError
+
+USER_ERROR = 2
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run ``dovetail``. An error of the user, the config or a plugin is one message on stderr, not a traceback, and
+    exit status 2; any other error of Dovetail exits with 1."""
+    given = sys.argv[1:] if arguments is None else arguments
+    show_traceback = "--traceback" in given
+    given = [word for word in given if word != "--traceback"]
+    from dovetail.cli.app import build_app
+
+    try:
+        build_app(given)(given, prog_name="dovetail")
+    except DovetailError as error:
+        if show_traceback:
+            traceback.print_exc()
+        _print_error(error)
+        sys.exit(USER_ERROR if isinstance(error, ConfigError | PluginError) else 1)
+
+
+def _print_error(error: DovetailError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text.assemble(("error: ", "bold red"), (str(error), "red"))
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text)

@@ -38,10 +38,11 @@ class Need:
 
 def violations(combo: Combination, model: ModelInfo) -> list[Reason]:
     """Every need that its owner does not offer. Empty: the parts fit together."""
-    broken = dict.fromkeys(
-        need for need in _needs(combo, model) if need.feature not in _offers(need.owner, combo, model)
-    )
-    return [_reason(need, combo, model) for need in broken]
+    broken: dict[tuple[Feature, str, str], Need] = {}
+    for need in _needs(combo, model):
+        if need.feature not in _offers(need.owner, combo, model):
+            broken[need.feature, need.who, need.owner] = need
+    return [_reason(need, combo, model) for need in broken.values()]
 
 
 def search(domains: Domains, model: ModelInfo) -> Combination | None:

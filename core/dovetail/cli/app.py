@@ -1,0 +1,56 @@
+"""The command tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from dovetail.cli import chat, config, explain, generate, plugins, serve
+
+
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """The app for these arguments. Plugins are loaded, to ask for their commands, only where no command of the core is
+    called."""
+    app = typer.Typer(
+        name="dovetail",
+        help="An LLM serving engine made of parts that fit.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    app.command("serve")(serve.serve)
+    app.command("generate")(generate.generate)
+    app.command("chat")(chat.chat)
+    app.command("explain")(explain.explain)
+    app.add_typer(config.app, name="config")
+    app.add_typer(plugins.app, name="plugins")
+    known = {"serve", "generate", "chat", "explain", "config", "plugins"}
+    if not known.intersection(arguments):
+        _add_plugin_commands(app)
+    return app
+
+
+def _add_plugin_commands(app: typer.Typer) -> None:
+    from dovetail.cli.sources import load_registry
+    from dovetail.plugins.candidates import call_hook
+
+    call_hook(load_registry((), ()).hooks, "register_cli", app=app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("dovetail"))
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error as well.")] = False,
+) -> None: ...

@@ -1,0 +1,96 @@
+"""``dovetail explain``: what would be chosen, and why."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.cli.sources import Files, Json, Model, Sets, load, shortcuts
+
+if TYPE_CHECKING:
+    from dovetail.plugins import Resolution, Resolved
+    from dovetail.plugins.resolution import Candidate
+
+Assume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE", help="Explain for a device that need not be here: cpu, sm80, sm90, ... Nothing is probed."
+    ),
+]
+
+
+def explain(
+    files: Files = None, sets: Sets = None, model: Model = None, as_json: Json = False, assume: Assume = None
+) -> None:
+    """Show every part that a config chooses, every other candidate, and the reasons. Loads no weights."""
+    from dovetail.plugins import Machine, resolve
+
+    config, registry = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
+    machine = Machine.assume(assume) if assume else Machine.detect(config.device)
+    resolved = resolve(config, registry, machine)
+    if as_json:
+        typer.echo(json.dumps(resolved.to_json(), indent=2))
+    else:
+        _print(resolved)
+
+
+def _print(resolved: Resolved) -> None:
+    from dovetail.cli.tables import VERDICT_STYLE, add, console, styled, table
+
+    out = console()
+    out.print(_headline(resolved), soft_wrap=True)
+    grid = table("part", "candidate", "verdict", "stage", "why")
+    for title, resolution in _merged(resolved.resolutions):
+        rows = [_row(resolution, candidate) for candidate in resolution.candidates]
+        if resolution.chosen is None:
+            rows.insert(0, ("-", "none", "", resolution.note))
+        for index, (name, verdict, stage, why) in enumerate(rows):
+            add(grid, "" if index else title, name, styled(verdict, VERDICT_STYLE), stage, why)
+        grid.add_section()
+    out.print("", grid)
+
+
+def _row(resolution: Resolution, candidate: Candidate) -> tuple[str, str, str, str]:
+    verdict = candidate.verdict.value
+    if verdict == "chosen":
+        why = _rule(resolution)
+    else:
+        why = "\n".join(map(str, candidate.reasons)) or _not_chosen(resolution, candidate.asked)
+    return candidate.spec.name, verdict, candidate.stage.value, why
+
+
+def _headline(resolved: Resolved) -> str:
+    from dovetail.config import config_hash
+
+    config, info = resolved.config, resolved.model_info
+    overlap = "on" if config.scheduler.overlap else "off"
+    return (
+        f"[bold]{info.architecture}[/] ({config.model.served_name}) on [bold]{resolved.machine.device_name}[/], "
+        f"{config.model.dtype}, KV {config.memory.kv_dtype}, context {config.model.context_len}, overlap {overlap}\n"
+        f"[dim]config {config_hash(config)}[/]"
+    )
+
+
+def _rule(resolution: Resolution) -> str:
+    rule = f"by {resolution.rule.value}" if resolution.rule.value == "priority" else resolution.rule.value
+    return f"{rule}; {resolution.note}" if resolution.note else rule
+
+
+def _not_chosen(resolution: Resolution, asked: bool) -> str:
+    if asked:
+        return "would fit; another is preferred"
+    return "would fit; config names another" if resolution.chosen else "would fit; not asked for"
+
+
+def _merged(resolutions: tuple[Resolution, ...]) -> list[tuple[str, Resolution]]:
+    """The two attention phases as one entry where they say the same."""
+    rows: list[tuple[str, Resolution]] = []
+    for resolution in resolutions:
+        same = {**resolution.to_json(), "slot": ""}
+        if rows and {**rows[-1][1].to_json(), "slot": ""} == same:
+            rows[-1] = (resolution.kind.value, resolution)
+        else:
+            rows.append((resolution.slot, resolution))
+    return rows

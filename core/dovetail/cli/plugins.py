@@ -1,0 +1,170 @@
+"""``dovetail plugins``: what is installed, what each part says of itself, and what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli.sources import FileOptions, Json, Sets, load_registry
+
+if TYPE_CHECKING:
+    from dovetail.plugins import ComponentSpec, RegisteredComponent, Registry
+
+app = typer.Typer(help="List, show and check the installed plugins.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Every component, by kind, and every plugin that did not load."""
+    from dovetail.cli.tables import STATUS_STYLE, add, console, styled, table
+
+    registry = load_registry(files, sets)
+    if as_json:
+        typer.echo(json.dumps({"plugins": _records(registry), "components": _rows(registry)}, indent=2))
+        return
+    grid = table("kind", "name", "summary", "from")
+    for component in _components(registry):
+        spec = component.spec
+        add(grid, spec.kind.value, _named(component), spec.summary, f"{component.distribution} {component.version}")
+    console().print(grid)
+    absent = [record for record in registry.plugins if record.status.value != "loaded"]
+    if absent:
+        grid = table("plugin", "from", "status", "reason")
+        for record in absent:
+            status = styled(record.status.value, STATUS_STYLE)
+            add(grid, record.name, f"{record.distribution} {record.version}", status, record.reason)
+        console().print("", grid)
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A component: radix, or with its kind, cache/radix.")],
+    files: FileOptions = None,
+    sets: Sets = None,
+) -> None:
+    """Everything that one component says of itself, and its settings."""
+    from dovetail.cli.tables import console, facts
+
+    registry = load_registry(files, sets)
+    for component in _find(registry, name):
+        spec = component.spec
+        rows = {
+            "summary": spec.summary,
+            "from": f"{component.distribution} {component.version}, plugin {component.plugin}",
+            "status": component.incompatible or f"{spec.stability.value}, interface {spec.api[0]}.{spec.api[1]}",
+            "offers": ", ".join(sorted(spec.offers)),
+            "needs": ", ".join(sorted(spec.needs)),
+            "requires": ", ".join(f"{r.distribution}{r.versions}" for r in spec.requires),
+            "constraints": _constraints(spec),
+            "aliases": ", ".join(spec.aliases),
+            "priority": str(spec.priority),
+            "target": spec.target,
+            "settings": _settings(registry, component),
+        }
+        console().print(facts(f"{spec.kind.value}/{spec.name}", {key: text for key, text in rows.items() if text}))
+
+
+@app.command()
+def doctor(files: FileOptions = None, sets: Sets = None) -> None:
+    """The state of every plugin and component, why it is so, and the command that mends it. Exit status 1 if a plugin
+    failed or is incompatible."""
+    from dovetail.cli.tables import STATUS_STYLE, add, console, styled, table
+
+    registry = load_registry(files, sets)
+    grid = table("plugin or component", "status", "why", "to mend it")
+    for record in registry.plugins:
+        name = f"{record.name} ({record.distribution} {record.version})"
+        add(grid, name, styled(record.status.value, STATUS_STYLE), record.reason, record.fix)
+        for component in _components(registry):
+            if (component.plugin, component.distribution) == (record.name, record.distribution):
+                name = f"  {component.spec.kind.value}/{component.spec.name}"
+                status, why, fix = _examined(registry, component)
+                add(grid, name, styled(status, STATUS_STYLE), why, fix)
+    console().print(grid)
+    for record in registry.plugins:
+        if record.traceback:
+            console().print(f"\n{record.name} of {record.distribution} failed with:\n{record.traceback}", markup=False)
+    if any(record.status.value in ("failed", "incompatible") for record in registry.plugins):
+        raise typer.Exit(1)
+
+
+def _examined(registry: Registry, component: RegisteredComponent) -> tuple[str, str, str]:
+    """Status, why, and what mends it."""
+    from dovetail.errors import PluginLoadError
+    from dovetail.plugins.stages import unmet
+
+    if component.incompatible:
+        return "incompatible", component.incompatible, f"pip install --upgrade {component.distribution}"
+    try:
+        registry.config_class(component.spec.kind, component.spec.name)
+    except PluginLoadError as error:
+        return "failed", str(error), f"report it to {component.distribution}"
+    reasons = [reason for requirement in component.spec.requires for reason in unmet(requirement)]
+    if reasons:
+        return "unusable", "; ".join(f"{r.expected}; {r.got}" for r in reasons), "; ".join(r.fix for r in reasons)
+    return "ready", component.spec.deprecated or "", ""
+
+
+def _components(registry: Registry) -> list[RegisteredComponent]:
+    from dovetail.plugins import ComponentKind
+
+    return [component for kind in ComponentKind for component in registry.components(kind)]
+
+
+def _find(registry: Registry, name: str) -> list[RegisteredComponent]:
+    from dovetail.config.problems import suggest
+    from dovetail.errors import UnknownComponentError
+
+    kind, _, bare = name.rpartition("/")
+    found = [
+        c for c in _components(registry) if bare in (c.spec.name, *c.spec.aliases) and kind in ("", c.spec.kind.value)
+    ]
+    if not found:
+        names = [f"{c.spec.kind.value}/{c.spec.name}" for c in _components(registry)]
+        hint = suggest(bare, [c.spec.name for c in _components(registry)])
+        raise UnknownComponentError(f"no component is called {name!r}; installed: {', '.join(names)}{hint}")
+    return found
+
+
+def _named(component: RegisteredComponent) -> str:
+    stability = component.spec.stability.value
+    notes = [] if stability == "stable" else [stability]
+    notes += ["incompatible"] if component.incompatible else []
+    return component.spec.name + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _constraints(spec: ComponentSpec) -> str:
+    given = {key: value for key, value in dataclasses.asdict(spec.constraints).items() if value}
+    return ", ".join(f"{key} {' '.join(map(str, value))}" for key, value in given.items())
+
+
+def _settings(registry: Registry, component: RegisteredComponent) -> str:
+    fields = registry.config_class(component.spec.kind, component.spec.name).model_fields
+    lines = [
+        f"{name}: {field.default!r}  {field.description or ''}" for name, field in fields.items() if name != "kind"
+    ]
+    return "\n".join(lines)
+
+
+def _records(registry: Registry) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(record) for record in registry.plugins]
+
+
+def _rows(registry: Registry) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": c.spec.kind.value,
+            "name": c.spec.name,
+            "summary": c.spec.summary,
+            "distribution": c.distribution,
+            "version": c.version,
+            "plugin": c.plugin,
+            "offers": sorted(c.spec.offers),
+            "needs": sorted(c.spec.needs),
+            "incompatible": c.incompatible,
+        }
+        for c in _components(registry)
+    ]

@@ -1,0 +1,27 @@
+"""``dovetail serve``: the HTTP server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.sources import Files, Model, Sets, load, shortcuts
+
+
+def serve(
+    files: Files = None,
+    sets: Sets = None,
+    model: Model = None,
+    host: Annotated[str | None, typer.Option(help="Short for --set server.host=...")] = None,
+    port: Annotated[int | None, typer.Option(help="Short for --set server.port=...")] = None,
+) -> None:
+    """Serve a model over HTTP, with the OpenAI API."""
+    import logging
+
+    given = shortcuts({"model.path": model, "server.host": host, "server.port": port})
+    config, registry = load(files, [*(sets or ()), *given])
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from dovetail.server.launch import serve as serve_http
+
+    serve_http(config, registry)

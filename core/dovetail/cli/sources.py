@@ -1,0 +1,48 @@
+"""Options that commands share, and the way from them to a config."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dovetail.config import Config
+    from dovetail.plugins import Registry
+
+_FILES_HELP = "YAML, TOML or JSON files, merged left to right."
+
+Files = Annotated[list[Path] | None, typer.Argument(metavar="[CONFIG]...", show_default=False, help=_FILES_HELP)]
+FileOptions = Annotated[list[Path] | None, typer.Option("--config", "-c", metavar="FILE", help=_FILES_HELP)]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", "-s", metavar="KEY=VALUE", help="Override one key, as in scheduler.max_running=8. Repeatable."
+    ),
+]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Short for --set model.path=...")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def shortcuts(values: Mapping[str, object]) -> list[str]:
+    """``--set`` texts for options that were given: ``{"server.port": 1}`` is ``server.port=1``."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+
+
+def load(files: Sequence[Path] | None, sets: Sequence[str] | None) -> tuple[Config, Registry]:
+    """The config that files, environment and overrides make, and the registry it was validated with."""
+    from dovetail.plugins.setup import setup
+
+    return setup(files or (), sets or (), os.environ)
+
+
+def load_registry(files: Sequence[Path] | None, sets: Sequence[str] | None) -> Registry:
+    """The installed components under the ``plugins`` section alone; the rest of the config may be wrong."""
+    from dovetail.config import plugins_section, read
+    from dovetail.plugins.loader import load_plugins
+
+    return load_plugins(plugins_section(read(files or (), sets or (), os.environ)))

@@ -1,0 +1,54 @@
+"""How the terminal output looks. Imports rich, so commands import it when they print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+STATUS_STYLE = {
+    "loaded": "green",
+    "ready": "green",
+    "blocked": "yellow",
+    "unusable": "yellow",
+    "incompatible": "red",
+    "failed": "red",
+}
+VERDICT_STYLE = {"chosen": "bold green", "passed over": "dim", "rejected": "red", "none": "yellow"}
+
+
+def console() -> Console:
+    """Standard output. Tables fit its width; piped, they take 120 columns unless COLUMNS says otherwise."""
+    terminal = Console(highlight=False)
+    return terminal if terminal.is_terminal or "COLUMNS" in terminal._environ else Console(highlight=False, width=120)
+
+
+def styled(word: str, styles: Mapping[str, str]) -> Text:
+    """A status or verdict in its colour."""
+    return Text(word, styles[word])
+
+
+def table(*columns: str) -> Table:
+    """An empty table with a ruled head."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        grid.add_column(column, overflow="fold", no_wrap=index == 0)
+    return grid
+
+
+def add(grid: Table, *cells: str | Text) -> None:
+    """A row whose texts are shown as they are: brackets in them are no markup."""
+    grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def facts(title: str, rows: Mapping[str, str]) -> Table:
+    """Two columns: what, and its text as it is."""
+    grid = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold", show_header=False)
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for key, text in rows.items():
+        add(grid, key, text)
+    return grid

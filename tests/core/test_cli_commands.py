@@ -1,0 +1,218 @@
+"""The commands, over plugins made in memory. Run: pytest tests/core/test_cli_commands.py"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+
+import pytest
+import typer
+import yaml
+
+from dovetail.cli import main
+from dovetail.interfaces.features import Feature
+from dovetail.plugins import ComponentKind, Requirement
+from dovetail.plugins import loader as loader_module
+
+K = ComponentKind
+
+
+@pytest.fixture
+def cli(fakes, monkeypatch, capsys):
+    """Run ``dovetail ...``; returns (exit status, stdout, stderr)."""
+    missing = Requirement("no-such-dist", ">=2", "pip install no-such-dist[fast]")
+    specs = [
+        *fakes.basics(),
+        fakes.spec(K.ATTENTION, "fast", {"depth": (int, 3)}, requires=(missing,), priority=9),
+        fakes.spec(K.DRAFTER, "ngram", offers=frozenset({Feature.DRAFT_CHAIN})),
+    ]
+    entries = [fakes.entry("fakes", specs), fakes.broken("bad", RuntimeError("boom [red]"))]
+    monkeypatch.setattr(loader_module, "installed_plugins", lambda: entries)
+    monkeypatch.setenv("COLUMNS", "160")
+    for name in [n for n in os.environ if n.startswith("DOVETAIL_")]:
+        monkeypatch.delenv(name)
+
+    def run(*words):
+        status = 0
+        try:
+            main(list(words))
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    run.entries = entries
+    return run
+
+
+def test_plugins_list(cli):
+    status, out, _ = cli("plugins", "list")
+    assert status == 0
+    assert [w for w in ("attention", "cache", "policy", "model", "speculative") if w not in out] == []
+    assert "RuntimeError: boom [red]" in out  # shown as it is, not as markup
+    data = json.loads(cli("plugins", "list", "--json")[1])
+    assert {c["name"] for c in data["components"] if c["kind"] == "cache"} == {"tree", "none"}
+    assert {p["name"]: p["status"] for p in data["plugins"]} == {"bad": "failed", "fakes": "loaded"}
+
+
+def test_plugins_list_obeys_the_policy_and_reports_it(cli):
+    status, out, _ = cli("plugins", "list", "--set", "plugins.deny=[bad]")
+    assert status == 0
+    assert "blocked" in out
+    assert "plugins.deny names it" in out
+
+
+def test_plugins_doctor_says_what_mends_it(cli):
+    status, out, _ = cli("plugins", "doctor")
+    assert status == 1
+    assert "pip install no-such-dist[fast]" in out
+    assert "plugins.deny: [bad]" in out
+    assert "Traceback" in out
+    assert cli("plugins", "doctor", "--set", "plugins.deny=bad")[0] == 0
+
+
+def test_plugins_show(cli):
+    status, out, _ = cli("plugins", "show", "attention/fast")
+    assert status == 0
+    assert "no-such-dist>=2" in out
+    assert "depth: 3" in out
+    status, _, err = cli("plugins", "show", "fats")
+    assert status == 2
+    assert "no component is called 'fats'; installed: attention/fast, attention/plain" in err
+    assert "did you mean 'fast'?" in err
+
+
+def test_explain_shows_every_candidate_and_its_verdict(cli, fakes):
+    status, out, _ = cli("explain", "--model", str(fakes.directory), "--assume", "sm90")
+    assert status == 0
+    assert "FakeForCausalLM" in out
+    assert "needs no-such-dist>=2; no-such-dist is not installed" in out
+    assert "switched off by config" in out
+    tree = json.loads(cli("explain", "--model", str(fakes.directory), "--assume", "sm90", "--json")[1])
+    assert tree["chosen"]["attention.decode"]["name"] == "plain"
+    assert tree["config"]["model"]["dtype"] == "bfloat16"
+    assert tree["machine"]["compute_capability"] == [9, 0]
+
+
+def test_config_show_saved_is_a_config_that_means_the_same(cli, tmp_path):
+    sets = ["--set", "attention.prefill={kind: fast, depth: 5}", "--set", "scheduler.max_running=7"]
+    status, out, _ = cli("config", "show", *sets)
+    assert status == 0
+    assert yaml.safe_load(out)["attention"]["prefill"] == {"kind": "fast", "depth": 5}
+    file = tmp_path / "saved.yaml"
+    file.write_text(out)
+    assert cli("config", "hash", str(file))[1] == cli("config", "hash", *sets)[1]
+    assert cli("config", "show", str(file))[1] == out
+    assert yaml.safe_load(out) == json.loads(cli("config", "show", "--json", *sets)[1])
+
+
+def test_environment_counts(cli, monkeypatch):
+    monkeypatch.setenv("DOVETAIL_SCHEDULER__MAX_RUNNING", "8")
+    assert yaml.safe_load(cli("config", "show")[1])["scheduler"]["max_running"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["config", "show", "--set", "scheduler.mxied=true"], 2, "did you mean 'mixed'?"),
+        (["config", "show", "absent.yaml"], 2, "cannot be read"),
+        (["explain", "--model", "/no/such/dir", "--assume", "cpu"], 2, "which is no directory"),
+        (["explain", "--assume", "h100"], 2, "allowed: cpu, or sm and a compute capability"),
+        (["serve", "--set", "attention=fst"], 2, "no attention component is called 'fst'"),
+        (["generate", "hello", "--set", "cache={kind: tree, evict: 3}"], 2, "did you mean 'eviction'?"),
+        (["chat", "--config", "absent.yaml"], 2, "cannot be read"),
+        (["plugins", "list", "--set", "plugins.require=bad"], 2, "which is failed: RuntimeError: boom [red]"),
+        (
+            ["config", "show", "--set", "plugins.allow=nobody"],
+            2,
+            "plugins.allow names 'nobody', which is not installed",
+        ),
+    ],
+)
+def test_errors_are_one_message_on_stderr_and_exit_status_2(cli, words, status, message):
+    got, out, err = cli(*words)
+    assert got == status
+    assert err.startswith("error: ")
+    assert message in err
+    assert "cli/__init__.py" not in err  # no traceback of our own
+    assert out == ""
+
+
+def test_traceback_on_request(cli):
+    err = cli("--traceback", "config", "show", "absent.yaml")[2]
+    assert "Traceback (most recent call last)" in err
+    assert err.rstrip().splitlines()[-1].startswith("error: ")
+
+
+def test_refusals_of_explain_are_exit_status_2(cli, fakes):
+    status, _, err = cli("explain", "--model", str(fakes.directory), "--assume", "cpu", "--set", "attention=fast")
+    assert status == 2
+    assert "To mend it: pip install no-such-dist[fast]" in err
+
+
+def test_serve_hands_over_config_and_registry(cli, monkeypatch):
+    seen = []
+    launch = pytest.importorskip("dovetail.server.launch")
+    monkeypatch.setattr(launch, "serve", lambda config, registry: seen.append((config, registry)))
+    assert cli("serve", "--port", "0", "--model", "x", "--host", "::1", "--set", "memory.page_size=1")[0] == 0
+    ((config, registry),) = seen
+    assert (config.server.port, config.model.path, config.server.host, config.memory.page_size) == (0, "x", "::1", 1)
+    assert registry.names("cache") == ["none", "tree"]
+
+
+class FakeLLM:
+    """Repeats what it is told, in two pieces."""
+
+    closed = 0
+
+    def __init__(self, config):
+        self.config = config
+
+    def stream(self, prompt, params):
+        yield from (f"<{prompt}", f"|{params.max_new_tokens}>")
+
+    def stream_chat(self, messages, params):
+        yield from (m["content"] for m in messages if m["role"] == "user")
+
+    def close(self):
+        type(self).closed += 1
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    module = pytest.importorskip("dovetail.llm")
+    FakeLLM.closed = 0
+    monkeypatch.setattr(module, "LLM", FakeLLM)
+    return FakeLLM
+
+
+def test_generate_streams_text_and_closes(cli, llm):
+    assert cli("generate", "hello", "-n", "7")[:2] == (0, "<hello|7>\n")
+    assert llm.closed == 1
+
+
+def test_chat_keeps_the_conversation_until_an_empty_line(cli, llm, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nnot reached\n"))
+    assert cli("chat", "--system", "s")[:2] == (0, "one\nonetwo\n")
+    assert llm.closed == 1
+
+
+def test_plugins_may_add_commands(cli, fakes):
+    def register_cli(app):
+        @app.command()
+        def hello():
+            typer.echo("hello from a plugin")
+
+    cli.entries.append(fakes.entry("greeter", register_cli=register_cli))
+    assert cli("hello")[:2] == (0, "hello from a plugin\n")
+    assert "hello" in cli("--help")[1]
+    status, _, err = cli("helo")
+    assert status == 2
+    assert "No such command" in err
+
+
+def test_version(cli):
+    import dovetail
+
+    assert cli("--version")[1].strip() == dovetail.__version__
