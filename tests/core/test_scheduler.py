@@ -220,6 +220,20 @@ def test_a_shared_prefix_is_computed_once():
     assert scheduler.totals.cached_tokens == 3 * 20
 
 
+@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_prefix_computed_twice_is_kept_once(page_size, lag):
+    scheduler, device = build(page_size, 60 * 4 // page_size, wait_for_prefix=False, chunk_size=64)
+    run = Run(scheduler, device, lag)
+    for rid in "abc":
+        run.add(rid, range(20, 40), max_new_tokens=12, ignore_eos=True)
+    run.step()
+    for rid in "de":
+        run.add(rid, range(5), max_new_tokens=30, ignore_eos=True)
+    run.finish()
+    assert scheduler.ledger.cache.total_pages <= (20 + 12 + 5 + 30) // page_size
+
+
 def test_the_next_turn_finds_the_last_answer_too():
     scheduler, device = build(page_size=1)
     run = Run(scheduler, device)
