@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 
-from dovetail.interfaces.cache import CacheContext, Match
+from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.testing.cache import PrefixCacheSuite
+from dovetail.testing.cache_reference import ReferenceCache
 from dovetail.types import IntArray
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.node import Handle, Node
@@ -125,11 +126,11 @@ BROKEN = [
 ]
 
 
-def _suite(cache_class: type[RadixCache]) -> PrefixCacheSuite:
+def _suite(cache_class: type[PrefixCache]) -> PrefixCacheSuite:
     class Suite(PrefixCacheSuite):
         name = "broken"
 
-        def make(self, page_size: int, num_groups: int = 1) -> RadixCache:
+        def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
             return cache_class(RadixConfig(), CacheContext(page_size, num_groups))
 
         def offers(self, feature: Feature) -> bool:
@@ -150,5 +151,6 @@ def test_a_broken_cache_fails(cache_class: type[RadixCache], check: bool, monkey
         _suite(cache_class).test_agrees_with_a_dictionary(4, 1)
 
 
-def test_the_right_cache_passes():
-    _suite(RadixCache).test_agrees_with_a_dictionary(4, 1)
+@pytest.mark.parametrize("cache_class", [RadixCache, ReferenceCache])
+def test_the_right_caches_pass(cache_class: type[PrefixCache]):
+    _suite(cache_class).test_agrees_with_a_dictionary(4, 2)

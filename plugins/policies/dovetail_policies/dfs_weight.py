@@ -68,7 +68,7 @@ def depth_first(ages: Sequence[int], shared: Sequence[int]) -> list[int]:
         least = min(shared[start : stop - 1])
         borders = [start, *(i + 1 for i in range(start, stop - 1) if shared[i] == least), stop]
         branches = sorted(
-            zip(borders, borders[1:], strict=False),
+            itertools.pairwise(borders),
             key=lambda branch: (branch[0] - branch[1], min(ages[slice(*branch)])),
         )
         stack += reversed(branches)

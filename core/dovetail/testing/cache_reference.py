@@ -1,0 +1,80 @@
+"""The plainest prefix cache there is: a dictionary from prefixes to pages. Slow, and obviously right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
+from dovetail.types import IntArray
+
+Prefix = tuple[str, bytes]
+
+
+class ReferenceCache(PrefixCache):
+    """One entry per page. A handle is the tuple of the prefixes on its path. Evicts the longest prefixes first."""
+
+    def __init__(self, config: object, context: CacheContext) -> None:
+        """``config`` is not looked at."""
+        self._page_size = context.page_size
+        self._num_groups = context.num_groups
+        self._columns: dict[Prefix, tuple[int, ...]] = {}
+        self._locks: Counter[Prefix] = Counter()
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        """The prefixes of ``tokens`` that are there, up to the first that is not."""
+        path = []
+        for end in range(self._page_size, len(tokens) + 1, self._page_size):
+            prefix = (namespace, tokens[:end].tobytes())
+            if prefix not in self._columns:
+                break
+            path.append(prefix)
+        return Match(len(path) * self._page_size, self._pages(path), tuple(path))
+
+    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+        """Keeps each column whose prefix is not there yet."""
+        for index, column in enumerate(pages.T.tolist()):
+            prefix = (namespace, tokens[: (index + 1) * self._page_size].tobytes())
+            self._columns.setdefault(prefix, tuple(column))
+        return self.match(tokens, namespace)
+
+    def lock(self, handle: Any) -> None:
+        """Count one lock on each prefix of the path."""
+        assert all(prefix in self._columns for prefix in handle)
+        self._locks.update(handle)
+
+    def unlock(self, handle: Any) -> None:
+        """Take one lock off each prefix of the path."""
+        self._locks.subtract(handle)
+        assert all(self._locks[prefix] >= 0 for prefix in handle)
+
+    def evict(self, num_pages: int) -> IntArray:
+        """Longest first, so that no prefix loses its beginning."""
+        gone = sorted(self._free(), key=lambda prefix: len(prefix[1]), reverse=True)[:num_pages]
+        pages = self._pages(gone)
+        for prefix in gone:
+            del self._columns[prefix]
+        return pages
+
+    def reset(self) -> IntArray:
+        """Everything that is not locked."""
+        return self.evict(len(self._columns))
+
+    @property
+    def evictable_pages(self) -> int:
+        """Prefixes under no lock."""
+        return len(self._free())
+
+    @property
+    def total_pages(self) -> int:
+        """All prefixes."""
+        return len(self._columns)
+
+    def _free(self) -> list[Prefix]:
+        return [prefix for prefix in self._columns if not self._locks[prefix]]
+
+    def _pages(self, path: list[Prefix]) -> IntArray:
+        columns = [self._columns[prefix] for prefix in path]
+        return np.array(columns, dtype=np.int32).reshape(len(path), self._num_groups).T

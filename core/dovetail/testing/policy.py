@@ -1,0 +1,159 @@
+"""Conformance suite of schedule policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from dovetail.interfaces.cache import CacheContext, PrefixCache
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.policy import PolicyContext, SchedulePolicy
+from dovetail.plugins.specs import ComponentKind
+from dovetail.testing.cache_reference import ReferenceCache
+from dovetail.testing.component import ComponentSuite
+from dovetail.types import Req, SamplingParams
+
+PAGE_SIZE = 4
+
+
+def make_waiting(
+    uid: int,
+    prompt: Sequence[int],
+    *,
+    age: float = 0.0,
+    priority: int = 0,
+    namespace: str = "",
+    max_new_tokens: int = 8,
+) -> Req:
+    """A request in the waiting queue, as ``Scheduler.add`` leaves it, that arrived ``age`` seconds ago."""
+    token_ids = np.zeros(len(prompt) + max_new_tokens, dtype=np.int32)
+    token_ids[: len(prompt)] = prompt
+    return Req(
+        rid=f"req-{uid}",
+        token_ids=token_ids,
+        prompt_len=len(prompt),
+        params=SamplingParams(max_new_tokens=max_new_tokens),
+        namespace=namespace,
+        priority=priority,
+        arrival=time.monotonic() - age,
+        uid=uid,
+        device_len=len(prompt),
+        known_len=len(prompt),
+    )
+
+
+def make_cache(*prompts: Sequence[int], namespace: str = "") -> PrefixCache:
+    """A cache, page size ``PAGE_SIZE``, that holds the whole pages of ``prompts``."""
+    cache = ReferenceCache(None, CacheContext(PAGE_SIZE))
+    for index, prompt in enumerate(prompts):
+        pages = np.arange(len(prompt) // PAGE_SIZE, dtype=np.int32)[None] + 1000 * index + 1
+        cache.insert(np.array(prompt, dtype=np.int32), pages, namespace)
+    return cache
+
+
+def snapshot(req: Req) -> dict[str, object]:
+    """The fields of a request, to compare later."""
+    fields = {field.name: getattr(req, field.name) for field in dataclasses.fields(req)}
+    return {**fields, "token_ids": req.token_ids.tolist()}
+
+
+each_seed = pytest.mark.parametrize("seed", range(12))
+
+
+def make_queue(seed: int) -> list[Req]:
+    """Up to 40 random requests, many of which share a beginning."""
+    rng = np.random.default_rng(seed)
+    return [
+        make_waiting(
+            uid,
+            rng.integers(0, 3, rng.integers(1, 20)).tolist(),
+            age=float(rng.uniform(0, 100)),
+            priority=int(rng.integers(-2, 3)),
+            namespace=("", "tenant")[rng.integers(2)],
+        )
+        for uid in range(rng.integers(0, 40))
+    ]
+
+
+class PolicySuite(ComponentSuite):
+    """``class TestMine(PolicySuite): name = "mine"`` is a whole test file.
+
+    A policy that bounds waiting also sets ``patience_seconds``: how long the unluckiest request of priority 0 can wait
+    while requests of priority 1 keep arriving.
+    """
+
+    kind: ClassVar[ComponentKind] = ComponentKind.POLICY
+    patience_seconds: ClassVar[float | None] = None
+
+    def make(self, cache: PrefixCache | None = None) -> SchedulePolicy:
+        """A new policy. Override it to test a class that no plugin registers."""
+        return self.build(PolicyContext(cache or make_cache()))
+
+    @each_seed
+    def test_order_is_a_permutation(self, seed: int) -> None:
+        """Nobody is dropped, doubled or made up, and the queue itself is left alone."""
+        waiting = make_queue(seed)
+        before = list(waiting)
+        ordered = self.make(make_cache([0] * 8, [1] * 8)).order(waiting, [])
+        assert isinstance(ordered, list)
+        assert sorted(map(id, ordered)) == sorted(map(id, waiting))
+        assert ordered is not waiting
+        assert list(map(id, waiting)) == list(map(id, before))
+
+    @each_seed
+    def test_order_changes_nothing(self, seed: int) -> None:
+        """Requests, waiting or running, and the cache are as they were; asked again, the answer is the same."""
+        cache = make_cache([0] * 8, [1] * 8)
+        waiting, running = make_queue(seed), make_queue(seed + 100)
+        before = [snapshot(req) for req in waiting + running]
+        policy = self.make(cache)
+        first = policy.order(waiting, running)
+        assert policy.order(waiting, running) == first
+        assert [snapshot(req) for req in waiting + running] == before
+        assert cache.total_pages == cache.evictable_pages == 4
+
+    @each_seed
+    def test_a_finite_stream_is_served(self, seed: int) -> None:
+        """Requests come and leave one per step: all of them are first eventually."""
+        policy, stream = self.make(make_cache([0] * 8)), make_queue(seed)
+        waiting: list[Req] = []
+        served: list[int] = []
+        for step in range(2 * len(stream)):
+            waiting += stream[step : step + 1]
+            leaving = policy.order(waiting, [])[:1]
+            waiting = [req for req in waiting if req not in leaving]
+            served += [req.uid for req in leaving]
+        assert sorted(served) == [req.uid for req in stream]
+
+    def test_patience_is_bounded(self) -> None:
+        """After ``patience_seconds`` a request goes first, whatever is preferred to it and keeps arriving."""
+        if self.patience_seconds is None:
+            pytest.skip(f"{self.name} declares no patience_seconds")
+        favoured = [0] * 40
+        policy = self.make(make_cache(favoured))
+        victim = make_waiting(0, [7, 8, 9], age=1.01 * self.patience_seconds + 0.1)
+        others = [make_waiting(uid, favoured, priority=1) for uid in range(1, 20)]
+        assert policy.order([*others, victim], [])[0] is victim
+
+    def test_equals_are_served_in_order_of_arrival(self) -> None:
+        """Where nothing else tells requests apart, first come is first served."""
+        policy = self.make()
+        waiting = [make_waiting(uid, [1, 2, 3], age=1 - 0.1 * uid) for uid in range(8)]
+        assert [req.uid for req in policy.order(waiting, [])] == list(range(8))
+
+    def test_a_cached_prefix_goes_first(self) -> None:
+        """A prefix-aware policy prefers what the cache holds, for that namespace only."""
+        self.require(Feature.POLICY_PREFIX_AWARE)
+        policy = self.make(make_cache([1] * 12, [2] * 8))
+        waiting = [
+            make_waiting(0, [3] * 13, age=0.3),
+            make_waiting(1, [1] * 13, age=0.2, namespace="tenant"),
+            make_waiting(2, [2] * 13, age=0.1),
+            make_waiting(3, [1] * 13),
+        ]
+        assert [req.uid for req in policy.order(waiting, [])] == [3, 2, 0, 1]
