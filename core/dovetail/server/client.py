@@ -179,7 +179,7 @@ class EngineClient:
         return f"call-{next(self._call_ids)}"
 
     def _expect(self, call_id: str) -> asyncio.Future[Any]:
-        future = self._loop.create_future()
+        future = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         return future
 

@@ -78,7 +78,7 @@ class NativeRequest(ApiModel):
     logprob_start_len: int | None = Field(None, ge=-1, description="0 includes the prompt; by default the output only.")
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
-    priority: int | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = None
 
     ignored = frozenset({"log_metrics", "background"})

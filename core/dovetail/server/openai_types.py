@@ -67,7 +67,7 @@ class SamplingFields(ApiModel):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
-    priority: int | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, description="Requests share cached prefixes only with those of the same salt.")
     rid: str | None = Field(None, min_length=1, description="Id for /abort_request; also the answer's id.")
 

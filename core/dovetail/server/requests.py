@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -106,10 +107,8 @@ def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> Sampl
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except RequestError as error:
-        field = error.param or ""
-        name = names.get(field, field)
-        message = str(error).replace(field, name) if field else str(error)
-        raise RequestError(message, param=name, code=error.code) from None
+        message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        raise RequestError(message, param=names.get(error.param or "", error.param), code=error.code) from None
 
 
 def with_room(params: SamplingParams, default: int) -> SamplingParams:

@@ -1,0 +1,244 @@
+"""Clients that leave, engines that die, and how a server ends. Nothing may hang.
+
+.venv/bin/python -m pytest -q tests/e2e/test_server_life.py
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_engine import run_broken_engine, run_fake_engine
+
+from dovetail.config import Config
+from dovetail.errors import ConfigError, EngineDeadError, EngineError
+from dovetail.messages import GenerateMsg
+from dovetail.server.client import EngineClient
+from dovetail.server.launch import running_server
+from dovetail.types import FinishKind, SamplingParams
+
+SLOW = {"prompt": "one two", "max_tokens": 2000, "cache_salt": "slow"}  # 20 ms a token: 40 s
+PATIENCE = 5.0
+
+
+def config_with(**server: object) -> Config:
+    return Config.model_validate({"server": {"port": 0, "log_level": "error", **server}})
+
+
+def eventually(check: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not check():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+def running(fake: httpx.Client) -> int:
+    return fake.get("/server_info").json()["stats"]["running"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_a_client_that_leaves_frees_its_pages(fake: httpx.Client, path: str, stream: bool):
+    body: dict = {"cache_salt": "slow", "stream": stream}
+    body |= (
+        {"messages": [{"role": "user", "content": "hi"}]}
+        if "chat" in path
+        else {"text" if path == "/generate" else "prompt": "one"}
+    )
+    body |= (
+        {"sampling_params": {"max_new_tokens": 2000, "n": 3}} if path == "/generate" else {"max_tokens": 2000, "n": 3}
+    )
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=fake.base_url) as client:
+            task = asyncio.ensure_future(client.post(path, json=body))
+            while (await client.get("/server_info")).json()["stats"]["running"] != 3:
+                await asyncio.sleep(0.01)
+            task.cancel()
+
+    asyncio.run(leave())
+    eventually(lambda: running(fake) == 0)
+    info = fake.get("/server_info").json()
+    assert info["open_requests"] == info["stats"]["pages_used"] == 0
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_aborted_requests_are_answered(fake: httpx.Client, everything: bool):
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(fake.post("/v1/completions", json=SLOW | {"rid": "me", "n": 2}))
+    )
+    thread.start()
+    eventually(lambda: running(fake) == 2)
+    assert fake.post("/abort_request", json={"rid": "not me"}).json() == {"aborted": False}
+    body = {"abort_all": True} if everything else {"rid": "me"}
+    assert fake.post("/abort_request", json=body).json() == {"aborted": "all" if everything else True}
+    thread.join(PATIENCE)
+    assert [choice["finish_reason"] for choice in answers[0].json()["choices"]] == ["abort", "abort"]
+    assert fake.post("/abort_request", json={}).status_code == 400
+
+
+@pytest.fixture
+def own() -> Iterator[httpx.Client]:
+    """A server that the test may break."""
+    with (
+        running_server(config_with(), target=run_fake_engine) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+def test_when_the_engine_dies_every_request_is_answered(own: httpx.Client, how: str):
+    answers: list[httpx.Response] = []
+    bodies = [SLOW, SLOW | {"stream": True}]
+    threads = [
+        threading.Thread(target=lambda b=body: answers.append(own.post("/v1/completions", json=b))) for body in bodies
+    ]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: running(own) == 2)
+    if how == "kill":
+        os.kill(own.get("/server_info").json()["engine_pid"], signal.SIGKILL)
+    else:
+        own.post("/v1/completions", json={"prompt": "x", "cache_salt": how})
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sorted(answer.status_code for answer in answers) == [200, 503]  # the stream had begun
+    assert all("the engine process has ended" in answer.text for answer in answers)
+    if how == "raise":
+        assert all("scripted failure" in answer.text for answer in answers)
+    for method, path in [
+        ("GET", "/health"),
+        ("GET", "/health_generate"),
+        ("POST", "/v1/completions"),
+        ("POST", "/flush_cache"),
+    ]:
+        answer = own.request(method, path, json={"prompt": "x"} if method == "POST" else None)
+        assert answer.status_code == 503, path
+        assert answer.json()["error"]["message"]
+    assert own.get("/server_info").json()["status"] == "dead"
+    assert own.get("/metrics").status_code == own.get("/v1/models").status_code == 200
+
+
+def test_an_engine_that_cannot_start_says_why():
+    with pytest.raises(EngineError, match="no such device"), running_server(config_with(), target=run_broken_engine):
+        pass
+
+
+def test_a_port_in_use(own: httpx.Client):
+    config = config_with(port=own.base_url.port)
+    with (
+        pytest.raises(ConfigError, match=r"server\.port.*in use.*choose another"),
+        running_server(config, target=run_fake_engine),
+    ):
+        pass
+
+
+SERVE = """
+import sys; sys.path.insert(0, {here!r})
+from fake_engine import run_fake_engine
+from dovetail.config import Config
+from dovetail.server.launch import serve
+import logging; logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+if __name__ == "__main__":
+    serve(Config.model_validate({{"server": {{"port": 0, "drain_seconds": {drain}}}}}), target=run_fake_engine)
+"""
+
+
+def start(tmp_path: Path, drain: float) -> tuple[subprocess.Popen[str], str]:
+    """A server in a process of its own, and its URL."""
+    file = tmp_path / "serve.py"
+    file.write_text(SERVE.format(here=str(Path(__file__).parent), drain=drain))
+    process = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    line = process.stdout.readline()
+    assert "ready in" in line
+    return process, line.split(" on ")[1].split(",")[0]
+
+
+def post_in_thread(url: str, body: dict, answers: list[httpx.Response]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30)))
+    thread.start()
+    return thread
+
+
+def engine_is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(tmp_path: Path, number: signal.Signals):
+    process, url = start(tmp_path, drain=20)
+    with process, httpx.Client(base_url=url) as client:
+        answers: list[httpx.Response] = []
+        thread = post_in_thread(url, SLOW | {"max_tokens": 40}, answers)  # 0.8 s
+        eventually(lambda: running(client) == 1)
+        pid = client.get("/server_info").json()["engine_pid"]
+        process.send_signal(number)
+        eventually(lambda: client.get("/health").status_code == 503)
+        refused = client.post("/v1/completions", json={"prompt": "late"})
+        assert (refused.status_code, "shutting down" in refused.text) == (503, True)
+        thread.join(PATIENCE)
+        assert answers[0].json()["usage"]["completion_tokens"] == 40
+        assert process.wait(PATIENCE) == 0
+        assert engine_is_gone(pid)
+
+
+def test_what_outlasts_the_drain_is_aborted(tmp_path: Path):
+    process, url = start(tmp_path, drain=0.3)
+    with process, httpx.Client(base_url=url) as client:
+        answers: list[httpx.Response] = []
+        thread = post_in_thread(url, SLOW, answers)
+        eventually(lambda: running(client) == 1)
+        process.terminate()
+        thread.join(PATIENCE)
+        assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
+        assert process.wait(PATIENCE) == 0
+
+
+def test_the_engine_ends_with_its_parent(tmp_path: Path):
+    process, url = start(tmp_path, drain=20)
+    with process:
+        pid = httpx.get(f"{url}/server_info").json()["engine_pid"]
+        process.kill()
+        process.wait(PATIENCE)
+        eventually(lambda: engine_is_gone(pid))
+
+
+def test_the_client_by_itself():
+    async def main() -> None:
+        client = EngineClient(config_with(), run_fake_engine)
+        with pytest.raises(EngineDeadError, match="not been started"):
+            await client.stats()
+        info = await client.start()
+        assert info["context_len"] == 2048
+        params = SamplingParams(max_new_tokens=5)
+        outputs = [out async for out in client.generate(GenerateMsg("a", [5, 6], params, 0))]
+        assert [token for out in outputs for token in out.token_ids] == [5, 6, 5, 6, 5]
+        assert outputs[-1].finish
+        assert outputs[-1].finish.kind is FinishKind.LENGTH
+        early = client.generate(GenerateMsg("b", [5], SamplingParams(max_new_tokens=100_000), 0, "slow"))
+        await anext(early)
+        assert (await client.stats()).running == 1
+        await early.aclose()  # type: ignore[attr-defined]
+        assert (await client.stats()).running == client.num_open == 0
+        assert (await client.flush_cache()).ok
+        await client.stop()
+        assert not client.alive
+        with pytest.raises(EngineDeadError, match="stopped"):
+            await client.stats()
+
+    asyncio.run(main())
