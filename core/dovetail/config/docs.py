@@ -15,13 +15,13 @@ from dovetail.config.tree import Choices
 INTRODUCTION = """\
 # Config
 
-<!-- Written by `dovetail config docs --output docs/config.md`; a test holds it up to date. -->
+<!-- Written by `dovetail config docs --set plugins.allow=dovetail --output docs/config.md`; a test holds it so. -->
 
 One tree configures everything. A file holds the part of it that differs from the defaults, in YAML, TOML or JSON:
 
 ```yaml
 model: tiny
-cache: {kind: radix}
+cache: {{kind: radix}}
 scheduler:
   max_running: 64
 ```
@@ -75,19 +75,20 @@ def config_docs(choices: Choices) -> str:
 
 
 def _top_level() -> str:
-    rows = [
-        [f"`{name}`", "section", _default_of_section(name), ""]
-        if "$ref" in prop or name in PLUGIN_SECTIONS
-        else _row(name, prop)
-        for name, prop in Config.model_json_schema()["properties"].items()
-    ]
+    rows = []
+    for name, prop in Config.model_json_schema()["properties"].items():
+        cls = Config.model_fields[name].annotation
+        if name in PLUGIN_SECTIONS:
+            rows.append([f"`{name}`", "component", _default_of_section(name), prop["description"]])
+        elif isinstance(cls, type) and issubclass(cls, BaseModel):
+            rows.append([f"`{name}`", "section", "below", _summary(cls).partition(". ")[0].removesuffix(".") + "."])
+        else:
+            rows.append(_row(name, prop))
     return _markdown_table(("key", "type", "default", "meaning"), rows)
 
 
 def _default_of_section(name: str) -> str:
     default = Config.model_fields[name].default
-    if name not in PLUGIN_SECTIONS:
-        return "below"
     return "`none`" if getattr(default, "disabled", False) else "`auto`"
 
 
@@ -142,4 +143,5 @@ def _type(prop: dict[str, Any]) -> str:
 
 def _bounds(prop: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return "".join(f" {sign} {prop[key]}" for key, sign in signs.items() if key in prop)
+    bounds = [f" {sign} {prop[key]}" for key, sign in signs.items() if key in prop]
+    return ",".join(bounds)

@@ -48,7 +48,7 @@ def _section(section: str, components: dict[str, Schema], default: Schema) -> Sc
         phases = {phase: {"anyOf": list(forms)} for phase in PHASES}
         forms.append({"type": "object", "properties": phases, "additionalProperties": False, "minProperties": 1})
     disabled = default.get("default", {}).get("disabled", False)
-    return {"anyOf": forms, "default": "none" if disabled else "auto"}
+    return {"anyOf": forms, "default": "none" if disabled else "auto", "description": default["description"]}
 
 
 def _union(components: dict[str, Schema]) -> Schema:

@@ -118,11 +118,17 @@ class Config(Section):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of the engine; by default torch's own choice."
     )
-    attention: AttentionSelection = AttentionSelection()
-    cache: Selection = Selection()
-    grammar: Selection = Selection()
-    speculative: Selection = Selection(disabled=True)
-    policy: Selection = Selection()
+    attention: AttentionSelection = Field(
+        default=AttentionSelection(), description="Attention over the paged KV pool; may differ by phase."
+    )
+    cache: Selection = Field(default=Selection(), description="Prefix cache: which computed prompts are kept.")
+    grammar: Selection = Field(
+        default=Selection(), description="Compiles JSON schemas, regexes and grammars to token masks."
+    )
+    speculative: Selection = Field(
+        default=Selection(disabled=True), description="Drafter: proposes tokens that the model then verifies at once."
+    )
+    policy: Selection = Field(default=Selection(), description="The order in which waiting requests are admitted.")
     scheduler: SchedulerSection = SchedulerSection()
     memory: MemorySection = MemorySection()
     server: ServerSection = ServerSection()

@@ -1,0 +1,104 @@
+"""What importing costs, and what is public. Run: pytest tests/core/test_imports.py"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dovetail
+
+ROOT = Path(__file__).parents[2]
+HEAVY = (
+    "torch",
+    "triton",
+    "xgrammar",
+    "flashinfer",
+    "flash_attn",
+    "transformers",
+    "llguidance",
+    "outlines_core",
+    "tokenizers",
+)
+
+
+def heavy_modules_after(code: str) -> list[str]:
+    """The heavy packages that a fresh interpreter has imported after ``code``."""
+    program = f"import sys\n{code}\nsys.stderr.write(repr([m for m in {HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return ast.literal_eval(done.stderr.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import dovetail",
+        "import dovetail; dovetail.SamplingParams(); dovetail.ConfigError; dovetail.hookimpl; dovetail.ComponentSpec",
+        "import dovetail.plugins, dovetail.config, dovetail.messages, dovetail.types, dovetail.cli.app",
+        "import dovetail.interfaces.attention, dovetail.interfaces.cache, dovetail.interfaces.model",
+        "from dovetail.cli import main; main(['plugins', 'list', '--json'])",
+        "from dovetail.cli import main; main(['config', 'show'])",
+        "from dovetail.plugins import setup; setup()",
+    ],
+)
+def test_no_torch_and_no_kernel_library(code):
+    body = f"try:\n    {code}\nexcept SystemExit:\n    pass"
+    assert heavy_modules_after(body) == []
+
+
+def test_the_check_itself_sees_torch():
+    assert "torch" in heavy_modules_after("import torch")
+
+
+def test_plugins_list_has_every_installed_plugin_loaded():
+    code = "from dovetail.cli import main; main(['plugins', 'list', '--json'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    plugins = json.loads(done.stdout)["plugins"]
+    ours = {p["name"]: (p["status"], p["reason"]) for p in plugins if p["distribution"] == "dovetail"}
+    assert set(ours.values()) == {("loaded", "")}, ours
+
+
+def test_all_equals_the_public_names():
+    assert sorted(dovetail.__all__) == dir(dovetail)
+    assert {*dovetail._MODULE_OF, "__version__"} == set(dovetail.__all__)
+    declared = set()
+    for node in ast.walk(ast.parse(Path(dovetail.__file__).read_text())):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for statement in node.body:
+                if isinstance(statement, ast.ImportFrom):
+                    declared |= {f"{statement.module}.{alias.name}" for alias in statement.names}
+    assert declared == {f"{module}.{name}" for name, module in dovetail._MODULE_OF.items()}
+
+
+def test_every_public_name_resolves():
+    for name in dovetail.__all__:
+        assert getattr(dovetail, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = dovetail.nothing
+
+
+def test_every_error_is_public():
+    from dovetail import errors
+
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert raised <= set(dovetail.__all__)
+
+
+def test_entry_points_are_those_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {
+        entry.name: entry.value
+        for entry in importlib.metadata.entry_points(group="dovetail.plugins")
+        if entry.dist and entry.dist.name == "dovetail"
+    }
+    assert installed == project["entry-points"]["dovetail.plugins"], "reinstall: pip install -e ."
+    scripts = {
+        e.name: e.value for e in importlib.metadata.entry_points(group="console_scripts") if e.name == "dovetail"
+    }
+    assert scripts == project["scripts"]
