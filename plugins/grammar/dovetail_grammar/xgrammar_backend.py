@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import xgrammar
@@ -23,6 +24,9 @@ _NEVER_IN_JSON = frozenset(range(0x20)) - {0x0A}
 """Control characters. JSON needs none but the newline, and xgrammar lets them into strings with a length bound."""
 
 
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+
+
 def pack_bits(width: int, token_ids: Iterable[int]) -> IntArray:
     """A bitmask row of ``width`` tokens with the given ones set: int32 ``[ceil(width / 32)]``."""
     flags = np.zeros(-(-width // 32) * 32, np.uint8)
@@ -30,40 +34,68 @@ def pack_bits(width: int, token_ids: Iterable[int]) -> IntArray:
     return np.packbits(flags, bitorder="little").view(np.int32)
 
 
-class XGrammarMatcher(Matcher):
-    """A position in a compiled grammar. ``allowed`` are the tokens that the grammar may use at all, ``eos`` those that
-    end the text, both as bitmask rows."""
+@dataclass(frozen=True, slots=True)
+class TokenSets:
+    """What is true of the tokens whatever the grammar, as bitmask rows.
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, allowed: IntArray, eos: IntArray) -> None:
+    xgrammar lets surrogates (ED A0 80 to ED BF BF, no valid UTF-8) into strings, so a token must not spell one, nor go
+    on from an ED with the byte that would.
+    """
+
+    usable: IntArray
+    usable_after_ed: IntArray
+    eos: IntArray
+    ends_in_ed: frozenset[int]
+
+    @classmethod
+    def of(cls, texts: Sequence[bytes], eos: Sequence[int], width: int, banned: frozenset[int]) -> TokenSets:
+        """Of a vocabulary, without the tokens that hold a ``banned`` byte. Unusable ids have empty texts."""
+        good = [
+            i for i, text in enumerate(texts) if text and not banned.intersection(text) and not _SURROGATE.search(text)
+        ]
+        after_ed = [i for i in good if not 0xA0 <= texts[i][0] <= 0xBF]
+        ends_in_ed = frozenset(i for i in good if texts[i][-1] == 0xED)
+        return cls(
+            pack_bits(width, [*good, *eos]), pack_bits(width, [*after_ed, *eos]), pack_bits(width, eos), ends_in_ed
+        )
+
+
+class XGrammarMatcher(Matcher):
+    """A position in a compiled grammar."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, tokens: TokenSets) -> None:
         self._handle = xgrammar.GrammarMatcher(compiled)
-        self._allowed = allowed
-        self._eos = eos
-        self._accepted = 0
+        self._tokens = tokens
+        self._path: list[int] = []
+
+    @property
+    def _usable(self) -> IntArray:
+        after_ed = bool(self._path) and self._path[-1] in self._tokens.ends_in_ed
+        return self._tokens.usable_after_ed if after_ed else self._tokens.usable
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         """See ``Matcher``. After an end-of-sequence token, nothing but another is allowed."""
         if self._handle.is_terminated():
-            bitmask[row] = self._eos
+            bitmask[row] = self._tokens.eos
             return
         self._handle.fill_next_token_bitmask(bitmask, row)
-        bitmask[row] &= self._allowed  # xgrammar sets the bits beyond the vocabulary
+        bitmask[row] &= self._usable  # xgrammar sets the bits beyond the vocabulary
 
     def accept(self, token_id: int) -> bool:
         """See ``Matcher``."""
-        if self._handle.is_terminated() or not self._is_allowed(token_id) or not self._handle.accept_token(token_id):
+        usable = self._usable
+        if self._handle.is_terminated() or not 0 <= token_id < 32 * len(usable):
             return False
-        self._accepted += 1
+        if not usable[token_id // 32] >> (token_id % 32) & 1 or not self._handle.accept_token(token_id):
+            return False
+        self._path.append(token_id)
         return True
-
-    def _is_allowed(self, token_id: int) -> bool:
-        in_range = 0 <= token_id < 32 * len(self._allowed)
-        return in_range and bool(self._allowed[token_id // 32] >> (token_id % 32) & 1)
 
     def rollback(self, num_tokens: int) -> None:
         """See ``Matcher``."""
-        assert 0 <= num_tokens <= self._accepted, f"{num_tokens} tokens to take back of {self._accepted}"
+        assert 0 <= num_tokens <= len(self._path), f"{num_tokens} tokens to take back of {len(self._path)}"
         self._handle.rollback(num_tokens)
-        self._accepted -= num_tokens
+        del self._path[len(self._path) - num_tokens :]
 
     @property
     def is_terminated(self) -> bool:
@@ -72,26 +104,30 @@ class XGrammarMatcher(Matcher):
             return True
         if not self._handle.is_completed():
             return False
-        row = np.zeros((1, len(self._eos)), np.int32)
+        row = np.zeros((1, len(self._tokens.eos)), np.int32)
         self.fill_bitmask(row, 0)
-        return bool(np.array_equal(row[0], self._eos))
+        return bool(np.array_equal(row[0], self._tokens.eos))
 
     def jump_forward(self) -> str:
-        """See ``Matcher``."""
-        return "" if self._handle.is_terminated() else self._handle.find_jump_forward_string()
+        """See ``Matcher``. Empty also where the forced bytes begin or end inside a character."""
+        if self._handle.is_terminated():
+            return ""
+        try:
+            return self._handle.find_jump_forward_string()
+        except UnicodeDecodeError:
+            return ""
 
 
 class XGrammarCompiled(CompiledGrammar):
-    """A compiled constraint; see ``XGrammarMatcher`` for the rows."""
+    """A compiled constraint."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, allowed: IntArray, eos: IntArray) -> None:
+    def __init__(self, compiled: xgrammar.CompiledGrammar, tokens: TokenSets) -> None:
         self._compiled = compiled
-        self._allowed = allowed
-        self._eos = eos
+        self._tokens = tokens
 
     def matcher(self) -> XGrammarMatcher:
         """A fresh matcher."""
-        return XGrammarMatcher(self._compiled, self._allowed, self._eos)
+        return XGrammarMatcher(self._compiled, self._tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -109,11 +145,8 @@ class XGrammarBackend(GrammarBackend):
         texts = [data or b"" for data in context.token_bytes[:width]]
         for token in eos:
             texts[token:] = [b"", *texts[token + 1 :]]
-        usable = [token for token, data in enumerate(texts) if data]
-        in_json = [token for token in usable if not _NEVER_IN_JSON.intersection(texts[token])]
-        self._eos = pack_bits(width, eos)
-        self._usable = pack_bits(width, [*usable, *eos])
-        self._usable_in_json = pack_bits(width, [*in_json, *eos])
+        self._plain_tokens = TokenSets.of(texts, eos, width, frozenset())
+        self._json_tokens = TokenSets.of(texts, eos, width, _NEVER_IN_JSON)
         info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=eos)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=config.threads, cache_enabled=False)
 
@@ -127,7 +160,7 @@ class XGrammarBackend(GrammarBackend):
                 raise
             message = _LOG_PREFIX.sub("", str(error)).strip()
             raise GrammarError(f"xgrammar cannot compile this {spec.kind}: {message}", param=spec.kind) from error
-        grammar = XGrammarCompiled(compiled, self._usable_in_json if is_json else self._usable, self._eos)
+        grammar = XGrammarCompiled(compiled, self._json_tokens if is_json else self._plain_tokens)
         self._refuse_empty(grammar, spec)
         return grammar
 
@@ -140,15 +173,22 @@ class XGrammarBackend(GrammarBackend):
             case GrammarKind.REGEX:
                 return self._compiler.compile_regex(_plain_regex(spec.text))
             case GrammarKind.EBNF:
-                return self._compiler.compile_grammar(spec.text)
+                return self._compile_ebnf(spec.text)
 
     def _compile_schema(self, schema: dict[str, object]) -> xgrammar.CompiledGrammar:
         text = json.dumps(schema, ensure_ascii=False)
         most = self._config.max_whitespace
         return self._compiler.compile_json_schema(text, strict_mode=False, max_whitespace_cnt=most)
 
+    def _compile_ebnf(self, text: str) -> xgrammar.CompiledGrammar:
+        """Under a start rule of our own: xgrammar's masks miss tokens where the start rule is part of another."""
+        start = "start"
+        while start in text:
+            start += "_"
+        return self._compiler.compile_grammar(f"{text}\n{start} ::= root\n", root_rule_name=start)
+
     def _refuse_empty(self, grammar: XGrammarCompiled, spec: GrammarSpec) -> None:
-        row = np.zeros((1, len(self._eos)), np.int32)
+        row = np.zeros((1, len(self._plain_tokens.eos)), np.int32)
         grammar.matcher().fill_bitmask(row, 0)
         if not row.any():
             raise GrammarError(f"no text that this vocabulary can spell satisfies this {spec.kind}", param=spec.kind)

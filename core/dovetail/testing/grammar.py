@@ -1,0 +1,336 @@
+"""Conformance suite of grammar backends."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from dovetail.errors import GrammarError
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.grammar import GrammarBackend, Matcher
+from dovetail.plugins.specs import ComponentKind
+from dovetail.testing.component import ComponentSuite
+from dovetail.testing.grammar_cases import (
+    EBNF,
+    EOS,
+    FEATURES,
+    FINITE,
+    INVALID,
+    JSON_OBJECT,
+    REGULAR,
+    SCHEMAS,
+    TOKEN_BYTES,
+    VOCAB_SIZE,
+    ExactCase,
+    JsonCase,
+    context,
+)
+from dovetail.testing.grammar_languages import Language, follow
+from dovetail.types import GrammarSpec, IntArray
+
+WIDTH = -(-VOCAB_SIZE // 32)
+STEPS = 24
+GARBAGE = -0x5A5A5A5B
+
+each_exact = pytest.mark.parametrize("case", [*FINITE, *REGULAR, *EBNF], ids=lambda case: case.spec.text[:24])
+each_json = pytest.mark.parametrize("case", [*SCHEMAS, JSON_OBJECT], ids=lambda case: case.spec.text[:24] or "object")
+each_invalid = pytest.mark.parametrize("spec", INVALID, ids=lambda spec: f"{spec.kind}-{spec.text[:24]}")
+
+
+def allowed_tokens(matcher: Matcher) -> frozenset[int]:
+    """The tokens of the matcher's bitmask row, which is written over garbage between two rows that must not change."""
+    bitmask = np.full((3, WIDTH), GARBAGE, np.int32)
+    matcher.fill_bitmask(bitmask, 1)
+    assert (bitmask[[0, 2]] == GARBAGE).all(), "fill_bitmask wrote into another row"
+    bits = np.unpackbits(bitmask[1].view(np.uint8), bitorder="little")
+    return frozenset(map(int, np.flatnonzero(bits)))
+
+
+def tokenizations(data: bytes, rng: random.Random, count: int = 4) -> list[list[int]]:
+    """Ways to spell ``data``: byte by byte, longest token first, and at random."""
+    return [_spell(data, lambda ids: ids[0]), _spell(data, lambda ids: ids[-1])] + [
+        _spell(data, rng.choice) for _ in range(count)
+    ]
+
+
+def _spell(data: bytes, choose: object) -> list[int]:
+    ids: list[int] = []
+    while data:
+        fitting = [i for i, piece in enumerate(TOKEN_BYTES) if piece and data.startswith(piece)]
+        ids.append(choose(sorted(fitting, key=lambda i: len(TOKEN_BYTES[i] or b""))))  # type: ignore[operator]
+        data = data[len(TOKEN_BYTES[ids[-1]] or b"") :]
+    return ids
+
+
+def advance(matcher: Matcher, tokens: Iterable[int]) -> None:
+    """Accept tokens, each of which the mask must allow."""
+    for token in tokens:
+        assert token in allowed_tokens(matcher), f"{TOKEN_BYTES[token]!r} is forbidden inside a valid text"
+        assert matcher.accept(token), f"{TOKEN_BYTES[token]!r} is allowed by the mask and refused by accept"
+
+
+def expected_tokens(state: Language) -> frozenset[int]:
+    """What the mask must be: every token that some valid text goes on with, and the ends where it may end."""
+    inside = (i for i, piece in enumerate(TOKEN_BYTES) if piece and follow(state, piece) is not None)
+    return frozenset([*inside, *(EOS if state.ends else ())])
+
+
+class GrammarSuite(ComponentSuite):
+    """``class TestMine(GrammarSuite): name = "mine"`` is a whole test file."""
+
+    kind: ClassVar[ComponentKind] = ComponentKind.GRAMMAR
+
+    def make(self) -> GrammarBackend:
+        """A new backend for the suite's vocabulary. Override it to test a class that no plugin registers."""
+        return self.build(context())
+
+    def matcher(self, spec: GrammarSpec) -> Matcher:
+        """A fresh matcher; skips where the backend does not offer the kind of constraint."""
+        self.require(FEATURES[spec.kind])
+        return self._compile(self.make(), spec).matcher()
+
+    def _compile(self, backend: GrammarBackend, spec: GrammarSpec):  # noqa: ANN202  CompiledGrammar
+        if spec not in [case.spec for case in FINITE] and self.refused(spec):
+            with pytest.raises(GrammarError):
+                backend.compile(spec)
+            pytest.skip(f"{self.name} refuses this {spec.kind}")
+        return backend.compile(spec)
+
+    def refused(self, spec: GrammarSpec) -> bool:
+        """Override it to return True for constraints that the backend does not support: then it must refuse them."""
+        return False
+
+    # -- soundness and completeness ----------------------------------------------------------------------------------
+
+    @each_exact
+    def test_masks_are_exact_along_random_texts(self, case: ExactCase) -> None:
+        """A token is allowed exactly if some valid text goes on with it."""
+        rng = random.Random(case.spec.text)
+        for _ in range(6):
+            matcher, state = self.matcher(case.spec), case.language
+            for _ in range(STEPS):
+                allowed = allowed_tokens(matcher)
+                self._compare(allowed, expected_tokens(state), case)
+                inside = sorted(allowed - set(EOS))
+                if not inside:
+                    break
+                token = rng.choice(inside)
+                assert matcher.accept(token)
+                state = follow(state, TOKEN_BYTES[token] or b"")
+                assert state is not None
+
+    def _compare(self, allowed: frozenset[int], expected: frozenset[int], case: ExactCase) -> None:
+        def show(ids: frozenset[int]) -> Sequence[object]:
+            return [(i, TOKEN_BYTES[i] if i < len(TOKEN_BYTES) else "beyond the vocabulary") for i in sorted(ids)][:5]
+
+        assert not allowed - expected, f"{case.spec.text}: allowed, but leads nowhere: {show(allowed - expected)}"
+        assert not expected - allowed, f"{case.spec.text}: forbidden, but valid: {show(expected - allowed)}"
+
+    @each_exact
+    def test_valid_texts_pass_in_every_tokenization(self, case: ExactCase) -> None:
+        """Whatever the tokens that spell it, a valid text is let through to its end."""
+        self._pass_all(case.spec, case.texts)
+
+    @each_json
+    def test_valid_json_passes_in_every_tokenization(self, case: JsonCase) -> None:
+        """Compact or with spaces, a valid instance is let through to its end."""
+        assert all(case.valid(json.loads(text)) for text in case.texts)
+        self._pass_all(case.spec, case.texts)
+
+    def _pass_all(self, spec: GrammarSpec, texts: Sequence[str]) -> None:
+        rng = random.Random(spec.text)
+        for text in texts:
+            for tokens in tokenizations(text.encode(), rng):
+                matcher = self.matcher(spec)
+                advance(matcher, tokens)
+                assert set(EOS) <= allowed_tokens(matcher), f"{text!r} is whole and cannot end"
+                assert matcher.accept(EOS[0])
+                assert matcher.is_terminated
+
+    @each_json
+    def test_invalid_json_is_stopped(self, case: JsonCase) -> None:
+        """An invalid instance never gets to its end."""
+        rng = random.Random(case.spec.text)
+        for text in case.wrong:
+            for tokens in tokenizations(text.encode(), rng):
+                matcher = self.matcher(case.spec)
+                passed = all(matcher.accept(token) for token in tokens)
+                assert not passed or not set(EOS) & allowed_tokens(matcher), f"{text!r} passes and is invalid"
+
+    @each_json
+    def test_every_allowed_token_leads_to_valid_json(self, case: JsonCase) -> None:
+        """From every token that is allowed along random texts, a text can be finished, and it is valid."""
+        rng = random.Random(case.spec.text)
+        for _ in range(4):
+            path: list[int] = []
+            for _ in range(8):
+                allowed = sorted(allowed_tokens(self.replayed(case.spec, path)))
+                assert allowed, f"nothing may follow {spelled(path)!r}"
+                for token in rng.sample(allowed, min(6, len(allowed))):
+                    self._finish(case, [*path, token])
+                inside = [token for token in allowed if token not in EOS]
+                if not inside:
+                    break
+                path.append(rng.choice(inside))
+
+    def _finish(self, case: JsonCase, path: list[int]) -> None:
+        matcher = self.replayed(case.spec, path)
+        path = list(path)
+        for _ in range(200):
+            allowed = allowed_tokens(matcher)
+            if path[-1] in EOS or allowed & set(EOS):
+                break
+            assert allowed, f"nothing may follow {spelled(path)!r}"
+            path.append(min(allowed, key=_closing_first))
+            assert matcher.accept(path[-1])
+        text = spelled(path)
+        assert case.valid(json.loads(text)), f"{text!r} was let through and is invalid"
+
+    def replayed(self, spec: GrammarSpec, path: Iterable[int]) -> Matcher:
+        """A fresh matcher after ``path``."""
+        matcher = self.matcher(spec)
+        for token in path:
+            assert matcher.accept(token)
+        return matcher
+
+    # -- the state ---------------------------------------------------------------------------------------------------
+
+    @each_exact
+    def test_accept_agrees_with_the_mask(self, case: ExactCase) -> None:
+        """What the mask forbids is refused, and changes nothing; ids that do not exist are refused too."""
+        rng = random.Random(case.spec.text)
+        matcher = self.matcher(case.spec)
+        for token in tokenizations(case.texts[-1].encode(), rng)[-1]:
+            allowed = allowed_tokens(matcher)
+            for other in [*rng.sample(range(len(TOKEN_BYTES)), 40), 1, VOCAB_SIZE - 1, VOCAB_SIZE, 10**6, -1]:
+                assert other in allowed or not matcher.accept(other), f"token {other} is forbidden and accepted"
+            assert allowed_tokens(matcher) == allowed, "a refused token changed the state"
+            assert matcher.accept(token)
+
+    @each_exact
+    def test_rollback_is_replay(self, case: ExactCase) -> None:
+        """After k tokens are taken back, the state is that of the shorter text, and goes on like it."""
+        self.require(Feature.GRAMMAR_ROLLBACK)
+        rng = random.Random(case.spec.text)
+        for text in case.texts:
+            tokens = [*tokenizations(text.encode(), rng)[0], EOS[1]]
+            for back in range(len(tokens) + 1):
+                matcher = self.replayed(case.spec, tokens)
+                matcher.rollback(back)
+                left = tokens[: len(tokens) - back]
+                fresh = self.replayed(case.spec, left)
+                assert matcher.is_terminated == fresh.is_terminated
+                if EOS[1] not in left:
+                    assert allowed_tokens(matcher) == allowed_tokens(fresh), f"after {back} of {len(tokens)} taken back"
+                    advance(matcher, tokens[len(left) :])
+
+    @each_exact
+    def test_the_end(self, case: ExactCase) -> None:
+        """A matcher has terminated once an end token was accepted, or nothing else may follow, and not before."""
+        for text in case.texts:
+            for end in EOS:
+                matcher, state = self.matcher(case.spec), case.language
+                for byte in text.encode():
+                    assert not matcher.is_terminated
+                    advance(matcher, [TOKEN_BYTES.index(bytes([byte]))])
+                    state = follow(state, bytes([byte]))
+                assert state is not None
+                assert matcher.is_terminated == (expected_tokens(state) == frozenset(EOS))
+                assert matcher.accept(end)
+                assert matcher.is_terminated
+                assert not matcher.accept(TOKEN_BYTES.index(b"a")), "something was accepted after the end"
+
+    @each_exact
+    def test_the_end_is_refused_before_it(self, case: ExactCase) -> None:
+        """No end token is accepted where the text may not end."""
+        matcher = self.matcher(case.spec)
+        if not case.language.ends:
+            assert not any(matcher.accept(end) for end in EOS)
+        advance(matcher, tokenizations(case.texts[0].encode(), random.Random(0))[0])
+
+    @each_exact
+    def test_matchers_of_one_grammar_are_independent(self, case: ExactCase) -> None:
+        """Interleaved, each goes its own way; filled together, each row is what it is alone."""
+        self.require(FEATURES[case.spec.kind])
+        backend = self.make()
+        compiled = self._compile(backend, case.spec)
+        assert compiled.num_bytes >= 0
+        texts = [_spell(text.encode(), lambda ids: ids[0]) for text in case.texts]
+        matchers = [compiled.matcher() for _ in texts]
+        for step in range(max(map(len, texts))):
+            for matcher, tokens in zip(matchers, texts, strict=True):
+                if step < len(tokens):
+                    advance(matcher, [tokens[step]])
+        bitmask = np.full((len(matchers) + 2, WIDTH), GARBAGE, np.int32)
+        rows = [len(matchers) - i for i in range(len(matchers))]
+        backend.fill_bitmasks(matchers, bitmask, rows)
+        for matcher, row, tokens in zip(matchers, rows, texts, strict=True):
+            alone = self._row(self.replayed(case.spec, tokens))
+            assert (bitmask[row] == alone).all()
+            assert (self._row(matcher) == alone).all()
+        assert (bitmask[[0, -1]] == GARBAGE).all()
+
+    @staticmethod
+    def _row(matcher: Matcher) -> IntArray:
+        bitmask = np.full((1, WIDTH), GARBAGE, np.int32)
+        matcher.fill_bitmask(bitmask, 0)
+        return bitmask[0]
+
+    @each_exact
+    def test_jump_forward_says_what_must_come(self, case: ExactCase) -> None:
+        """The forced text is the start of every valid continuation."""
+        self.require(Feature.GRAMMAR_JUMP_FORWARD)
+        for text in case.texts:
+            data = text.encode()
+            for start in range(len(data)):
+                prefix = [TOKEN_BYTES.index(bytes([byte])) for byte in data[:start]]
+                forced = self.replayed(case.spec, prefix).jump_forward().encode()
+                assert data[start:].startswith(forced), f"{forced!r} is not forced after {data[:start]!r}"
+
+    # -- compiling ---------------------------------------------------------------------------------------------------
+
+    def test_compiles_in_many_threads(self) -> None:
+        """``compile`` is safe to call from several threads, and gives what it gives alone."""
+        specs = [case.spec for case in [*FINITE, *REGULAR, *EBNF, *SCHEMAS] if self.offers(FEATURES[case.spec.kind])]
+        specs = [spec for spec in specs if not self.refused(spec)]
+        backend = self.make()
+        alone = [allowed_tokens(self.make().compile(spec).matcher()) for spec in specs]
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(backend.compile, specs * 4))
+        assert [allowed_tokens(compiled.matcher()) for compiled in together] == alone * 4
+
+    @each_invalid
+    def test_refuses_invalid_constraints(self, spec: GrammarSpec) -> None:
+        """An invalid constraint is a ``GrammarError`` with a text, never another exception and never a grammar."""
+        self.require(FEATURES[spec.kind])
+        with pytest.raises(GrammarError) as caught:
+            self.make().compile(spec)
+        assert len(str(caught.value)) > 10
+
+    def test_refuses_kinds_that_are_not_declared(self) -> None:
+        """A kind of constraint that the backend does not offer is refused with a ``GrammarError``."""
+        for case in [FINITE[0], EBNF[0], SCHEMAS[0], JSON_OBJECT]:
+            if not self.offers(FEATURES[case.spec.kind]):
+                with pytest.raises(GrammarError):
+                    self.make().compile(case.spec)
+
+
+def spelled(path: Iterable[int]) -> str:
+    """The text of tokens."""
+    return b"".join(TOKEN_BYTES[token] or b"" for token in path).decode("utf-8", "backslashreplace")
+
+
+_CLOSING = b'"}]:,0123456789' + bytes(range(97, 123)) + b"{[" + bytes(range(0x80, 0xC0))
+
+
+def _closing_first(token: int) -> tuple[int, int]:
+    """Orders tokens so that taking the first one ends a JSON text soon."""
+    data = TOKEN_BYTES[token] or b""
+    rank = _CLOSING.find(data) if len(data) == 1 else -1
+    return (rank if rank >= 0 else len(_CLOSING)), token
