@@ -175,7 +175,7 @@ def test_wrong_values_say_what_was_given_and_what_is_allowed(registry):
         "model.dtype is 'bfloat'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'; did you mean 'bfloat16'?"
     )
     assert problems(registry, "scheduler.overlap=maybe").startswith(
-        "scheduler.overlap is 'maybe'; allowed: 'auto' or allowed: a valid boolean"
+        "scheduler.overlap is 'maybe'; allowed: 'auto' or a valid boolean"
     )
     assert problems(registry, "device=gpu").startswith("device is 'gpu'; ")
     assert problems(registry, "scheduler=3").startswith("scheduler is 3; ")

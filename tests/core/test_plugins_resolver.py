@@ -491,6 +491,15 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
     assert len(tree["config_hash"]) == 64
 
 
+def test_one_info_line_per_part(fakes, caplog):
+    caplog.set_level("INFO", logger="dovetail.plugins")
+    run(fakes, sets=["cache=none"])
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 7
+    assert "cache: none, explicit" in lines
+    assert "grammar: none, priority; nothing installed can be used" in lines
+
+
 # hooks
 
 

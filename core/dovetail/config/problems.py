@@ -77,7 +77,8 @@ def _unknown_key(key: str, keys: Sequence[str], owner: str) -> str:
 
 
 def _wrong_value(given: Any, allowed: Sequence[str]) -> str:
-    text = " or ".join(dict.fromkeys(allowed))
+    first, *others = dict.fromkeys(allowed)
+    text = " or ".join([first, *(other.removeprefix("allowed: ") for other in others)])
     hint = suggest(given, re.findall(r"'([^']*)'", text)) if isinstance(given, str) else ""
     return f" is {'missing' if given is MISSING else repr(given)[:200]}; {text}{hint}"
 

@@ -5,6 +5,7 @@ An explicit choice never falls back: it is used, or startup stops with the reaso
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from dovetail.config import AttentionSelection, Config, Selection
@@ -28,6 +29,8 @@ from dovetail.plugins.stages import probe
 
 Slots = Mapping[str, Slot]
 
+logger = logging.getLogger("dovetail.plugins")
+
 __all__ = ["Candidate", "ResolveRequest", "Resolved", "resolve"]
 
 
@@ -35,15 +38,21 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     """Choose every part for ``config`` on ``machine``; build nothing. ``tuning`` maps slots (``attention.decode``) to
     the names that were measured best for this device and model, best first.
 
-    Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or ``ResolutionError`` with every reason.
+    Logs one INFO line per part. Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or ``ResolutionError`` with every reason.
     """
     model = choose_model(config, registry, machine, tuning or {})
     slots = _open_slots(config, registry, machine, model, tuning or {})
     combo = _search(slots, config, machine, model)
     _judge_the_others(slots, combo, model)
     resolved = _resolved(config, registry, machine, model, slots, combo)
+    for resolution in resolved.resolutions:
+        logger.info("%s: %s, %s%s", *_told(resolution))
     call_hook(registry.hooks, "on_resolved", resolved=resolved)
     return resolved
+
+
+def _told(resolution: Resolution) -> tuple[str, str, str, str]:
+    return resolution.slot, resolution.chosen or "none", resolution.rule, resolution.note and f"; {resolution.note}"
 
 
 def _open_slots(
