@@ -258,7 +258,9 @@ def test_overlap_with_a_drafter_that_needs_host_tokens(fakes):
     text = refusal(fakes, ngram, sets=["speculative=ngram", "scheduler.overlap=true"], machine=H100)
     assert "speculative 'ngram' needs runtime.host_tokens; scheduler.overlap is true: commit lags one step" in text
     assert "\n  - scheduler.overlap: false" in text
-    assert run(fakes, ngram, machine=H100).config.scheduler.overlap is True
+    unasked = run(fakes, ngram, machine=H100)
+    assert unasked.config.scheduler.overlap is True
+    assert reasons(unasked, "speculative", "ngram") == []  # it would fit: overlap is `auto`
     assert run(fakes, ngram, sets=["speculative=ngram"], machine=H100).config.scheduler.overlap is False
     assert Feature.RUNTIME_HOST_TOKENS in run(fakes, ngram, sets=["speculative=ngram"], machine=H100).runtime
 

@@ -38,12 +38,13 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     """Choose every part for ``config`` on ``machine``; build nothing. ``tuning`` maps slots (``attention.decode``) to
     the names that were measured best for this device and model, best first.
 
-    Logs one INFO line per part. Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or ``ResolutionError`` with every reason.
+    Logs one INFO line per part. Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or
+    ``ResolutionError`` with every reason.
     """
     model = choose_model(config, registry, machine, tuning or {})
     slots = _open_slots(config, registry, machine, model, tuning or {})
     combo = _search(slots, config, machine, model)
-    _judge_the_others(slots, combo, model)
+    _judge_the_others(slots, combo, _lags(config, machine), model)
     resolved = _resolved(config, registry, machine, model, slots, combo)
     for resolution in resolved.resolutions:
         logger.info("%s: %s, %s%s", *_told(resolution))
@@ -93,10 +94,15 @@ def _search(slots: Slots, config: Config, machine: Machine, model: ModelChoice) 
 
 
 def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequence[fit.Option]]:
-    lags = [True, False] if machine.device_type == "cuda" else [False, True]
-    overlap = lags if config.scheduler.overlap == "auto" else [config.scheduler.overlap]
     chosen = {name: slot.options() for name, slot in slots.items()}
-    return {**chosen, fit.OVERLAP: overlap, fit.MIXED: [config.scheduler.mixed]}
+    return {**chosen, fit.OVERLAP: _lags(config, machine), fit.MIXED: [config.scheduler.mixed]}
+
+
+def _lags(config: Config, machine: Machine) -> list[bool]:
+    """The values that ``scheduler.overlap`` may take, best first."""
+    if config.scheduler.overlap != "auto":
+        return [config.scheduler.overlap]
+    return [True, False] if machine.device_type == "cuda" else [False, True]
 
 
 def _refuse_empty(slots: Slots) -> None:
@@ -140,7 +146,7 @@ def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> Resolutio
     return ResolutionError("\n".join(lines))
 
 
-def _judge_the_others(slots: Slots, combo: fit.Combination, model: ModelChoice) -> None:
+def _judge_the_others(slots: Slots, combo: fit.Combination, lags: Sequence[bool], model: ModelChoice) -> None:
     """Mark the chosen, and say of each other candidate what would not fit if it stood in the chosen one's place."""
     for name, slot in slots.items():
         for candidate in slot.candidates:
@@ -149,9 +155,9 @@ def _judge_the_others(slots: Slots, combo: fit.Combination, model: ModelChoice) 
                 candidate.stage = candidate.stage if candidate.stage is Stage.PROBE else Stage.FEATURES
             elif candidate.usable:
                 candidate.stage = Stage.FEATURES
-                reasons = fit.violations({**combo, name: candidate}, model.info)
-                if reasons:
-                    candidate.reject(Stage.FEATURES, *reasons)
+                reasons = [fit.violations({**combo, name: candidate, fit.OVERLAP: lag}, model.info) for lag in lags]
+                if all(reasons):
+                    candidate.reject(Stage.FEATURES, *min(reasons, key=len))
 
 
 def _resolved(
