@@ -1,0 +1,71 @@
+"""Self-attention over the paged KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.layers.base import Layer
+from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.layers.norm import HeadNorm
+from dovetail.ops.rotary import apply_rotary
+
+if TYPE_CHECKING:
+    from dovetail.layers.rotary import Rotation
+    from dovetail.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes and variants of a self-attention layer. ``qk_norm_eps`` adds a norm over each query and key head."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm_eps: float | None = None
+
+
+class SelfAttention(Layer):
+    """Project to q, k and v, rotate, keep k and v, attend, project back.
+
+    Parameters ``qkv`` (one for the three projections), ``out`` and, with a norm, ``qk_norm``. ``group`` is the cache
+    group that holds the layer, ``constants.layer_id`` its place in the group's pool.
+    """
+
+    def __init__(self, shape: AttentionShape, constants: AttentionLayer, group: int = 0) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+        self.qkv = FusedLinear(shape.hidden_size, widths, bias=shape.qkv_bias)
+        self.out = Linear(heads * head_dim, shape.hidden_size, bias=shape.out_bias)
+        norm = None
+        if shape.qk_norm_eps is not None:
+            norm = HeadNorm(heads, kv_heads, head_dim, shape.qk_norm_eps)
+        self.qk_norm = norm
+        self.constants = constants
+        self.group = group
+        self._split_qk = [heads, kv_heads]
+        self._split_qk_v = [heads + kv_heads, kv_heads]
+        self._heads = (heads + 2 * kv_heads, head_dim)
+        self._out_width = heads * head_dim
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
+        """``[tokens, hidden_size]``, the shape stays. Writes K and V of the step to the pool."""
+        tokens = x.shape[0]
+        heads, head_dim = self._heads
+        qkv = self.qkv.forward(x).view(tokens, heads, head_dim)
+        qk, v = torch.split_with_sizes(qkv, self._split_qk_v, 1)
+        norm = self.qk_norm
+        if norm is not None:
+            qk = norm.forward(qk)
+        q, k = torch.split_with_sizes(apply_rotary(qk, *rotation), self._split_qk, 1)
+        constants, group = self.constants, self.group
+        batch.kv[group].store(constants.layer_id, k, v, batch.out_loc)
+        attended = batch.attn[group].forward(q, constants, batch)
+        return self.out.forward(attended.reshape(tokens, self._out_width))

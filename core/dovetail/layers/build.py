@@ -1,0 +1,116 @@
+"""From an architecture and its tensors to a model: where they come from is the caller's business."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from dovetail.errors import WeightsError
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.layers.base import prepare_layers
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def build_model(
+    model_class: type[ModelArchitecture], info: ModelInfo, device: torch.device, dtype: torch.dtype
+) -> ModelArchitecture:
+    """A model of ``model_class`` on ``device`` in ``dtype``, for inference, its weights still to be loaded."""
+    with torch.device(device), _default_dtype(dtype):
+        model = model_class(info)  # pyright: ignore[reportCallIssue]
+    as_module(model).eval().requires_grad_(False)
+    return model
+
+
+def as_module(model: ModelArchitecture) -> nn.Module:
+    """The same object, as the ``torch.nn.Module`` that it must also be."""
+    assert isinstance(model, nn.Module), f"{type(model).__name__} must also be a torch.nn.Module"
+    return model
+
+
+class WeightFiller:
+    """Copies checkpoint tensors to where the model's ``weights_map`` says, and knows what is still missing.
+
+    Raises ``WeightsError`` for a map that does not fill every row of every parameter once.
+    """
+
+    def __init__(self, model: ModelArchitecture) -> None:
+        self.model = model
+        self.parameters = dict(as_module(model).named_parameters())
+        self.targets = model.weights_map()
+        self.used: set[str] = set()
+        self._ignored = [re.compile(pattern) for pattern in model.ignored_weights()]
+        check_complete(self.parameters, self.targets)
+
+    def fill(self, name: str, read: Callable[[], torch.Tensor]) -> None:
+        """Copy the tensor that ``read`` returns, converting its dtype. A name that the model ignores is not read.
+        Raises ``WeightsError``."""
+        target = self.targets.get(name)
+        if target is None:
+            if not any(pattern.fullmatch(name) for pattern in self._ignored):
+                raise WeightsError(
+                    f"the checkpoint has tensor {name}, which the model does not know; is config.json of this checkpoint?"
+                )
+            return
+        place, tensor = self.place(name), read()
+        if tensor.shape != place.shape:
+            raise WeightsError(
+                f"tensor {name} has shape {list(tensor.shape)}; the model expects {list(place.shape)} (parameter "
+                f"{target.parameter}); is config.json of this checkpoint?"
+            )
+        if tensor.dtype not in FLOATS:
+            raise WeightsError(f"tensor {name} is {tensor.dtype}; supported: {', '.join(map(str, FLOATS))}")
+        place.copy_(tensor)
+        self.used.add(name)
+
+    def finish(self) -> None:
+        """Make sure that nothing is missing, and ready the layers. Raises ``WeightsError``."""
+        missing = [name for name in self.targets if name not in self.used]
+        if missing:
+            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise WeightsError(f"the checkpoint lacks {len(missing)} tensors that the model needs: {shown}")
+        prepare_layers(as_module(self.model))
+
+    def place(self, name: str) -> torch.Tensor:
+        """The rows of a parameter that the checkpoint's tensor ``name`` fills."""
+        target = self.targets[name]
+        parameter = self.parameters[target.parameter]
+        if target.start is None or target.size is None:
+            return parameter
+        return parameter[target.start : target.start + target.size]
+
+
+def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str, WeightTarget]) -> None:
+    """Raise ``WeightsError`` unless the targets cover every row of every parameter exactly once: a fault of the model's
+    ``weights_map``."""
+    ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
+    for theirs, (parameter, start, size) in targets.items():
+        if parameter not in ranges:
+            raise WeightsError(f"weights_map sends {theirs} to {parameter}, which is no parameter of the model")
+        rows = parameters[parameter].shape[0]
+        ranges[parameter].append((start or 0, rows if size is None else size))
+    for name, parts in ranges.items():
+        end = 0
+        for start, size in sorted(parts):
+            if start != end:
+                break
+            end += size
+        if end != parameters[name].shape[0] or end != sum(size for _, size in parts):
+            raise WeightsError(
+                f"weights_map fills parameter {name} of {parameters[name].shape[0]} rows with (start, size) "
+                f"{sorted(parts)}: every row must be filled once"
+            )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,23 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.layers.base import Layer
+from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.ops.activation import silu_mul
+
+
+class GatedMLP(Layer):
+    """``down(silu(gate(x)) * up(x))``, gate and up as one parameter ``gate_up``."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        parts = {"gate": intermediate_size, "up": intermediate_size}
+        self.gate_up = FusedLinear(hidden_size, parts, bias=bias)
+        self.down = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, hidden_size]``, the shape stays. Mutates nothing."""
+        return self.down.forward(silu_mul(self.gate_up.forward(x)))

@@ -1,0 +1,62 @@
+"""RMSNorm: of hidden states, with the residual added first, and of the heads of queries and keys."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.layers.base import Layer, parameter
+from dovetail.ops.norm import NormScale, norm_scale, rms_norm, rms_norm_cpu
+
+
+class RMSNorm(Layer):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = parameter(size)
+        self.eps = eps
+        self._scale: NormScale | None = None
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``."""
+        self._scale = norm_scale(self.weight, self.eps) if self.weight.device.type == "cpu" else None
+        super().prepare()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The shape of ``x`` stays. Mutates nothing."""
+        if not self.prepared:
+            self.prepare()
+        return rms_norm(x, self.weight, self.eps) if self._scale is None else rms_norm_cpu(x, self._scale)
+
+    def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(x + residual), x + residual)``. Overwrites ``x`` with the sum."""
+        total = x.add_(residual)
+        return self.forward(total), total
+
+
+class HeadNorm(Layer):
+    """RMSNorm over each head of queries and keys, side by side in one tensor (Qwen3)."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.q_weight = parameter(head_dim)
+        self.k_weight = parameter(head_dim)
+        self._heads = (num_heads, num_kv_heads)
+        self.eps = eps
+        self._weight: torch.Tensor
+        self._scale: NormScale | None = None
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``."""
+        num_heads, num_kv_heads = self._heads
+        self._weight = torch.cat((self.q_weight.expand(num_heads, -1), self.k_weight.expand(num_kv_heads, -1)))
+        self._scale = norm_scale(self._weight, self.eps) if self._weight.device.type == "cpu" else None
+        super().prepare()
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """``[tokens, num_heads + num_kv_heads, head_dim]``, queries first; the shape stays. Mutates nothing."""
+        if not self.prepared:
+            self.prepare()
+        if self._scale is not None:
+            return rms_norm_cpu(qk, self._scale)
+        return torch.nn.functional.rms_norm(qk, (qk.shape[-1],), None, self.eps) * self._weight

@@ -1,0 +1,43 @@
+"""Attention written for reading: fp32, one row and one query at a time. The reference of model tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.cache import KVPool
+    from dovetail.types import Batch
+
+
+class EagerAttention(AttentionBackend):
+    """``AttentionBackend`` over one pool: windows and grouped heads, but no tree mask, sinks or soft cap."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def plan(self, batch: Batch) -> None:
+        """See ``AttentionBackend.plan``; everything is read from the batch in ``forward``."""
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        """See ``AttentionBackend.forward``."""
+        assert batch.tree_mask is None
+        assert layer.soft_cap is None
+        assert layer.sinks is None
+        out = torch.empty_like(q)
+        starts = batch.qo_indptr.tolist()
+        for row, kv_len in enumerate(batch.kv_lens.tolist()):
+            pages = batch.page_table[row].long()
+            k, v = (
+                memory[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(q.shape[1] // memory.shape[2], 1)
+                for memory in (self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id))
+            )
+            for token in range(starts[row], starts[row + 1]):
+                end = int(batch.positions[token]) + 1
+                first = 0 if layer.window is None else max(0, end - layer.window)
+                scores = torch.einsum("hd,khd->hk", q[token].float(), k[first:end]) * layer.scale
+                out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[first:end]).to(q.dtype)
+        return out

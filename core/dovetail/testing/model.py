@@ -1,0 +1,224 @@
+"""Conformance suite of model architectures.
+
+class TestMine(ModelSuite):
+    name = "mine"
+    configs = {"small": {...config.json...}}
+
+    def reference(self, directory):      # optional: an independent implementation of the checkpoint
+        model = ...
+        return lambda token_ids: model(token_ids)    # logits [len(token_ids), vocab_size]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail.errors import WeightsError
+from dovetail.interfaces.attention import AttentionBackend
+from dovetail.interfaces.cache import KVPool
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.layers.build import WeightFiller, as_module, build_model
+from dovetail.memory.pool import PagedKVPool
+from dovetail.plugins.specs import ComponentKind
+from dovetail.plugins.targets import load_attribute
+from dovetail.testing.batches import make_batch, make_page_table
+from dovetail.testing.component import ComponentSuite
+from dovetail.testing.eager import EagerAttention
+
+Reference = Callable[[Sequence[int]], torch.Tensor]
+"""Logits ``[tokens, vocab_size]`` of a token sequence."""
+
+Tensors = Mapping[str, torch.Tensor]
+PROMPT, STEPS = 23, 16
+
+
+class Rows:
+    """A model over a pool of its own: rows of tokens enter in any pieces, and their logits come back."""
+
+    def __init__(
+        self, model: ModelArchitecture, attention: AttentionBackend, pool: KVPool, lens: Sequence[int]
+    ) -> None:
+        self.model = model
+        self._attn, self._kv = (attention,), (pool,)
+        self._page_size = pool.page_size
+        self._table = make_page_table(lens, pool.page_size, pool.num_pages)
+        self._prefix = [0] * len(lens)
+
+    @torch.inference_mode()
+    def enter(self, pieces: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Let the next tokens of some rows enter in one batch. Returns logits ``[tokens, vocab_size]`` by row."""
+        rows = sorted(pieces, key=lambda row: -len(pieces[row]))  # extend rows first
+        lens = [len(pieces[row]) for row in rows]
+        batch = make_batch(
+            self._page_size,
+            self._table[rows],
+            [self._prefix[row] for row in rows],
+            lens,
+            input_ids=[token for row in rows for token in pieces[row]],
+            attn=self._attn,
+            kv=self._kv,
+        )
+        self._attn[0].plan(batch)
+        logits = self.model.logits(self.model.forward(batch)).split(lens)
+        for row in rows:
+            self._prefix[row] += len(pieces[row])
+        return dict(zip(rows, logits, strict=True))
+
+
+class ModelSuite(ComponentSuite):
+    """``name`` and ``configs`` are enough to run it; with ``reference`` it also checks the mathematics."""
+
+    kind: ClassVar[ComponentKind] = ComponentKind.MODEL
+    configs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """config.json files to test, by a name for the test report. Small ones: every test runs each."""
+    tolerance: ClassVar[float] = 1e-4
+    """Largest difference of logits in float32."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run the tests that take a ``case`` once per config."""
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", list(self.configs))
+
+    def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
+        """Write config.json and safetensors. The default makes up random weights from ``weights_map``."""
+        (directory / "config.json").write_text(json.dumps(config))
+        filler = WeightFiller(self.new_model(self.describe(directory)))
+        torch.manual_seed(0)
+        tensors = {name: torch.randn_like(filler.place(name)) * 0.2 for name in filler.targets}
+        save_file(tensors, directory / "model.safetensors")
+
+    def reference(self, directory: Path) -> Reference | None:
+        """An independent implementation of the checkpoint in float32, or None."""
+        return None
+
+    def make_attention(self, model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
+        """The attention that the model is tested with; by default an eager one."""
+        return EagerAttention(pool)
+
+    def describe(self, directory: Path) -> ModelInfo:
+        """What the component makes of the checkpoint's config.json."""
+        assert self.spec.describe is not None
+        config = json.loads((directory / "config.json").read_text())
+        return load_attribute(self.spec.describe, self.component.label)(config)
+
+    def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32) -> ModelArchitecture:
+        """A model whose weights hold anything."""
+        model = build_model(load_attribute(self.spec.target, self.component.label), info, torch.device("cpu"), dtype)
+        for parameter in as_module(model).parameters():
+            parameter.fill_(float("nan"))
+        return model
+
+    def load(
+        self, directory: Path, tensors: Tensors | None = None, dtype: torch.dtype = torch.float32
+    ) -> ModelArchitecture:
+        """The checkpoint's model, or the one that ``tensors`` make in its place."""
+        filler = WeightFiller(self.new_model(self.describe(directory), dtype))
+        for name, tensor in (read_tensors(directory) if tensors is None else tensors).items():
+            filler.fill(name, lambda tensor=tensor: tensor)
+        filler.finish()
+        return filler.model
+
+    def rows(self, model: ModelArchitecture, lens: Sequence[int], page_size: int = 4) -> Rows:
+        """``model`` over a new pool for rows of up to ``lens`` tokens. What nobody wrote there is NaN."""
+        (group,) = model.info.cache_groups
+        num_pages = 1 + sum(-(-n // page_size) for n in lens)
+        dtype = next(as_module(model).parameters()).dtype
+        pool = PagedKVPool(group, num_pages, page_size, dtype, "cpu")
+        for memory in (pool.k, pool.v):
+            memory.fill_(float("nan"))
+        return Rows(model, self.make_attention(model, pool), pool, lens)
+
+    def logits(self, model: ModelArchitecture, tokens: Sequence[int], chunk: int, decode: int = 0) -> torch.Tensor:
+        """Logits of every token of one row: prefilled in chunks, the last ``decode`` tokens one at a time."""
+        rows, prompt = self.rows(model, [len(tokens)]), len(tokens) - decode
+        pieces = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
+        pieces += [tokens[i : i + 1] for i in range(prompt, len(tokens))]
+        return torch.cat([rows.enter({0: piece})[0] for piece in pieces])
+
+    @pytest.fixture
+    def checkpoint(self, case: str, tmp_path: Path) -> Path:
+        """A directory that holds the case's checkpoint."""
+        self.write_checkpoint(self.configs[case], tmp_path)
+        return tmp_path
+
+    @pytest.mark.parametrize("chunk", [PROMPT, 7, 1])
+    def test_logits_are_those_of_the_reference(self, case: str, checkpoint: Path, chunk: int) -> None:
+        """On every token of a chunked prefill and on every decode step."""
+        reference = self.reference(checkpoint)
+        if reference is None:
+            pytest.skip("no reference given")
+        model = self.load(checkpoint)
+        tokens = random_tokens(model.info, PROMPT + STEPS)
+        difference = (self.logits(model, tokens, chunk, STEPS) - reference(tokens)).abs().max()
+        assert difference < self.tolerance
+
+    def test_chunks_do_not_matter(self, case: str, checkpoint: Path) -> None:
+        """A prompt gives the same logits in one piece and in many."""
+        model = self.load(checkpoint)
+        tokens = random_tokens(model.info, PROMPT)
+        whole = self.logits(model, tokens, PROMPT)
+        assert whole.isfinite().all()
+        for chunk in (1, 3, 8):
+            assert (self.logits(model, tokens, chunk) - whole).abs().max() < self.tolerance
+
+    def test_rows_do_not_matter(self, case: str, checkpoint: Path) -> None:
+        """A row gives the same logits alone and beside others that extend and decode."""
+        model = self.load(checkpoint)
+        lens = [PROMPT, 5, 11]
+        texts = [random_tokens(model.info, n, seed) for seed, n in enumerate(lens)]
+        alone = [self.logits(model, text, len(text)) for text in texts]
+        rows = self.rows(model, lens)
+        first = rows.enter({0: texts[0][:9], 1: texts[1][:4]})
+        mixed = rows.enter({0: texts[0][9:], 1: texts[1][4:], 2: texts[2]})
+        together = [torch.cat((first[0], mixed[0])), torch.cat((first[1], mixed[1])), mixed[2]]
+        for got, expected in zip(together, alone, strict=True):
+            assert (got - expected).abs().max() < self.tolerance
+
+    def test_every_tensor_counts(self, case: str, checkpoint: Path) -> None:
+        """Logits change with every tensor of the checkpoint that the model does not ignore."""
+        tensors = read_tensors(checkpoint)
+        model = self.load(checkpoint)
+        tokens = random_tokens(model.info, PROMPT)
+        before = self.logits(model, tokens, PROMPT)
+        for name in model.weights_map():
+            torch.manual_seed(1)
+            changed = {**tensors, name: tensors[name] + torch.randn_like(tensors[name])}
+            after = self.logits(self.load(checkpoint, changed), tokens, PROMPT)
+            assert (after - before).abs().max() > self.tolerance, f"{name} does not matter"
+
+    def test_a_tensor_too_few_or_too_many_is_refused(self, case: str, checkpoint: Path) -> None:
+        """Every tensor that the model maps is needed, and one that it does not know is not swallowed."""
+        tensors = read_tensors(checkpoint)
+        for name in self.load(checkpoint).weights_map():
+            with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+                self.load(checkpoint, {k: v for k, v in tensors.items() if k != name})
+        with pytest.raises(WeightsError, match="surplus"):
+            self.load(checkpoint, {**tensors, "surplus.weight": torch.zeros(1)})
+
+    def test_bfloat16_stays_close(self, case: str, checkpoint: Path) -> None:
+        """Logits in bfloat16 differ from those in float32 by a few roundings, not by a mistake."""
+        exact, rough = self.load(checkpoint), self.load(checkpoint, dtype=torch.bfloat16)
+        tokens = random_tokens(exact.info, PROMPT + STEPS)
+        expected = self.logits(exact, tokens, 8, STEPS)
+        got = self.logits(rough, tokens, 8, STEPS)
+        assert got.dtype == torch.bfloat16
+        error = (got.float() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+        assert error < 0.05
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint in ``directory``."""
+    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def random_tokens(info: ModelInfo, count: int, seed: int = 0) -> list[int]:
+    """Token ids of the model's vocabulary, the same for one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(info.vocab_size, (count,), generator=generator).tolist()

@@ -1,0 +1,31 @@
+"""What this package registers. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.plugins.hookspecs import hookimpl
+from dovetail.plugins.specs import ComponentKind, ComponentSpec
+
+
+def _dense(name: str, config: str, architecture: str, summary: str) -> ComponentSpec:
+    return ComponentSpec(
+        kind=ComponentKind.MODEL,
+        name=name,
+        target="dovetail_models.dense:DenseModel",
+        config=f"dovetail_models.config:{config}",
+        describe=f"dovetail_models.describe:describe_{name}",
+        aliases=(architecture,),
+        summary=summary,
+    )
+
+
+@hookimpl
+def register_models() -> Sequence[ComponentSpec]:
+    """The dense Llama family."""
+    return (
+        _dense("llama", "LlamaConfig", "LlamaForCausalLM", "Llama 2 and 3, and models of their shape."),
+        _dense("mistral", "MistralConfig", "MistralForCausalLM", "Mistral, with its sliding window."),
+        _dense("qwen2", "Qwen2Config", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense."),
+        _dense("qwen3", "Qwen3Config", "Qwen3ForCausalLM", "Qwen3, dense: norms over query and key heads."),
+    )

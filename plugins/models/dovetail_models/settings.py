@@ -1,0 +1,101 @@
+"""Reading config.json: typed values, and the settings that change a model's mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dovetail.errors import ConfigError
+
+MATHS: dict[str, tuple[Any, ...]] = {
+    "alibi": (False,),
+    "attention_bias": (False,),
+    "attention_chunk_size": (),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "bias": (False,),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "layer_types": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "mlp_bias": (False,),
+    "no_rope_layers": ([],),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "parallel_attn": (False,),
+    "partial_rotary_factor": (1,),
+    "qk_layernorm": (False,),
+    "quantization_config": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "sliding_window": (),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
+"""Settings seen in the dense families, with the values (besides null) that leave the plain architecture as it is."""
+
+
+def refuse_unread(config: Mapping[str, Any], read: Collection[str], architecture: str) -> None:
+    """Raise ``ConfigError`` for a setting of ``MATHS`` that ``architecture`` does not read and that is not neutral."""
+    for key, neutral in MATHS.items():
+        value = config.get(key)
+        if key not in read and value is not None and value not in neutral:
+            allowed = ", ".join(["null or absent", *map(repr, neutral)])
+            raise ConfigError(
+                f"config.json: {key} is {_short(value)}, which {architecture} does not implement here; allowed: {allowed}"
+            )
+
+
+def read_int(config: Mapping[str, Any], key: str, default: int | None = None, minimum: int = 1) -> int:
+    """An integer; null counts as absent. Raises ``ConfigError``."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ConfigError(f"config.json has no {key}; an integer of at least {minimum} is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: an integer of at least {minimum}")
+    return value
+
+
+def read_flag(config: Mapping[str, Any], key: str) -> bool:
+    """A boolean, by default false. Raises ``ConfigError``."""
+    value = config.get(key) or False
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: true, false")
+    return value
+
+
+def read_float(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A positive number. Raises ``ConfigError``."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: a number above 0")
+    return float(value)
+
+
+def read_dtype(config: Mapping[str, Any]) -> str:
+    """The checkpoint's dtype: ``dtype`` in transformers 5, ``torch_dtype`` before. Raises ``ConfigError``."""
+    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    allowed = ("float32", "bfloat16", "float16")
+    if value not in allowed:
+        raise ConfigError(f"config.json: dtype is {_short(value)}; allowed: {', '.join(allowed)}")
+    return value
+
+
+def read_eos(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """``eos_token_id``: null, one id or several. Raises ``ConfigError``."""
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(f"config.json: eos_token_id is {_short(value)}; allowed: null, a token id or a list of them")
+    return tuple(ids)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
