@@ -32,3 +32,17 @@ def fake(fake_url: str) -> Iterator[httpx.Client]:
     """A client of it."""
     with httpx.Client(base_url=fake_url, timeout=30) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def tiny_url() -> Iterator[str]:
+    """A server of the embedded model: real engine process, weights and tokenizer. Shared; leave it as you found it."""
+    with running_server(config_with(max_body_mib=8, drain_seconds=5)) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_url: str) -> Iterator[httpx.Client]:
+    """A client of it."""
+    with httpx.Client(base_url=tiny_url, timeout=120) as client:
+        yield client

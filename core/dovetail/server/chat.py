@@ -52,13 +52,13 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
     """A message as chat templates expect it: text content in one string, tool arguments parsed, no empty fields."""
-    plain = {name: value for name, value in message.model_dump().items() if value is not None}
-    plain["role"] = "system" if message.role == "developer" else message.role
-    plain["content"] = _text(message.content, index)
-    for call in plain.get("tool_calls") or []:
-        function = call.get("function") if isinstance(call, dict) else None
-        if function and isinstance(function.get("arguments"), str):
-            function["arguments"] = _arguments(function["arguments"], index)
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message.content, index),
+    }
+    plain |= {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(plain["tool_calls"], index)
     return plain
 
 
@@ -78,13 +78,20 @@ def _part(part: dict[str, Any], index: int) -> str:
     return part["text"]
 
 
-def _arguments(text: str, index: int) -> Any:
+def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    """Calls of an earlier turn; templates expect their arguments parsed."""
     try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+        return [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
+    except (TypeError, KeyError, msgspec.DecodeError, RecursionError) as error:
         raise RequestError(
-            f"messages.{index}.tool_calls has arguments that are no JSON: {error}", param="messages"
+            f"messages.{index}.tool_calls is not a list of {{'function': {{'name': ..., 'arguments': JSON}}}}: {error!r}",
+            param="messages",
         ) from None
+
+
+def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    given = function["arguments"]
+    return {**function, "arguments": msgspec.json.decode(given) if isinstance(given, str) else given}
 
 
 class ChatFormat:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _LAST_WORDS_SECONDS = 0.05
 _EXIT_SECONDS = 5.0
+_FRAMES_AT_ONCE = 16
 
 
 class EngineClient:
@@ -205,13 +206,16 @@ class EngineClient:
             raise EngineDeadError("the engine process does not take messages") from None
 
     def _on_readable(self) -> None:
-        """The descriptor is edge-triggered: read until there is nothing left."""
-        while not self._inbox.closed:
+        """The descriptor is edge-triggered: read until there is nothing left, with a pause for others now and then."""
+        for _ in range(_FRAMES_AT_ONCE):
+            if self._inbox.closed:
+                return
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._dispatch(decode_from_engine(frame))
+        self._loop.call_soon(self._on_readable)
 
     def _dispatch(self, answers: list[Answer]) -> None:
         touched: dict[int, OutputStream] = {}

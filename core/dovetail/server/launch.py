@@ -37,7 +37,7 @@ def serve(config: Config, registry: Any = None, target: EngineTarget = run_engin
     ``Registry``, whose hooks may add metrics; ``target`` is what the engine process runs. Raises ``ConfigError`` or
     ``EngineError`` if it cannot start."""
     started = time.perf_counter()
-    with _listen(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, registry, target, listener, started))
 
 
@@ -61,7 +61,7 @@ def running_server(config: Config, registry: Any = None, target: EngineTarget = 
         finally:
             up.set()
 
-    with _listen(config) as listener:
+    with _bind(config) as listener:
         thread = threading.Thread(target=work, name="dovetail-server", daemon=True)
         thread.start()
         up.wait()
@@ -88,8 +88,8 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, and tells that the server listens."""
-        await super().startup(sockets)
         self._event_loop = asyncio.get_running_loop()
+        await super().startup(sockets)
         self._on_started(self)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -170,18 +170,19 @@ def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
         log_level="warning",
         access_log=config.server.log_level == "debug",
         server_header=False,
+        timeout_keep_alive=65,
         timeout_graceful_shutdown=1,
     )
 
 
-def _listen(config: Config) -> socket.socket:
+def _bind(config: Config) -> socket.socket:
+    """A bound socket; it listens only once the engine is ready, so that nobody waits for an answer before."""
     host, port = config.server.host, config.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)
     except OSError as error:
         listener.close()
         raise ConfigError(

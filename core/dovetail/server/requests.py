@@ -39,6 +39,11 @@ class ParsedRequest:
     namespace: str = ""
     priority: int = 0
 
+    @property
+    def num_outputs(self) -> int:
+        """How many sequences are generated."""
+        return sum(prompt.params.n for prompt in self.prompts)
+
     def messages(self) -> list[GenerateMsg]:
         """What the engine is told: ``n`` messages a prompt, prompt by prompt, with ids that never come again."""
         return [msg for prompt in self.prompts for msg in self._siblings(prompt)]
@@ -94,7 +99,7 @@ def _schema_text(schema: object, param: str) -> str:
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise GrammarError(f"{param} is not valid JSON: {error}", param=param) from error
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"{param} is {schema!r:.80}; allowed: a JSON schema, which is an object", param=param)

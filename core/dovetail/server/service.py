@@ -50,6 +50,9 @@ class Service:
     def submit(self, parsed: ParsedRequest) -> Outputs:
         """Send a request to the engine. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
         self.check_ready()
+        most = self.config.scheduler.max_waiting
+        if parsed.num_outputs > most:
+            raise RequestError(f"the request asks for {parsed.num_outputs} outputs; at most {most} may wait", param="n")
         for prompt in parsed.prompts:
             self._check_ids(prompt.ids, prompt.params.stop_token_ids, prompt.params.logit_bias)
         msgs = parsed.messages()
@@ -74,7 +77,7 @@ class Service:
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation, the assistant's turn opened. Raises ``RequestError``."""
-        large = sum(len(message["content"]) for message in messages) >= _LARGE
+        large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
         text = await _in_thread(large, self.tokenizer.apply_chat_template, messages, None, True, extra)
         return await self.encode(text, add_special_tokens=False)
 

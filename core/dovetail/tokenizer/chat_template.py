@@ -77,7 +77,7 @@ class ChatTemplate:
             raise RequestError(f"chat template variables may not set {clash}", param="chat_template_kwargs")
         try:
             return self._template.render({"documents": None, **self._variables, **extra, **own})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise RequestError(
                 f"the model's chat template refuses this conversation: {error}", param="messages"
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ class StopHit(NamedTuple):
 
 
 class StopFinder:
-    """An Aho-Corasick automaton (Aho and Corasick, 1975) over the stop strings.
+    """Looks for stop strings; costs O(new characters) a piece.
 
     ``pending`` is the length of the longest suffix of the text so far that may become a stop string. Where two stop
     strings overlap, the one that ends first is found, and of those that end together the longest; so the answer does
@@ -24,42 +25,54 @@ class StopFinder:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._edges: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._hit: list[str | None] = [None]
-        self._fail = [0]
-        for stop in stops:
-            self._add(stop)
-        self._link()
-        self._first = re.compile("[" + "".join(re.escape(char) for char in self._edges[0]) + "]")
+        self._automaton = _automaton(tuple(stops))
         self._state = 0
 
     @property
     def pending(self) -> int:
         """Characters at the end of the text that may be the beginning of a stop string."""
-        return self._depth[self._state]
+        return self._automaton.depth[self._state]
 
     def feed(self, text: str) -> StopHit | None:
         """Look at the next piece, up to the end of the first stop string in it; what follows has not been looked at."""
-        index = 0
+        automaton, state, index = self._automaton, self._state, 0
         while index < len(text):
-            if self._state == 0:  # most text cannot start a stop string: skip it at the speed of re
-                start = self._first.search(text, index)
+            if state == 0:  # most text cannot start a stop string: skip it at the speed of re
+                start = automaton.first.search(text, index)
                 if start is None:
-                    return None
+                    break
                 index = start.start()
-            self._advance(text[index])
+            state = automaton.next(state, text[index])
             index += 1
-            hit = self._hit[self._state]
+            hit = automaton.hit[state]
             if hit is not None:
+                self._state = state
                 return StopHit(hit, index)
+        self._state = state
         return None
 
-    def _advance(self, char: str) -> None:
-        state = self._state
+
+class _Automaton:
+    """Aho and Corasick, "Efficient string matching" (1975). States are prefixes of the stop strings, 0 the empty one.
+
+    ``depth[s]`` is the length of state s, ``hit[s]`` the longest stop string that is a suffix of it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.depth = [0]
+        self.hit: list[str | None] = [None]
+        self._edges: list[dict[str, int]] = [{}]
+        self._fail = [0]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self.first = re.compile("[" + "".join(re.escape(char) for char in self._edges[0]) + "]")
+
+    def next(self, state: int, char: str) -> int:
+        """The longest suffix of the text that is a state, after one more character."""
         while state and char not in self._edges[state]:
             state = self._fail[state]
-        self._state = self._edges[state].get(char, 0)
+        return self._edges[state].get(char, 0)
 
     def _add(self, stop: str) -> None:
         node = 0
@@ -67,22 +80,25 @@ class StopFinder:
             if char not in self._edges[node]:
                 self._edges[node][char] = len(self._edges)
                 self._edges.append({})
-                self._depth.append(self._depth[node] + 1)
-                self._hit.append(None)
+                self.depth.append(self.depth[node] + 1)
+                self.hit.append(None)
                 self._fail.append(0)
             node = self._edges[node][char]
-        self._hit[node] = stop
+        self.hit[node] = stop
 
     def _link(self) -> None:
-        """Breadth first: the fail link of a node is the longest proper suffix that is a node as well."""
+        """Breadth first: the fail link of a node is its longest proper suffix that is a node as well."""
         queue = deque(self._edges[0].values())
         while queue:
             node = queue.popleft()
             for char, child in self._edges[node].items():
-                fallback = self._fail[node]
-                while fallback and char not in self._edges[fallback]:
-                    fallback = self._fail[fallback]
-                self._fail[child] = self._edges[fallback].get(char, 0)
-                if self._hit[child] is None:
-                    self._hit[child] = self._hit[self._fail[child]]
+                self._fail[child] = self.next(self._fail[node], char)
+                if self.hit[child] is None:
+                    self.hit[child] = self.hit[self._fail[child]]
                 queue.append(child)
+
+
+@functools.lru_cache(maxsize=64)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """Shared: the n outputs of a request have the same stop strings, and so do most requests of an application."""
+    return _Automaton(stops)
