@@ -50,7 +50,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Config | None = None, *, config_file: str | Path | None = None, **sections: Any
+        self, model: str | Config | None = None, /, *, config_file: str | Path | None = None, **sections: Any
     ) -> None:
         from dovetail.loop import Loop
 
