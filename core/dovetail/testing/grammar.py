@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.grammar import GrammarBackend, Matcher
+from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher
 from dovetail.plugins.specs import ComponentKind
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.grammar_cases import (
@@ -36,6 +36,7 @@ from dovetail.types import GrammarSpec, IntArray
 
 WIDTH = -(-VOCAB_SIZE // 32)
 STEPS = 24
+_REGULAR = frozenset(case.spec for case in REGULAR)
 GARBAGE = -0x5A5A5A5B
 
 each_exact = pytest.mark.parametrize("case", [*FINITE, *REGULAR, *EBNF], ids=lambda case: case.spec.text[:24])
@@ -85,26 +86,27 @@ class GrammarSuite(ComponentSuite):
     """``class TestMine(GrammarSuite): name = "mine"`` is a whole test file."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.GRAMMAR
+    partial: ClassVar[bool] = False
+    """True: of the regexes it understands alternations of plain texts, and refuses those of the rest that it must."""
 
     def make(self) -> GrammarBackend:
         """A new backend for the suite's vocabulary. Override it to test a class that no plugin registers."""
         return self.build(context())
 
-    def matcher(self, spec: GrammarSpec) -> Matcher:
-        """A fresh matcher; skips where the backend does not offer the kind of constraint."""
+    def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
+        """The constraint, compiled; skips where it is of a kind that the backend does not offer."""
         self.require(FEATURES[spec.kind])
-        return self._compile(self.make(), spec).matcher()
-
-    def _compile(self, backend: GrammarBackend, spec: GrammarSpec):  # noqa: ANN202  CompiledGrammar
-        if spec not in [case.spec for case in FINITE] and self.refused(spec):
-            with pytest.raises(GrammarError):
-                backend.compile(spec)
-            pytest.skip(f"{self.name} refuses this {spec.kind}")
+        backend = self.make()
+        if self.partial and spec in _REGULAR:
+            try:
+                return backend.compile(spec)
+            except GrammarError as error:
+                pytest.skip(f"{self.name} refuses it: {error}")
         return backend.compile(spec)
 
-    def refused(self, spec: GrammarSpec) -> bool:
-        """Override it to return True for constraints that the backend does not support: then it must refuse them."""
-        return False
+    def matcher(self, spec: GrammarSpec) -> Matcher:
+        """A fresh matcher."""
+        return self.compiled(spec).matcher()
 
     # -- soundness and completeness ----------------------------------------------------------------------------------
 
@@ -257,9 +259,7 @@ class GrammarSuite(ComponentSuite):
     @each_exact
     def test_matchers_of_one_grammar_are_independent(self, case: ExactCase) -> None:
         """Interleaved, each goes its own way; filled together, each row is what it is alone."""
-        self.require(FEATURES[case.spec.kind])
-        backend = self.make()
-        compiled = self._compile(backend, case.spec)
+        backend, compiled = self.make(), self.compiled(case.spec)
         assert compiled.num_bytes >= 0
         texts = [_spell(text.encode(), lambda ids: ids[0]) for text in case.texts]
         matchers = [compiled.matcher() for _ in texts]
@@ -298,7 +298,7 @@ class GrammarSuite(ComponentSuite):
     def test_compiles_in_many_threads(self) -> None:
         """``compile`` is safe to call from several threads, and gives what it gives alone."""
         specs = [case.spec for case in [*FINITE, *REGULAR, *EBNF, *SCHEMAS] if self.offers(FEATURES[case.spec.kind])]
-        specs = [spec for spec in specs if not self.refused(spec)]
+        specs = [spec for spec in specs if not (self.partial and spec in _REGULAR)]
         backend = self.make()
         alone = [allowed_tokens(self.make().compile(spec).matcher()) for spec in specs]
         with ThreadPoolExecutor(8) as pool:

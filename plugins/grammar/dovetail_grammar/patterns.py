@@ -139,7 +139,7 @@ def bounded(node: Node, low: int, high: int | None) -> Node | None:
     least, most = width(node)
     if low <= least and (high is None or (most is not None and most <= high)):
         return node
-    if (high is not None and least > high) or (most is not None and most < low):
+    if (high is not None and (high < low or high < least)) or (most is not None and most < low):
         return None
     items = node.items if isinstance(node, Seq) else (node,)
     loose = [i for i, item in enumerate(items) if len(set(width(item))) > 1]
