@@ -14,8 +14,8 @@ MAX_PATTERN = 2000
 """Characters of a pattern with its repetitions written out; xgrammar's time grows with the square."""
 MAX_INT = 2**63 - 1
 MAX_ENUM = 1000
-_EXACT = 1e9
-"""Beyond this, xgrammar's six decimals are finer than a double is; fractional bounds are moved inwards to an integer."""
+_COARSE = 1e9
+"""From here on the six decimals that xgrammar writes are finer than a double, so bounds become integers further in."""
 
 
 def text_pattern(pattern: str, path: str) -> Node:
@@ -64,8 +64,9 @@ def number(s: dict[str, Any], path: str) -> dict[str, Any] | None:
         given = [(sign * s[name], name == exclusive) for name in (key, exclusive) if name in s]
         if given:
             value, strict = max(given)
-            inward, strict = (math.ceil(value), False) if value % 1 and abs(value) >= _EXACT else (value, strict)
-            bounds[exclusive if strict else key] = sign * inward
+            if abs(value) >= _COARSE:
+                value, strict = (math.floor(value) + 1 if strict else math.ceil(value)), False
+            bounds[exclusive if strict else key] = sign * value
     if not _possible(bounds):
         return None
     return {"type": "number", **bounds}
