@@ -1,0 +1,200 @@
+"""Ops and layers against plain float64 mathematics.
+
+Run: python -m pytest tests/core/test_ops_layers.py
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dovetail.layers.base import prepare_layers
+from dovetail.layers.embedding import Embedding, LMHead
+from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.norm import HeadNorm, RMSNorm
+from dovetail.layers.rope import RopeConfig, RopeKind
+from dovetail.layers.rotary import Rotary
+from dovetail.ops.activation import silu_mul
+from dovetail.ops.linear import linear, panel_linear, row_panels
+from dovetail.ops.norm import norm_scale, rms_norm, rms_norm_cpu
+from dovetail.ops.rotary import apply_rotary
+
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def filled(layer: torch.nn.Module) -> torch.nn.Module:
+    for parameter in layer.parameters():
+        parameter.normal_()
+    return layer
+
+
+@each_dtype
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("shape", [(1, 256), (16, 256), (3, 5, 8)])
+def test_both_norms_are_the_formula(dtype: torch.dtype, tolerance: float, scale: float, shape: tuple[int, ...]) -> None:
+    x, weight, eps = (torch.randn(shape) * scale).to(dtype), torch.randn(shape[-1]).to(dtype), 1e-5
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    for got in (rms_norm(x, weight, eps), rms_norm_cpu(x, norm_scale(weight, eps))):
+        assert got.dtype == dtype
+        assert ((got.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
+
+
+def test_the_norm_of_nothing_is_nothing() -> None:
+    weight = torch.ones(8)
+    assert rms_norm_cpu(torch.zeros(2, 8), norm_scale(weight, 1e-6)).equal(torch.zeros(2, 8))
+
+
+def test_add_forward_returns_norm_and_sum() -> None:
+    layer = RMSNorm(8, 1e-5)
+    filled(layer)
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    expected, kept = x + residual, residual.clone()
+    normed, total = layer.add_forward(x, residual)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(normed, rms_norm(expected, layer.weight, 1e-5))
+    assert residual.equal(kept)
+
+
+def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:
+    layer = HeadNorm(4, 2, 8, 1e-5)
+    filled(layer)
+    qk = torch.randn(3, 6, 8)
+    got = layer.forward(qk)
+    torch.testing.assert_close(got[:, :4], rms_norm(qk[:, :4], layer.q_weight, 1e-5))
+    torch.testing.assert_close(got[:, 4:], rms_norm(qk[:, 4:], layer.k_weight, 1e-5))
+
+
+@each_dtype
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(256, 256), (4096, 64), (768, 100)])
+@pytest.mark.parametrize("threads", [2, 3, 4, 16])
+def test_panels_are_the_product(
+    dtype: torch.dtype, tolerance: float, bias: bool, rows: int, width: int, threads: int
+) -> None:
+    weight, x = torch.randn(rows, width).to(dtype), torch.randn(1, width).to(dtype)
+    shift = torch.randn(rows).to(dtype) if bias else None
+    panels = row_panels(weight, threads)
+    assert panels is not None
+    assert 1 < panels.shape[0] <= threads
+    assert panels.data_ptr() == weight.data_ptr()
+    got = panel_linear(x, panels, shift)
+    exact = linear(x.double(), weight.double(), None if shift is None else shift.double())
+    assert got.shape == (1, rows)
+    assert ((got.double() - exact).abs() <= 4 * tolerance * math.sqrt(width)).all()
+
+
+def test_no_panels_where_one_is_best() -> None:
+    assert row_panels(torch.zeros(64, 64), 4) is None  # too small
+    assert row_panels(torch.zeros(256, 256), 1) is None
+    assert row_panels(torch.zeros(257, 256), 2) is None  # prime
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_gives_one_token_what_it_gives_many(bias: bool) -> None:
+    layer = Linear(256, 512, bias=bias)
+    filled(layer)
+    x = torch.randn(5, 256)
+    together = layer.forward(x)
+    alone = torch.cat([layer.forward(x[i : i + 1]) for i in range(5)])
+    torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(together, torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_fused_linear_knows_its_parts() -> None:
+    layer = FusedLinear(8, {"q": 6, "k": 2, "v": 4})
+    assert layer.weight.shape == (12, 8)
+    assert [layer.rows(part) for part in "qkv"] == [(0, 6), (6, 2), (8, 4)]
+
+
+def test_a_moved_layer_computes_with_its_new_parameters() -> None:
+    layer = Linear(256, 512)
+    filled(layer)
+    layer.forward(torch.zeros(1, 256))
+    layer.to(torch.float64)
+    x = torch.randn(1, 256, dtype=torch.float64)
+    torch.testing.assert_close(layer.forward(x), linear(x, layer.weight))
+
+
+def test_prepare_layers_takes_up_new_weights() -> None:
+    layer, x = RMSNorm(8, 1e-5), torch.randn(2, 8)
+    layer.weight.fill_(1.0)
+    before = layer.forward(x)
+    layer.weight.fill_(2.0)
+    prepare_layers(layer)
+    torch.testing.assert_close(layer.forward(x), before * 2)
+
+
+@each_dtype
+def test_silu_mul(dtype: torch.dtype, tolerance: float) -> None:
+    gate_up = torch.randn(3, 64).to(dtype)
+    before = gate_up.clone()
+    gate, up = gate_up.double().chunk(2, -1)
+    exact = gate / (1 + (-gate).exp()) * up
+    assert ((silu_mul(gate_up).double() - exact).abs() <= 2 * tolerance * (exact.abs() + 1)).all()
+    assert gate_up.equal(before)
+
+
+def test_mlp_is_the_formula() -> None:
+    layer = GatedMLP(8, 12, bias=True)
+    filled(layer)
+    x = torch.randn(3, 8)
+    gate, up = (x @ layer.gate_up.weight.t() + layer.gate_up.bias).chunk(2, -1)
+    expected = (gate * gate.sigmoid() * up) @ layer.down.weight.t() + layer.down.bias
+    torch.testing.assert_close(layer.forward(x), expected, rtol=1e-5, atol=1e-4)
+
+
+@each_dtype
+def test_rotary_turns_each_pair_by_its_angle(dtype: torch.dtype, tolerance: float) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        layer = Rotary(RopeConfig(head_dim=8, theta=100.0, original_len=64, context_len=64))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    positions = torch.tensor([0, 5, 63])
+    x = torch.randn(3, 2, 8).to(dtype)
+    kept = x.clone()
+    got = apply_rotary(x, *layer.forward(positions))
+    pairs = torch.complex(x[..., :4].double(), x[..., 4:].double())
+    angles = positions[:, None].double() * 100.0 ** (-torch.arange(4).double() / 4)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    exact = torch.cat((turned.real, turned.imag), -1)
+    assert got.dtype == dtype
+    assert x.equal(kept)
+    assert ((got.double() - exact).abs() <= 4 * tolerance * (exact.abs() + 1)).all()
+
+
+def test_linear_rope_is_positions_pressed_together() -> None:
+    plain = Rotary(RopeConfig(8, 100.0, 64, 64)).forward(torch.tensor([3]))
+    pressed = Rotary(RopeConfig(8, 100.0, 64, 256, RopeKind.LINEAR, 4.0)).forward(torch.tensor([12]))
+    torch.testing.assert_close(pressed, plain)
+
+
+def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
+    rope = RopeConfig(64, 10000.0, 4096, 16384, RopeKind.YARN, 4.0, attention_factor=1.2)
+    plain = RopeConfig(64, 10000.0, 4096, 4096).inverse_frequencies()
+    ratio = plain / rope.inverse_frequencies()
+    assert ratio[0] == pytest.approx(1.0)
+    assert ratio[-1] == pytest.approx(4.0)
+    assert (ratio[1:] >= ratio[:-1] - 1e-6).all()
+    cos, sin = Rotary(rope).forward(torch.tensor([7]))
+    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, 1.2))
+
+
+def test_a_tied_head_shares_the_embedding() -> None:
+    embed = Embedding(300, 64)
+    head = LMHead(64, 300, tied=embed)
+    filled(embed)
+    assert head.weight is embed.weight
+    hidden = embed.forward(torch.tensor([7]))
+    assert hidden.equal(embed.weight[7:8])
+    torch.testing.assert_close(head.forward(hidden), hidden @ embed.weight.t())
+    assert LMHead(64, 300).weight.shape == (300, 64)

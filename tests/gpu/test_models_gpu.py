@@ -1,0 +1,113 @@
+"""The dense family on CUDA: against the same weights on the CPU, eager attention, float32 and bfloat16.
+
+Run on a GPU machine: python -m pytest tests/gpu/test_models_gpu.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.engine.weights import build_model, load_weights
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.layers.build import WeightFiller, as_module
+from dovetail.memory.pool import PagedKVPool
+from dovetail.testing.batches import make_batch, make_page_table
+from dovetail.testing.eager import EagerAttention
+from dovetail.testing.model import random_tokens
+from dovetail_models.dense import DenseModel
+from dovetail_models.describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+INFOS = {
+    "llama": describe_llama({**SMALL, "tie_word_embeddings": True}),
+    "mistral": describe_mistral({**SMALL, "sliding_window": 6}),
+    "qwen2": describe_qwen2(SMALL),
+    "qwen3": describe_qwen3({**SMALL, "rope_scaling": YARN}),
+}
+
+
+def make_model(info: ModelInfo, device: str, dtype: torch.dtype) -> ModelArchitecture:
+    """The same random weights on every device."""
+    model = build_model(DenseModel, info, torch.device(device), dtype)
+    filler = WeightFiller(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name in filler.targets:
+            tensor = torch.randn(filler.place(name).shape, generator=generator) * 0.2
+            filler.fill(name, lambda tensor=tensor: tensor)
+    filler.finish()
+    return model
+
+
+@torch.inference_mode()
+def run(model: ModelArchitecture, texts: Sequence[Sequence[int]], prefix: int) -> torch.Tensor:
+    """Logits of the tokens after ``prefix``: a prefill of all rows, then the last tokens one by one."""
+    parameter = next(as_module(model).parameters())
+    device, lens = parameter.device, [len(text) for text in texts]
+    table = make_page_table(lens, 4, 64)
+    pool = PagedKVPool(model.info.cache_groups[0], 64, 4, parameter.dtype, device)
+    attention, found = EagerAttention(pool), []
+    for start, end in [(0, prefix), *((i, i + 1) for i in range(prefix, max(lens)))]:
+        rows = [r for r, length in enumerate(lens) if length >= end]
+        ids = [token for r in rows for token in texts[r][start:end]]
+        batch = make_batch(
+            4,
+            table[rows],
+            [start] * len(rows),
+            [end - start] * len(rows),
+            input_ids=ids,
+            device=device,
+            attn=(attention,),
+            kv=(pool,),
+        )
+        found.append(model.logits(model.forward(batch)))
+    return torch.cat(found).float().cpu()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("name", list(INFOS))
+def test_cuda_agrees_with_the_cpu(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    info = INFOS[name]
+    texts = [random_tokens(info, 24, seed) for seed in range(3)]
+    expected = run(make_model(info, "cpu", torch.float32), texts, 17)
+    got = run(make_model(info, "cuda", dtype), texts, 17)
+    assert (got - expected).pow(2).mean().sqrt() < tolerance * expected.pow(2).mean().sqrt()
+
+
+def test_dummy_weights_are_made_on_the_device(tmp_path: Path) -> None:
+    first, second = (build_model(DenseModel, INFOS["llama"], torch.device("cuda"), torch.bfloat16) for _ in range(2))
+    for model in (first, second):
+        load_weights(model, tmp_path, "dummy", 7)
+    pairs = zip(as_module(first).parameters(), as_module(second).parameters(), strict=True)
+    assert all(a.is_cuda and a.equal(b) for a, b in pairs)
+
+
+def test_weights_load_straight_to_the_device(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model: Any = build_model(DenseModel, INFOS["qwen3"], torch.device("cuda"), torch.bfloat16)
+    filler = WeightFiller(model)
+    tensors = {name: torch.randn(filler.place(name).shape) for name in filler.targets}
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_weights(model, tmp_path)
+    assert model.head.weight.is_cuda
+    assert model.head.weight.cpu().equal(tensors["lm_head.weight"].bfloat16())
