@@ -25,6 +25,9 @@ class Filters:
 def sample(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch.Tensor:
     """Sample one token per row by inversion: the first whose cumulative probability exceeds ``uniform`` of the total.
 
+    Probabilities are summed in the order of token ids, also behind filters: a row's token depends neither on what other
+    rows filter nor on how nearly equal probabilities sort.
+
     ``logits`` float32 ``[n, V]`` (-inf where forbidden), ``uniform`` float64 ``[n]`` in [0, 1). Returns int64 ``[n]``.
     Filters apply in the order top-k, top-p (on what top-k left, renormalised), min-p (relative to the best token).
     A token of probability 0 is never returned.
@@ -33,11 +36,10 @@ def sample(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> tor
     if filters.any_greedy:
         temperature = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
     probs = torch.softmax(logits / temperature, dim=-1)
-    if filters.top_k is None and filters.top_p is None and filters.min_p is None:
-        chosen = _invert(probs, uniform)
-    else:
-        probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        chosen = order.gather(1, _invert(_filter(probs, filters), uniform)[:, None])[:, 0]
+    if not (filters.top_k is None and filters.top_p is None and filters.min_p is None):
+        best, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+        probs = torch.zeros_like(probs).scatter_(1, order, _filter(best, filters))
+    chosen = _invert(probs, uniform)
     if filters.any_greedy:
         chosen = torch.where(filters.temperature[:, 0] == 0, logits.argmax(dim=-1), chosen)
     return chosen
