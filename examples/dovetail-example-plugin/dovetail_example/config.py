@@ -1,0 +1,50 @@
+"""What can be set, one class a component: ``kind`` is its name, and every field has a default."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dovetail.config.plugin import PluginConfig
+
+
+class EagerConfig(PluginConfig):
+    """``attention: example_eager``."""
+
+    kind: Literal["example_eager"] = "example_eager"
+
+
+class PagesConfig(PluginConfig):
+    """``cache: example_pages``."""
+
+    kind: Literal["example_pages"] = "example_pages"
+
+
+class ChoicesConfig(PluginConfig):
+    """``grammar: example_choices``."""
+
+    kind: Literal["example_choices"] = "example_choices"
+    max_choices: int = Field(default=1000, ge=1, description="A constraint with more choices is refused.")
+
+
+class BigramConfig(PluginConfig):
+    """``speculative: example_bigram``."""
+
+    kind: Literal["example_bigram"] = "example_bigram"
+    num_draft_tokens: int = Field(default=4, ge=1, le=64, description="Most tokens in a draft.")
+
+
+class ShortestConfig(PluginConfig):
+    """``policy: example_shortest``."""
+
+    kind: Literal["example_shortest"] = "example_shortest"
+    tokens_per_second: float = Field(
+        default=200.0, gt=0, description="A second of waiting counts like a prompt shorter by this many tokens."
+    )
+
+
+class ExampleConfig(PluginConfig):
+    """``model: {arch: example}``."""
+
+    kind: Literal["example"] = "example"

@@ -1,0 +1,86 @@
+"""A decoder of Llama's shape, built from ``dovetail.layers``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.base import Layer
+from dovetail.layers.embedding import Embedding, LMHead
+from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.norm import RMSNorm
+from dovetail.layers.rotary import Rotary, Rotation
+from dovetail.types import Batch
+
+
+class ExampleLayer(Layer):
+    """Attention and a gated MLP, each after a norm and beside the residual stream."""
+
+    def __init__(self, info: ModelInfo, index: int) -> None:
+        super().__init__()
+        shape = AttentionShape(info.hidden_size, info.num_heads, info.num_kv_heads, info.head_dim)
+        self.attn_norm = RMSNorm(info.hidden_size, info.config.norm_eps)
+        self.attn = SelfAttention(shape, AttentionLayer(index, info.head_dim**-0.5))
+        self.mlp_norm = RMSNorm(info.hidden_size, info.config.norm_eps)
+        self.mlp = GatedMLP(info.hidden_size, info.config.intermediate_size)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
+        """``[tokens, hidden_size]``."""
+        x = x + self.attn.forward(self.attn_norm.forward(x), rotation, batch)
+        return x + self.mlp.forward(self.mlp_norm.forward(x))
+
+
+class ExampleModel(Layer, ModelArchitecture):
+    """``ExampleForCausalLM``; its checkpoints name their tensors as Llama's do."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        super().__init__()
+        self.info = info
+        self.embed = Embedding(info.vocab_size, info.hidden_size)
+        self.layers = nn.ModuleList(ExampleLayer(info, index) for index in range(info.num_layers))
+        self.norm = RMSNorm(info.hidden_size, info.config.norm_eps)
+        self.head = LMHead(info.hidden_size, info.vocab_size, tied=self.embed if info.config.tied else None)
+        self.rotary = Rotary(info.config.rope)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See ``ModelArchitecture``."""
+        x = self.embed.forward(batch.input_ids)
+        rotation = self.rotary.forward(batch.positions)
+        for layer in self.layers:
+            x = layer.forward(x, rotation, batch)
+        return self.norm.forward(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``ModelArchitecture``."""
+        return self.head.forward(hidden)
+
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        """See ``ModelArchitecture``."""
+        targets = {
+            "model.embed_tokens.weight": WeightTarget("embed.weight"),
+            "model.norm.weight": WeightTarget("norm.weight"),
+        }
+        if not self.info.config.tied:
+            targets["lm_head.weight"] = WeightTarget("head.weight")
+        for index, layer in enumerate(self.layers):
+            ours, theirs = f"layers.{index}", f"model.layers.{index}"
+            targets[f"{theirs}.input_layernorm.weight"] = WeightTarget(f"{ours}.attn_norm.weight")
+            targets[f"{theirs}.post_attention_layernorm.weight"] = WeightTarget(f"{ours}.mlp_norm.weight")
+            targets[f"{theirs}.self_attn.o_proj.weight"] = WeightTarget(f"{ours}.attn.out.weight")
+            targets[f"{theirs}.mlp.down_proj.weight"] = WeightTarget(f"{ours}.mlp.down.weight")
+            for part in ("q", "k", "v"):
+                rows = layer.attn.qkv.rows(part)
+                targets[f"{theirs}.self_attn.{part}_proj.weight"] = WeightTarget(f"{ours}.attn.qkv.weight", *rows)
+            for part in ("gate", "up"):
+                rows = layer.mlp.gate_up.rows(part)
+                targets[f"{theirs}.mlp.{part}_proj.weight"] = WeightTarget(f"{ours}.mlp.gate_up.weight", *rows)
+        return targets
+
+    def ignored_weights(self) -> Iterable[str]:
+        """See ``ModelArchitecture``."""
+        return [r"lm_head\.weight"] if self.info.config.tied else []

@@ -1,0 +1,5 @@
+from dovetail.testing.attention import AttentionSuite
+
+
+class TestAttention(AttentionSuite):
+    name = "example_eager"

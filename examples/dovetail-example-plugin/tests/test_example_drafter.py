@@ -1,0 +1,5 @@
+from dovetail.testing.drafter import DrafterSuite
+
+
+class TestDrafter(DrafterSuite):
+    name = "example_bigram"
