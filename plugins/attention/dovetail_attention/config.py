@@ -10,4 +10,4 @@ from dovetail.config.plugin import PluginConfig
 class TorchNativeConfig(PluginConfig):
     """``torch_native`` chooses its kernels by shape and has nothing to set."""
 
-    kind: Literal["torch_native"] = "torch_native"
+    kind: Literal["torch_native"] = "torch_native"  # pyright: ignore[reportIncompatibleVariableOverride]

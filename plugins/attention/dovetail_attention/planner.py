@@ -1,6 +1,7 @@
 """Which rows of a batch attend together, and how their keys are reached. Done once a step, for all layers.
 
-Queries of one row that need several keys ranges or masks are cut into spans; spans that fit one kernel call make a group:
+A span is a run of queries of one row. Long rows are cut into several, so that masks stay small and a window skips what it
+hides; spans that fit one kernel call make a group:
 
     in place   one row whose pages are consecutive: its keys are a view of the pool, nothing is copied
     gathered   one long row, or several short ones of similar length: keys are copied next to each other first
@@ -11,9 +12,10 @@ places the row does not own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from dovetail.types import Batch, IntArray
@@ -23,19 +25,39 @@ _INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is worth doing on a kind of device. ``in_place``: bytes of keys from which a view beats one more row in a
-    gathered group. ``gather``: bytes of keys gathered at a time. ``mask``: elements of one mask. ``short``: queries up
-    to which rows are grouped. ``spread``: how many times longer the longest row of a group may be than the shortest."""
+    """What is worth doing on a kind of device, in bytes of keys but for the last two.
+
+    From ``in_place`` on, a row is read in place rather than gathered with others. Rows share a group while it gathers up
+    to ``gather``, of which up to ``waste`` fill short rows up. A mask has up to ``mask`` elements. Rows of up to ``short``
+    queries are grouped.
+    """
 
     in_place: int
     gather: int
+    waste: int
     mask: int
     short: int
-    spread: float
 
 
-CPU = Limits(in_place=96 << 10, gather=4 << 20, mask=1 << 20, short=32, spread=1.3)
-CUDA = Limits(in_place=0, gather=256 << 20, mask=1 << 24, short=64, spread=4.0)
+CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 20, short=32)
+CUDA = Limits(in_place=0, gather=256 << 20, waste=64 << 20, mask=1 << 24, short=64)
+
+
+class Span(NamedTuple):
+    """Queries ``[first, first + queries)`` of the batch, all of ``row``, over its keys ``[begin, end)``. ``position`` is the
+    place of the first query in its row."""
+
+    row: int
+    first: int
+    queries: int
+    position: int
+    begin: int
+    end: int
+
+    @property
+    def keys(self) -> int:
+        """Keys that any of the queries may see."""
+        return self.end - self.begin
 
 
 @dataclass(slots=True)
@@ -56,25 +78,6 @@ class Group:
     causal: bool = False
 
 
-@dataclass(slots=True)
-class Spans:
-    """Runs of queries, one array element each: queries ``[first, first + queries)`` of the batch, of ``row``, the first at
-    ``position`` (of a tree: of its root), over keys ``[begin, end)`` of the row."""
-
-    row: IntArray
-    first: IntArray
-    queries: IntArray
-    position: IntArray
-    begin: IntArray
-    end: IntArray
-
-    def __getitem__(self, which: IntArray) -> Spans:
-        return Spans(*(getattr(self, name)[which] for name in self.__slots__))
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-
 class Planner:
     """The groups of one batch, for any window."""
 
@@ -85,187 +88,179 @@ class Planner:
         self._dtype = dtype
         self._limits = limits
         self._device = batch.page_table.device
-        on_host = self._device.type == "cpu"
-        self._host_table: IntArray | None = batch.page_table.numpy() if on_host else None
-        self._place_table: torch.Tensor | None = None
+        self._host_table: IntArray | None = batch.page_table.numpy() if self._device.type == "cpu" else None
+        self._places: torch.Tensor | None = None
 
     def groups(self, window: int | None) -> list[Group]:
-        """The groups that together attend for every token once."""
-        batch = self._batch
-        queries = batch.extend_lens
-        first = np.cumsum(queries) - queries
-        if batch.tree_mask is None and int(queries.max()) == 1:
-            return self._grouped(self._spans(np.arange(len(queries)), first, window), window)
-        tree = np.arange(len(queries)) >= (len(queries) if batch.tree_mask is None else batch.num_extend)
-        short = tree | (queries <= self._limits.short)
-        groups = [group for row in np.flatnonzero(~short) for group in self._long(int(row), int(first[row]), window)]
-        for length in np.unique(queries[short]):
-            for kind in (tree, ~tree):
-                rows = np.flatnonzero(short & kind & (queries == length))
-                if len(rows):
-                    groups += self._grouped(self._spans(rows, first, window), window, is_tree=kind is tree)
+        """The groups that together attend once for every token. A single group holds them all in order."""
+        batch, limit = self._batch, self._limits.short
+        first_tree = len(batch.reqs) if batch.tree_mask is None else batch.num_extend
+        groups: list[Group] = []
+        short: dict[tuple[int, bool], list[Span]] = {}
+        first = 0
+        for row, (prefix, queries) in enumerate(
+            zip(batch.prefix_lens.tolist(), batch.extend_lens.tolist(), strict=True)
+        ):
+            is_tree = row >= first_tree and queries > 1
+            if queries > limit and not is_tree:
+                groups += self._long(row, first, prefix, queries, window)
+            else:
+                begin = 0 if window is None else max(0, prefix - window + 1)
+                span = Span(row, first, queries, prefix, begin, prefix + queries)
+                short.setdefault((queries, is_tree), []).append(span)
+            first += queries
+        for (_, is_tree), spans in short.items():
+            groups += self._short(spans, window, is_tree)
         return groups
 
-    def _spans(self, rows: IntArray, first: IntArray, window: int | None) -> Spans:
-        prefix = self._batch.prefix_lens[rows]
-        queries = self._batch.extend_lens[rows]
-        begin = np.zeros_like(prefix) if window is None else np.maximum(prefix - window + 1, 0)
-        return Spans(rows, first[rows], queries, prefix, begin, prefix + queries)
-
-    def _long(self, row: int, first: int, window: int | None) -> list[Group]:
-        """The groups of one row with many queries, cut so that masks stay small and windows skip what they hide."""
-        prefix, queries = int(self._batch.prefix_lens[row]), int(self._batch.extend_lens[row])
+    def _long(self, row: int, first: int, prefix: int, queries: int, window: int | None) -> list[Group]:
         end = prefix + queries
         if prefix == 0 and (window is None or window >= end):
-            return [self._single(row, first, queries, 0, end, None)]
+            return [self._locate(Group(slice(first, first + queries), 1, queries, end, causal=True), row, 0, end)]
         step = max(16, self._limits.mask // end)
         if window is not None:
             step = min(step, max(64, window))
         groups: list[Group] = []
         for done in range(0, queries, step):
-            count = min(step, queries - done)
-            position = prefix + done
+            count, position = min(step, queries - done), prefix + done
             begin = 0 if window is None else max(0, position - window + 1)
-            mask = self._band(count, position, begin, window)
-            groups.append(self._single(row, first + done, count, begin, position + count, mask))
+            span = Span(row, first + done, count, position, begin, position + count)
+            group = Group(slice(span.first, span.first + count), 1, count, span.keys, mask=self._band(span, window))
+            groups.append(self._locate(group, row, begin, span.end))
         return groups
 
-    def _single(self, row: int, first: int, queries: int, begin: int, end: int, mask: torch.Tensor | None) -> Group:
-        group = Group(slice(first, first + queries), 1, queries, end - begin, mask=mask, causal=mask is None)
-        if self._host_table is not None and self._consecutive(np.array([row]), np.array([begin]), np.array([end]))[0]:
-            group.start = self._place(row, begin)
-        else:
-            group.places = self._places()[row, begin:end]
-        return group
-
-    def _band(self, queries: int, position: int, begin: int, window: int | None) -> torch.Tensor:
-        """Mask of queries from ``position`` on over keys from ``begin`` on: ``[1, 1, queries, keys]``."""
-        shape = (queries, position + queries - begin)
-        mask = torch.full(shape, _INF, dtype=self._dtype, device=self._device).triu_(position - begin + 1)
-        if window is not None:
-            hidden = torch.full(shape, _INF, dtype=self._dtype, device=self._device)
-            mask += hidden.tril_(position - window - begin)
-        return mask[None, None]
-
-    def _grouped(self, spans: Spans, window: int | None, is_tree: bool = False) -> list[Group]:
+    def _short(self, spans: list[Span], window: int | None, is_tree: bool) -> list[Group]:
         """Groups of spans with equally many queries."""
-        keys = spans.end - spans.begin
         groups: list[Group] = []
-        if self._host_table is not None:
-            in_place = self._consecutive(spans.row, spans.begin, spans.end)
-            if len(spans) > 1:
-                in_place &= keys * self._bytes_per_key >= self._limits.in_place
-            for index in np.flatnonzero(in_place):
-                one = spans[[index]]
-                group = self._group(one, window, is_tree)
-                group.start = self._place(int(one.row[0]), int(one.begin[0]))
+        gathered: list[Span] = []
+        for span in spans:
+            if self._reads_in_place(span, alone=len(spans) == 1):
+                group = self._group([span], window, is_tree)
+                group.start = self._place(span.row, span.begin)
                 groups.append(group)
-            if in_place.any():
-                spans, keys = spans[~in_place], keys[~in_place]
-        for part in self._buckets(keys):
-            some = spans[part]
-            group = self._group(some, window, is_tree)
-            group.places = self._gathered(some, group.keys)
+            else:
+                gathered.append(span)
+        for bucket in self._buckets(gathered):
+            group = self._group(bucket, window, is_tree)
+            group.places = self._padded_places(bucket, group.keys)
             groups.append(group)
         return groups
 
-    def _buckets(self, keys: IntArray) -> list[IntArray]:
-        """Rows that may share a gathered group: of similar length, and not too many bytes. Keeps order if one will do."""
-        if not len(keys):
-            return []
-        most = max(1, self._limits.gather // self._bytes_per_key)
-        spread = self._limits.spread
-        longest = int(keys.max())
-        if longest <= int(keys.min()) * spread + 32 and longest * len(keys) <= most:
-            return [np.arange(len(keys))]
-        order = np.argsort(-keys, kind="stable")
-        buckets: list[IntArray] = []
-        start, lens = 0, keys[order].tolist()
-        for i, length in enumerate(lens):
-            if lens[start] > length * spread + 32 or lens[start] * (i - start + 1) > most:
-                buckets.append(np.sort(order[start:i]))
-                start = i
-        return [part for part in (*buckets, np.sort(order[start:])) if len(part)]
+    def _buckets(self, spans: list[Span]) -> list[list[Span]]:
+        """Spans that share a gathered group, each in the batch's order."""
+        if len(spans) < 2:
+            return [spans] if spans else []
+        most, waste_limit = (limit // self._bytes_per_key for limit in (self._limits.gather, self._limits.waste))
+        buckets: list[list[Span]] = []
+        longest, waste = 0, 0
+        for span in sorted(spans, key=lambda span: -span.keys):
+            waste += longest - span.keys
+            if not buckets or waste > waste_limit or longest * (len(buckets[-1]) + 1) > most:
+                buckets.append([])
+                longest, waste = span.keys, 0
+            buckets[-1].append(span)
+        return [sorted(bucket) for bucket in buckets]
 
-    def _group(self, spans: Spans, window: int | None, is_tree: bool) -> Group:
-        rows, queries = len(spans), int(spans.queries[0])
-        keys = spans.end - spans.begin
-        first = int(spans.first[0])
-        if (spans.first == first + queries * np.arange(rows)).all():
+    def _group(self, spans: list[Span], window: int | None, is_tree: bool) -> Group:
+        rows, queries, first = len(spans), spans[0].queries, spans[0].first
+        if spans[-1].first - first == (rows - 1) * queries:
             tokens: slice | torch.Tensor = slice(first, first + rows * queries)
         else:
-            tokens = self._tensor((spans.first[:, None] + np.arange(queries)).reshape(-1))
-        group = Group(tokens, rows, queries, int(keys.max()))
-        if queries > 1 and rows == 1 and not is_tree:
-            group.mask = self._band(queries, int(spans.position[0]), int(spans.begin[0]), window)
+            tokens = self._tensor([span.first + i for span in spans for i in range(queries)])
+        lens = [span.keys for span in spans]
+        group = Group(tokens, rows, queries, max(lens))
+        if is_tree:
+            group.mask = self._tree_mask(spans, group, window)
         elif queries > 1:
-            group.mask = self._mask(spans, group, window, is_tree)
-        elif int(keys.min()) < group.keys:
-            hidden = torch.arange(group.keys, device=self._device) >= self._tensor(keys)[:, None]
-            group.mask = self._additive(~hidden)[:, None, None]
+            group.mask = self._band(spans[0], window) if rows == 1 else self._bands(spans, group, window)
+        elif min(lens) < group.keys:
+            inside = torch.arange(group.keys, device=self._device) < self._tensor(lens)[:, None]
+            group.mask = self._additive(inside)[:, None, None]
         return group
 
-    def _mask(self, spans: Spans, group: Group, window: int | None, is_tree: bool) -> torch.Tensor:
-        """Mask of several rows or of trees, ``[rows, 1, queries, keys]``."""
-        key = self._tensor(spans.begin)[:, None] + torch.arange(group.keys, device=self._device)  # [rows, keys]
-        own = key - self._tensor(spans.position)[:, None]  # among the row's queries; negative: before them
-        inside = (key < self._tensor(spans.end)[:, None])[:, None]
-        if not is_tree:
-            query = torch.arange(group.queries, device=self._device)[:, None]
-            distance = query - own[:, None]  # [rows, queries, keys]
-            seen = distance >= 0
-        else:
-            tree_mask = self._batch.tree_mask
-            assert tree_mask is not None
-            tree = tree_mask[group.tokens].view(group.rows, group.queries, -1)[:, :, : group.queries]
-            index = own.clamp(0, group.queries - 1)
-            seen = tree.gather(2, index[:, None].expand(-1, group.queries, -1)) | (own < 0)[:, None]
-            position = self._batch.positions[group.tokens].view(group.rows, group.queries)
-            key_position = torch.where(own < 0, key, position.gather(1, index))
-            distance = position[:, :, None] - key_position[:, None]
+    def _band(self, span: Span, window: int | None) -> torch.Tensor:
+        """Mask of one causal span, ``[1, 1, queries, keys]``."""
+        shape = (span.queries, span.keys)
+        mask = torch.full(shape, _INF, dtype=self._dtype, device=self._device).triu_(span.position - span.begin + 1)
+        if window is not None and window < span.keys:
+            hidden = torch.full(shape, _INF, dtype=self._dtype, device=self._device)
+            mask += hidden.tril_(span.position - window - span.begin)
+        return mask[None, None]
+
+    def _bands(self, spans: list[Span], group: Group, window: int | None) -> torch.Tensor:
+        """Mask of several causal spans, ``[rows, 1, queries, keys]``; it hides what fills a row up, too."""
+        offset = self._tensor([span.position - span.begin for span in spans])[:, None, None]
+        query = torch.arange(group.queries, device=self._device)[:, None] + offset  # counted from the row's first key
+        key = torch.arange(group.keys, device=self._device)
+        seen = key <= query
         if window is not None:
-            seen = seen & (distance < window)
-        return self._additive(seen & inside)[:, None]
+            seen &= key > query - window
+        return self._additive(seen)[:, None]
+
+    def _tree_mask(self, spans: list[Span], group: Group, window: int | None) -> torch.Tensor:
+        """Mask of trees, ``[rows, 1, queries, keys]``: the row's past as usual, of its own queries what the tree allows."""
+        batch, width = self._batch, group.queries
+        assert batch.tree_mask is not None
+        begin, prefix = (self._tensor(x)[:, None] for x in ([s.begin for s in spans], [s.position for s in spans]))
+        key = torch.arange(group.keys, device=self._device) + begin  # [rows, keys]
+        own = key - prefix  # which of the row's queries a key belongs to; negative: the past
+        node = own.clamp(0, width - 1)
+        tree = batch.tree_mask[group.tokens].view(group.rows, width, -1)
+        seen = tree.gather(2, node[:, None].expand(-1, width, -1)) | (own < 0)[:, None]
+        seen &= (own < width)[:, None]
+        if window is not None:
+            position = batch.positions[group.tokens].view(group.rows, width)
+            key_position = torch.where(own < 0, key, position.gather(1, node))
+            seen &= key_position[:, None] > position[:, :, None] - window
+        return self._additive(seen)[:, None]
 
     def _additive(self, seen: torch.Tensor) -> torch.Tensor:
         return torch.zeros(seen.shape, dtype=self._dtype, device=self._device).masked_fill_(~seen, _INF)
 
-    def _gathered(self, spans: Spans, keys: int) -> torch.Tensor:
-        places = self._places()
-        if len(spans) < len(places):
-            places = places.index_select(0, self._tensor(spans.row))
-        lens = spans.end - spans.begin
-        if int(lens.min()) == keys and not spans.begin.any():
-            return places[:, :keys].reshape(-1)
-        steps = torch.arange(keys, device=self._device) + self._tensor(spans.begin)[:, None]
-        return places.gather(1, torch.minimum(steps, self._tensor(spans.end - 1)[:, None])).view(-1)
+    def _locate(self, group: Group, row: int, begin: int, end: int) -> Group:
+        if self._consecutive(row, begin, end):
+            group.start = self._place(row, begin)
+        else:
+            group.places = self._place_table()[row, begin:end]
+        return group
 
-    def _places(self) -> torch.Tensor:
-        """The pool's place of every token of every row: int64 ``[rows, tokens of the longest]``."""
-        if self._place_table is None:
+    def _padded_places(self, spans: list[Span], keys: int) -> torch.Tensor:
+        table = self._place_table()
+        if len(spans) < len(table):
+            table = table.index_select(0, self._tensor([span.row for span in spans]))
+        if all(span.keys == keys and span.begin == 0 for span in spans):
+            return table[:, :keys].reshape(-1)
+        steps = torch.arange(keys, device=self._device) + self._tensor([span.begin for span in spans])[:, None]
+        last = self._tensor([span.end - 1 for span in spans])[:, None]
+        return table.gather(1, torch.minimum(steps, last)).view(-1)
+
+    def _place_table(self) -> torch.Tensor:
+        """The pool's place of every token of every row: int64 ``[rows, >= tokens of the longest]``."""
+        if self._places is None:
+            size = self._page_size
             longest = int((self._batch.prefix_lens + self._batch.extend_lens).max())
-            pages = self._batch.page_table[:, : -(-longest // self._page_size)].long()
-            if self._page_size > 1:
-                steps = torch.arange(self._page_size, device=self._device)
-                pages = (pages[:, :, None] * self._page_size + steps).flatten(1)
-            self._place_table = pages
-        return self._place_table
+            pages = self._batch.page_table[:, : -(-longest // size)].long()
+            if size > 1:
+                pages = (pages[:, :, None] * size + torch.arange(size, device=self._device)).flatten(1)
+            self._places = pages
+        return self._places
 
-    def _consecutive(self, row: IntArray, begin: IntArray, end: IntArray) -> np.ndarray:
-        """Whether the pages of keys ``[begin, end)`` of each row follow each other in the pool."""
-        assert self._host_table is not None
+    def _reads_in_place(self, span: Span, alone: bool) -> bool:
+        if not alone and span.keys * self._bytes_per_key < self._limits.in_place:
+            return False
+        return self._consecutive(span.row, span.begin, span.end)
+
+    def _consecutive(self, row: int, begin: int, end: int) -> bool:
+        """Whether the pages of keys ``[begin, end)`` follow each other in the pool, as far as the host knows."""
+        if self._host_table is None:
+            return False
         low, high = begin // self._page_size, (end - 1) // self._page_size
-        if len(row) == 1:
-            pages = self._host_table[row[0], low[0] : high[0] + 1]
-            return np.array([(pages[1:] - pages[:-1] == 1).all()])
-        table = self._host_table[row, : int(high.max()) + 1]
-        column = np.arange(1, table.shape[1])
-        outside = (column <= low[:, None]) | (column > high[:, None])
-        return ((table[:, 1:] - table[:, :-1] == 1) | outside).all(1)
+        pages = self._host_table[row, low : high + 1]
+        return int(pages[-1]) - int(pages[0]) == high - low and bool((pages[1:] > pages[:-1]).all())
 
     def _place(self, row: int, token: int) -> int:
         assert self._host_table is not None
         return int(self._host_table[row, token // self._page_size]) * self._page_size + token % self._page_size
 
-    def _tensor(self, values: IntArray) -> torch.Tensor:
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

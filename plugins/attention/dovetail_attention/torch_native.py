@@ -27,6 +27,7 @@ class TorchNativeAttention(AttentionBackend):
         self._groups: dict[int | None, list[Group]] = {}
         self._planner: Planner | None = None
         self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._scratch = None if self._limits is CUDA else [torch.empty(0), torch.empty(0)]
 
     def plan(self, batch: Batch) -> None:
         """See ``AttentionBackend.plan``."""
@@ -56,7 +57,8 @@ class TorchNativeAttention(AttentionBackend):
     def _flatten(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values as ``[places, kv_heads, head_dim]``, the same memory."""
         keys, values = self._pool.keys(layer_id), self._pool.values(layer_id)
-        assert keys.is_contiguous() and values.is_contiguous(), "torch_native reads pools of contiguous layers"
+        assert keys.is_contiguous(), "torch_native reads pools whose layers are contiguous"
+        assert values.is_contiguous(), "torch_native reads pools whose layers are contiguous"
         self._flat[layer_id] = keys.flatten(0, 1), values.flatten(0, 1)
         return self._flat[layer_id]
 
@@ -65,14 +67,24 @@ class TorchNativeAttention(AttentionBackend):
     ) -> torch.Tensor:
         rows, queries = group.rows, group.queries
         by_head = q.view(rows, queries, -1, self._dim).transpose(1, 2)
-        k, v = self._read(group, keys), self._read(group, values)
+        k, v = self._read(group, keys, 0), self._read(group, values, 1)
         out = attend(by_head, k, v, group.mask, group.causal, layer)
         return out.transpose(1, 2).reshape(rows * queries, -1, self._dim)
 
-    def _read(self, group: Group, memory: torch.Tensor) -> torch.Tensor:
-        """The group's keys or values, ``[rows, kv_heads, keys, head_dim]``."""
+    def _read(self, group: Group, memory: torch.Tensor, which: int) -> torch.Tensor:
+        """The group's keys (0) or values (1), ``[rows, kv_heads, keys, head_dim]``."""
         if group.places is None:
             size, stride = (1, self._kv_heads, group.keys, self._dim), (0, self._dim, self._key_stride, 1)
             return memory.as_strided(size, stride, memory.storage_offset() + group.start * self._key_stride)
-        gathered = memory.index_select(0, group.places)
+        gathered = self._gather(memory, group.places, which)
         return gathered.view(group.rows, group.keys, self._kv_heads, self._dim).transpose(1, 2)
+
+    def _gather(self, memory: torch.Tensor, places: torch.Tensor, which: int) -> torch.Tensor:
+        """``memory[places]``. On CPU into memory that is kept: the system takes large blocks back after each use, and
+        faulting them in again costs several times the copy."""
+        if self._scratch is None:
+            return memory.index_select(0, places)
+        scratch = self._scratch[which]
+        if len(scratch) < len(places) or scratch.dtype != memory.dtype:
+            scratch = self._scratch[which] = memory.new_empty(len(places), *memory.shape[1:])
+        return torch.index_select(memory, 0, places, out=scratch[: len(places)])
