@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.engine.engine import Engine
 from dovetail.errors import EngineDeadError, QueueFullError, RequestError
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import Batch, ForwardOutput
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.0005
@@ -53,7 +56,12 @@ IDLE_SECONDS = 0.0005
 
 
 class Loop:
-    """Drives one engine: takes messages, makes steps, returns answers. Single-threaded."""
+    """Drives one engine: takes messages, makes steps, returns answers. Single-threaded.
+
+    What fails in the engine ends the requests of its step, what fails in a drafter costs a step its drafts, what fails in
+    a grammar matcher ends its request. What fails in the scheduler (a policy, a prefix cache) leaves the books in doubt:
+    the loop is ``dead``, and ``handle`` and ``step`` raise ``EngineDeadError`` from then on.
+    """
 
     def __init__(self, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
         self.resolved = resolved
@@ -63,6 +71,7 @@ class Loop:
         self.grammars = _build_grammars(resolved, tokenizer, tuple(sorted(eos)))
         self.scheduler = self._build_scheduler(tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True
+        self.dead: str | None = None
         self.drafter_errors = 0
         self._launched: tuple[Batch, ForwardOutput] | None = None
         self._outbox: list[Answer] = []
@@ -99,7 +108,10 @@ class Loop:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def handle(self, msg: ToEngine) -> None:
-        """Take a message; what it is answered with comes out of the next ``step``."""
+        """Take a message; what it is answered with comes out of the next ``step``. Raises ``EngineDeadError``."""
+        self._guarded(lambda: self._handle(msg))
+
+    def _handle(self, msg: ToEngine) -> None:
         match msg:
             case GenerateMsg():
                 self._add(msg)
@@ -122,6 +134,9 @@ class Loop:
             self._outbox.append(RequestFailed(msg.rid, 400, str(error), error.code, error.param))
         except QueueFullError as error:
             self._outbox.append(RequestFailed(msg.rid, 503, str(error), "queue_full"))
+        except Exception as error:  # nothing was kept of the request, so nobody else is concerned
+            log.exception("request %s could not be taken", msg.rid)
+            self._outbox.append(RequestFailed(msg.rid, 500, f"{type(error).__name__}: {error}", "engine_error"))
 
     def _flush(self, call_id: str) -> CommandReply:
         if self.scheduler.has_work:
@@ -139,11 +154,13 @@ class Loop:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Answer]:
-        """Run one step and return all that is to be said."""
+        """Run one step and return all that is to be said. Raises ``EngineDeadError``."""
         start = time.perf_counter()
         answers, self._outbox = self._outbox, []
-        answers += self.scheduler.poll()
+        answers += self._guarded(self.scheduler.poll)
         answers += self._overlapped_step() if self.overlap else self._plain_step()
+        if self.drafter is not None:
+            self._forget(self.drafter)
         self._seconds["step"] += time.perf_counter() - start
         return answers
 
@@ -153,9 +170,9 @@ class Loop:
             return []
         try:
             output = self.engine.forward(batch)
-            return self._commit(batch, output)
         except Exception as error:
             return self._failed(batch, error)
+        return self._commit(batch, output)
 
     def _overlapped_step(self) -> list[Answer]:
         batch = self._schedule(resting=self._launched is None)
@@ -165,29 +182,26 @@ class Loop:
                 self.engine.launch(batch)
             except Exception as error:
                 failure = error
+                self.scheduler.take_back(batch)
         answers = self._commit_launched()
         if batch is None:
             return answers
-        try:
-            if failure is not None:
-                raise failure
-            self._launched = batch, self.engine.sample(batch)
-        except Exception as error:
-            answers += self._failed(batch, error)
-        return answers
+        if failure is None:
+            try:
+                self._launched = batch, self.engine.sample(batch)
+            except Exception as error:
+                failure = error
+        return answers if failure is None else answers + self._failed(batch, failure)
 
     def _commit_launched(self) -> list[Answer]:
         if self._launched is None:
             return []
         (batch, output), self._launched = self._launched, None
-        try:
-            return self._commit(batch, output)
-        except Exception as error:
-            return self._failed(batch, error)
+        return self._commit(batch, output)
 
     def _schedule(self, *, resting: bool = True) -> Batch | None:
         start = time.perf_counter()
-        batch = self.scheduler.schedule()
+        batch = self._guarded(self.scheduler.schedule)
         self._seconds["schedule"] += time.perf_counter() - start
         if batch is None:
             if resting and self.scheduler.has_work:
@@ -199,34 +213,65 @@ class Loop:
         return batch
 
     def _draft(self, drafter: Drafter, batch: Batch) -> None:
-        """Ask for drafts; a drafter that raises is fenced: the step goes on without them, the error is counted."""
+        """Ask for drafts. A drafter that raises is fenced, as is one whose drafts break its contract: the step goes on
+        without them, the error is counted."""
         try:
             drafts = drafter.propose(batch)
+            if drafts is not None:
+                self.scheduler.attach(batch, drafts)
         except Exception:
-            self.drafter_errors += 1
-            log.exception("the drafter failed (%d times so far); this step runs without drafts", self.drafter_errors)
-            return
-        if drafts is not None and drafts.lens.any():
-            self.scheduler.attach(batch, drafts)
+            self._drafter_failed("this step runs without drafts")
+
+    def _observe(self, drafter: Drafter, batch: Batch, output: ForwardOutput) -> None:
+        try:
+            drafter.observe(batch, output)
+        except Exception:
+            self._drafter_failed("it has not seen what this step accepted")
+
+    def _forget(self, drafter: Drafter) -> None:
+        for req in self.scheduler.take_departed():
+            try:
+                drafter.forget(req)
+            except Exception:
+                self._drafter_failed(f"it may keep the state of request {req.rid}")
+
+    def _drafter_failed(self, consequence: str) -> None:
+        self.drafter_errors += 1
+        log.exception("the drafter failed (%d times so far); %s", self.drafter_errors, consequence)
 
     def _commit(self, batch: Batch, output: ForwardOutput) -> list[Answer]:
-        host = self.engine.wait(batch, output)
+        try:
+            host = self.engine.wait(batch, output)
+        except Exception as error:
+            return self._failed(batch, error)
         start = time.perf_counter()
-        answers = self.scheduler.commit(batch, host)
+        answers = self._guarded(lambda: self.scheduler.commit(batch, host))
         if self.drafter is not None:
-            self.drafter.observe(batch, output)
-            for req in batch.reqs:
-                if req.slot < 0:
-                    self.drafter.forget(req)
+            self._observe(self.drafter, batch, output)
         self._seconds["commit"] += time.perf_counter() - start
         return answers
 
     def _failed(self, batch: Batch, error: Exception) -> list[Answer]:
         """A step that failed ends its requests; a device that is lost ends the process."""
         if self.engine.lost_device(error):
-            raise EngineDeadError(f"the device was lost: {error}") from error
+            self.dead = f"the device was lost: {error}"
+            raise EngineDeadError(self.dead) from error
         log.error("a step of %d requests failed", len(batch.reqs), exc_info=error)
-        return self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {error}")
+        return self._guarded(lambda: self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {error}"))
+
+    def _guarded(self, part: Callable[[], T]) -> T:
+        """Run a part of the scheduler; what it raises is the end of the loop."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        try:
+            return part()
+        except Exception as error:
+            policy, cache = (chosen.spec.name for chosen in (self.resolved.policy, self.resolved.cache))
+            self.dead = (
+                f"the scheduler failed: {type(error).__name__}: {error} (policy {policy!r}, prefix cache {cache!r}); "
+                "the engine cannot go on and must be started again"
+            )
+            raise EngineDeadError(self.dead) from error
 
     # -- what it says of itself --------------------------------------------------------------------------------------
 

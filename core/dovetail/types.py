@@ -20,6 +20,9 @@ from dovetail.errors import RequestError
 if TYPE_CHECKING:
     import torch
 
+MIN_TEMPERATURE = 1e-5
+"""Below it, logits divided by the temperature leave float32, and the most likely token is all there is to sample."""
+
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -73,7 +76,7 @@ class SamplingParams:
 
     ``max_new_tokens=None`` means up to the end of the context. ``top_k=0`` (or -1) and ``top_p=1`` switch those
     filters off. Order of operations: logit bias, repetition / presence / frequency penalties, grammar bitmask,
-    temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. ``logprobs=m`` returns the log-probability of each
+    temperature, top-k, top-p, min-p. ``temperature=0`` (or under 1e-5) is greedy. ``logprobs=m`` returns the log-probability of each
     output token and of the ``m`` most likely ones, from the model's own logits before any of the above;
     ``prompt_logprobs`` does so for the prompt. ``seed`` makes sampling reproducible whatever else is in the batch;
     of ``n`` outputs the i-th uses a seed derived from (seed, i). Raises ``RequestError``.
@@ -127,25 +130,34 @@ class SamplingParams:
 
     def _check_penalties(self) -> None:
         r = self.repetition_penalty
-        _require(_is_number(r) and 0 < r <= 100, "repetition_penalty", r, "a number in (0, 100]")
+        _require(_is_number(r) and 0.01 <= r <= 100, "repetition_penalty", r, "a number in [0.01, 100]")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2]")
-        for token, bias in (self.logit_bias or {}).items():
+        biases = self.logit_bias
+        _require(
+            biases is None or isinstance(biases, Mapping), "logit_bias", biases, "a mapping of token ids to biases"
+        )
+        for token, bias in (biases or {}).items():
             _require(_is_int(token) and token >= 0, "logit_bias", token, "token ids of at least 0 as keys")
             _require(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "biases in [-100, 100]")
 
     def _check_stops(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _require(isinstance(value, tuple | list), name, value, "a tuple, also for one: (x,)")
         _require(len(self.stop) <= 32, "stop", f"{len(self.stop)} strings", "at most 32 strings")
         for text in self.stop:
             _require(isinstance(text, str) and 0 < len(text) <= 1024, "stop", text, "strings of 1 to 1024 characters")
         for token in self.stop_token_ids:
             _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids of at least 0")
+        grammar = self.grammar
+        _require(grammar is None or isinstance(grammar, GrammarSpec), "grammar", grammar, "a GrammarSpec(kind, text)")
 
     @property
     def greedy(self) -> bool:
         """True if every token is the most likely one."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def penalised(self) -> bool:
@@ -226,6 +238,7 @@ class Req:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # set by the scheduler, one per prompt token
     drafted: int = 0  # draft tokens verified so far
     accepted: int = 0  # of those, accepted
+    error: str | None = None  # set by the engine where a step failed for this request alone
 
     @property
     def max_device_len(self) -> int:

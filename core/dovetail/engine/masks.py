@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,23 @@ if TYPE_CHECKING:
     from dovetail.types import Batch, IntArray, Req
 
 
+log = logging.getLogger(__name__)
+
+
 def mask_logits(logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[int, int, Req]]) -> None:
-    """Forbid, in place, what the grammars forbid. ``constrained`` are (first logit row, batch row, request)."""
+    """Forbid, in place, what the grammars forbid. ``constrained`` are (first logit row, batch row, request). A matcher that
+    raises sets its request's ``error``; the other rows are masked as usual."""
     nodes = [(start, req, *draft_rows(batch.drafts, row)) for start, row, req in constrained]
     bitmask = np.zeros((sum(1 + len(drafts) for _, _, drafts, _ in nodes), bitmask_width(logits.shape[1])), np.int32)
     rows: list[int] = []
     for start, req, drafts, parents in nodes:
-        _fill(req.matcher, bitmask[len(rows) : len(rows) + 1 + len(drafts)], drafts, parents)
+        part = bitmask[len(rows) : len(rows) + 1 + len(drafts)]
+        try:
+            _fill(req.matcher, part, drafts, parents)
+        except Exception as error:
+            log.exception("the grammar matcher of request %s failed", req.rid)
+            req.error = f"the grammar matcher failed: {type(error).__name__}: {error}"
+            part[:] = -1
         rows.extend(range(start, start + 1 + len(drafts)))
     index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     apply_bitmask(logits, torch.from_numpy(bitmask).to(logits.device), index)
@@ -33,9 +44,6 @@ def _fill(matcher: Matcher, bitmask: IntArray, drafts: list[int], parents: list[
 
     A node that the grammar forbids is never accepted, so its mask, and those below it, allow everything.
     """
-    if matcher.is_terminated:
-        bitmask[:] = -1
-        return
     matcher.fill_bitmask(bitmask, 0)
     if not drafts:
         return

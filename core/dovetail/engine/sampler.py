@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from dovetail.types import Batch, Req
 
 
+BLOCKED = -1e30
+"""The logit of a token that ``min_new_tokens`` forbids. Not infinite: where a grammar allows nothing else, it is taken."""
+
+
 class LogitRows(NamedTuple):
     """Which rows of logits belong to which row of the batch.
 
@@ -101,7 +105,7 @@ class Sampler:
             blocked = [*self.eos_token_ids, *req.params.stop_token_ids]
             for node in range(-1, len(drafts)):
                 if len(path_tokens(node, drafts, parents)) < missing:
-                    view[node + 1, blocked] = float("-inf")
+                    view[node + 1, blocked] = BLOCKED
 
     def _draw(self, batch: Batch, logits: torch.Tensor, layout: LogitRows, settings: RowSettings) -> torch.Tensor:
         if settings.filters is None:

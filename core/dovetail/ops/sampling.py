@@ -69,4 +69,5 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
     # u * total may round up to total itself: the last token with any probability is meant then
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]
+    last = last.clamp_(max=probs.shape[1] - 1)  # NaN compares with nothing; what is returned must still be a token
     return torch.minimum(index, last)

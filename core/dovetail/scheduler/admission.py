@@ -70,16 +70,22 @@ class Admission:
         ready = [r for r in waiting if r.ticket is None and r.known_len == r.device_len and not r.in_flight]
         retracted = sorted((r for r in ready if r.num_retractions), key=lambda r: r.uid)
         fresh = [r for r in ready if not r.num_retractions]
-        return retracted + (self.policy.order(fresh, running) if fresh else [])
+        if not fresh:
+            return retracted
+        ordered = self.policy.order(fresh, running)
+        if len(ordered) != len(fresh):
+            raise ValueError(f"the policy ordered {len(fresh)} requests into {len(ordered)}; it must return them all")
+        return retracted + ordered
 
     def _match(self, req: Req) -> Match:
         """The cached prefix, short of the last token, whose logits are needed; none where prompt logprobs are."""
-        wanted = req.params.prompt_logprobs is not None and len(req.prompt_logprobs) < req.prompt_len
-        length = 0 if wanted else req.device_len - 1
+        length = 0 if _scores_prompt(req) else req.device_len - 1
         return self.ledger.cache.match(req.token_ids[:length], req.namespace)
 
     def _is_computed_now(self, req: Req, match: Match, computing: list[Req]) -> bool:
         """True if a running prompt will soon have put a longer prefix of this request into the cache."""
+        if _scores_prompt(req):
+            return False
         page = self.ledger.page_size
         more = match.length + page
         return any(
@@ -110,3 +116,8 @@ class Admission:
         if not req.num_retractions:
             req.prefix_hit_len = match.length
             self.totals.cached_tokens += match.length
+
+
+def _scores_prompt(req: Req) -> bool:
+    """True if log-probabilities of its prompt are still to be computed: then a cached prefix is of no use to it."""
+    return req.params.prompt_logprobs is not None and len(req.prompt_logprobs) < req.prompt_len

@@ -10,6 +10,7 @@ Cursors advance in ``schedule``, when work is handed out; ``commit`` brings the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import numpy as np
 from dovetail.errors import ContextLengthError, QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
+from dovetail.scheduler.drafts import checked
 from dovetail.scheduler.limits import Limits, Totals
 from dovetail.scheduler.stopping import finish_reason
 from dovetail.tokenizer import IncrementalDetokenizer
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from dovetail.scheduler.grammar import GrammarService
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import DraftTree
+
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -54,6 +59,7 @@ class Scheduler:
         self.decoding: list[Req] = []
         self._admission = Admission(limits, ledger, policy, self.totals)
         self._compiling: list[Req] = []
+        self._departed: list[Req] = []
         self._by_rid: dict[str, Req] = {}
         self._next_uid = 0
 
@@ -67,6 +73,8 @@ class Scheduler:
         token_ids[: len(prompt)] = prompt
         req = Req(msg.rid, token_ids, len(prompt), msg.params, msg.seed, msg.namespace, msg.priority)
         req.device_len = req.known_len = req.prompt_len
+        if msg.params.prompt_logprobs is not None:
+            req.prompt_logprobs.append(TokenLogprob(msg.input_ids[0], None))
         if msg.params.stop:
             req.detokenizer = self._detokenizer(req)
         if msg.params.grammar is not None:
@@ -112,8 +120,9 @@ class Scheduler:
     def _detokenizer(self, req: Req) -> IncrementalDetokenizer:
         if self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model was loaded without one", param="stop")
+        params = req.params
         return IncrementalDetokenizer(
-            self.tokenizer, req.params.stop, skip_special_tokens=req.params.skip_special_tokens
+            self.tokenizer, params.stop, params.skip_special_tokens, min_tokens=params.min_new_tokens
         )
 
     # -- schedule ----------------------------------------------------------------------------------------------------
@@ -137,10 +146,20 @@ class Scheduler:
             try:
                 req.matcher = ticket.matcher()
             except RequestError as error:
+                answers.append(RequestFailed(req.rid, 400, str(error), error.code, error.param))
+            except Exception as error:
+                log.exception("the grammar backend gave request %s no matcher", req.rid)
+                text = f"the grammar backend gave no matcher: {type(error).__name__}: {error}"
+                answers.append(RequestFailed(req.rid, 500, text, "engine_error"))
+            if req.matcher is None:
                 self.waiting.remove(req)
                 self._forget(req)
-                answers.append(RequestFailed(req.rid, 400, str(error), error.code, error.param))
         return answers
+
+    def take_departed(self) -> list[Req]:
+        """Requests that have ended or were retracted since the last call, where there is a drafter that keeps state."""
+        departed, self._departed = self._departed, []
+        return departed
 
     def schedule(self) -> Batch | None:
         """The next step's work, with pages reserved and cursors advanced; None if nothing can run now."""
@@ -170,7 +189,7 @@ class Scheduler:
         """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""
         victim = max(self.running, key=lambda r: r.uid)
         (self.prefilling if victim in self.prefilling else self.decoding).remove(victim)
-        self.ledger.release(victim)
+        self._release(victim)
         victim.cached_len = 0
         victim.num_retractions += 1
         self.totals.retractions += 1
@@ -198,12 +217,22 @@ class Scheduler:
         return Batch(reqs, split, slots, prefix, lens, samples, self.ledger.table.take_updates(), room)
 
     def attach(self, batch: Batch, drafts: DraftTree) -> None:
-        """Turn the decode rows of a batch into verify rows. Cursors advance as if every draft were accepted."""
-        batch.drafts = drafts
+        """Turn the decode rows of a batch into verify rows. Cursors advance as if every draft were accepted. Raises
+        ``ValueError``, with nothing changed, for drafts that break the contract of ``Drafter.propose``."""
+        tree = checked(batch, drafts, self.limits.vocab_size)
+        if tree is None:
+            return
+        batch.drafts = drafts = tree
         batch.extend_lens = batch.extend_lens + drafts.lens
         for req, count in zip(batch.reqs, drafts.lens.tolist(), strict=True):
             req.cached_len += count
             req.device_len += count
+
+    def take_back(self, batch: Batch) -> None:
+        """The launch of a batch failed: none of its tokens has its KV in the pool. Follow with ``fail``, once the step
+        before it is committed."""
+        for req, count in zip(batch.reqs, batch.extend_lens.tolist(), strict=True):
+            req.cached_len -= count
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
@@ -249,7 +278,7 @@ class Scheduler:
             req.token_ids[req.known_len] = token
             req.known_len += 1
             new.append(token)
-            req.finish = finish_reason(req, token, self.eos_token_ids)
+            req.finish = self._finish_reason(req, token)
             if req.finish is not None:
                 break
         self.totals.generated_tokens += len(new)
@@ -269,11 +298,19 @@ class Scheduler:
             accepted=req.accepted,
         )
 
+    def _finish_reason(self, req: Req, token: int) -> FinishReason | None:
+        """Why the request ends with ``token``. What its matcher or detokenizer raises ends this request alone."""
+        if req.error is not None:
+            return FinishReason(FinishKind.ERROR, message=req.error)
+        try:
+            return finish_reason(req, token, self.eos_token_ids)
+        except Exception as error:
+            log.exception("request %s could not take token %d", req.rid, token)
+            return FinishReason(FinishKind.ERROR, message=f"token {token}: {type(error).__name__}: {error}")
+
     @staticmethod
     def _add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> None:
         """``entries[i]`` belongs to prompt token ``start + i + 1``; a retracted request computes some of them again."""
-        if not req.prompt_logprobs:
-            req.prompt_logprobs.append(TokenLogprob(int(req.token_ids[0]), None))
         fresh = entries[len(req.prompt_logprobs) - start - 1 :]
         req.prompt_logprobs.extend(fresh[: req.prompt_len - len(req.prompt_logprobs)])
 
@@ -315,8 +352,13 @@ class Scheduler:
                 queue.remove(req)
                 break
         if req.slot >= 0:
-            self.ledger.release(req, keep=keep)
+            self._release(req, keep=keep)
         self._forget(req)
+
+    def _release(self, req: Req, *, keep: bool = True) -> None:
+        self.ledger.release(req, keep=keep)
+        if self.limits.draft_width:
+            self._departed.append(req)
 
     def _forget(self, req: Req) -> None:
         del self._by_rid[req.rid]

@@ -23,13 +23,12 @@ def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> Fin
             return FinishReason(FinishKind.ERROR, message=f"token {token_id} violates the request's grammar")
         if req.matcher.is_terminated:
             return FinishReason(FinishKind.STOP, token_id if token_id in eos_token_ids else None)
-    if req.known_len - req.prompt_len >= params.min_new_tokens:
-        if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids):
-            return FinishReason(FinishKind.STOP, token_id)
-        if req.detokenizer is not None:
-            req.detokenizer.push([token_id])
-            if req.detokenizer.matched is not None:
-                return FinishReason(FinishKind.STOP, req.detokenizer.matched)
-    elif req.detokenizer is not None:
+    if req.known_len - req.prompt_len >= params.min_new_tokens and (
+        token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
+    ):
+        return FinishReason(FinishKind.STOP, token_id)
+    if req.detokenizer is not None:
         req.detokenizer.push([token_id])
+        if req.detokenizer.matched is not None:
+            return FinishReason(FinishKind.STOP, req.detokenizer.matched)
     return _LENGTH if req.known_len >= req.max_device_len else None
