@@ -1,6 +1,6 @@
 """JSON schemas for xgrammar: refused or honoured, never half. Run: python -m pytest -q tests/plugins/test_grammar_schemas.py
 
-The measured part reads the JSON Schema Test Suite and real schemas from the folder in DOVETAIL_DATA.
+The measured part reads the JSON Schema Test Suite and real schemas from the folder in GRAMMAR_CORPORA.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ def real_cases(folder: Path) -> Iterator[Case]:
     ("cases", "refused_at_most", "valid_at_least"), [(suite_cases, 0.45, 0.91), (real_cases, 0.22, 0.96)]
 )
 def test_no_invalid_instance_passes(cases: Any, refused_at_most: float, valid_at_least: float) -> None:
-    folder = os.environ.get("DOVETAIL_DATA")
+    folder = os.environ.get("GRAMMAR_CORPORA")
     if not folder:
-        pytest.skip("DOVETAIL_DATA is not set to the folder of the JSON Schema Test Suite and the real schemas")
+        pytest.skip("GRAMMAR_CORPORA is not set to the folder of the JSON Schema Test Suite and the real schemas")
     count = Counter[str]()
     false_accepts = []
     for name, schema, tests in cases(Path(folder)):
