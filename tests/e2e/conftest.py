@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # the engine process imports fak
 
 
 def config_with(**server: object) -> Config:
-    """The default config on a free port."""
-    return Config.model_validate({"server": {"port": 0, "log_level": "warning", **server}})
+    """The default config on a free port; one CPU thread, since tests run side by side."""
+    return Config.model_validate({"threads": 1, "server": {"port": 0, "log_level": "warning", **server}})
 
 
 @pytest.fixture(scope="module")
