@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.config import dump
-from dovetail.errors import EngineError, RequestError
+from dovetail.errors import EngineError, QueueFullError, RequestError
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.ops.random import derive_seed
 from dovetail.plugins.machine import Machine
@@ -65,6 +67,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_dir(tokenizer_dir) if (tokenizer_dir / "tokenizer.json").is_file() else None
         self.loop = Loop(self.resolved, self.tokenizer)
         self._ids = itertools.count()
+        self._runs: dict[str, _Run] = {}
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -74,26 +77,20 @@ class LLM:
         ``params`` is one for all or one each. Raises ``RequestError`` if any request is refused, before or while the
         others run (they are aborted), and ``EngineError`` if its step failed.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
-        each = (
-            [params or SamplingParams()] * len(many)
-            if params is None or isinstance(params, SamplingParams)
-            else list(params)
-        )
-        if len(each) != len(many):
-            raise RequestError(f"{len(each)} sampling params for {len(many)} prompts; give one, or one each")
-        runs = [run for prompt, p in zip(many, each, strict=True) for run in self._start(prompt, p)]
+        many = _prompts(prompts)
+        runs = [run for prompt, p in zip(many, _each(params, len(many)), strict=True) for run in self._make(prompt, p)]
         for _ in self._drive(runs):
             pass
         return [run.output for run in runs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request."""
-        params = params or SamplingParams()
+        """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Streams
+        may be read in turns, and ``generate`` called between: all of them share the engine's steps."""
+        params = _each(params, 1)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one output", param="n")
-        yield from self._drive(self._start(prompt, params))
+        self._need_tokenizer()
+        return self._drive(self._make(prompt, params))
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Output:
         """Answer a conversation of {"role", "content"} messages, written out by the model's chat template."""
@@ -116,65 +113,141 @@ class LLM:
             raise RequestError("this model was loaded without a tokenizer; give token ids, not text")
         return self.tokenizer
 
-    def _start(self, prompt: Prompt, params: SamplingParams) -> list[_Run]:
-        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+    def _make(self, prompt: Prompt, params: SamplingParams) -> list[_Run]:
+        """One run for each of the prompt's outputs. Nothing is sent to the engine yet."""
+        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        runs = [_Run(str(next(self._ids)), Output(ids), params, self.tokenizer) for _ in range(params.n)]
-        for index, run in enumerate(runs):
-            self.loop.handle(GenerateMsg(run.rid, ids, params, derive_seed(seed, index)))
-        return runs
+        msgs = [GenerateMsg(str(next(self._ids)), ids, params, derive_seed(seed, i)) for i in range(params.n)]
+        return [_Run(msg, self.tokenizer) for msg in msgs]
 
     def _drive(self, runs: list[_Run]) -> Iterator[str]:
-        """Step until all runs are done, yielding the text of the first as it comes."""
-        open_runs = {run.rid: run for run in runs}
+        """Step until all runs have ended, yielding the text of the first as it comes. Raises what ended one of them."""
+        pending, num_open, ended = deque(runs), len(runs), list[_Run]()
         try:
-            while open_runs:
-                for answer in self.loop.step():
-                    if isinstance(answer, RequestFailed) and answer.rid in open_runs:
-                        del open_runs[answer.rid]
-                        raise _error(answer)
-                    if isinstance(answer, TokenOutput) and answer.rid in open_runs:
-                        text = open_runs[answer.rid].take(answer)
-                        if answer.finish is not None:
-                            del open_runs[answer.rid]
-                        if text:
-                            yield text
+            while num_open:
+                if not ended:
+                    self._submit(pending, ended)
+                    self._step()
+                for run in ended:
+                    if run.error is not None:
+                        raise run.error
+                num_open -= len(ended)
+                ended.clear()
+                if text := runs[0].take_fresh():
+                    yield text
         finally:
-            for rid in open_runs:
-                self.loop.handle(AbortMsg(rid))
-            while open_runs and self.loop.has_work:
-                self.loop.step()
+            self._abandon(runs)
+
+    def _submit(self, pending: deque[_Run], ended: list[_Run]) -> None:
+        """Send runs to the engine, as many as may wait there."""
+        scheduler = self.loop.scheduler
+        while pending and len(scheduler.waiting) < scheduler.limits.max_waiting:
+            run = pending.popleft()
+            self._runs[run.msg.rid] = run
+            run.ended = ended
+            self.loop.handle(run.msg)
+
+    def _step(self) -> None:
+        """One step of the engine; its answers go to their runs, whoever called."""
+        for answer in self.loop.step():
+            if isinstance(answer, TokenOutput | RequestFailed) and (run := self._runs.get(answer.rid)) is not None:
+                run.take(answer)
+                if run.error is not None or run.output.finish is not None:
+                    del self._runs[answer.rid]
+                    run.ended.append(run)
+
+    def _abandon(self, runs: list[_Run]) -> None:
+        """Abort those of ``runs`` that have not ended."""
+        unfinished = [rid for run in runs if self._runs.pop(rid := run.msg.rid, None) is not None]
+        if self.loop.dead is not None:
+            return
+        for rid in unfinished:
+            self.loop.handle(AbortMsg(rid))
+        while unfinished and not self._runs and self.loop.has_work:
+            self.loop.step()
 
 
 class _Run:
-    """One sequence being generated."""
+    """One sequence being generated. ``ended`` is where it is put once it has its ``output.finish`` or its ``error``."""
 
-    def __init__(self, rid: str, output: Output, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        self.rid = rid
-        self.output = output
-        self.detokenizer = tokenizer and IncrementalDetokenizer(
-            tokenizer, params.stop, skip_special_tokens=params.skip_special_tokens, include_stop=params.include_stop
+    def __init__(self, msg: GenerateMsg, tokenizer: Tokenizer | None) -> None:
+        params = msg.params
+        self.msg = msg
+        self.output = Output(list(msg.input_ids))
+        self.error: Exception | None = None
+        self.ended: list[_Run] = []
+        self._fresh: list[str] = []
+        self._detokenizer = tokenizer and IncrementalDetokenizer(
+            tokenizer,
+            params.stop,
+            params.skip_special_tokens,
+            params.include_stop,
+            min_tokens=params.min_new_tokens,
         )
 
-    def take(self, answer: TokenOutput) -> str:
+    def take(self, answer: TokenOutput | RequestFailed) -> None:
+        if isinstance(answer, RequestFailed):
+            self.error = _error(answer)
+            return
         output = self.output
         output.token_ids += answer.token_ids
         output.finish, output.cached_tokens = answer.finish, answer.cached_tokens
         output.drafted, output.accepted = answer.drafted, answer.accepted
         output.logprobs += answer.logprobs or []
         output.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
-        if self.detokenizer is None:
-            return ""
-        text = self.detokenizer.push(answer.token_ids)
-        if answer.finish is not None:
-            text += self.detokenizer.finish()
-            if answer.finish.kind is FinishKind.ERROR:
-                raise EngineError(answer.finish.message or "the request failed")
-        output.text += text
+        if answer.finish is not None and answer.finish.kind is FinishKind.ERROR:
+            self.error = EngineError(answer.finish.message or "the request failed")
+        if self._detokenizer is not None:
+            text = self._text(self._detokenizer, answer)
+            output.text += text
+            self._fresh.append(text)
+
+    def _text(self, detokenizer: IncrementalDetokenizer, answer: TokenOutput) -> str:
+        """The text that has become final. A stop token is no text, unless ``include_stop`` asks for it."""
+        ids, finish = answer.token_ids, answer.finish
+        if finish is None:
+            return detokenizer.push(ids)
+        stopped = isinstance(finish.matched, int) and not self.msg.params.include_stop
+        return detokenizer.push(ids[:-1] if stopped else ids) + detokenizer.finish()
+
+    def take_fresh(self) -> str:
+        text = "".join(self._fresh)
+        self._fresh.clear()
         return text
+
+
+def _prompts(prompts: object) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; allowed: text, a list of token ids, or a list of those",
+            param="prompts",
+        )
+    single = len(prompts) > 0 and isinstance(prompts[0], Integral)
+    return [list(prompts)] if single else list(prompts)
+
+
+def _token_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, Sequence) or not all(isinstance(t, Integral) for t in prompt):
+        raise RequestError(
+            f"a prompt is {prompt!r:.80}; allowed: text, or a list of token ids (integers)", param="prompts"
+        )
+    return [int(token) for token in prompt]
+
+
+def _each(params: object, count: int) -> list[SamplingParams]:
+    """Sampling params of ``count`` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(f"params is {params!r:.80}; allowed: one SamplingParams, or a list of them", param="params")
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params for {count} prompts; give one, or one each", param="params")
+    return list(params)
 
 
 def _error(answer: RequestFailed) -> Exception:
     if answer.status == 400:
         return RequestError(answer.message, param=answer.param, code=answer.code)
-    return EngineError(answer.message)
+    return QueueFullError(answer.message) if answer.status == 503 else EngineError(answer.message)

@@ -72,6 +72,7 @@ class Loop:
         self.scheduler = self._build_scheduler(tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True
         self.dead: str | None = None
+        self._interrupt: BaseException | None = None
         self.drafter_errors = 0
         self._launched: tuple[Batch, ForwardOutput] | None = None
         self._outbox: list[Answer] = []
@@ -162,6 +163,10 @@ class Loop:
         if self.drafter is not None:
             self._forget(self.drafter)
         self._seconds["step"] += time.perf_counter() - start
+        if self._interrupt is not None:
+            self._outbox = answers + self._outbox
+            interrupt, self._interrupt = self._interrupt, None
+            raise interrupt
         return answers
 
     def _plain_step(self) -> list[Answer]:
@@ -170,17 +175,17 @@ class Loop:
             return []
         try:
             output = self.engine.forward(batch)
-        except Exception as error:
+        except BaseException as error:
             return self._failed(batch, error)
         return self._commit(batch, output)
 
     def _overlapped_step(self) -> list[Answer]:
         batch = self._schedule(resting=self._launched is None)
-        failure: Exception | None = None
+        failure: BaseException | None = None
         if batch is not None:
             try:
                 self.engine.launch(batch)
-            except Exception as error:
+            except BaseException as error:
                 failure = error
                 self.scheduler.take_back(batch)
         answers = self._commit_launched()
@@ -189,7 +194,7 @@ class Loop:
         if failure is None:
             try:
                 self._launched = batch, self.engine.sample(batch)
-            except Exception as error:
+            except BaseException as error:
                 failure = error
         return answers if failure is None else answers + self._failed(batch, failure)
 
@@ -242,7 +247,7 @@ class Loop:
     def _commit(self, batch: Batch, output: ForwardOutput) -> list[Answer]:
         try:
             host = self.engine.wait(batch, output)
-        except Exception as error:
+        except BaseException as error:
             return self._failed(batch, error)
         start = time.perf_counter()
         answers = self._guarded(lambda: self.scheduler.commit(batch, host))
@@ -251,11 +256,14 @@ class Loop:
         self._seconds["commit"] += time.perf_counter() - start
         return answers
 
-    def _failed(self, batch: Batch, error: Exception) -> list[Answer]:
-        """A step that failed ends its requests; a device that is lost ends the process."""
+    def _failed(self, batch: Batch, error: BaseException) -> list[Answer]:
+        """A step that failed ends its requests; a device that is lost ends the process. An interrupt (Ctrl-C) fails the
+        step as well: what it has written is not known; it is raised once the books are in order."""
         if self.engine.lost_device(error):
             self.dead = f"the device was lost: {error}"
             raise EngineDeadError(self.dead) from error
+        if not isinstance(error, Exception):
+            self._interrupt = error
         log.error("a step of %d requests failed", len(batch.reqs), exc_info=error)
         return self._guarded(lambda: self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {error}"))
 
