@@ -20,7 +20,8 @@ class XGrammarConfig(PluginConfig):
         "the schema is open. By default a schema means what JSON Schema says it means.",
     )
     max_whitespace: int | None = Field(
-        default=None,
+        default=20,
         ge=1,
-        description="Most whitespace characters in a row between the parts of a JSON text; by default any number.",
+        description="Most whitespace characters in a row between the parts of a JSON text, so that no output runs on in "
+        "spaces for ever; `null`: any number.",
     )
