@@ -10,7 +10,7 @@ from dovetail.config.plugin import PluginConfig
 
 
 class XGrammarConfig(PluginConfig):
-    """``grammar: xgrammar``."""
+    """JSON schemas, regexes and EBNF by XGrammar. What it cannot honour whole is refused."""
 
     kind: Literal["xgrammar"] = "xgrammar"  # pyright: ignore[reportIncompatibleVariableOverride]
     threads: int = Field(default=4, ge=1, le=256, description="Threads of one compilation.")

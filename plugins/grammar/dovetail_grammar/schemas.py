@@ -16,7 +16,7 @@ from dovetail_grammar.merge import MAX_BRANCHES, TYPES, MergeError, Schema, merg
 from dovetail_grammar.schema_documents import Document
 from dovetail_grammar.schema_rules import ASSERTIONS, Refusal, tidy, unsupported
 
-MAX_DEPTH = 100
+MAX_DEPTH = 64
 Converted = dict[str, Any] | None
 """A rewritten schema; None allows nothing."""
 
@@ -24,8 +24,11 @@ Converted = dict[str, Any] | None
 def rewrite(schema: Schema, *, strict: bool = False) -> dict[str, Any]:
     """The schema for xgrammar (with ``strict_mode=False``). ``strict`` closes objects that name properties and arrays
     that name items, where the schema leaves them open. Raises ``GrammarError``."""
-    writer = _Writer(Document(Document.checked(schema, "#")), strict)
-    converted = writer.convert(schema, "#", 0)
+    try:
+        writer = _Writer(Document(Document.checked(schema, "#")), strict)
+        converted = writer.convert(schema, "#", 0)
+    except RecursionError as error:
+        raise Refusal("#", f"the schema is nested too deeply; allowed: about {MAX_DEPTH} levels") from error
     if converted is None:
         raise Refusal("#", "the schema allows nothing, so no answer can satisfy it")
     return {**converted, "$defs": writer.defs} if writer.defs else converted

@@ -190,8 +190,9 @@ class XGrammarBackend(GrammarBackend):
     def _refuse_empty(self, grammar: XGrammarCompiled, spec: GrammarSpec) -> None:
         row = np.zeros((1, len(self._plain_tokens.eos)), np.int32)
         grammar.matcher().fill_bitmask(row, 0)
-        if not row.any():
-            raise GrammarError(f"no text that this vocabulary can spell satisfies this {spec.kind}", param=spec.kind)
+        if not (row[0] & ~self._plain_tokens.eos).any():
+            what = "only the empty text" if row.any() else "no text that this vocabulary can spell"
+            raise GrammarError(f"{what} satisfies this {spec.kind}", param=spec.kind)
 
 
 def _read_schema(text: str) -> bool | dict[str, object]:
