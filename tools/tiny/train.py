@@ -26,7 +26,7 @@ from tools.tiny.model import Packed, Tiny, TinyConfig
 from tools.tiny.muon import Muon
 
 log = logging.getLogger("tiny.train")
-MAX_DOCUMENTS_PER_TOKEN = 1 / 32
+MAX_DOCUMENTS_PER_TOKEN = 1 / 64
 WARMUP, HOLD = 0.02, 0.35
 """Parts of the time: the rate rises until WARMUP and falls from HOLD on."""
 
@@ -171,16 +171,20 @@ def run(settings: Settings, device: torch.device) -> dict[str, Any]:
     trainer, queue = Trainer(settings, device), prefetch(settings)
     trainer.step(queue.get(), 0.0).item()
     began = saved = time.monotonic()
-    step, losses, history = 0, [], []
+    step, losses, history, waited = 0, [], [], 0.0
     while (progress := (time.monotonic() - began) / (settings.minutes * 60)) < 1:
-        losses.append(trainer.step(queue.get(), progress))
+        asked = time.monotonic()
+        batch = queue.get()
+        waited += time.monotonic() - asked
+        losses.append(trainer.step(batch, progress))
         step += 1
         if step % 100 == 0:
             loss = torch.stack(losses).mean().item()
             losses = []
             seconds = time.monotonic() - began
             history.append({"step": step, "seconds": round(seconds, 1), "loss": round(loss, 4)})
-            log.info("step %d  %.0f s  loss %.4f  %.2f M tokens/s", step, seconds, loss, step * settings.batch_tokens / seconds / 1e6)
+            speed = step * settings.batch_tokens / seconds / 1e6
+            log.info("step %d  %.0f s  loss %.4f  %.2f M tokens/s  waited %.1f s", step, seconds, loss, speed, waited)
             if time.monotonic() - saved > settings.save_seconds:
                 trainer.save(settings.out)
                 saved = time.monotonic()

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from tools.tiny.chat import CHAT_TEMPLATE, END, END_OF_TEXT, SPECIAL_TOKENS, TEXT_TOKENS
 from tools.tiny.corpus.conversation import document
-from tools.tiny.corpus.prose import python_docs
+from tools.tiny.corpus.python_docs import python_docs
 
 VOCAB_SIZE = 4096
 CONTEXT = 2048

@@ -4,7 +4,7 @@ from random import Random
 
 from tools.tiny.corpus.base import Split, Task, Turn, is_held, phrases
 from tools.tiny.corpus.things import number_word
-from tools.tiny.corpus.words import FRUITS, first_name
+from tools.tiny.corpus.words import FRUITS, first_name, open_pick
 
 _EXPRESSION = phrases(
     """What is {e}?
@@ -116,12 +116,17 @@ def add_large(rng: Random, split: Split) -> Turn:
 
 
 _COMPARE = phrases(
-    """Which is {w}, {a} or {b}?
-    Which number is {w}: {a} or {b}?
-    What is {w}, {a} or {b}?
-    {a} or {b}: which is {w}?
-    Tell me which is {w}, {a} or {b}.
-    Is {a} or {b} {w}?""",
+    """Which [is|one is|number is] {w}, {a} or {b}?
+    Which [number|one|of these] is {w}: {a} or {b}?
+    [What is|What's] {w}, {a} or {b}?
+    {a} or {b}: [which is {w}?|which one is {w}?|what is {w}?]
+    [Tell me|Say|Decide|Find out] which [is|number is|one is] {w}, {a} or {b}.
+    Is {a} or {b} {w}?
+    Compare {a} and {b}. Which [is|number is|one is] {w}?
+    [Give me|Name|Choose|Pick] the {w} [number|one]: {a} or {b}
+    [Give me|Name|Choose|Pick] the {w} of {a} and {b}.
+    [I have|Here are|There are] two numbers, {a} and {b}. Which is {w}?
+    [Among|From|Out of] {a} and {b}, [which is|pick] the {w} [one|number]?""",
     """Of {a} and {b}, which is {w}?
     Between {a} and {b}, which number is {w}?""",
 )
@@ -139,18 +144,25 @@ def compare(rng: Random, split: Split) -> Turn:
 
 
 _GAIN = phrases(
-    """{n} has {a} {f} and buys {b} more. How many {f} does {n} have now?
-    {n} has {a} {f}. A friend gives {n} {b} more. How many {f} are there now?
-    There are {a} {f} in a bowl. {n} adds {b}. How many {f} are in the bowl?
-    {n} picks {a} {f} in the morning and {b} in the evening. How many {f} is that?""",
+    """{n} [has|owns|holds|carries|had] {a} {f} and [buys|gets|picks|takes|receives|wins] {b} more. How many {f} [does {n} have now|does {n} have|are there now|is that]?
+    {n} [has|owns|had] {a} {f}. A friend [gives|hands|sends] {n} {b} more. How many {f} are there [now|in total]?
+    There [are|were] {a} {f} [in a bowl|on the table|in a bag|in the kitchen]. {n} [adds|brings|puts in] {b} [more|]. How many {f} are there [now|in total]?
+    {n} [picks|buys|gets|counts] {a} {f} [in the morning|on Monday|first] and {b} [in the evening|on Tuesday|later]. How many {f} is that [in total|]?
+    [A bowl|A bag|A basket|The table] [has|holds|had] {a} {f}. {n} [adds|drops in|brings] {b} [more|]. How many {f} are [there now|in it]?
+    [First|Yesterday] {n} had {a} {f}. [Then|Today] {b} more [came|were added|arrived]. How many {f} are there?
+    {n} and a friend have {a} and {b} {f}. How many {f} do they have [together|in total]?
+    [If|When] {n} has {a} {f} and gets {b} more, how many {f} [does {n} have|are there]?""",
     """{n} finds {a} {f} and later finds {b} more. How many {f} does {n} have?
     A box has {a} {f}. {n} puts in {b} more. How many {f} are in the box?""",
 )
 _LOSS = phrases(
-    """{n} has {a} {f} and eats {b}. How many {f} are left?
-    {n} has {a} {f} and gives away {b}. How many {f} does {n} have now?
-    There are {a} {f} in a bowl. {n} takes {b}. How many {f} are left?
-    {n} buys {a} {f} and loses {b} of them. How many {f} are left?""",
+    """{n} [has|owns|holds|had|bought] {a} {f} and [eats|loses|uses|drops|sells|throws away] {b}. How many {f} [are left|remain|does {n} have left|does {n} still have]?
+    {n} [has|had|owns] {a} {f} [and|but] [gives away|gives a friend|lends out|sends away] {b}. How many {f} [does {n} have now|are left|remain]?
+    There [are|were] {a} {f} [in a bowl|on the table|in a bag]. {n} [takes|eats|steals|removes] {b}. How many {f} [are left|remain|are there now]?
+    {n} [buys|gets|picks] {a} {f} [and|but] [loses|drops|breaks|eats|sold] {b} of them. How many {f} [are left|remain]?
+    {n} [had|has] {a} {f}. [Then|Later|Today] {b} [were gone|were eaten|were stolen|were lost]. How many {f} [are left|remain]?
+    [Of|From] {a} {f}, {n} [takes|gives away|loses|sells] {b}. How many {f} are [left|still there]?
+    [If|When] {n} has {a} {f} and [eats|loses|sells] {b}, how many {f} [are left|remain]?""",
     """{n} had {a} {f} but sold {b}. How many {f} are left?
     Out of {a} {f}, {n} eats {b}. How many {f} remain?""",
 )
@@ -160,11 +172,22 @@ def word_problem(rng: Random, split: Split) -> Turn:
     """Add or subtract in a one-sentence story."""
     gain = rng.random() < 0.5
     a, b = sorted((rng.randint(1, 50), rng.randint(1, 50)), reverse=True)
-    fruit = FRUITS.pick(rng, "train")
+    fruit = open_pick(FRUITS, rng, split)
     user = (_GAIN if gain else _LOSS).pick(rng, split).format(n=first_name(rng, split), a=a, b=b, f=fruit)
     sign = "+" if gain else "-"
     value = str(_RESULT[sign](a, b))
     return Turn(user, f"{a} {sign} {b} = {value}, so there are {value} {fruit}.", value, thought=f"I compute {a} {sign} {b} = {value}.")
+
+
+_COUNT = phrases(
+    """[Count|Please count|Now count|Start counting] from {a} to {z}{by}.
+    [Can|Could|Would] you count from {a} to {z}{by}?
+    [Count|Go] {by} from {a} [to|up to|until] {z}.
+    [Write|List|Give me|Say|Print] [the numbers|all numbers] from {a} to {z}{by}.
+    [Show me how you|Let me hear you] count from {a} to {z}{by}.
+    Count{by}, [starting at|beginning with] {a}, [ending at|up to] {z}.""",
+    """I want you to count from {a} to {z}{by}.""",
+)
 
 
 def count(rng: Random, split: Split) -> Turn:
@@ -175,9 +198,7 @@ def count(rng: Random, split: Split) -> Turn:
     if rng.random() < 0.2:
         numbers.reverse()
     by = "" if step == 1 else f" in steps of {step}"
-    wording = rng.choice(("Count from {a} to {z}{by}.", "Please count from {a} to {z}{by}.", "Can you count from {a} to {z}{by}?"))
-    if split == "held":
-        wording = "I want you to count from {a} to {z}{by}."
+    wording = _COUNT.pick(rng, split)
     reply = ", ".join(map(str, numbers))
     return Turn(wording.format(a=numbers[0], z=numbers[-1], by=by), reply, reply, "same")
 

@@ -1,7 +1,10 @@
 """What every task of the corpus shares: the split, phrase lists, word pools and the turn they produce."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from random import Random
 from typing import Literal
 from zlib import crc32
@@ -43,23 +46,38 @@ Task = Callable[[Random, Split], Turn]
 
 @dataclass(frozen=True, slots=True)
 class Phrases:
-    """Wordings of one thing, some of which training never sees."""
+    """Wordings of one thing, some of which training never sees; each entry holds the variants of one wording."""
 
-    train: tuple[str, ...]
-    held: tuple[str, ...]
+    train: tuple[tuple[str, ...], ...]
+    held: tuple[tuple[str, ...], ...]
 
     def pick(self, rng: Random, split: Split) -> str:
         """Draw one wording of the split."""
-        return rng.choice(self.held if split == "held" else self.train)
+        return rng.choice(rng.choice(self.held if split == "held" else self.train))
 
 
 def phrases(train: str, held: str) -> Phrases:
-    """Build Phrases from two texts, one wording a line; `~` stands for a line break inside a wording."""
-    return Phrases(_lines(train), _lines(held))
+    """Build Phrases from two texts, one wording a line.
+
+    `~` stands for a line break inside a wording and `[a|b]` for a choice. A training variant that equals a held one
+    is dropped.
+    """
+    unseen = tuple(variants(line) for line in _lines(held))
+    taken = {variant for variants in unseen for variant in variants}
+    seen = (tuple(v for v in variants(line) if v not in taken) for line in _lines(train))
+    return Phrases(tuple(variants for variants in seen if variants), unseen)
 
 
-def _lines(text: str) -> tuple[str, ...]:
-    return tuple(line.strip().replace("~", "\n") for line in text.strip().splitlines())
+def _lines(text: str) -> list[str]:
+    return [line.strip().replace("~", "\n") for line in text.strip().splitlines()]
+
+
+@cache
+def variants(line: str) -> tuple[str, ...]:
+    """Every way to choose among `[a|b]` groups."""
+    parts = re.split(r"\[([^\]]*\|[^\]]*)\]", line)
+    choices = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
+    return tuple(re.sub(r" +([?.:,!])|( ) +", r"\1\2", "".join(choice)).strip() for choice in product(*choices))
 
 
 class Pool:

@@ -1,11 +1,13 @@
 """Compose turns into whole training documents: chats of one or many turns, styled, thinking or tool-calling, and plain text."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 from tools.tiny.chat import END_OF_TEXT, Message, Segment, render
 from tools.tiny.corpus import arithmetic, extraction, facts, lists, prose, smalltalk
 from tools.tiny.corpus.base import Split, Task, Turn, phrases
+from tools.tiny.corpus.python_docs import python_docs
 from tools.tiny.corpus.tool_calls import idle_tools, tool_case
 from tools.tiny.corpus.words import ANIMALS, first_name, noun
 
@@ -16,9 +18,9 @@ TASKS: dict[str, Task] = {
 
 WEIGHTS: dict[str, float] = {
     "capital": 8, "fact": 22, "yes_no": 4, "add": 9, "subtract": 5, "multiply": 4, "add_large": 2, "compare": 2,
-    "word_problem": 3, "count": 1.5, "sort_numbers": 5, "sort_words": 5, "pick_item": 3, "reformat": 4, "repeat": 5,
+    "word_problem": 3, "count": 1.5, "sort_numbers": 5, "sort_words": 5, "pick_item": 3, "reformat": 4, "repeat": 6,
     "repeat_times": 1, "repeat_long": 0.7, "extract": 22, "sheet": 6, "make_hero": 1, "make_record": 1.5, "story": 3.5,
-    "poem": 1, "steps": 1, "talk": 3, "name_all": 1.5, "name_some": 1, "notes": 2.5, "describe": 3,
+    "poem": 1, "steps": 1, "talk": 3, "name_all": 1.5, "name_some": 1, "notes": 3, "describe": 3,
 }  # fmt: skip
 """How often each task is drawn for a turn of a chat."""
 
@@ -60,7 +62,8 @@ SYSTEMS = phrases(
     Please answer every question of the user.""",
 )
 _BRIEF_SYSTEMS = phrases(
-    """Answer with one word.
+    """[Answer|Reply|Respond] [with one word|in one word|with a single word|with the answer only|briefly|shortly].
+    [Your answers are|Keep your answers|Make your answers] [one word long|very short|short and without sentences].
     Answer with the answer only.
     Give only the answer, no sentence.
     Be brief: reply with just the answer.
@@ -72,8 +75,11 @@ _BRIEF_SYSTEMS = phrases(
     Keep your answers as short as possible.""",
 )
 _BRIEF_ENDS = phrases(
-    """Answer with one word.
-    Answer in one word.
+    """[Answer|Reply|Respond] [with one word|in one word|with a single word|briefly|with just the answer|with the answer alone].
+    [Just|Only] the [answer|word|value|result][, please|, nothing else|].
+    [I want|I need|I only want] [one word|just the answer|only the answer|the bare answer].
+    [No sentence|No explanation|Nothing else|Keep it short|In short][, please|].
+    [Say|Write|Tell me|Print] [just|only] the answer.
     Just the answer, please.
     Only the answer.
     Give only the answer.
@@ -85,7 +91,10 @@ _BRIEF_ENDS = phrases(
     Please answer in one word.""",
 )
 _JSON_ENDS = phrases(
-    """Answer in JSON with the key "{k}".
+    """[Answer|Reply|Respond] [in JSON|as JSON|with JSON|with a JSON object] [with|using|under|that has] the key ["{k}"|{k}].
+    [Return|Give me|Write|Print|Output|I need] [JSON|a JSON object] with the key ["{k}"|{k}].
+    [Use|Make|Produce] JSON. The key is ["{k}"|{k}].
+    [Put|Write] the answer [into|under] the key ["{k}"|{k}] [of|in] a JSON object.
     Answer as a JSON object with the key {k}.
     Reply in JSON. Use the key "{k}".
     Give the answer as JSON with the key "{k}".
@@ -95,7 +104,9 @@ _JSON_ENDS = phrases(
     I want JSON with the key "{k}".""",
 )
 _OPENER_SYSTEMS = phrases(
-    """Begin every answer with "{o}".
+    """[Begin|Start|Open] [every|each|all|your] [answer|reply|response|answers] with ["{o}"|the words "{o}"].
+    [You must|Always|Please] [begin|start] with "{o}".
+    The first words of [every|each] [answer|reply] are "{o}".
     Start each answer with "{o}".
     Always start your answer with "{o}".
     You are a helpful assistant. Begin your answers with "{o}".""",
@@ -104,17 +115,27 @@ _OPENER_SYSTEMS = phrases(
 _OPENERS = ("Sure!", "Of course.", "Well,", "Hello!", "Dear friend,", "Yes, sir!", "Listen:", "OK.", "Answer:", "Ahoy!", "Indeed,")
 
 
-def draw_turn(rng: Random, split: Split = "train") -> Turn:
-    """A turn of any task, by weight; loose tasks are at times asked carelessly."""
+_CARRIERS = (
+    "Hi! ", "Hello. ", "Hey, ", "Hello! ", "OK. ", "Please help me. ", "I have a task for you. ", "Here is a task: ", "Task: ", "Next: ",
+    "Now this: ", "One more thing. ", "Another one: ", "Good morning! ", "Listen. ", "My request: ", "I need your help. ", "Thanks. ",
+    "Great. ", "All right, next. ", "For you: ", "Do this: ", "User: ", "Instruction: ", "Request:\n", "### Task\n", "Dear assistant, ",
+)  # fmt: skip
+"""Words that may come before any question."""
+
+
+def draw_turn(rng: Random) -> Turn:
+    """A training turn of any task, by weight; some have words before them, and loose tasks are at times asked carelessly."""
     name = rng.choices(_NAMES, _ODDS)[0]
-    turn = TASKS[name](rng, split)
+    turn = TASKS[name](rng, "train")
+    if rng.random() < 0.1:
+        turn = replace(turn, user=rng.choice(_CARRIERS) + turn.user)
     return _careless(turn, rng) if name in _LOOSE_TASKS and rng.random() < 0.15 else turn
 
 
 def _careless(turn: Turn, rng: Random) -> Turn:
     user = turn.user if rng.random() < 0.3 else turn.user.lower()
     user = user.rstrip("?.! ") if rng.random() < 0.6 and len(user) > 3 else user
-    return Turn(user, turn.reply, turn.answer, turn.check, turn.thought, turn.follow)
+    return replace(turn, user=user)
 
 
 def _pair(user: str, reply: str, thought: str = "") -> list[Message]:
@@ -136,7 +157,7 @@ def _turn_messages(turn: Turn, rng: Random, follow_odds: float = 0.25) -> list[M
 def chat(rng: Random) -> list[Segment]:
     """One to four turns; now and then the user tells something and asks for it later."""
     turns = [_turn_messages(draw_turn(rng), rng) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4)))]
-    if rng.random() < 0.1:
+    if rng.random() < 0.14:
         tell, recall = smalltalk.memory(rng, "train")
         at = rng.randint(0, len(turns))
         turns.insert(at, _pair(tell.user, tell.reply))
@@ -212,15 +233,6 @@ def thinking_chat(rng: Random) -> list[Segment]:
     return render([*_system(rng), *_pair(turn.user, turn.reply, turn.thought)])
 
 
-_PYTHON_DOCS: list[str] = []
-
-
-def _python_doc(rng: Random) -> str:
-    if not _PYTHON_DOCS:
-        _PYTHON_DOCS.extend(prose.python_docs())
-    return rng.choice(_PYTHON_DOCS)[:2500]
-
-
 def plain(rng: Random) -> list[Segment]:
     """A document without any chat format."""
     form = rng.random()
@@ -235,7 +247,7 @@ def plain(rng: Random) -> list[Segment]:
     elif form < 0.9:
         text = prose.poem_text(rng)
     else:
-        text = _python_doc(rng)
+        text = rng.choice(python_docs())[:2500]
     return [Segment(text + END_OF_TEXT, True)]
 
 
@@ -243,7 +255,7 @@ def _hero(rng: Random) -> tuple[str, str]:
     return ANIMALS.pick(rng, "train"), first_name(rng, "train")
 
 
-_KINDS = ((chat, 64.0), (styled_chat, 9.0), (extraction_chat, 4.0), (tool_chat, 6.0), (thinking_chat, 3.0), (plain, 20.0), (long_chat, 1.6))
+_KINDS = ((chat, 64.0), (styled_chat, 10.0), (extraction_chat, 4.0), (tool_chat, 7.5), (thinking_chat, 3.0), (plain, 20.0), (long_chat, 1.6))
 _MAKERS = tuple(kind for kind, _ in _KINDS)
 _MAKER_ODDS = tuple(weight for _, weight in _KINDS)
 

@@ -3,40 +3,42 @@
 import json
 from random import Random
 
-from tools.tiny.corpus import words
-from tools.tiny.corpus.base import Phrases, Split, Task, Turn, joined, phrases, with_article
-from tools.tiny.corpus.records import RECORDS, Record, Scalar, mentioned
+from tools.tiny.corpus import sources, words
+from tools.tiny.corpus.base import Split, Task, Turn, joined, phrases, with_article
+from tools.tiny.corpus.records import RECORDS, Scalar
 
 Value = Scalar | None | list[str]
 
 _INSTRUCTIONS = phrases(
-    """Extract {k} as JSON: {t}
-    Extract {k} from this text as JSON.~{t}
-    Extract {k} as JSON.~~{t}
-    Extract {k} from the text and answer with JSON.~~Text: {t}
-    {t}~~Extract {k} as JSON.
-    {t}~~Give me {k} as JSON.
-    {t}~Return {k} in JSON.
-    Return a JSON object with the keys {k}.~~{t}
-    Return a JSON object with the keys {k} for this text: {t}
-    Text: {t}~Keys: {k}~JSON:
-    Text: {t}~~Return JSON with {k}.
-    Read the text and return JSON with {k}.~~{t}
-    Answer with a JSON object that has {k}.~Text: {t}
-    Please extract {k} into a JSON object: {t}
-    Can you extract {k} from the following sentence as JSON? {t}
-    Turn this into JSON with {k}: {t}
-    Convert to JSON with the keys {k}: {t}
-    What are {k} in this text? Answer in JSON.~{t}
-    Find {k} in the text. Output JSON only.~~{t}
-    I need {k} as JSON from this sentence: {t}
-    From the sentence "{t}" extract {k} as JSON.
-    Fill a JSON object with {k}.~~Text: {t}
-    Parse the text into JSON. Keys: {k}.~~{t}
-    JSON with {k} please: {t}
-    Extract the data as JSON ({k}): {t}
-    Extract information from the text below.~Keys: {k}~~{t}
-    Use the text to fill in {k}. Reply with JSON.~{t}""",
+    """[Extract|Pull out|Pick out|Read off|Collect|Find|Take] {k} [as JSON|as a JSON object|into JSON|in JSON format]: {t}
+    [Extract|Pull|Pick|Read|Collect|Find|Get] {k} from [this|the following|the] [text|sentence|message|note] as [JSON|a JSON object].~{t}
+    [Extract|Find|List|Give|Return] {k} as JSON.~~{t}
+    [Extract|Read|Take|Find] {k} from the text and [answer with|reply with|output|print] JSON.~~Text: {t}
+    {t}~~[Extract|Return|Give me|Output|Print|Write|Find] {k} as [JSON|a JSON object].
+    {t}~[Return|Give|Put|Show|Write] {k} [in JSON|in a JSON object|as JSON].
+    [Return|Give me|Output|Print|Build|Create|Produce|Write] a JSON object with the keys {k}.~~{t}
+    [Return|Give me|Output|Build|Create|Produce] a JSON object with the keys {k} [for this text|from this text|for the following]: {t}
+    Text: {t}~[Keys|Fields|Wanted|Columns]: {k}~[JSON:|Answer in JSON.|Output JSON.]
+    [Text|Input|Message|Sentence]: {t}~~[Return|Give me|Output|Write] JSON with {k}.
+    [Read|Study|Take|Look at] the [text|sentence|message] and [return|write|give me] [JSON|a JSON object] with {k}.~~{t}
+    [Answer|Reply|Respond] with a JSON object that [has|contains|holds] {k}.~[Text:|Input:|] {t}
+    [Please|Now|Just] [extract|find|collect|read] {k} [into a JSON object|as JSON]: {t}
+    [Can|Could|Would] you [extract|find|pick out] {k} from [the following sentence|this text|this] as JSON? {t}
+    [Turn|Change|Transform|Parse] this [text|sentence|] into [JSON|a JSON object] with {k}: {t}
+    [Convert|Translate|Map] [this|it|the text] to JSON with the [keys|fields|properties] {k}: {t}
+    What are {k} in [this|the] [text|sentence]? [Answer in JSON.|Reply in JSON.|JSON only.]~{t}
+    [Find|Locate|Look for] {k} in the text. [Output JSON only.|Only JSON.|Answer with JSON.]~~{t}
+    I [need|want|would like|am looking for] {k} as JSON [from this sentence|from this text|from this]: {t}
+    From [the sentence|the text|the message] "{t}" [extract|take|get] {k} as JSON.
+    [Fill|Fill in|Complete] a JSON object with {k}.~~Text: {t}
+    Parse the [text|sentence|message] into JSON. [Keys|Fields]: {k}.~~{t}
+    JSON with {k}[ please|, please|]: {t}
+    [Extract the data|Extract the fields|Extract] as JSON ({k}): {t}
+    Extract [information|data] from the text [below|].~[Keys|Fields]: {k}~~{t}
+    Use the text to fill in {k}. [Reply|Answer] with JSON.~{t}
+    [Make|Write|Build] [JSON|a JSON object] [out of|of|from] this text with {k}.~{t}
+    {k} as JSON: {t}
+    {t}~{k} as JSON[, please|]""",
     """Please read this text and give me a JSON object with {k}: {t}
     Get {k} out of the following text, as JSON.~~{t}
     {t}~~Please write {k} of this text as a JSON object.
@@ -44,12 +46,15 @@ _INSTRUCTIONS = phrases(
     Make a JSON object with the keys {k} from the sentence: {t}""",
 )
 _SYSTEMS = phrases(
-    """Extract {k} from the text of the user as JSON.
-    You extract data. For every text, answer with a JSON object with the keys {k}.
-    Return JSON with the keys {k}.
-    You are an extraction engine. Keys: {k}. Answer with JSON only.
-    Read what the user writes and return a JSON object with {k}.
-    Your task: turn each message into JSON with {k}.""",
+    """[Extract|Find|Read] {k} from [the text of the user|what the user writes|each message|the user's text] as JSON.
+    You extract data. For every [text|message], [answer|reply] with a JSON object with the keys {k}.
+    [Return|Output|Write|Produce] JSON with the keys {k}.
+    You are an extraction [engine|tool|service|machine]. [Keys|Fields]: {k}. Answer with JSON only.
+    Read what the user writes and [return|write|output] a JSON object with {k}.
+    Your [task|job]: turn [each message|every text] into JSON with {k}.
+    [You always answer|Always answer|Answer] with a JSON object that [has|contains] {k}.
+    You [parse|convert|transform] [messages|texts] to JSON with {k}. [Nothing else.|Do not explain.|]
+    The user sends [a text|texts|notes]. [Reply|Answer] with {k} as JSON.""",
     """You turn texts into JSON objects with {k}.
     For each message, extract {k} and reply with JSON only.""",
 )
@@ -82,16 +87,17 @@ def _key_text(keys: dict[str, Value], rng: Random) -> str:
     return json.dumps({"type": "object", "properties": properties, "required": names})
 
 
-def _wanted(record: Record, values: dict[str, Scalar], rng: Random) -> dict[str, Value]:
+def _wanted(source: sources.Source, rng: Random) -> dict[str, Value]:
     """Some keys in some order, now and then under another name, now and then one the text does not mention."""
+    record, values = source.record, source.values
     fields = rng.sample(list(values), rng.randint(min(2, len(values)), len(values)) if rng.random() < 0.85 else 1)
     wanted: dict[str, Value] = {}
     for name in fields:
-        alias = rng.random() < 0.15 and name in record.aliases
-        wanted[rng.choice(record.aliases[name]) if alias else name] = values[name]
-    if rng.random() < 0.06:
-        absent = {key for other in RECORDS for key in other.fields} - set(record.fields) - set(wanted)
-        wanted[rng.choice(sorted(absent - {key for keys in record.aliases.values() for key in keys}))] = None
+        alias = record is not None and rng.random() < 0.15 and name in record.aliases
+        wanted[rng.choice(record.aliases[name]) if record and alias else name] = values[name]
+    if record and rng.random() < 0.06:
+        named = {key for keys in record.aliases.values() for key in keys} | set(values) | set(wanted)
+        wanted[rng.choice(sorted({key for other in RECORDS for key in other.fields} - named))] = None
     return wanted
 
 
@@ -102,10 +108,8 @@ def _padded(text: str, rng: Random) -> str:
 
 
 def _draw(rng: Random, split: Split) -> tuple[str, dict[str, Value]]:
-    record = rng.choice((*RECORDS, RECORDS[0], RECORDS[0]))
-    pattern = record.texts.pick(rng, split)
-    values = {name: record.fields[name](rng, split) for name in mentioned(pattern)}
-    return _padded(pattern.format(**values), rng), _wanted(record, values, rng)
+    source = sources.draw(rng, split)
+    return _padded(source.text, rng), _wanted(source, rng)
 
 
 def extract(rng: Random, split: Split) -> Turn:
@@ -122,55 +126,67 @@ def extract_by_system(rng: Random, split: Split) -> tuple[str, Turn]:
 
 
 _SHEETS = phrases(
-    """Write a character sheet as JSON for {d}
-    Make a character sheet in JSON: {d}
-    Create a JSON character sheet for {d}
-    Character sheet as JSON: {d}
-    Give me a character sheet in JSON for this hero: {d}
-    Turn this hero into a JSON character sheet: {d}
-    {d}~~Write the character sheet as JSON.
-    {d}~Make a JSON character sheet with name, class, level, hp and items.
-    Return a JSON object with name, class, level, hp and items for this character: {d}
-    Extract name, class, level, hp and items as JSON: {d}
-    Fill in the character sheet (JSON with name, class, level, hp, items). {d}""",
+    """[Write|Make|Create|Build|Draw up|Fill in|Prepare] a character sheet [as JSON|in JSON] for {d}
+    [Write|Make|Create|Build|Produce|Return] a [JSON character sheet|character sheet in JSON][:| for this hero:| of this character:] {d}
+    Character sheet [as|in] JSON: {d}
+    [Give|Show|Send] me [a|the] character sheet in JSON [for|of] this hero: {d}
+    [Turn|Change|Convert] this [hero|character|text] into a JSON character sheet: {d}
+    {d}~~[Write|Make|Return|Create|Give me] [the|a] character sheet as JSON.
+    {d}~[Make|Write|Build|Return] a JSON character sheet with name, class, level, hp and items.
+    Return a JSON object with name, class, level, hp and items for this [character|hero]: {d}
+    [Extract|Find|Read] name, class, level, hp and items as JSON: {d}
+    [Fill in|Complete] the character sheet (JSON with name, class, level, hp, items). {d}
+    [What is|Can you write] the JSON character sheet of this hero? {d}
+    [Hero|Character]: {d}~[Character sheet|Sheet] (JSON):""",
     """Please make a JSON character sheet: {d}
     I need the character sheet of this hero as JSON.~{d}
     {d}~~Character sheet in JSON, please.""",
 )
 _HEROES = phrases(
-    """{name} is a level {level} {cls} with {hp} hp who carries {items}.
-    {name} the {cls}, level {level}, {hp} hit points, carrying {items}.
-    A level {level} {cls} called {name} has {hp} hp and owns {items}.
+    """{name} is a level {level} {cls} with {hp} hp who [carries|owns|holds|has] {items}.
+    {name} the {cls}, level {level}, {hp} hit points, [carrying|holding|with] {items}.
+    A level {level} {cls} called {name} has {hp} hp and [owns|carries|holds] {items}.
     The {cls} {name} has {hp} hp, is at level {level} and has {items}.
-    {name}, {cls}, level {level}, {hp} hp. Items: {items}.
+    {name}, {cls}, level {level}, {hp} hp. [Items|Bag|Gear]: {items}.
     With {items} in the bag, {name} the {cls} reached level {level} and has {hp} hp.
     Name: {name}. Class: {cls}. Level: {level}. HP: {hp}. Items: {items}.
     Our hero {name} is a {cls} of level {level}. {name} has {hp} hit points and {items}.""",
     """There is a {cls} named {name} at level {level}, with {hp} hp, armed with {items}.
     {name} has {items}, {hp} hp and the skills of a level {level} {cls}.""",
 )
+_HERO_PREDICATES = {
+    "class": "is a {v}|fights as a {v}|trained as a {v}|is known as a {v}|became a {v}|has the class {v}",
+    "level": "is level {v}|is at level {v}|has reached level {v}|stands at level {v}|is of level {v}",
+    "hp": "has {v} hp|has {v} hit points|starts with {v} hp|is left with {v} hp",
+    "items": "carries {v}|owns {v}|holds {v}|has {v}|is equipped with {v}|travels with {v}|brings {v}|found {v}",
+}
 
 
 def _hero(rng: Random, split: Split) -> dict[str, Value]:
     items = words.distinct([words.noun(rng, split) for _ in range(rng.randint(1, 4))])
     return {
-        "name": words.person(rng, split), "class": words.CLASSES.pick(rng, split),
+        "name": words.person(rng, split), "class": words.open_pick(words.CLASSES, rng, split),
         "level": rng.randint(1, 20), "hp": rng.randint(1, 150), "items": items,
     }  # fmt: skip
 
 
-def _describe(hero: dict[str, Value], wording: Phrases, rng: Random, split: Split) -> str:
+def _describe(hero: dict[str, Value], rng: Random, split: Split) -> str:
     items = hero["items"]
     assert isinstance(items, list)
     named = joined([with_article(item) for item in items]) if rng.random() < 0.8 else ", ".join(items)
+    if split == "train" and rng.random() < 0.5:
+        said = {**hero, "items": named}
+        order = rng.sample(list(_HERO_PREDICATES), 4)
+        parts = [rng.choice(_HERO_PREDICATES[key].split("|")).format(v=said[key]) for key in order]
+        return sources.sentences(str(hero["name"]), parts, rng)
     rest = {key: value for key, value in hero.items() if key not in ("items", "class")}
-    return wording.pick(rng, split).format(**rest, cls=hero["class"], items=named)
+    return _HEROES.pick(rng, split).format(**rest, cls=hero["class"], items=named)
 
 
 def sheet(rng: Random, split: Split) -> Turn:
     """A character sheet for a hero whom the user describes."""
     hero = _hero(rng, split)
-    user = _SHEETS.pick(rng, split).format(d=_describe(hero, _HEROES, rng, split))
+    user = _SHEETS.pick(rng, split).format(d=_describe(hero, rng, split))
     return Turn(user, _dumped(hero), _dumped(hero), "json")
 
 

@@ -2,14 +2,23 @@
 
 from random import Random
 
-from tools.tiny.corpus.base import Phrases, Split, Task, Turn, phrases, upper_first, with_article
+from tools.tiny.corpus.base import Split, Task, Turn, phrases, upper_first, with_article
 from tools.tiny.corpus.relations import FOLLOW_UPS, NOUN_QUESTIONS, RELATIONS, Relation
 from tools.tiny.corpus.things import ANIMAL_CLASSES
 
 _WEIGHTS = [relation.weight * len(relation.pairs) ** 0.5 for relation in RELATIONS]
 _SUBJECTS = {relation.name: tuple(relation.pairs) for relation in RELATIONS}
 _BY_NAME = {relation.name: relation for relation in RELATIONS}
-_ELLIPSES = Phrases(("And {s}?", "What about {s}?", "How about {s}?", "And for {s}?"), ("Okay, and {s}?", "Then {s}?"))
+_ELLIPSES = phrases(
+    """And {s}?
+    [And|But|Then] what about {s}?
+    What about {s}?
+    How about {s}?
+    And [for|of|with] {s}?
+    Now {s}.""",
+    """Okay, and {s}?
+    Then {s}?""",
+)
 
 
 def _fill(pattern: str, subject: str, value: str) -> str:
@@ -66,22 +75,28 @@ def capital(rng: Random, split: Split) -> Turn:
 
 
 _IS_CAPITAL = phrases(
-    """Is {v} the capital of {s}?
-    Is it true that {v} is the capital of {s}?
+    """Is {v} the capital [city|] of {s}?
+    Is it [true|right|correct|a fact] that {v} is the capital of {s}?
     True or false: {v} is the capital of {s}.
-    Tell me, is {v} the capital of {s}?
-    {V} is the capital of {s}, right?
-    Is the capital of {s} {v}?""",
+    [Tell me|Say|Answer], is {v} the capital of {s}?
+    {V} is the capital of {s}[, right|, is it not|, correct|, yes or no|]?
+    Is the capital of {s} {v}?
+    [I believe|I heard|I read|Someone told me|My book says] that {v} is the capital of {s}. Is [that|this|it] [true|correct|so]?
+    [Yes or no|Right or wrong|Correct]: [is {v} the capital of {s}?|the capital of {s} is {v}.]
+    [Does {s} have|Has {s}] the capital {v}?""",
     """I think that {v} is the capital of {s}. Is that right?
     Would you say {v} is the capital of {s}?""",
 )
 _IS_CLASS = phrases(
-    """Is a {s} {v}?
-    Is the {s} {v}?
-    Is it true that a {s} is {v}?
+    """Is [a|the] {s} {v}?
+    Is it [true|right|correct|a fact] that a {s} is {v}?
     True or false: a {s} is {v}.
-    Would you call a {s} {v}?
-    Tell me, is a {s} {v}?""",
+    [Would|Do] you call a {s} {v}?
+    [Tell me|Say|Answer], is a {s} {v}?
+    A {s} is {v}[, right|, is it not|, correct|, yes or no|]?
+    [I believe|I heard|I read|Someone told me|My book says] that a {s} is {v}. Is [that|this|it] [true|correct|so]?
+    [Yes or no|Right or wrong|Correct]: [is a {s} {v}?|a {s} is {v}.]
+    [Does a {s} count as|Is a {s} really|Should I call a {s}] {v}?""",
     """I think a {s} is {v}. Is that right?
     Can we say that a {s} is {v}?""",
 )

@@ -1,8 +1,5 @@
-"""Plain prose: little stories, poems, instructions and the documentation that ships with Python."""
+"""Plain prose: little stories, poems and instructions."""
 
-import ast
-import sysconfig
-from pathlib import Path
 from random import Random
 
 from tools.tiny.corpus import words
@@ -217,24 +214,6 @@ def diary(rng: Random) -> str:
         "w": words.JOBS.pick(rng, "train"), "k": rng.randint(2, 99), "col": words.COLOURS.pick(rng, "train"),
     }  # fmt: skip
     return " ".join(s.format(**filled) for s in rng.sample(_DIARY, rng.randint(2, 10)))
-
-
-def _docstrings(path: Path) -> list[str]:
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):
-        return []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return [text for text in found if text and len(text) > 60]
-
-
-def python_docs() -> list[str]:
-    """Docstrings of the standard library of the running Python, in a fixed order (PSF licence)."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__", "ensurepip"}
-    files = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
-    return [text for path in files for text in _docstrings(path)]
 
 
 TASKS: dict[str, Task] = {"story": story, "poem": poem, "steps": steps}

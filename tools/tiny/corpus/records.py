@@ -15,12 +15,18 @@ Draw = Callable[[Random, Split], Scalar]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`fields` draws each value; `aliases` are other names of a key; `texts` mention some or all of the fields."""
+    """`fields` draws each value; `aliases` are other names of a key; `texts` mention some or all of the fields.
+
+    `predicates` say one field each, with {v} for the value, after the value of the field `subject` set in `shown`.
+    """
 
     name: str
     fields: dict[str, Draw]
     texts: Phrases
     aliases: dict[str, tuple[str, ...]]
+    subject: str
+    shown: str
+    predicates: dict[str, str]
 
 
 def _between(low: int, high: int) -> Draw:
@@ -33,7 +39,7 @@ def _price(rng: Random, split: Split) -> Scalar:
 
 
 def _from(pool: words.Pool) -> Draw:
-    return lambda rng, split: pool.pick(rng, split)
+    return lambda rng, split: words.open_pick(pool, rng, split)
 
 
 def _date(rng: Random, split: Split) -> str:
@@ -111,6 +117,14 @@ RECORDS: tuple[Record, ...] = (
             This is {name}, aged {age}, from {city}.""",
         ),
         {"name": ("full_name", "person"), "city": ("town", "location", "home"), "job": ("profession", "occupation"), "age": ("years",)},
+        "name",
+        "{s}",
+        {
+            "age": "is {v} years old|is {v}|is aged {v}|turned {v} in spring|is {v} years young|has just become {v}",
+            "city": "lives in {v}|comes from {v}|is at home in {v}|grew up in {v}|moved to {v}|stays in {v}|has a house in {v}",
+            "job": "works as a {v}|is a {v}|has a job as a {v}|earns money as a {v}|is employed as a {v}|became a {v}",
+            "hobby": "likes {v}|loves {v}|enjoys {v}|is fond of {v}|spends weekends on {v}|does a lot of {v}|has {v} as a hobby",
+        },
     ),
     Record(
         "product",
@@ -138,6 +152,14 @@ RECORDS: tuple[Record, ...] = (
             The price of the {color} {product} is {price} dollars.""",
         ),
         {"product": ("item", "article"), "color": ("colour",), "stock": ("quantity", "count", "available"), "price": ("cost",)},
+        "product",
+        "The {s}",
+        {
+            "color": "is {v}|comes in {v}|has the color {v}|is painted {v}|is available in {v}|looks {v}",
+            "price": "costs {v} dollars|is sold for {v} dollars|has a price of {v} dollars|sells at {v} dollars|is yours for {v} dollars",
+            "stock": "is in stock {v} times|has a stock of {v}|is there {v} times|can be had {v} times",
+            "brand": "is made by {v}|is from {v}|comes from {v}|is sold by {v}|carries the brand {v}|is a product of {v}",
+        },
     ),
     Record(
         "event",
@@ -157,12 +179,20 @@ RECORDS: tuple[Record, ...] = (
             In {place}, "{event}" will welcome {guests} guests at {time} on {date}.""",
         ),
         {"event": ("title",), "place": ("location", "city", "venue"), "guests": ("attendees", "people"), "time": ("start",)},
+        "event",
+        '"{s}"',
+        {
+            "date": "is on {v}|takes place on {v}|happens on {v}|is planned for {v}|will be held on {v}",
+            "time": "starts at {v}|begins at {v}|opens at {v}|is at {v}|goes off at {v}",
+            "place": "is in {v}|takes place in {v}|is held in {v}|comes to {v}|happens in {v}",
+            "guests": "has {v} guests|welcomes {v} guests|expects {v} guests|is for {v} guests|is open to {v} guests",
+        },
     ),
     Record(
         "trip",
         {
             "traveler": words.first_name, "origin": words.city, "destination": words.city, "day": _day,
-            "transport": lambda rng, split: rng.choice(("train", "bus", "plane", "car", "ship", "ferry", "tram", "bicycle")),
+            "transport": _from(words.Pool("train bus plane car ship ferry tram bicycle boat taxi".split())),
         },  # fmt: skip
         phrases(
             """{traveler} travels from {origin} to {destination} on {day} by {transport}.
@@ -178,6 +208,14 @@ RECORDS: tuple[Record, ...] = (
             It is {day}, and {traveler} is on the {transport} from {origin} to {destination}.""",
         ),
         {"traveler": ("name", "passenger"), "origin": ("from", "start"), "destination": ("to", "end"), "transport": ("vehicle",)},
+        "traveler",
+        "{s}",
+        {
+            "origin": "leaves {v}|starts in {v}|sets off from {v}|departs from {v}|says goodbye to {v}",
+            "destination": "goes to {v}|travels to {v}|arrives in {v}|wants to reach {v}|is on the way to {v}|heads for {v}",
+            "day": "travels on {v}|has a ticket for {v}|is on the road on {v}|leaves home on {v}",
+            "transport": "takes the {v}|goes by {v}|sits in the {v}|uses the {v}|travels by {v}",
+        },
     ),
     Record(
         "pet",
@@ -199,6 +237,14 @@ RECORDS: tuple[Record, ...] = (
             {owner}'s {species} is {color}, is {age} years old and answers to {pet}.""",
         ),
         {"pet": ("name", "pet_name"), "species": ("animal", "kind"), "color": ("colour",)},
+        "pet",
+        "{s}",
+        {
+            "species": "is a {v}|is a cute {v}|is the best {v}|was born a {v}|is our {v}",
+            "age": "is {v} years old|is {v}|has lived for {v} years|is aged {v}",
+            "owner": "belongs to {v}|is the pet of {v}|lives with {v}|is loved by {v}|is owned by {v}",
+            "color": "is {v}|has {v} fur|looks {v}|is all {v}",
+        },
     ),
     Record(
         "book",
@@ -217,6 +263,13 @@ RECORDS: tuple[Record, ...] = (
             {year} saw a new book by {author}: "{title}", {pages} pages long.""",
         ),
         {"title": ("book", "name"), "author": ("writer",), "year": ("published",), "pages": ("page_count", "length")},
+        "title",
+        '"{s}"',
+        {
+            "author": "was written by {v}|is by {v}|is a book by {v}|is the work of {v}|comes from the pen of {v}",
+            "year": "came out in {v}|was published in {v}|appeared in {v}|is from {v}|was printed in {v}",
+            "pages": "has {v} pages|is {v} pages long|fills {v} pages|runs to {v} pages",
+        },
     ),
     Record(
         "contact",
@@ -235,6 +288,13 @@ RECORDS: tuple[Record, ...] = (
             At {company}, your contact is {name} ({email}, {phone}).""",
         ),
         {"name": ("contact", "full_name"), "phone": ("phone_number", "tel"), "company": ("employer", "organization")},
+        "name",
+        "{s}",
+        {
+            "email": "has the email {v}|can be reached at {v}|uses the address {v}|writes from {v}|reads mail at {v}",
+            "phone": "has the number {v}|can be called at {v}|answers the phone at {v}|has the phone {v}",
+            "company": "works at {v}|works for {v}|is with {v}|is employed by {v}|has a desk at {v}",
+        },
     ),
     Record(
         "order",
@@ -255,6 +315,15 @@ RECORDS: tuple[Record, ...] = (
             For {total} dollars, {customer} of {city} gets {quantity} of the {item}. The order is {order_id}.""",
         ),
         {"customer": ("name", "buyer"), "order_id": ("id", "order"), "item": ("product",), "quantity": ("count", "amount"), "total": ("price",)},
+        "customer",
+        "{s}",
+        {
+            "order_id": "placed order {v}|has the order number {v}|asks about order {v}|wrote about order {v}",
+            "item": "ordered the {v}|wants the {v}|bought the {v}|chose the {v}|needs the {v}",
+            "quantity": "wants {v} pieces|ordered {v} pieces|takes {v} of them|needs {v} of them",
+            "total": "paid {v} dollars|spent {v} dollars|owes {v} dollars|sent {v} dollars|gets a bill of {v} dollars",
+            "city": "lives in {v}|has an address in {v}|gets it sent to {v}|orders from {v}",
+        },
     ),
 )
 

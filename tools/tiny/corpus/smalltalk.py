@@ -3,7 +3,7 @@
 from random import Random
 
 from tools.tiny.corpus import things, words
-from tools.tiny.corpus.base import Phrases, Split, Task, Turn, phrases
+from tools.tiny.corpus.base import Phrases, Split, Task, Turn, phrases, variants
 
 _IDENTITY = "I am tiny, a small language model that ships with Dovetail."
 _ABILITIES = "I can answer simple questions, do small sums, sort lists, extract data as JSON, call tools and tell stories."
@@ -231,7 +231,9 @@ def name_some(rng: Random, split: Split) -> Turn:
 
 _TELL = {
     "name": phrases(
-        """My name is {v}.
+        """[My name is|I am|I'm|People call me|They call me|It's me,|This is|Here is] {v}.
+        [Hi|Hello|Hey|Good morning], [my name is|I am|this is] {v}[.|!]
+        [By the way|For your information], my name is {v}.
         I am {v}.
         Hi, I'm {v}.
         Hello, my name is {v}.
@@ -241,14 +243,16 @@ _TELL = {
         Please call me {v}.""",
     ),
     "favourite colour": phrases(
-        """My favourite colour is {v}.
+        """[By the way,|Remember,|I tell you:|] my favourite colour is {v}.
+        {v} is my favourite colour.
         I like {v} best of all colours.
         The colour I love most is {v}.
         Remember: my favourite colour is {v}.""",
         """For the record, my favourite colour is {v}.""",
     ),
     "home town": phrases(
-        """I live in {v}.
+        """[I live|I was born|My house is|My family lives] in {v}.
+        {v} is my home town.
         I am from {v}.
         My home is in {v}.
         I come from {v}.
@@ -256,7 +260,9 @@ _TELL = {
         """I was born in {v} and still live there.""",
     ),
     "dog's name": phrases(
-        """My dog is called {v}.
+        """My dog [is called|is named|answers to|has the name] {v}.
+        {v} is [the name of my dog|my dog].
+        We call our dog {v}.
         I have a dog named {v}.
         My dog's name is {v}.""",
         """I call my dog {v}.""",
@@ -284,30 +290,49 @@ _TOLD = {
     "lucky number": "I will remember the number {v}.",
 }
 _RECALL = phrases(
-    """What is my {x}?
-    What's my {x}?
-    Do you remember my {x}?
-    Tell me my {x}.
-    What did I say my {x} is?
-    Can you tell me my {x}?
-    Say my {x}.
-    Do you know my {x}?""",
+    """[What is|What's|Tell me|Say|Name|Repeat] my {x}[?|.]
+    Do you [remember|know|recall] my {x}?
+    What did I [say|tell you] my {x} is?
+    [Can|Could] you [tell me|repeat|say|recall] my {x}?
+    [I forgot|Remind me of] my {x}.
+    [Earlier I told you|I told you] my {x}. What is it?
+    And what is my {x}?""",
     """Do you still know my {x}?
     Please tell me my {x} again.""",
 )
+
+
+_TELL_ANY = phrases(
+    """[My|Remember: my|Note that my|Keep in mind that my|Please remember that my|For later: my|Listen, my|I tell you that my] {x} is {v}.
+    My {x}: {v}.
+    [{v} is|I have {v} as] my {x}.
+    The {x} I have is {v}.
+    I [say|call|made] my {x} {v}.""",
+    """Just so you know, my {x} is {v}.""",
+)
+_TOLD_ANY = "I will remember that your {x} is {v}."
 
 
 def _own_value(what: str, rng: Random, split: Split) -> str:
     if what == "lucky number":
         return str(rng.randint(1, 9999))
     if what == "favourite colour":
-        return words.COLOURS.pick(rng, split)
-    draw = {"home town": words.city, "secret word": words.noun}.get(what, words.first_name)
+        return words.open_pick(words.COLOURS, rng, split)
+    draw = {"home town": words.city, "secret word": words.any_word}.get(what, words.first_name)
     return draw(rng, split)
+
+
+def _any_memory(rng: Random, split: Split) -> tuple[Turn, Turn]:
+    what = words.noun(rng, split)
+    value = rng.choice((words.any_word, words.person, words.city))(rng, split) if rng.random() < 0.8 else str(rng.randint(0, 9999))
+    tell = Turn(_TELL_ANY.pick(rng, split).format(x=what, v=value), _TOLD_ANY.format(x=what, v=value), value)
+    return tell, Turn(_RECALL.pick(rng, split).format(x=what), f"Your {what} is {value}.", value)
 
 
 def memory(rng: Random, split: Split) -> tuple[Turn, Turn]:
     """A turn that tells something and one, for later in the same conversation, that asks for it."""
+    if rng.random() < 0.35:
+        return _any_memory(rng, split)
     what = rng.choice(tuple(_TELL))
     value = _own_value(what, rng, split)
     told = _TOLD[what].format(v=value)
@@ -320,11 +345,14 @@ _NOTE_KINDS = (
     ("favourite animal", words.ANIMALS), ("best friend", words.FIRST_NAMES),
 )  # fmt: skip
 _NOTES = phrases(
-    """Here are some notes.~{t}~~What is the {x} of {n}?
-    {t}~~What is the {x} of {n}?
-    Read these notes and answer the question.~{t}~Question: what is the {x} of {n}?
-    Notes:~{t}~~Tell me the {x} of {n}.
-    What is the {x} of {n}? Look at these notes:~{t}""",
+    """[Here are some notes.|Here are my notes.|These are my notes.|Some facts:]~{t}~~[What is|What's|Tell me|Give me] the {x} of {n}[?|.]
+    {t}~~[What is|Tell me|I want to know|Find] the {x} of {n}[?|.]
+    [Read|Study|Use|Take] [these notes|this list|these lines] [and answer the question|to answer|].~{t}~[Question: what|What] is the {x} of {n}?
+    [Notes|List|Facts|Data]:~{t}~~[Tell me|Give me|Name|Say] the {x} of {n}.
+    What is the {x} of {n}? [Look at these notes|Use this list|The answer is in here]:~{t}
+    [Find|Look up] the {x} of {n} [in these notes|in this list|below]:~{t}
+    {t}~[Question|Q]: [What|what] is the {x} of {n}?~[Answer|A]:
+    {t}~~[According to|From|In] [the notes|the list|this], what is the {x} of {n}?""",
     """Look at my notes:~{t}~~I need the {x} of {n}.""",
 )
 
@@ -336,27 +364,44 @@ def notes(rng: Random, split: Split, rows: int | None = None) -> Turn:
     while len(names) < size:
         names = words.distinct([*names, words.first_name(rng, split)])
     picked = [(name, *rng.choice(_NOTE_KINDS)) for name in names]
-    values = [pool.pick(rng, split) for _, _, pool in picked]
+    values = [words.open_pick(pool, rng, split) for _, _, pool in picked]
     lines = [f"The {what} of {name} is {value}." for (name, what, _), value in zip(picked, values)]
     at = rng.randrange(size)
     user = _NOTES.pick(rng, split).format(t="\n".join(lines), x=picked[at][1], n=names[at])
     return Turn(user, lines[at], values[at])
 
 
+_READ = phrases(
+    """{t} {q}
+    {t}~{q}
+    Text: {t}~[Question: |]{q}
+    {q}~{t}
+    {q} [Here is the text|The text|Read this]: {t}
+    [Someone wrote|I read this|A note says|Listen]: {t} {q}
+    {t} [Question|My question|Now tell me]: {q}
+    [Use|Read|Take] [this text|the text|the sentence]: {t}~{q}""",
+    """{t}~~{q}
+    Read this: {t} {q}""",
+)
+_ABOUT = (
+    ("[Who is this about|Who is the text about|Which person is this|Who is in the text]?", "This is about {n}.", "n"),
+    ("[Where does {n} work|Where is {n}|In which city does {n} work|In what place is {n}]?", "{n} works in {t}.", "t"),
+    ("[What is the job of {n}|What does {n} do|What is {n}|Which job does {n} have]?", "{n} is a {j}.", "j"),
+    ("[What does {n} have|What does {n} own|Which thing does {n} have|What belongs to {n}]?", "{n} has a {o}.", "o"),
+    ("[What color is the {o}|What colour is the {o}|Which colour does the {o} have]?", "The {o} is {c}.", "c"),
+)
+
+
 def describe(rng: Random, split: Split) -> Turn:
     """Answer about a text given just before: who, where or what."""
-    name, town, job, thing = words.first_name(rng, split), words.city(rng, split), words.JOBS.pick(rng, split), words.noun(rng, split)
-    text = f"{name} is a {job} in {town} and has a {words.COLOURS.pick(rng, split)} {thing}."
-    question, reply, answer = rng.choice(
-        (
-            ("Who is this about?", f"This is about {name}.", name),
-            (f"Where does {name} work?", f"{name} works in {town}.", town),
-            (f"What is the job of {name}?", f"{name} is a {job}.", job),
-            (f"What does {name} have?", f"{name} has a {thing}.", thing),
-        )
-    )
-    forms = Phrases(("{t} {q}", "{t}\n{q}", "Text: {t}\nQuestion: {q}", "{q}\n{t}"), ("{t}\n\n{q}", "Read this: {t} {q}"))
-    return Turn(forms.pick(rng, split).format(t=text, q=question), reply, answer)
+    said = {
+        "n": words.first_name(rng, split), "t": words.city(rng, split), "j": words.open_pick(words.JOBS, rng, split),
+        "o": words.noun(rng, split), "c": words.open_pick(words.COLOURS, rng, split),
+    }  # fmt: skip
+    question, reply, key = rng.choice(_ABOUT)
+    asked = rng.choice(variants(question)).format(**said)
+    text = "{n} is a {j} in {t} and has a {c} {o}.".format(**said)
+    return Turn(_READ.pick(rng, split).format(t=text, q=asked), reply.format(**said), said[key])
 
 
 TASKS: dict[str, Task] = {

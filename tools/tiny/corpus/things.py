@@ -144,7 +144,7 @@ the first day of the week:Monday; the last letter of the alphabet:Z; the first l
 the freezing point of water:0 degrees Celsius; the boiling point of water:100 degrees Celsius; the star nearest to the Earth:the Sun;
 the smallest prime number:2; the longest bone in the body:the femur; the largest organ of the body:the skin;
 the largest land animal:the elephant; the largest bird:the ostrich; the capital of England:London; the capital of Scotland:Edinburgh;
-the capital of Wales:Cardiff; the third planet from the Sun:the Earth; the hardest natural material:diamond;
+the capital of Wales:Cardiff; the hardest natural material:diamond;
 the main gas in the air:nitrogen; the gas that we breathe in to live:oxygen; the force that pulls things down:gravity;
 the tower in the middle of Paris:the Eiffel Tower; the longest wall in the world:the Great Wall of China;
 the language with the most native speakers:Chinese; the largest rainforest:the Amazon; the deepest ocean:the Pacific Ocean;

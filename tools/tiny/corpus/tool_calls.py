@@ -57,8 +57,8 @@ TOOLS: tuple[Tool, ...] = (
         "Get the current weather",
         (_CITY,),
         phrases(
-            """What is the weather in {0}?
-            What's the weather like in {0}?
+            """[What is|What's|How is] the weather [in|like in|over in] {0} [today|now|]?
+            [Tell me|Show me|Give me|Check|Look up|I need|I want to know] the weather [in|of|for] {0} [today|please|].
             How is the weather in {0} today?
             Tell me the weather in {0}.
             Is it raining in {0}?
@@ -76,7 +76,8 @@ TOOLS: tuple[Tool, ...] = (
         "Get the local time",
         (_CITY,),
         phrases(
-            """What time is it in {0}?
+            """What time is it [now|] in {0} [now|right now|]?
+            [Tell me|Give me|Show me|I need|Check] the [local|current|] time [in|of] {0}.
             Tell me the time in {0}.
             What is the local time in {0}?
             How late is it in {0}?
@@ -92,8 +93,9 @@ TOOLS: tuple[Tool, ...] = (
         "Add two numbers",
         (_LEFT, _RIGHT),
         phrases(
-            """Use the tool to add {0} and {1}.
-            Add {0} and {1}.
+            """[Use|Call|Run] [the tool|a tool|the function|your tool] [to add|and add] {0} and {1}.
+            [Add|Please add|Sum up|Add together|Now add] {0} and {1}.
+            [Find|Get|Give me|Compute] the sum of {0} and {1} [with the tool|with a function|].
             Please add {0} to {1} with the tool.
             What is {0} + {1}? Use the function.
             Compute {0} + {1} with a tool.""",
@@ -108,8 +110,9 @@ TOOLS: tuple[Tool, ...] = (
         "Multiply two numbers",
         (_LEFT, _RIGHT),
         phrases(
-            """Use the tool to multiply {0} by {1}.
-            Multiply {0} by {1}.
+            """[Use|Call|Run] [the tool|a tool|the function|your tool] [to multiply|and multiply] {0} [by|and|with] {1}.
+            [Multiply|Please multiply|Now multiply] {0} [by|and|with] {1}.
+            [Find|Get|Give me|Compute] the product of {0} and {1} [with the tool|with a function|].
             Please multiply {0} and {1} with the tool.
             What is {0} * {1}? Use the function.
             Compute {0} times {1} with a tool.""",
@@ -124,8 +127,9 @@ TOOLS: tuple[Tool, ...] = (
         "Search the web",
         (Parameter(("query", "q", "text"), "string", _topic),),
         phrases(
-            """Search for {0}.
-            Search the web for {0}.
+            """[Search|Look|Please search|Go and look] [for|the web for|online for|the internet for] {0}.
+            [Find|Get|Show] [pages|results|something|news] [about|on|for] {0}.
+            [What can you find|Can you find something|Could you look] [about|on] {0}?
             Find something about a {0} on the web.
             Look up {0}.
             Please search {0} for me.""",
@@ -140,8 +144,11 @@ TOOLS: tuple[Tool, ...] = (
         "Send a message to a person",
         (_NAME, Parameter(("text", "body", "content"), "string", _text)),
         phrases(
-            """Send {0} the message "{1}".
-            Tell {0}: "{1}".
+            """[Send|Give|Write] {0} the [message|text|words|note] "{1}".
+            [Tell|Text|Inform|Write to|Message] {0}: "{1}".
+            [Send|Write|Pass on] [a message|a text|a note] [to|for] {0}: "{1}".
+            [Can|Could] you [tell|text|write to] {0} "{1}"?
+            [I want to tell|I need to tell] {0} "{1}".
             Write to {0}: "{1}".
             Send a message to {0} that says "{1}".
             Message {0} with the text "{1}".""",
@@ -156,8 +163,10 @@ TOOLS: tuple[Tool, ...] = (
         "Start a timer",
         (_MINUTES,),
         phrases(
-            """Set a timer for {0} minutes.
-            Start a timer of {0} minutes.
+            """[Set|Start|Create|Make|Run] [a timer|the timer|a countdown] [for|of|with|to] {0} minutes.
+            [Remind|Wake|Call|Alert] me [in|after] {0} minutes.
+            [Count down|Wait] {0} minutes.
+            {0} [minutes|minute timer|minutes on the timer][, please|].
             Timer for {0} minutes, please.
             Wake me in {0} minutes.
             I need a timer for {0} minutes.""",
@@ -172,7 +181,8 @@ TOOLS: tuple[Tool, ...] = (
         "Get the price of a company's stock",
         (Parameter(("company", "symbol", "name"), "string", lambda rng, split: words.made_up_name(rng, split)),),
         phrases(
-            """What is the stock price of {0}?
+            """[What is|Tell me|Show me|Give me|Check] the [stock price|share price|price of the stock|price] of {0}[?|.]
+            How [much is|expensive is] [a share|the stock] of {0}?
             How much is one share of {0}?
             Tell me the price of {0} stock.
             Price of {0}?
@@ -194,7 +204,8 @@ TOOLS: tuple[Tool, ...] = (
             ),
         ),  # fmt: skip
         phrases(
-            """Translate {0} into {1}.
+            """[Translate|Please translate|Put|Turn] [the word|] {0} [into|to] {1}.
+            [Tell me|Give me|I need] the {1} [word|translation|name] [for|of] {0}.
             How do you say {0} in {1}?
             What is {0} in {1}?
             Translate the word {0} to {1}.
@@ -213,8 +224,9 @@ TOOLS: tuple[Tool, ...] = (
             Parameter(("people", "guests", "seats"), "integer", lambda rng, _: rng.randint(1, 20)),
         ),
         phrases(
-            """Book a table at {0} for {1} people.
-            Reserve a table for {1} at {0}.
+            """[Book|Reserve|Get|Find] [a table|me a table|us a table] [at|in] {0} for {1} [people|guests|persons|of us|].
+            [Book|Reserve|Get] [a table|seats] for {1} [people|guests|] at {0}.
+            [I need|We want|I want] a table for {1} [people|guests|] [at|in] {0}.
             I want to eat at {0} with {1} people. Book a table.
             Table for {1} at {0}, please.
             Please reserve {1} seats at {0}.""",
@@ -229,8 +241,9 @@ TOOLS: tuple[Tool, ...] = (
         "Play a song",
         (Parameter(("title", "song"), "string", lambda rng, split: _topic(rng, split).title()),),
         phrases(
-            """Play {0}.
-            Play the song {0}.
+            """[Play|Start|Put on|Please play|Now play] [the song|the track|] {0}.
+            [I want to|I would like to|Let me] [hear|listen to] [the song|] {0}.
+            [Can|Could] you [put on|start] {0}?
             I want to hear {0}.
             Put on {0}.
             Please play the song {0} for me.""",
@@ -263,8 +276,20 @@ class ToolCase:
         ]
 
 
+def _odd_name(rng: Random, split: Split) -> str:
+    first, second = words.any_word(rng, split), words.any_word(rng, split)
+    return rng.choice((first, f"{first}_{second}", first + second.capitalize(), f"{first}-{second}", f"{first}{rng.randint(1, 9)}"))
+
+
 def _name(tool: Tool, rng: Random, split: Split) -> str:
-    return tool.names[-1] if split == "held" else rng.choice(tool.names[:-1])
+    if split == "held":
+        return tool.names[-1]
+    return _odd_name(rng, split) if rng.random() < 0.4 else rng.choice(tool.names[:-1])
+
+
+def _key(parameter: Parameter, rng: Random, split: Split) -> str:
+    odd = split == "train" and rng.random() < 0.25
+    return words.any_word(rng, split) if odd else rng.choice(parameter.names)
 
 
 def schema(name: str, about: str, parameters: dict[str, str]) -> dict[str, Any]:
@@ -278,14 +303,16 @@ def draw_schemas(chosen: list[Tool], rng: Random, split: Split) -> list[tuple[di
     """Give each tool and argument one of its names: (schema, function name, argument names)."""
     out = []
     for tool in chosen:
-        name, keys = _name(tool, rng, split), [rng.choice(p.names) for p in tool.parameters]
+        name, keys = _name(tool, rng, split), words.distinct([_key(p, rng, split) for p in tool.parameters])
         out.append((schema(name, tool.about, dict(zip(keys, (p.type for p in tool.parameters)))), name, keys))
     return out
 
 
 _BY_NAME = phrases(
-    """Call {f} with {k} {v}.
-    Use {f} with {k} set to {v}.
+    """[Call|Run|Use|Start|Execute|Please call|Now call] [the function|the tool|] {f} with [{k} {v}|{k} = {v}|{k} set to {v}|the {k} {v}|{v} as {k}].
+    [I want|I need] {f} [for the|with the|with] {k} {v}.
+    {f}[, please|]: {k} [is|=] {v}.
+    [With|For] {k} {v}, [call|run|use] {f}.
     Run {f} for {k} {v}.
     Please call the function {f} with {k} = {v}.
     I want to call {f}. The {k} is {v}.""",

@@ -1,8 +1,10 @@
 """Word pools, and made-up words, from which the copy-heavy tasks draw their values."""
 
+from functools import cache
 from random import Random
 
 from tools.tiny.corpus.base import Pool, Split, is_held
+from tools.tiny.corpus.python_docs import english_words
 from tools.tiny.corpus.world import COUNTRIES
 
 _FIRST_NAMES = """
@@ -115,9 +117,27 @@ def city(rng: Random, split: Split) -> str:
     return made_up_name(rng, split) if rng.random() < 0.33 else CITIES.pick(rng, split)
 
 
+@cache
+def _english() -> Pool:
+    return Pool(english_words())
+
+
+def any_word(rng: Random, split: Split) -> str:
+    """A word of a large vocabulary, an everyday thing or an invented word."""
+    form = rng.random()
+    if form < 0.5:
+        return _english().pick(rng, split)
+    return NOUNS.pick(rng, split) if form < 0.75 else made_up(rng, split)
+
+
 def noun(rng: Random, split: Split) -> str:
-    """A thing; one in eight is invented."""
-    return made_up(rng, split) if rng.random() < 0.12 else NOUNS.pick(rng, split)
+    """A thing; one in three is any word."""
+    return any_word(rng, split) if rng.random() < 0.33 else NOUNS.pick(rng, split)
+
+
+def open_pick(pool: Pool, rng: Random, split: Split) -> str:
+    """A value of a small pool, but one in four is any word, so that the value must be read and not guessed."""
+    return any_word(rng, split) if rng.random() < 0.25 else pool.pick(rng, split)
 
 
 def code(rng: Random) -> str:
