@@ -1,0 +1,169 @@
+"""Small engines, batches of varied requests, and what must hold when they are idle. Shared by the engine tests."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from dovetail import LLM, SamplingParams
+from dovetail.interfaces.speculative import Drafter
+from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
+from dovetail.types import DraftTree
+
+VOCAB = 199
+
+
+def make_llm(checkpoint, **sections) -> LLM:
+    """An engine on the CPU, without grammar unless asked for."""
+    memory = {"page_size": 16, "num_pages": 200} | sections.pop("memory", {})
+    return LLM(str(checkpoint), memory=memory, device="cpu", **({"grammar": "none"} | sections))
+
+
+def paged(page_size, tokens=3200, **sections):
+    """Sections of an engine whose pool holds ``tokens``."""
+    return {"memory": {"page_size": page_size, "num_pages": 1 + tokens // page_size}} | sections
+
+
+def prompts_of(lengths, seed=0, shared=0):
+    """Random prompts behind a shared prefix."""
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(0, VOCAB, shared).tolist()
+    return [prefix + rng.integers(0, VOCAB, n).tolist() for n in lengths]
+
+
+def check_idle(llm: LLM) -> None:
+    """Nothing is running, no page is lost."""
+    loop = llm.loop
+    assert not loop.has_work
+    loop.scheduler.check_integrity()
+    stats = loop.stats()
+    assert (stats.pages_used, stats.running, stats.waiting) == (0, 0, 0)
+    assert loop.scheduler.ledger.table.num_free == loop.scheduler.limits.max_running
+
+
+class Traffic:
+    """Drives a loop by messages and collects what it says. Each request must end exactly once, and then be silent."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.loop = llm.loop
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, object] = {}
+
+    def add(self, rid, prompt, params=None, seed=0):
+        self.tokens[rid] = []
+        self.loop.handle(GenerateMsg(rid, prompt, params or SamplingParams(), seed))
+
+    def abort(self, rid):
+        self.loop.handle(AbortMsg(rid))
+
+    def step(self):
+        for answer in self.loop.step():
+            assert answer.rid not in self.ends, f"{answer} comes after {self.ends[answer.rid]}"
+            if isinstance(answer, RequestFailed):
+                self.ends[answer.rid] = answer
+                continue
+            assert isinstance(answer, TokenOutput)
+            self.tokens[answer.rid] += answer.token_ids
+            assert answer.completion_tokens == len(self.tokens[answer.rid])
+            if answer.finish is not None:
+                self.ends[answer.rid] = answer.finish
+
+    def finish(self, bound=20000):
+        for _ in range(bound):
+            if not self.loop.has_work:
+                break
+            self.step()
+        assert not self.loop.has_work, "the loop does not come to an end"
+        assert self.ends.keys() == self.tokens.keys()
+
+    def kind(self, rid):
+        end = self.ends[rid]
+        return end.status if isinstance(end, RequestFailed) else end.kind
+
+
+def varied_params(rng: random.Random, most=40) -> SamplingParams:
+    """Sampling parameters of every sort."""
+    low = rng.choice([0, 0, 3])
+    return SamplingParams(
+        max_new_tokens=rng.randrange(max(low, 1), most),
+        min_new_tokens=low,
+        temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
+        top_p=rng.choice([1.0, 0.9]),
+        top_k=rng.choice([0, 0, 20]),
+        min_p=rng.choice([0.0, 0.0, 0.02]),
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        presence_penalty=rng.choice([0.0, 0.5]),
+        frequency_penalty=rng.choice([0.0, -0.4]),
+        logit_bias=rng.choice([None, {5: 3.0, 11: -100.0}]),
+        stop_token_ids=rng.choice([(), (7, 30)]),
+        logprobs=rng.choice([None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, 1]),
+        seed=rng.randrange(1 << 40),
+    )
+
+
+def results(outputs):
+    """What must not depend on how the work was cut into steps."""
+    return [(o.token_ids, o.text, o.finish, [e.token_id for e in o.logprobs]) for o in outputs]
+
+
+class TreeDrafter(Drafter):
+    """Random trees whose nodes say, with chance ``right``, what comes next after their parent; else anything.
+
+    Siblings repeat each other, wrong nodes have right children, and what lies beyond a row's draft is junk. ``learn``
+    tells it the outputs that it is to guess.
+    """
+
+    def __init__(self, width=7, right=0.5, seed=0, chain=False, vocab=VOCAB):
+        self.width, self.right, self.chain, self.vocab = width, right, chain, vocab
+        self.rng = np.random.default_rng(seed)
+        self.futures = {}
+        self.departed = []
+
+    @property
+    def max_draft_tokens(self):
+        return self.width
+
+    def learn(self, outputs):
+        """Outputs of one and the same prompt differ by their seed: any of them is a fair guess."""
+        for output in outputs:
+            self.futures.setdefault(tuple(output.prompt_ids), []).append(output.token_ids)
+
+    def propose(self, batch):
+        rows = len(batch.reqs)
+        ids = self.rng.integers(-9, 10**6, (rows, self.width)).astype(np.int32)
+        parents = self.rng.integers(-9, 10**6, (rows, self.width)).astype(np.int32)
+        lens = np.zeros(rows, np.int32)
+        for row in range(batch.num_extend, rows):
+            lens[row] = self.rng.integers(0, min(self.width, batch.draft_room[row]) + 1)
+            self.fill(batch.reqs[row], ids[row], parents[row], int(lens[row]))
+        return DraftTree(ids, parents, lens)
+
+    def fill(self, req, ids, parents, count):
+        futures = self.futures.get(tuple(req.token_ids[: req.prompt_len].tolist()), [[]])
+        said = req.token_ids[req.prompt_len : req.known_len].tolist()
+        future = next((f for f in futures if f[: len(said)] == said), futures[0])[len(said) :]
+        depths = [0]
+        for node in range(count):
+            deep = self.chain or self.rng.random() < 0.6
+            parents[node] = node - 1 if deep else self.rng.integers(-1, node)
+            depths.append(depths[parents[node] + 1] + 1)
+            known = depths[-1] <= len(future) and self.rng.random() < self.right
+            ids[node] = future[depths[-1] - 1] if known else self.rng.integers(0, self.vocab)
+
+    def forget(self, req):
+        self.departed.append(req.uid)
+
+
+@contextmanager
+def drafting(llm, drafter):
+    """The engine with this drafter in place of its own."""
+    loop, before = llm.loop, llm.loop.drafter
+    loop.drafter = drafter
+    loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=drafter.max_draft_tokens if drafter else 0)
+    yield
+    loop.drafter = before
+    loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=before.max_draft_tokens if before else 0)
