@@ -80,12 +80,15 @@ def make_batch(
 
 
 def make_tree_mask(batch: Batch, drafts: DraftTree) -> np.ndarray:
-    """``tree_mask`` of a batch, bool ``[tokens, 1 + k]``: a draft sees the row's last token, its ancestors and itself.
-    Tokens of extend rows see nothing in it: it is not read for them."""
-    mask = np.zeros((batch.num_tokens, 1 + drafts.token_ids.shape[1]), np.bool_)
+    """``tree_mask`` of a batch, bool ``[tokens, longest row]``: a draft sees its row's last token, its ancestors and
+    itself; tokens of extend rows see those before them."""
+    mask = np.zeros((batch.num_tokens, int(batch.extend_lens.max())), np.bool_)
     starts = np.cumsum(batch.extend_lens) - batch.extend_lens
-    for row in range(batch.num_extend, len(batch.reqs)):
-        first = starts[row]
+    for row, first in enumerate(starts):
+        if row < batch.num_extend:
+            count = int(batch.extend_lens[row])
+            mask[first : first + count, :count] = np.tri(count, dtype=np.bool_)
+            continue
         mask[first, 0] = True
         for node in range(drafts.lens[row]):
             mask[first + 1 + node] = mask[first + 1 + drafts.parents[row, node]]

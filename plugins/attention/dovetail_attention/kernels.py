@@ -38,13 +38,18 @@ def attend(
 def _fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> torch.Tensor:
-    if q.device.type == "cpu":
-        if q.shape[2] == 1 and q.dtype != torch.float32:  # its product with a single row is several times slower
-            return _fused(q.float(), k.float(), v.float(), None if mask is None else mask.float(), causal, scale).to(
-                q.dtype
-            )
-        # What scaled_dot_product_attention calls after 2 us of choosing.
-        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[0]
+    if q.device.type != "cpu":
+        return _sdpa(q, k, v, mask, causal, scale)
+    if q.shape[2] == 1 and q.dtype != torch.float32:  # products with a single row in 16 bits are several times slower
+        wide = None if mask is None else mask.float()
+        return _fused(q.float(), k.float(), v.float(), wide, causal, scale).to(q.dtype)
+    # What scaled_dot_product_attention calls, after choosing for 2 us.
+    return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[0]
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
     gqa = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
 

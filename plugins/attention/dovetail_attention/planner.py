@@ -39,7 +39,7 @@ class Limits:
     short: int
 
 
-CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 20, short=32)
+CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 18, short=32)
 CUDA = Limits(in_place=0, gather=256 << 20, waste=64 << 20, mask=1 << 24, short=64)
 
 

@@ -1,0 +1,309 @@
+"""Conformance suite of attention backends: every declared feature against a reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail.interfaces.features import Feature
+from dovetail.plugins.specs import ComponentKind, Constraints
+from dovetail.testing.attention_reference import TOLERANCES, Case, Step, poisoned_equal, reference
+from dovetail.testing.component import ComponentSuite
+
+EXTEND, DECODE, MIXED = Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED
+VERIFY, TREE, WINDOW = Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK, Feature.ATTN_SLIDING_WINDOW
+SOFT_CAP, SINKS = Feature.ATTN_SOFT_CAP, Feature.ATTN_SINKS
+
+STEPS: dict[str, tuple[Case, tuple[Feature, ...]]] = {
+    "extend": (Case([0, 0, 0, 0], [1, 5, 33, 16], num_extend=4), (EXTEND,)),
+    "extend after a prefix": (Case([4, 7, 16, 0, 61], [12, 1, 3, 8, 40], num_extend=5), (EXTEND,)),
+    "decode": (Case([0, 3, 4, 15, 16, 17, 63, 130], [1] * 8), (DECODE,)),
+    "decode one row": (Case([37], [1]), (DECODE,)),
+    "mixed": (Case([0, 20, 9, 31, 0], [19, 6, 1, 1, 1], num_extend=2), (MIXED,)),
+    "verify chains": (Case([11, 30, 4, 15], [4, 4, 1, 3], trees=[[-1, 0, 1], [-1, 0, 1], [], [-1, 0]]), (VERIFY,)),
+    "verify beside extend": (
+        Case([0, 8, 11, 30], [21, 40, 4, 1], num_extend=2, trees=[[-1, 0, 1], []]),
+        (VERIFY, MIXED),
+    ),
+    "trees": (
+        Case([9, 0, 40, 15], [6, 4, 1, 6], trees=[[-1, -1, 0, 0, 1], [-1, -1, -1], [], [-1, 0, 0, 1, 2]]),
+        (VERIFY, TREE),
+    ),
+    "one tree": (Case([50], [8], trees=[[-1, -1, 0, 0, 1, 3, 3]]), (VERIFY, TREE)),
+    "trees beside extend": (
+        Case([0, 5, 22, 13], [3, 45, 5, 1], num_extend=2, trees=[[-1, 0, 0, 1], []]),
+        (VERIFY, TREE, MIXED),
+    ),
+}
+each_step = pytest.mark.parametrize("step", STEPS)
+
+
+def only_phase(phase: Feature) -> dict[str, tuple[Case, tuple[Feature, ...]]]:
+    """The steps that need no other phase than this one."""
+    return {name: entry for name, entry in STEPS.items() if entry[1] == (phase,)}
+
+
+class AttentionSuite(ComponentSuite):
+    """``class TestMine(AttentionSuite): name = "mine"`` is a whole test file.
+
+    Cases run on the first device and in the first dtype that the spec allows and this machine has, unless ``device`` and
+    ``dtypes`` say otherwise. A case whose features are all declared must pass. One that is not declared is tried all the
+    same: if it passes, its skip says so, and ``undeclared`` collects it.
+    """
+
+    kind: ClassVar[ComponentKind] = ComponentKind.ATTENTION
+    device: ClassVar[str | None] = None
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+    undeclared: ClassVar[set[tuple[str, Feature]]] = set()
+    """(component, feature) of every case that passed although the feature is not declared."""
+
+    @property
+    def constraints(self) -> Constraints:
+        """Where the component says it can run."""
+        return self.spec.constraints
+
+    def make(self, context: AttentionContext) -> AttentionBackend:
+        """A new backend. Override it to test a class that no plugin registers."""
+        return self.build(context)
+
+    def find_device(self) -> torch.device:
+        """Where to test. Skips if the component runs on no device of this machine."""
+        there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        wanted = (self.device,) if self.device else (self.constraints.devices or there)
+        for name in wanted:
+            if name in there:
+                return torch.device(name)
+        pytest.skip(f"{self.name} runs on {', '.join(wanted)}; this machine has {', '.join(there)}")
+
+    def fit(self, case: Case) -> Case:
+        """``case`` in a dtype, head_dim and page size that the component allows, changed as little as possible."""
+        allowed = self.constraints
+        names = allowed.dtypes or tuple(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        dtypes = [dtype for dtype in self.dtypes if str(dtype).removeprefix("torch.") in names]
+        return replace(
+            case,
+            dtype=case.dtype if case.dtype in dtypes else dtypes[0],
+            head_dim=_nearest(case.head_dim, allowed.head_dims),
+            page_size=_nearest(case.page_size, allowed.page_sizes),
+        )
+
+    def check(self, case: Case, *features: Feature) -> None:
+        """Compare one step with the reference, as far as ``features`` are declared."""
+        missing = [feature for feature in features if not self.offers(feature)]
+        if not missing:
+            self.compare(case)
+            return
+        names = ", ".join(missing)
+        try:
+            self.compare(case)
+        except Exception:
+            pytest.skip(f"{self.name} does not declare {names}")
+        self.undeclared.update((self.name, feature) for feature in missing)
+        pytest.skip(f"{self.name} does not declare {names}, yet this case passes")
+
+    @torch.inference_mode()
+    def compare(self, case: Case, backend: AttentionBackend | None = None) -> None:
+        """Run one step and compare. ``backend`` must have been built for a pool of the same content."""
+        step = Step(self.fit(case), self.find_device())
+        backend = backend or self.make(step.context())
+        pool, q = (step.pool.k.clone(), step.pool.v.clone()), step.q.clone()
+        backend.plan(step.batch)
+        out = backend.forward(step.q, step.layer, step.batch)
+        self.compare_output(step, out)
+        assert torch.equal(step.q, q), "forward changed its queries"
+        assert poisoned_equal(step.pool.k, pool[0]), "forward changed the pool"
+        assert poisoned_equal(step.pool.v, pool[1]), "forward changed the pool"
+
+    def compare_output(self, step: Step, out: torch.Tensor) -> None:
+        """``out`` has the shape and dtype of the queries and the values of the reference."""
+        assert out.shape == step.q.shape
+        assert out.dtype == step.q.dtype
+        expected = reference(step)
+        real = ~expected.isnan()
+        error = (out.cpu().double() - expected).abs()[real]
+        assert not error.isnan().any(), "NaN from places that no row owns reached the output"
+        allowed = TOLERANCES[step.case.dtype]
+        worst = float((error / (1 + expected[real].abs())).max())
+        assert worst <= allowed, (
+            f"difference of {worst:.2e} (1 + |value|); {allowed:.0e} is allowed in {step.case.dtype}"
+        )
+
+    @each_step
+    @pytest.mark.parametrize("page_size", [1, 4, 16])
+    def test_phases_and_page_sizes(self, step: str, page_size: int) -> None:
+        """Every kind of row, alone and together, with lengths around page boundaries."""
+        self.skip_page_size(page_size)
+        case, features = STEPS[step]
+        self.check(replace(case, page_size=page_size), *features)
+
+    @each_step
+    def test_consecutive_pages(self, step: str) -> None:
+        """A backend that takes a short cut for them must take it rightly."""
+        case, features = STEPS[step]
+        self.check(replace(case, ordered_pages=True), *features)
+
+    @each_step
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_dtypes(self, step: str, dtype: torch.dtype) -> None:
+        """Within ``TOLERANCES``."""
+        self.skip_dtype(dtype)
+        case, features = STEPS[step]
+        self.check(replace(case, dtype=dtype), *features)
+
+    @each_step
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 4), (8, 4), (8, 2), (8, 1), (7, 1)])
+    def test_grouped_heads(self, step: str, heads: int, kv_heads: int) -> None:
+        """Query head h reads key head h * kv_heads // heads."""
+        case, features = STEPS[step]
+        self.check(replace(case, heads=heads, kv_heads=kv_heads), *features)
+
+    @each_step
+    @pytest.mark.parametrize("head_dim", [16, 64, 128])
+    def test_head_dims(self, step: str, head_dim: int) -> None:
+        """Also with a scale that is not the usual one."""
+        if self.constraints.head_dims and head_dim not in self.constraints.head_dims:
+            pytest.skip(f"{self.name} does not allow head_dim {head_dim}")
+        case, features = STEPS[step]
+        self.check(replace(case, head_dim=head_dim, scale=0.3 * head_dim**-0.5), *features)
+
+    @each_step
+    @pytest.mark.parametrize("window", [1, 3, 16, 1000])
+    def test_sliding_window(self, step: str, window: int) -> None:
+        """Position i sees (i - window, i]; in a tree, positions are depths."""
+        case, features = STEPS[step]
+        self.check(replace(case, window=window), *features, WINDOW)
+
+    @each_step
+    def test_soft_cap(self, step: str) -> None:
+        """Logits s become c * tanh(s / c)."""
+        case, features = STEPS[step]
+        self.check(replace(case, soft_cap=1.5, scale=0.5), *features, SOFT_CAP)
+
+    @each_step
+    def test_sinks(self, step: str) -> None:
+        """A key without a value takes part in the softmax."""
+        case, features = STEPS[step]
+        self.check(replace(case, sinks=True), *features, SINKS)
+
+    @each_step
+    def test_window_soft_cap_and_sinks_together(self, step: str) -> None:
+        """What single features do right can be wrong together."""
+        case, features = STEPS[step]
+        case = replace(case, window=7, soft_cap=2.0, sinks=True, scale=0.5, heads=6, kv_heads=2)
+        self.check(case, *features, WINDOW, SOFT_CAP, SINKS)
+
+    @each_step
+    @pytest.mark.parametrize(("dtype", "key_scale"), [(torch.float32, 50.0), (torch.bfloat16, 6.0)], ids=str)
+    def test_softmax_in_float32(self, step: str, dtype: torch.dtype, key_scale: float) -> None:
+        """Logits so large that they overflow where no maximum is subtracted, or lose their value in 16 bits."""
+        self.skip_dtype(dtype)
+        case, features = STEPS[step]
+        self.check(replace(case, key_scale=key_scale, dtype=dtype), *features)
+
+    @each_step
+    def test_padding_rows_disturb_nobody(self, step: str) -> None:
+        """Rows that point at page 0, as a graph of fixed size has them."""
+        case, features = STEPS[step]
+        trees = None if case.trees is None else [*case.trees, [], []]
+        padded = replace(case, prefix=[*case.prefix, 0, 0], extend=[*case.extend, 1, 1], trees=trees, padding=2)
+        num_extend = case.num_extend or 0
+        only_extend = num_extend == len(case.extend)
+        self.check(replace(padded, num_extend=num_extend), *features, *([MIXED] if only_extend else []))
+
+    @pytest.mark.parametrize("window", [None, 100])
+    @pytest.mark.parametrize("ordered_pages", [True, False])
+    def test_chunk_after_a_large_prefix(self, window: int | None, ordered_pages: bool) -> None:
+        """Long enough for every backend to work in blocks."""
+        case = Case(
+            [900, 0, 130], [230, 300, 70], num_extend=3, window=window, ordered_pages=ordered_pages, page_size=16
+        )
+        self.check(case, EXTEND, *([WINDOW] if window else []))
+
+    @pytest.mark.parametrize("ordered_pages", [True, False])
+    def test_decode_rows_of_very_different_lengths(self, ordered_pages: bool) -> None:
+        """Long enough for every backend to split or group them."""
+        prefix = [1900, 3, 700, 0, 64, 1100, 255, 30, 31, 2, 1899, 500]
+        case = Case(prefix, [1] * len(prefix), page_size=16, ordered_pages=ordered_pages)
+        self.check(case, DECODE)
+
+    @torch.inference_mode()
+    def test_plans_leave_nothing_behind(self) -> None:
+        """One backend over one pool: extend, decode over a page boundary, extend of other rows, decode again."""
+        for feature in (EXTEND, DECODE):
+            self.require(feature)
+        base = self.fit(Case([0, 0], [60, 45], num_extend=2))
+        whole = Step(base, self.find_device())
+        backend = self.make(whole.context())
+        for prefix, extend in (([0, 0], [20, 7]), *(([20 + i, 7 + i], [1, 1]) for i in range(9)), ([29, 16], [5, 29])):
+            step = Step(replace(base, prefix=prefix, extend=extend, num_extend=2 * (extend[0] > 1)), self.find_device())
+            self.run_on(backend, whole, step)
+
+    def run_on(self, backend: AttentionBackend, whole: Step, step: Step) -> None:
+        """Attend for the lengths of ``step`` over the pool and pages of ``whole``, and compare."""
+        step.pool, step.table, step.num_pages = whole.pool, whole.table, whole.num_pages
+        step.batch.page_table = whole.batch.page_table
+        backend.plan(step.batch)
+        self.compare_output(step, backend.forward(step.q, step.layer, step.batch))
+
+    @torch.inference_mode()
+    def test_layers_of_one_step_may_differ(self) -> None:
+        """One plan serves layers with and without window, and the pool of each."""
+        for feature in (MIXED, WINDOW):
+            self.require(feature)
+        step = Step(self.fit(STEPS["mixed"][0]), self.find_device())
+        step.pool.k[0], step.pool.v[0] = -step.pool.k[1], 0.5 * step.pool.v[1]
+        backend = self.make(step.context())
+        backend.plan(step.batch)
+        for window, layer_id in ((None, 1), (4, 0), (None, 0), (9, 1), (4, 1)):
+            step.case = replace(step.case, window=window, layer_id=layer_id)
+            step.layer = AttentionLayer(layer_id, step.layer.scale, window)
+            self.compare_output(step, backend.forward(step.q, step.layer, step.batch))
+
+    @torch.inference_mode()
+    def test_queries_may_be_a_slice_of_a_fused_projection(self) -> None:
+        """Models hand over views whose rows are not next to each other."""
+        for phase in (EXTEND, DECODE, MIXED):
+            for case, _ in only_phase(phase).values() if self.offers(phase) else ():
+                step = Step(self.fit(case), self.find_device())
+                backend = self.make(step.context())
+                backend.plan(step.batch)
+                fused = torch.cat([step.q, step.q], 1)[:, : step.case.heads]
+                self.compare_output(step, backend.forward(fused, step.layer, step.batch))
+
+    @torch.inference_mode()
+    def test_batch_invariance(self) -> None:
+        """A row's bits do not depend on the other rows."""
+        self.require(Feature.ATTN_BATCH_INVARIANT)
+        step = Step(self.fit(STEPS["decode"][0]), self.find_device())
+        backend = self.make(step.context())
+        backend.plan(step.batch)
+        together = backend.forward(step.q, step.layer, step.batch)
+        for row in range(len(step.lens)):
+            torch.testing.assert_close(self.alone(backend, step, row), together[row : row + 1], rtol=0, atol=0)
+
+    def alone(self, backend: AttentionBackend, step: Step, row: int) -> torch.Tensor:
+        """The output of one decode row of ``step`` in a batch of its own."""
+        case = replace(step.case, prefix=[step.case.prefix[row]], extend=[1])
+        single = Step(case, step.device)
+        single.batch.page_table = step.batch.page_table[row : row + 1]
+        backend.plan(single.batch)
+        return backend.forward(step.q[row : row + 1], step.layer, single.batch)
+
+    def skip_dtype(self, dtype: torch.dtype) -> None:
+        """Skip if the component or this suite does not allow it."""
+        if self.fit(replace(STEPS["decode"][0], dtype=dtype)).dtype != dtype:
+            pytest.skip(f"{self.name} does not allow {dtype}")
+
+    def skip_page_size(self, page_size: int) -> None:
+        """Skip if the component does not allow it."""
+        if self.constraints.page_sizes and page_size not in self.constraints.page_sizes:
+            pytest.skip(f"{self.name} does not allow page size {page_size}")
+
+
+def _nearest(wanted: int, allowed: Sequence[int]) -> int:
+    return min(allowed, key=lambda value: abs(value - wanted), default=wanted)

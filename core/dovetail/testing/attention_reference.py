@@ -1,0 +1,176 @@
+"""What attention is, one query at a time in float64, and the steps on which backends are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dovetail.interfaces.attention import AttentionContext, AttentionLayer
+from dovetail.interfaces.cache import CacheGroup, KVPool
+from dovetail.memory.pool import PagedKVPool
+from dovetail.testing.batches import make_batch, make_page_table
+from dovetail.types import DraftTree
+
+NUM_LAYERS = 2
+TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+"""Allowed difference, times (1 + |value|); queries, keys and values are standard normal. In 16 bits the probabilities and
+the output may each be rounded once (bfloat16 keeps 8 bits, float16 11), logits and sums may not."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: row r has ``prefix[r]`` tokens in the pool, ``extend[r]`` enter. ``trees`` are the parents of the drafts
+    of the rows from ``num_extend`` on; the last ``padding`` rows own nothing and point at page 0."""
+
+    prefix: Sequence[int]
+    extend: Sequence[int]
+    num_extend: int | None = None
+    trees: Sequence[Sequence[int]] | None = None
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 4
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    padding: int = 0
+    dtype: torch.dtype = torch.float32
+    key_scale: float = 1.0
+    ordered_pages: bool = False
+    seed: int = 0
+    layer_id: int = 1
+
+
+class Step:
+    """A case on a device: a pool full of NaN but for the tokens of its rows, the batch, the queries, the layer."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case = case
+        self.device = device
+        self._random = torch.Generator().manual_seed(case.seed)
+        self.lens = [a + b for a, b in zip(case.prefix, case.extend, strict=True)]
+        owned = self.lens[: len(self.lens) - case.padding]
+        self.num_pages = 8 + sum(-(-n // case.page_size) for n in owned)
+        seed = None if case.ordered_pages else case.seed
+        table = make_page_table(owned, case.page_size, self.num_pages, seed=seed)
+        # Rows of padding point at page 0, and so does room to the right: a table may be wider than any row needs.
+        self.table = np.pad(table, ((0, case.padding), (0, 3)))
+        self.pool = self._make_pool(owned)
+        self.drafts = None if case.trees is None else self._make_drafts(case.trees)
+        self.batch = make_batch(
+            case.page_size,
+            self.table,
+            case.prefix,
+            case.extend,
+            num_extend=case.num_extend,
+            drafts=self.drafts,
+            device=device,
+        )
+        self.q = self._normal(sum(case.extend), case.heads, case.head_dim).to(device, case.dtype)
+        sinks = self._normal(case.heads).to(device) if case.sinks else None
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        self.layer = AttentionLayer(case.layer_id, scale, case.window, case.soft_cap, sinks)
+
+    def context(self, pool: KVPool | None = None) -> AttentionContext:
+        """What a backend for this step is built for."""
+        case = self.case
+        return AttentionContext(
+            device=self.device,
+            dtype=case.dtype,
+            num_heads=case.heads,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            pool=pool or self.pool,
+            max_rows=max(16, len(case.prefix)),
+            max_context=max(2048, *self.lens),
+        )
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._random)
+
+    def _make_pool(self, owned: Sequence[int]) -> PagedKVPool:
+        case = self.case
+        group = CacheGroup(NUM_LAYERS, case.kv_heads, case.head_dim)
+        pool = PagedKVPool(group, self.num_pages, case.page_size, case.dtype, self.device)
+        pool.k.fill_(torch.nan)
+        pool.v.fill_(torch.nan)
+        for row, length in enumerate(owned):
+            places = row_places(self.table[row], length, case.page_size).to(self.device)
+            k, v = (self._normal(length, case.kv_heads, case.head_dim) for _ in range(2))
+            pool.store(case.layer_id, (k * case.key_scale).to(self.device), v.to(self.device), places)
+        return pool
+
+    def _make_drafts(self, trees: Sequence[Sequence[int]]) -> DraftTree:
+        rows, width = len(self.lens), max(len(parents) for parents in trees)
+        first = rows - len(trees)
+        parents, lens = np.full((rows, width), -1, np.int32), np.zeros(rows, np.int32)
+        for row, own in enumerate(trees, start=first):
+            parents[row, : len(own)] = own
+            lens[row] = len(own)
+        return DraftTree(np.zeros((rows, width), np.int32), parents, lens)
+
+
+def row_places(pages: np.ndarray, length: int, page_size: int) -> torch.Tensor:
+    """The pool's places of the first ``length`` tokens of a row: int64 ``[length]``."""
+    tokens = np.arange(length)
+    return torch.from_numpy(pages[tokens // page_size].astype(np.int64) * page_size + tokens % page_size)
+
+
+def visible(step: Step, row: int, query: int) -> np.ndarray:
+    """The keys of its row that the ``query``-th new token sees, straight from the definition."""
+    prefix = int(step.batch.prefix_lens[row])
+    own = own_depth = np.arange(query + 1)
+    if step.drafts is not None and row >= step.batch.num_extend:
+        own = np.array(_path(step.drafts, row, query))
+        own_depth = np.arange(len(own))
+    keys = np.concatenate([np.arange(prefix), prefix + own])
+    positions = np.concatenate([np.arange(prefix), prefix + own_depth])
+    return keys if step.layer.window is None else keys[positions > positions[-1] - step.layer.window]
+
+
+def _path(drafts: DraftTree, row: int, query: int) -> list[int]:
+    """From the root of a row's tree down to one of its nodes."""
+    path = [query]
+    while path[0] > 0:
+        path.insert(0, 1 + int(drafts.parents[row, path[0] - 1]))
+    return path
+
+
+def reference(step: Step) -> torch.Tensor:
+    """``[tokens, heads, head_dim]`` in float64 on the CPU; NaN for rows of padding."""
+    case, batch = step.case, step.batch
+    out = torch.full(step.q.shape, torch.nan, dtype=torch.float64)
+    token = 0
+    for row, count in enumerate(batch.extend_lens.tolist()):
+        if row >= len(batch.reqs) - case.padding:
+            break
+        places = row_places(step.table[row], step.lens[row], case.page_size)
+        k, v = (
+            memory(case.layer_id).cpu().flatten(0, 1)[places].double().repeat_interleave(case.heads // case.kv_heads, 1)
+            for memory in (step.pool.keys, step.pool.values)
+        )
+        for query in range(count):
+            seen = torch.from_numpy(visible(step, row, query))
+            out[token] = _attend_one(step.q[token].cpu().double(), k[seen], v[seen], step.layer)
+            token += 1
+    return out
+
+
+def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    scores = layer.scale * (q * k).sum(-1)  # [keys, heads]
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    weights = torch.exp(scores)
+    total = weights.sum(0)
+    if layer.sinks is not None:
+        total = total + torch.exp(layer.sinks.cpu().double())
+    return (weights[:, :, None] * v).sum(0) / total[:, None]
+
+
+def poisoned_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """True if both hold the same numbers and NaN in the same places."""
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())

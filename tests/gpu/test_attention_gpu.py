@@ -1,0 +1,51 @@
+"""torch_native and the KV pool on CUDA.
+
+Run on a GPU machine: python -m pytest tests/gpu/test_attention_gpu.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dovetail.interfaces.cache import CacheGroup
+from dovetail.memory.pool import PagedKVPool
+from dovetail.testing.attention import STEPS, AttentionSuite
+from dovetail.testing.attention_reference import Step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class TestTorchNativeOnCuda(AttentionSuite):
+    name = "torch_native"
+    device = "cuda"
+
+    @pytest.mark.parametrize("step", STEPS)
+    @pytest.mark.parametrize("features", [{}, {"window": 5}, {"soft_cap": 2.0, "sinks": True}], ids=str)
+    @torch.inference_mode()
+    def test_forward_never_waits_for_the_device(self, step: str, features: dict[str, object]):
+        prepared = Step(replace(STEPS[step][0], **features), torch.device("cuda"))
+        backend = self.make(prepared.context())
+        backend.plan(prepared.batch)
+        backend.forward(prepared.q, prepared.layer, prepared.batch)  # a window is planned when it is first met
+        backend.plan(prepared.batch)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = backend.forward(prepared.q, prepared.layer, prepared.batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.compare_output(prepared, out)
+
+
+def test_store_and_copy():
+    pool = PagedKVPool(CacheGroup(2, 2, 16), 8, 4, torch.bfloat16, "cuda")
+    k, v = torch.randn(2, 3, 2, 16, device="cuda")
+    pool.store(1, k, v, torch.tensor([4, 30, 9], device="cuda"))
+    pool.copy(torch.tensor([4, 30], device="cuda"), torch.tensor([30, 17], device="cuda"))
+    assert torch.equal(pool.keys(1).flatten(0, 1)[[30, 17, 9]], k.bfloat16())
+    assert torch.equal(pool.values(1).flatten(0, 1)[[30, 17, 9]], v.bfloat16())
