@@ -1,0 +1,70 @@
+"""The models under test, as directories that hold config.json and safetensors and no tokenizer: ids in, ids out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SHAPES = {
+    "tiny": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "46m": {
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
+"""Llama configs; embeddings tied, context 2048, saved in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on disk. ``note`` says where its weights are from."""
+
+    name: str
+    path: Path
+    vocab_size: int
+    note: str
+
+
+def prepare(name: str, work: Path, python: str, embedded: Path) -> Model:
+    """The directory of a model under ``work``, made once. ``tiny`` links to the embedded weights; where those are not
+    there, and for all others, the weights are random."""
+    if name == "tiny" and list(embedded.glob("*.safetensors")):
+        path, note = link(embedded, work / "models" / "tiny"), "the embedded model"
+    else:
+        path, note = work / "models" / f"{name}-random", "random weights"
+        if not path.is_dir():
+            make_random(path, SHAPES[name], python)
+    vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
+    return Model(name, path, vocab_size, note)
+
+
+def link(source: Path, target: Path) -> Path:
+    """``target`` with links to the config and weights of ``source``, without its tokenizer."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in [source / "config.json", *source.glob("*.safetensors*")]:
+        place = target / file.name
+        place.unlink(missing_ok=True)
+        place.symlink_to(file.resolve())
+    return target
+
+
+def make_random(path: Path, shape: dict[str, int], python: str) -> None:
+    """Save random weights. In a process of its own, so that the one that measures never loads torch."""
+    partial = path.with_name(path.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    command = [python, "-m", "peers.make_model", str(partial), json.dumps(shape)]
+    subprocess.run(command, cwd=Path(__file__).parent.parent, check=True)
+    partial.rename(path)

@@ -1,0 +1,180 @@
+"""Host work of a decode step, without a model: schedule, commit and the rest of the loop, per request.
+
+    .venv/bin/python benchmarks/step_overhead.py --docs docs/benchmarks.md
+
+A real ``Loop`` with its scheduler, page ledger and prefix cache runs on a stand-in engine that returns constant tokens,
+so that whatever time passes is the host's. ``prepare`` is the engine's own host work, the arrays of a step's inputs; ``rest``
+is the loop around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dovetail import LLM, Resolved, SamplingParams
+from dovetail.engine.engine import Engine
+from dovetail.engine.inputs import Inputs
+from dovetail.loop import Loop
+from dovetail.messages import AbortAllMsg, GenerateMsg
+from dovetail.types import Batch, ForwardOutput, HostOutput
+from peers.report import line, replace_section
+
+PROMPT_LEN = 64
+WARM_STEPS = 8
+SPARE_TOKENS = 64
+"""Output tokens beyond the measured ones: requests admitted early decode while the last prompts enter."""
+
+
+class StubEngine(Engine):
+    """What a ``Loop`` uses of an engine: inputs are prepared, nothing is computed, and every token is 1."""
+
+    def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
+        config = resolved.config
+        self.info = resolved.model_info
+        self.device = torch.device("cpu")
+        self.context_len = self.info.context_len
+        self.page_size = config.memory.page_size
+        pages = -(-self.context_len // self.page_size) + 1
+        self.num_pages = config.scheduler.max_running * pages
+        self.inputs = Inputs(config.scheduler.max_running, pages, self.page_size, self.device)
+        self.prepare_seconds = 0.0
+        self._tokens = torch.ones(config.scheduler.max_running, 1, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> ForwardOutput:
+        start = time.perf_counter()
+        self.inputs.prepare(batch)
+        self.prepare_seconds += time.perf_counter() - start
+        return ForwardOutput(self._tokens[: int(batch.samples.sum())])
+
+    def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:
+        return HostOutput([[1]] * len(output.token_ids), None, {})
+
+    @staticmethod
+    def lost_device(error: BaseException) -> bool:
+        raise error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Overhead:
+    """Microseconds of one decode step, divided by its requests. ``rest`` is the loop around the other three."""
+
+    requests: int
+    schedule: float
+    commit: float
+    prepare: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.schedule + self.commit + self.prepare + self.rest
+
+
+def main() -> None:
+    """Measure each batch size and print a table."""
+    args = arguments()
+    with patch("dovetail.loop.Engine", StubEngine):
+        llm = LLM("tiny", grammar="none", device="cpu", scheduler={"max_running": max(args.requests)})
+    found = [median([measure(llm.loop, n, args.steps) for _ in range(args.rounds)]) for n in args.requests]
+    Console().print(table(found))
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(o) for o in found], indent=1) + "\n")
+    if args.docs:
+        replace_section(args.docs, "step_overhead", markdown(found))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--steps", type=int, default=300, help="decode steps of a round")
+    parser.add_argument("--rounds", type=int, default=5, help="the median round counts")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--docs", type=Path, help="Markdown file whose section `step_overhead` is replaced")
+    return parser.parse_args()
+
+
+def measure(loop: Loop, requests: int, steps: int) -> Overhead:
+    """Decode ``requests`` requests together; steps in which one starts or ends are not counted."""
+    params = SamplingParams(temperature=0, max_new_tokens=WARM_STEPS + steps + SPARE_TOKENS, ignore_eos=True)
+    draw = range(16, loop.engine.info.vocab_size)
+    for i in range(requests):
+        loop.handle(GenerateMsg(str(i), random.choices(draw, k=PROMPT_LEN), params, seed=0))
+    while loop.scheduler.waiting or loop.scheduler.prefilling:
+        loop.step()
+    for _ in range(WARM_STEPS):
+        loop.step()
+    overhead = timed(loop, requests, steps)
+    loop.handle(AbortAllMsg())
+    while loop.has_work:
+        loop.step()
+    return overhead
+
+
+def timed(loop: Loop, requests: int, steps: int) -> Overhead:
+    """Time ``steps`` decode steps of the running requests."""
+    engine = loop.engine
+    assert isinstance(engine, StubEngine)
+    before, prepared = loop.stats(), engine.prepare_seconds
+    for _ in range(steps):
+        loop.step()
+    after = loop.stats()
+    assert after.running == requests, f"{after.running} of {requests} requests still run"
+    scale = 1e6 / (steps * requests)
+    schedule = (after.schedule_seconds - before.schedule_seconds) * scale
+    commit = (after.commit_seconds - before.commit_seconds) * scale
+    prepare = (engine.prepare_seconds - prepared) * scale
+    return Overhead(
+        requests=requests,
+        schedule=schedule,
+        commit=commit,
+        prepare=prepare,
+        rest=(after.step_seconds - before.step_seconds) * scale - schedule - commit - prepare,
+    )
+
+
+def median(rounds: list[Overhead]) -> Overhead:
+    """The round whose total is the median."""
+    return sorted(rounds, key=lambda o: o.total)[len(rounds) // 2]
+
+
+def cells(overhead: Overhead) -> list[str]:
+    """A row of the table."""
+    o = overhead
+    parts = (o.schedule, o.commit, o.prepare, o.rest, o.total, o.total * o.requests)
+    return [str(o.requests), *(f"{part:.2f}" for part in parts)]
+
+
+HEADER = ["requests", "schedule", "commit", "prepare", "rest", "all, per request", "all, per step"]
+
+
+def table(found: list[Overhead]) -> Table:
+    """For a terminal."""
+    out = Table(title="host time of a decode step, us per request")
+    for name in HEADER:
+        out.add_column(name, justify="right")
+    for overhead in found:
+        out.add_row(*cells(overhead))
+    return out
+
+
+def markdown(found: list[Overhead]) -> str:
+    """For docs/benchmarks.md."""
+    lines = [line(HEADER), line(["---"] * len(HEADER)), *(line(cells(o)) for o in found)]
+    return "Microseconds per request of one decode step.\n\n" + "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
