@@ -16,23 +16,27 @@ _SCORES = 1 << 22  # elements of a score matrix that plain products hold at a ti
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, layer: AttentionLayer
 ) -> torch.Tensor:
-    """``q [R, H, Q, D]`` over ``k, v [R, K, N, D]``; returns ``[R, H, Q, D]``. The softmax is taken in float32.
+    """``q [R * Q, H, D]``, row after row, over ``k, v [R, K, N, D]``; returns ``[R * Q, H, D]``.
 
-    ``mask`` is added to the logits, ``[R or 1, 1, Q or 1, N]`` in q's dtype. ``causal`` (only without a mask, and where
-    Q == N) lets query i see keys ``[0, i]``. Every query must see at least one key.
+    ``mask`` is added to the logits, ``[R or 1, 1, Q, N]`` in q's dtype. ``causal`` (only without a mask, and where
+    Q == N) lets query i see keys ``[0, i]``. Every query must see at least one key. The softmax is taken in float32.
     """
+    tokens, heads, dim = q.shape
+    rows, kv_heads = k.shape[:2]
     if k.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
-    if layer.soft_cap is not None or layer.sinks is not None:
-        return _plain(q, k, v, mask, causal, layer)
-    if q.shape[2] > 1:
-        return _fused(q, k, v, mask, causal, layer.scale)
-    rows, heads, _, dim = q.shape
-    group = heads // k.shape[1]
-    folded = q.view(rows, k.shape[1], group, dim)  # the query heads of one key head become its queries
-    if mask is not None:
-        mask = mask.expand(-1, -1, group, -1)
-    return _fused(folded, k, v, mask, False, layer.scale).reshape(rows, heads, 1, dim)
+    plain = layer.soft_cap is not None or layer.sinks is not None
+    if tokens == rows and not plain:  # the query heads of one key head become its queries
+        folded = q.view(rows, kv_heads, heads // kv_heads, dim)
+        if mask is not None:
+            mask = mask.expand(-1, -1, heads // kv_heads, -1)
+        return _fused(folded, k, v, mask, False, layer.scale).reshape(rows, heads, dim)
+    by_head = q.view(rows, -1, heads, dim).transpose(1, 2)
+    if plain:
+        out = _plain(by_head, k, v, mask, causal, layer)
+    else:
+        out = _fused(by_head, k, v, mask, causal, layer.scale)
+    return out.transpose(1, 2).reshape(tokens, heads, dim)
 
 
 def _fused(
@@ -57,6 +61,7 @@ def _sdpa(
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, layer: AttentionLayer
 ) -> torch.Tensor:
+    """``q [R, H, Q, D]``; returns the same."""
     rows, heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     grouped = q.float().view(rows, kv_heads, heads // kv_heads, queries, dim)
@@ -71,7 +76,7 @@ def _plain(
         if causal:
             scores += torch.full_like(scores[0, 0], float("-inf")).triu_(start + 1)
         elif mask is not None:
-            scores += mask if mask.shape[2] == 1 else mask[:, :, part]
+            scores += mask[:, :, part]
         weights = _softmax(scores, layer.sinks).view(rows, kv_heads, -1, keys)
         out[:, :, part] = torch.matmul(weights, values).view(rows, heads, -1, dim)
     return out

@@ -65,11 +65,8 @@ class TorchNativeAttention(AttentionBackend):
     def _attend(
         self, group: Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: AttentionLayer
     ) -> torch.Tensor:
-        rows, queries = group.rows, group.queries
-        by_head = q.view(rows, queries, -1, self._dim).transpose(1, 2)
         k, v = self._read(group, keys, 0), self._read(group, values, 1)
-        out = attend(by_head, k, v, group.mask, group.causal, layer)
-        return out.transpose(1, 2).reshape(rows * queries, -1, self._dim)
+        return attend(q, k, v, group.mask, group.causal, layer)
 
     def _read(self, group: Group, memory: torch.Tensor, which: int) -> torch.Tensor:
         """The group's keys (0) or values (1), ``[rows, kv_heads, keys, head_dim]``."""
@@ -86,5 +83,6 @@ class TorchNativeAttention(AttentionBackend):
             return memory.index_select(0, places)
         scratch = self._scratch[which]
         if len(scratch) < len(places) or scratch.dtype != memory.dtype:
-            scratch = self._scratch[which] = memory.new_empty(len(places), *memory.shape[1:])
+            with torch.inference_mode(False):  # so that it can be written to in either mode
+                scratch = self._scratch[which] = memory.new_empty(len(places), *memory.shape[1:])
         return torch.index_select(memory, 0, places, out=scratch[: len(places)])
