@@ -32,10 +32,7 @@ def attend(
             mask = mask.expand(-1, -1, heads // kv_heads, -1)
         return _fused(folded, k, v, mask, False, layer.scale).reshape(rows, heads, dim)
     by_head = q.view(rows, -1, heads, dim).transpose(1, 2)
-    if plain:
-        out = _plain(by_head, k, v, mask, causal, layer)
-    else:
-        out = _fused(by_head, k, v, mask, causal, layer.scale)
+    out = _plain(by_head, k, v, mask, causal, layer) if plain else _fused(by_head, k, v, mask, causal, layer.scale)
     return out.transpose(1, 2).reshape(tokens, heads, dim)
 
 
