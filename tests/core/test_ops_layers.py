@@ -18,7 +18,7 @@ from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rope import RopeConfig, RopeKind
 from dovetail.layers.rotary import Rotary
 from dovetail.ops.activation import silu_mul
-from dovetail.ops.linear import linear, panel_linear, row_panels
+from dovetail.ops.linear import column_linear, columns_pay, linear, panel_linear, row_panels
 from dovetail.ops.norm import norm_scale, rms_norm, rms_norm_cpu
 from dovetail.ops.rotary import apply_rotary
 
@@ -75,7 +75,7 @@ def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "width"), [(256, 256), (4096, 64), (768, 100)])
+@pytest.mark.parametrize(("rows", "width"), [(512, 256), (4096, 64), (768, 300), (2400, 512)])
 @pytest.mark.parametrize("threads", [2, 3, 4, 16])
 def test_panels_are_the_product(
     dtype: torch.dtype, tolerance: float, bias: bool, rows: int, width: int, threads: int
@@ -95,7 +95,34 @@ def test_panels_are_the_product(
 def test_no_panels_where_one_is_best() -> None:
     assert row_panels(torch.zeros(64, 64), 4) is None  # too small
     assert row_panels(torch.zeros(256, 256), 1) is None
-    assert row_panels(torch.zeros(257, 256), 2) is None  # prime
+    assert row_panels(torch.zeros(521, 256), 2) is None  # prime
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("stored_by_columns", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33])
+def test_columns_are_the_product(rows: int, bias: bool, stored_by_columns: bool) -> None:
+    weight, x = torch.randn(96, 40), torch.randn(rows, 40)
+    shift = torch.randn(96) if bias else None
+    exact = linear(x.double(), weight.double(), None if shift is None else shift.double())
+    got = column_linear(x.t().contiguous().t() if stored_by_columns else x, weight, shift)
+    assert got.shape == (rows, 96)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_columns_pay_for_blocks_of_sixteen_and_a_few_more() -> None:
+    assert [rows for rows in range(2, 40) if not columns_pay(rows)] == [*range(9, 16), *range(25, 32)]
+    assert not columns_pay(512)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 200])
+def test_logits_are_contiguous(rows: int) -> None:
+    head = LMHead(64, 300)
+    filled(head)
+    hidden = torch.randn(rows, 64)
+    logits = head.forward(hidden)
+    assert logits.is_contiguous()
+    torch.testing.assert_close(logits, hidden @ head.weight.t(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -106,7 +133,8 @@ def test_linear_gives_one_token_what_it_gives_many(bias: bool) -> None:
     together = layer.forward(x)
     alone = torch.cat([layer.forward(x[i : i + 1]) for i in range(5)])
     torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(together, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_fused_linear_knows_its_parts() -> None:

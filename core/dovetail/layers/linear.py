@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from dovetail.layers.base import Layer, parameter
-from dovetail.ops.linear import linear, panel_linear, row_panels
+from dovetail.ops.linear import column_linear, columns_pay, linear, panel_linear, row_panels
 
 
 class Linear(Layer):
@@ -17,22 +17,31 @@ class Linear(Layer):
         super().__init__()
         self.weight = parameter(out_features, in_features)
         self.bias = parameter(out_features) if bias else None
-        self._operands: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+        self._operands: tuple[torch.Tensor, torch.Tensor | None]
+        self._panels: torch.Tensor | None = None
+        self._by_columns = False
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
-        on_cpu = self.weight.device.type == "cpu"
-        panels = row_panels(self.weight, torch.get_num_threads()) if on_cpu else None
-        self._operands = (self.weight, self.bias, panels)
+        weight = self.weight
+        self._operands = (weight, self.bias)
+        float32_cpu = weight.device.type == "cpu" and weight.dtype is torch.float32
+        self._by_columns = float32_cpu and torch.backends.mkl.is_available()
+        self._panels = row_panels(weight, torch.get_num_threads()) if self._by_columns else None
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, in]`` -> ``[tokens, out]``."""
+        """``[tokens, in]`` -> ``[tokens, out]``, which may be stored by columns. Mutates nothing."""
         if not self.prepared:
             self.prepare()
-        weight, bias, panels = self._operands
-        if panels is not None and x.shape[0] == 1:
-            return panel_linear(x, panels, bias)
+        weight, bias = self._operands
+        if self._by_columns:
+            rows = x.shape[0]
+            if rows == 1:
+                panels = self._panels
+                return linear(x, weight, bias) if panels is None else panel_linear(x, panels, bias)
+            if columns_pay(rows):
+                return column_linear(x, weight, bias)
         return linear(x, weight, bias)
 
 

@@ -8,5 +8,6 @@ from torch.nn import functional
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SwiGLU's gate (Shazeer 2020, arXiv 2002.05202): ``silu(gate) * up`` of ``gate_up [tokens, 2 * n]`` -> ``[tokens, n]``."""
-    gate, up = gate_up.chunk(2, -1)
+    width = gate_up.shape[1] // 2
+    gate, up = torch.split_with_sizes(gate_up, [width, width], 1)
     return functional.silu(gate).mul_(up)

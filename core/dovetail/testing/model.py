@@ -12,7 +12,7 @@ class TestMine(ModelSuite):
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -141,6 +141,14 @@ class ModelSuite(ComponentSuite):
         pieces = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
         pieces += [tokens[i : i + 1] for i in range(prompt, len(tokens))]
         return torch.cat([rows.enter({0: piece})[0] for piece in pieces])
+
+    @pytest.fixture(autouse=True)
+    def one_thread(self) -> Iterator[None]:
+        """Small models are computed faster by one thread than handed to several."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
 
     @pytest.fixture
     def checkpoint(self, case: str, tmp_path: Path) -> Path:
