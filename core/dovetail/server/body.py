@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from dovetail.errors import RequestError
 
 _SHOWN = 80
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""A count or a rank; more could not travel to the engine."""
+
+Rid = Annotated[str, Field(min_length=1, max_length=256)]
+"""The public id of a request: repeated in every event of its stream."""
+
+Salt = Annotated[str, Field(max_length=1024)]
+"""The name of a namespace: kept as long as its prefixes are cached."""
 
 
 class ApiModel(BaseModel):
@@ -86,7 +95,7 @@ def _explain(error: ValidationError, model: type[Model]) -> RequestError:
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         known = ", ".join(sorted(model.model_fields))
         return RequestError(
-            f"{field} is not a field of this request; allowed: {known}", param=field, code="unknown_field"
+            f"{field:.80} is not a field of this request; allowed: {known}", param=field, code="unknown_field"
         )
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return RequestError(f"{field} is missing", param=field, code="missing_field")

@@ -128,7 +128,7 @@ class EngineClient:
         try:
             for msg in msgs:
                 self._send(msg)
-        except EngineDeadError:
+        except BaseException:  # nobody else could close it
             stream.close()
             raise
         return stream

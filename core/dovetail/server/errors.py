@@ -18,7 +18,7 @@ class UnknownModelError(RequestError):
 
     def __init__(self, model: str, served: str) -> None:
         super().__init__(
-            f"the model {model!r} does not exist; served here: {served!r}", param="model", code="model_not_found"
+            f"the model {model!r:.200} does not exist; served here: {served!r}", param="model", code="model_not_found"
         )
 
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.errors import RequestError
-from dovetail.server.body import ApiModel, parse, validate
+from dovetail.server.body import ApiModel, Int32, Rid, Salt, parse, validate
 from dovetail.server.outputs import Choice, Delta, Outputs
 from dovetail.server.requests import (
     ParsedRequest,
@@ -34,11 +34,11 @@ _NAMES = {"seed": "sampling_seed", "include_stop": "no_stop_trim", "logprobs": "
 class NativeSampling(ApiModel):
     """``sampling_params`` of /generate. None stands for the default."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
+    max_new_tokens: Int32 | None = None
+    min_new_tokens: Int32 | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -73,13 +73,13 @@ class NativeRequest(ApiModel):
         None, description="See `NativeSampling`; a list has one for each prompt."
     )
     stream: bool = False
-    rid: str | None = Field(None, min_length=1)
+    rid: Rid | None = None
     return_logprob: bool = False
     logprob_start_len: int | None = Field(None, ge=-1, description="0 includes the prompt; by default the output only.")
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = None
+    priority: Int32 | None = None
+    cache_salt: Salt | None = None
 
     ignored = frozenset({"log_metrics", "background"})
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {

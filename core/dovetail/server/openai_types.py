@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dovetail.server.body import ApiModel
+from dovetail.server.body import ApiModel, Int32, Rid, Salt
 from dovetail.server.requests import grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.types import SamplingParams
 
@@ -46,7 +46,7 @@ class SamplingFields(ApiModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    max_tokens: int | None = None
+    max_tokens: Int32 | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -56,8 +56,8 @@ class SamplingFields(ApiModel):
     stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
     # beyond OpenAI's API
-    min_tokens: int | None = None
-    top_k: int | None = None
+    min_tokens: Int32 | None = None
+    top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
@@ -67,9 +67,11 @@ class SamplingFields(ApiModel):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = Field(None, description="Requests share cached prefixes only with those of the same salt.")
-    rid: str | None = Field(None, min_length=1, description="Id for /abort_request; also the answer's id.")
+    priority: Int32 | None = None
+    cache_salt: Salt | None = Field(
+        None, description="Requests share cached prefixes only with those of the same salt."
+    )
+    rid: Rid | None = Field(None, description="Id for /abort_request; also the answer's id.")
 
     ignored = _IGNORED
 
@@ -137,7 +139,7 @@ class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")

@@ -19,6 +19,9 @@ from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
 
 _serial = itertools.count()
 
+_LONGEST_ID = 100
+"""Digits of a token id; Python refuses to read a few thousand."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -133,6 +136,6 @@ def token_biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | N
     if logit_bias is None:
         return None
     for key in logit_bias:
-        if not (key.isascii() and key.isdigit()):
-            raise RequestError(f"logit_bias has key {key!r}; allowed: token ids", param="logit_bias")
+        if not (key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID):
+            raise RequestError(f"logit_bias has key {key!r:.80}; allowed: token ids", param="logit_bias")
     return {int(key): bias for key, bias in logit_bias.items()}
