@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 VOCAB = 199
 
@@ -31,25 +31,24 @@ def save_llama(directory: Path, **overrides) -> Path:
     return directory
 
 
-def save_qwen3(directory: Path) -> Path:
-    """A two-layer Qwen3 with tied embeddings and head_dim != hidden / heads."""
+def save(directory: Path, config: type[PretrainedConfig], **overrides: object) -> Path:
+    """A two-layer model of another architecture, tied, with head_dim != hidden / heads where that can be set."""
     torch.manual_seed(8)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    settings: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    AutoModelForCausalLM.from_config(config(**(settings | overrides))).save_pretrained(directory)
     return directory
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dovetail import LLM, SamplingParams
 from dovetail.messages import AbortMsg, GenerateMsg, TokenOutput
@@ -163,11 +164,22 @@ def test_ngram_drafts_with_retraction_and_chunks(checkpoint, reference):
     assert llm.loop.stats().retractions > 0
 
 
-def test_qwen3_through_the_whole_engine(tmp_path):
-    directory = models.save_qwen3(tmp_path)
-    check(
-        make_llm(directory, scheduler={"chunk_size": 16}),
-        models.Reference(directory),
-        prompts_of([3, 40, 21]),
-        rounds=2,
-    )
+ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
+ARCHITECTURES = {
+    "llama3": (LlamaConfig, {"rope_parameters": ROPE | {"original_max_position_embeddings": 64}}),
+    "mistral": (MistralConfig, {"sliding_window": 24, "head_dim": 32}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_through_the_whole_engine(tmp_path, name):
+    config, settings = ARCHITECTURES[name]
+    directory = models.save(tmp_path, config, **settings)
+    reference, prompts = models.Reference(directory), prompts_of([3, 40, 21, 64, 70])
+    check(make_llm(directory, scheduler={"chunk_size": 16}), reference, prompts, rounds=2)
+    tight = make_llm(directory, memory={"page_size": 1, "num_pages": 300}, speculative="ngram")
+    check(tight, reference, [p * 2 for p in prompts], rounds=1)
+    assert tight.loop.stats().retractions > 0
