@@ -176,6 +176,7 @@ class Loop:
         try:
             output = self.engine.forward(batch)
         except BaseException as error:
+            self.scheduler.take_back(batch)
             return self._failed(batch, error)
         return self._commit(batch, output)
 

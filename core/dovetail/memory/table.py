@@ -53,5 +53,10 @@ class RequestTable:
             pages=np.concatenate([pages for _, _, pages in updates], axis=1),
         )
 
+    def put_back(self, updates: PageUpdates) -> None:
+        """These may not have reached the device: hand them out again, before what was written since."""
+        columns = zip(updates.slots.tolist(), updates.columns.tolist(), updates.pages.T, strict=True)
+        self._updates[:0] = [(slot, column, pages[:, None]) for slot, column, pages in columns]
+
 
 _NO_UPDATES = PageUpdates(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((1, 0), np.int32))

@@ -229,8 +229,9 @@ class Scheduler:
             req.device_len += count
 
     def take_back(self, batch: Batch) -> None:
-        """The launch of a batch failed: none of its tokens has its KV in the pool. Follow with ``fail``, once the step
-        before it is committed."""
+        """A batch failed: its tokens may have no KV in the pool, and the device may not have seen its page updates, among
+        which those of other requests can be. Follow with ``fail``, once the step before it is committed."""
+        self.ledger.table.put_back(batch.page_updates)
         for req, count in zip(batch.reqs, batch.extend_lens.tolist(), strict=True):
             req.cached_len -= count
 

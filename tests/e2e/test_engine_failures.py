@@ -1,0 +1,398 @@
+"""What breaks ends what it must and nothing else: steps, drafters, policies, caches, and wrong uses of LLM.
+
+.venv/bin/python -m pytest -q tests/e2e/test_engine_failures.py
+"""
+
+import itertools
+import time
+from dataclasses import replace
+
+import engine_models as models
+import numpy as np
+import pytest
+from engine_runs import Traffic, TreeDrafter, check_idle, drafting, make_llm, paged, prompts_of, results
+
+from dovetail import LLM, SamplingParams
+from dovetail.errors import EngineDeadError, EngineError, RequestError
+from dovetail.types import DraftTree
+
+GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return models.save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    return models.Reference(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return LLM("tiny", device="cpu")
+
+
+def raise_at(monkeypatch, owner, name, call, error=None):
+    """Let the ``call``-th call of a method raise, once."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def wrapped(*args, **kwargs):
+        if next(calls) == call:
+            raise error or RuntimeError("out of luck")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+# -- steps that fail -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("part", "call"), [("forward", 1), ("forward", 5), ("sample", 4), ("wait", 6), ("prepare", 3)])
+def test_a_step_that_raises_ends_its_own_requests(checkpoint, reference, monkeypatch, part, call, overlap):
+    scheduler = {"max_running": 2, "overlap": overlap, "chunk_size": 20}
+    llm = make_llm(checkpoint, **paged(1, scheduler=scheduler))
+    engine = llm.loop.engine
+    owner = {"forward": engine.model, "sample": engine.sampler, "wait": engine, "prepare": engine.inputs}[part]
+    raise_at(monkeypatch, owner, part, call)
+    traffic, prompts = Traffic(llm), prompts_of([30, 9, 14, 22, 3])
+    for i, prompt in enumerate(prompts):
+        traffic.add(f"r{i}", prompt, GREEDY)
+    traffic.finish()
+    failed = [rid for rid in traffic.ends if traffic.kind(rid) == 500]
+    assert 1 <= len(failed) <= 2, "no more than were running"
+    for rid in failed:
+        assert traffic.ends[rid].message == "RuntimeError: out of luck"
+    for i, prompt in enumerate(prompts):
+        if f"r{i}" not in failed:
+            assert traffic.kind(f"r{i}") == "length"
+        expected = reference.greedy(tuple(prompt), 16)
+        assert traffic.tokens[f"r{i}"] == expected[: len(traffic.tokens[f"r{i}"])]
+    check_idle(llm)
+    for output, prompt in zip(llm.generate(prompts, GREEDY), prompts, strict=True):
+        assert output.token_ids == reference.greedy(tuple(prompt), 16)
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_page_is_cached_whose_step_never_ran(checkpoint, reference, monkeypatch, overlap):
+    """Under overlap the step that fails was launched before it is known that a request had ended in the one before:
+    that request's last token has no KV then."""
+    prompt = prompts_of([11], seed=8)[0]
+    text = reference.greedy(tuple(prompt), 30)
+    stop = next(i for i in range(4, 30) if text[i] not in text[:i])
+    params = SamplingParams(max_new_tokens=30, temperature=0, stop_token_ids=(text[stop],))
+    for call in range(2, stop + 4):
+        llm = make_llm(checkpoint, **paged(1, 400, scheduler={"overlap": overlap, "chunk_size": 6}))
+        llm.loop.engine.pool.k.fill_(50.0)
+        with monkeypatch.context() as patch:
+            raise_at(patch, llm.loop.engine.model, "forward", call)
+            traffic = Traffic(llm)
+            traffic.add("a", prompt, params)
+            traffic.finish()
+        longer = prompt + text[: stop + 1] + [5, 6]
+        for ask in (longer, longer[: len(prompt) + 2]):
+            assert llm.generate(ask, GREEDY)[0].token_ids == reference.greedy(tuple(ask), 16)
+        check_idle(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pages_of_those_who_sat_a_failed_step_out_are_known_afterwards(checkpoint, reference, monkeypatch, overlap):
+    """Unmixed: decode rows have pages reserved in the step of a prompt that fails, and do not run in it."""
+    llm = make_llm(checkpoint, **paged(1, scheduler={"mixed": False, "overlap": overlap}))
+    traffic, prompts = Traffic(llm), prompts_of([9, 14])
+    traffic.add("a", prompts[0], GREEDY)
+    for _ in range(4):
+        traffic.step()
+    traffic.add("b", prompts[1], GREEDY)
+    with monkeypatch.context() as patch:
+        raise_at(patch, llm.loop.engine.inputs, "prepare", 1)
+        traffic.step()
+    traffic.finish()
+    assert (traffic.kind("a"), traffic.kind("b")) == ("length", 500)
+    assert traffic.tokens["a"] == reference.greedy(tuple(prompts[0]), 16)
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("call", [1, 3, 6])
+def test_an_interrupt_reaches_the_caller_and_leaves_order(checkpoint, reference, monkeypatch, overlap, call):
+    llm = make_llm(checkpoint, **paged(1, scheduler={"overlap": overlap, "chunk_size": 20}))
+    raise_at(monkeypatch, llm.loop.engine.model, "forward", call, KeyboardInterrupt())
+    prompts = prompts_of([30, 9])
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, GREEDY)
+    check_idle(llm)
+    for output, prompt in zip(llm.generate(prompts, GREEDY), prompts, strict=True):
+        assert output.token_ids == reference.greedy(tuple(prompt), 16)
+
+
+def test_generate_says_what_failed_and_works_again(checkpoint, reference, monkeypatch):
+    llm = make_llm(checkpoint)
+    raise_at(monkeypatch, llm.loop.engine.model, "forward", 3)
+    prompts = prompts_of([3, 4])
+    with pytest.raises(EngineError, match="RuntimeError: out of luck"):
+        llm.generate(prompts, GREEDY)
+    check_idle(llm)
+    assert llm.generate(prompts, GREEDY)[1].token_ids == reference.greedy(tuple(prompts[1]), 16)
+
+
+# -- drafters that fail ----------------------------------------------------------------------------------------------
+
+
+class OddDrafter(TreeDrafter):
+    """Breaks its contract, or raises, every other time."""
+
+    def __init__(self, how):
+        super().__init__(width=4, right=0.8)
+        self.how = how
+        self.calls = 0
+
+    def turn(self, name):
+        self.calls += self.how == name
+        if self.how == name and self.calls % 2:
+            raise LookupError(f"odd {name}")
+
+    def observe(self, batch, output):
+        self.turn("observe")
+
+    def forget(self, req):
+        self.turn("forget")
+
+    def propose(self, batch):
+        self.turn("propose")
+        tree, last = super().propose(batch), len(batch.reqs) - 1
+        broken = BREAKS.get(self.how)
+        if broken is not None:
+            broken(tree, last, batch)
+            if self.how == "narrow":
+                tree = DraftTree(tree.token_ids[:, :1], tree.parents[:, :1], np.full_like(tree.lens, 3))
+        return tree
+
+
+def too_long(tree, last, batch):
+    tree.lens[last] = batch.draft_room[last] + 1
+
+
+def extend_rows(tree, last, batch):
+    tree.lens[0] = 1
+    tree.token_ids[:], tree.parents[:] = 3, -1
+    if not batch.num_extend:
+        tree.lens[0] = 77
+
+
+def cyclic(tree, last, batch):
+    tree.lens[last] = 1
+    tree.token_ids[last, 0], tree.parents[last, 0] = 3, 0
+
+
+def unknown_token(tree, last, batch):
+    tree.lens[last] = 1
+    tree.token_ids[last, 0], tree.parents[last, 0] = models.VOCAB, -1
+
+
+def negative(tree, last, batch):
+    tree.lens[last] = -1
+
+
+def few_rows(tree, last, batch):
+    tree.lens = tree.lens[:0]
+
+
+BREAKS = {
+    "too long": too_long,
+    "extend rows": extend_rows,
+    "cyclic": cyclic,
+    "unknown token": unknown_token,
+    "negative": negative,
+    "few rows": few_rows,
+    "narrow": lambda *_: None,
+}
+
+
+@pytest.mark.parametrize("how", ["propose", "observe", "forget", *BREAKS])
+def test_a_broken_drafter_costs_its_drafts_only(checkpoint, reference, how):
+    llm = make_llm(checkpoint, **paged(1, 230, scheduler={"chunk_size": 20}))
+    prompts = prompts_of([30, 9, 14, 22, 3])
+    with drafting(llm, OddDrafter(how)):
+        for output, prompt in zip(llm.generate(prompts, GREEDY), prompts, strict=True):
+            assert output.token_ids == reference.greedy(tuple(prompt), 16)
+    assert llm.loop.drafter_errors > 0
+    check_idle(llm)
+
+
+# -- policies and caches that fail -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("part", "call"),
+    [("order", 1), ("order", 2), ("match", 1), ("match", 3), ("insert", 1), ("insert", 3), ("lock", 2), ("unlock", 2)],
+)
+def test_a_policy_or_cache_that_raises_ends_the_engine_with_a_clear_error(checkpoint, monkeypatch, part, call, overlap):
+    llm = make_llm(checkpoint, **paged(1, scheduler={"max_running": 2, "overlap": overlap}))
+    scheduler = llm.loop.scheduler
+    owner = scheduler._admission.policy if part == "order" else scheduler.ledger.cache
+    raise_at(monkeypatch, owner, part, call)
+    with pytest.raises(EngineDeadError, match="RuntimeError: out of luck") as caught:
+        llm.generate(prompts_of([30, 9, 14, 22, 3]), GREEDY)
+    assert "policy 'lpm'" in str(caught.value) or "policy 'fcfs'" in str(caught.value)
+    assert "prefix cache 'radix'" in str(caught.value)
+    with pytest.raises(EngineDeadError, match="must be started again"):
+        llm.generate([1, 2, 3], GREEDY)
+
+
+def test_a_policy_that_loses_requests_is_caught(checkpoint, monkeypatch):
+    llm = make_llm(checkpoint)
+    monkeypatch.setattr(llm.loop.scheduler._admission.policy, "order", lambda waiting, running: [])
+    with pytest.raises(EngineDeadError, match="must return them all"):
+        llm.generate([1, 2, 3], GREEDY)
+
+
+# -- uses and misuses of LLM -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "text"),
+    [
+        (5, None, "prompts is a int"),
+        (None, None, "prompts is a NoneType"),
+        ({"prompt": "x"}, None, "prompts is a dict"),
+        (b"bytes", None, "prompts is a bytes"),
+        ([1.5], None, "a prompt is 1.5"),
+        ([[1, 2.5]], None, r"a prompt is \[1, 2.5\]"),
+        ([1, "x"], None, r"a prompt is \[1, 'x'\]"),
+        ([[1], None], None, "a prompt is None"),
+        ([[]], None, "the prompt is empty"),
+        ("", None, "the prompt is empty"),
+        (["fine", ""], None, "the prompt is empty"),
+        ([[1], [2**40]], None, r"token ids must be in \[0, "),
+        ([[1], [-1]], None, r"token ids must be in \[0, "),
+        ("x", {"temperature": 0}, "params is {'temperature': 0}"),
+        ("x", [SamplingParams()] * 2, "2 sampling params for 1 prompts"),
+        (["x", "y"], [SamplingParams(), None], "params is"),
+    ],
+)
+def test_wrong_uses_are_refused_and_leave_nothing(tiny, prompts, params, text):
+    with pytest.raises(RequestError, match=text):
+        tiny.generate(prompts, params)
+    check_idle(tiny)
+    assert tiny._runs == {}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"stop": "END"},
+        {"stop": None},
+        {"stop": ("",)},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ("a",)},
+        {"logit_bias": [(1, 2.0)]},
+        {"logit_bias": {"1": 2.0}},
+        {"grammar": "[a-z]+"},
+        {"temperature": "hot"},
+        {"repetition_penalty": 1e-40},
+        {"max_new_tokens": 2.0},
+        {"seed": 2**63},
+    ],
+    ids=str,
+)
+def test_wrong_sampling_params_are_refused(bad):
+    with pytest.raises(RequestError, match=f"{next(iter(bad))} is .*; allowed: "):
+        SamplingParams(**bad)
+
+
+def test_harmless_uses(tiny):
+    assert tiny.generate([]) == []
+    params = SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
+    one = tiny.generate([5, 6, 7], params)
+    for same in ((5, 6, 7), [[5, 6, 7]], ((5, 6, 7),), list(np.array([5, 6, 7]))):
+        assert results(tiny.generate(same, params)) == results(one)
+    text, ids = tiny.generate(["Hello", tiny.tokenizer.encode("Hello")], [params, params])
+    assert results([text]) == results([ids])
+    with_list = replace(params, stop=["zzz"], stop_token_ids=[9])
+    assert results(tiny.generate([5, 6, 7], with_list)) == results(one)
+
+
+STORY = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
+
+
+def test_streams_join_to_the_text_and_may_take_turns(tiny):
+    prompts = ["The quick brown", "What is", "One two three"]
+    expected = [o.text for o in tiny.generate(prompts, STORY)]
+    streams, texts = [tiny.stream(p, STORY) for p in prompts], [""] * 3
+    for pieces in itertools.zip_longest(*streams, fillvalue=""):
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+    assert texts == expected
+    text = ""
+    for i, piece in enumerate(tiny.stream(prompts[0], STORY)):
+        text += piece
+        if i == 3:
+            assert [o.text for o in tiny.generate(prompts, STORY)] == expected
+    assert text == expected[0]
+    check_idle(tiny)
+
+
+def test_closing_a_stream_early_frees_its_pages(tiny):
+    stream, other = tiny.stream("The quick brown", STORY), tiny.stream("What is", STORY)
+    text = [next(stream), next(stream)]
+    text2 = next(other)
+    assert tiny.loop.stats().pages_used > 0
+    stream.close()
+    assert tiny.loop.stats().running == 1
+    assert text2 + "".join(other) == tiny.generate("What is", STORY)[0].text
+    check_idle(tiny)
+    next(begun := tiny.stream("What is", STORY))
+    begun.close()
+    tiny.stream("never begun", STORY)
+    check_idle(tiny)
+    assert "".join(text)
+
+
+def test_an_error_inside_a_stream_loop_frees_its_pages(tiny):
+    def use():
+        for _ in tiny.stream("The quick brown", STORY):
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        use()
+    check_idle(tiny)
+
+
+def test_a_stream_has_one_output_and_says_so_at_once(tiny):
+    with pytest.raises(RequestError, match="n is 2; a stream has one output"):
+        tiny.stream("x", SamplingParams(n=2))
+    with pytest.raises(RequestError, match="a prompt is"):
+        tiny.stream(["x", "y"])
+
+
+def test_a_model_without_tokenizer_takes_ids_only(checkpoint):
+    llm = make_llm(checkpoint)
+    for call in (lambda: llm.generate("text"), lambda: llm.stream([1, 2]), lambda: llm.chat([])):
+        with pytest.raises(RequestError, match="loaded without a tokenizer"):
+            call()
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        llm.generate([1, 2], SamplingParams(stop=("x",)))
+    check_idle(llm)
+
+
+def test_more_prompts_than_may_wait(checkpoint, reference):
+    llm = make_llm(checkpoint, scheduler={"max_waiting": 3, "max_running": 2})
+    prompts = prompts_of([4] * 20)
+    params = SamplingParams(max_new_tokens=3, temperature=0, n=2)
+    outputs = llm.generate(prompts, params)
+    for i, output in enumerate(outputs):
+        assert output.token_ids == reference.greedy(tuple(prompts[i // 2]), 3)
+    check_idle(llm)
+
+
+def test_a_refused_request_stops_the_others_at_once(checkpoint):
+    llm = make_llm(checkpoint)
+    start = time.monotonic()
+    with pytest.raises(RequestError, match="token ids must be in"):
+        llm.generate([[1, 2, 3]] * 5 + [[models.VOCAB]], SamplingParams(max_new_tokens=400))
+    assert time.monotonic() - start < 2
+    check_idle(llm)
