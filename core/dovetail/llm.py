@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.config import dump
-from dovetail.errors import EngineError, QueueFullError, RequestError
+from dovetail.errors import EngineError, RequestError
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.ops.random import derive_seed
+from dovetail.plugins.candidates import call_hook
 from dovetail.plugins.machine import Machine
 from dovetail.plugins.resolver import resolve
 from dovetail.plugins.setup import setup
-from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
+from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from dovetail.types import FinishKind, FinishReason, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -63,9 +64,10 @@ class LLM:
         files = [Path(config_file)] if config_file else []
         config, registry = setup(files, env=os.environ, arguments=sections)
         self.resolved = resolve(config, registry, Machine.detect(config.device))
-        tokenizer_dir = Path(config.model.tokenizer) if config.model.tokenizer else self.resolved.model_dir
-        self.tokenizer = Tokenizer.from_dir(tokenizer_dir) if (tokenizer_dir / "tokenizer.json").is_file() else None
+        has_tokenizer = config.model.tokenizer or (self.resolved.model_dir / "tokenizer.json").is_file()
+        self.tokenizer = load_tokenizer(config) if has_tokenizer else None
         self.loop = Loop(self.resolved, self.tokenizer)
+        call_hook(self.resolved.hooks, "on_engine_start", info=self.loop.info)
         self._ids = itertools.count()
         self._runs: dict[str, _Run] = {}
 
@@ -102,6 +104,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the engine's workers; the object must not be used again."""
+        if self.loop.dead is None:
+            call_hook(self.resolved.hooks, "on_engine_stop")
         self.loop.close()
 
     def _tokens_of_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -171,23 +175,16 @@ class _Run:
     """One sequence being generated. ``ended`` is where it is put once it has its ``output.finish`` or its ``error``."""
 
     def __init__(self, msg: GenerateMsg, tokenizer: Tokenizer | None) -> None:
-        params = msg.params
         self.msg = msg
         self.output = Output(list(msg.input_ids))
         self.error: Exception | None = None
         self.ended: list[_Run] = []
         self._fresh: list[str] = []
-        self._detokenizer = tokenizer and IncrementalDetokenizer(
-            tokenizer,
-            params.stop,
-            params.skip_special_tokens,
-            params.include_stop,
-            min_tokens=params.min_new_tokens,
-        )
+        self._detokenizer = tokenizer and IncrementalDetokenizer.for_params(tokenizer, msg.params)
 
     def take(self, answer: TokenOutput | RequestFailed) -> None:
         if isinstance(answer, RequestFailed):
-            self.error = _error(answer)
+            self.error = answer.error()
             return
         output = self.output
         output.token_ids += answer.token_ids
@@ -198,17 +195,9 @@ class _Run:
         if answer.finish is not None and answer.finish.kind is FinishKind.ERROR:
             self.error = EngineError(answer.finish.message or "the request failed")
         if self._detokenizer is not None:
-            text = self._text(self._detokenizer, answer)
+            text, _ = self._detokenizer.take(answer)
             output.text += text
             self._fresh.append(text)
-
-    def _text(self, detokenizer: IncrementalDetokenizer, answer: TokenOutput) -> str:
-        """The text that has become final. A stop token is no text, unless ``include_stop`` asks for it."""
-        ids, finish = answer.token_ids, answer.finish
-        if finish is None:
-            return detokenizer.push(ids)
-        stopped = isinstance(finish.matched, int) and not self.msg.params.include_stop
-        return detokenizer.push(ids[:-1] if stopped else ids) + detokenizer.finish()
 
     def take_fresh(self) -> str:
         text = "".join(self._fresh)
@@ -245,9 +234,3 @@ def _each(params: object, count: int) -> list[SamplingParams]:
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling params for {count} prompts; give one, or one each", param="params")
     return list(params)
-
-
-def _error(answer: RequestFailed) -> Exception:
-    if answer.status == 400:
-        return RequestError(answer.message, param=answer.param, code=answer.code)
-    return QueueFullError(answer.message) if answer.status == 503 else EngineError(answer.message)

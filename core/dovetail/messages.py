@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dovetail.errors import DovetailError, EngineError, QueueFullError, RequestError
 from dovetail.types import FinishReason, SamplingParams, TokenLogprob
 
 
@@ -83,6 +84,14 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
     message: str
     code: str = "invalid_request"
     param: str | None = None
+
+    def error(self) -> DovetailError:
+        """The exception that it stands for."""
+        if self.status == 503:
+            return QueueFullError(self.message)
+        if self.status >= 500:
+            return EngineError(self.message)
+        return RequestError(self.message, param=self.param, code=self.code)
 
 
 class CommandReply(msgspec.Struct, tag=True, frozen=True):

@@ -234,6 +234,8 @@ def test_what_the_engine_refuses(fake: httpx.Client, path: str, status: int, exp
     answer = fake.post(path, json=PATHS[path] | {"cache_salt": f"status:{status}", "stream": stream})
     refused(answer, expected, "prompt" if expected == 400 else None, "scripted refusal")
     assert ("retry-after" in answer.headers) == (expected == 503)
+    if expected == 503 and path != "/generate":
+        assert answer.json()["error"]["code"] == "queue_full"
 
 
 def test_one_bad_prompt_fails_the_request(fake: httpx.Client):

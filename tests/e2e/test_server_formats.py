@@ -238,8 +238,9 @@ def test_native_logprobs(fake: httpx.Client):
     meta = native(fake, text="one two", sampling_params={"max_new_tokens": 1}, logprob_start_len=0, **body).json()[
         "meta_info"
     ]
-    assert meta["input_token_logprobs"] == [[None, 492, "one"], [-0.5, 1011, " two"]]
-    assert meta["output_token_logprobs"] == [[-0.5, 492, "one"]]
+    one, two = TINY.encode("one two")
+    assert meta["input_token_logprobs"] == [[None, one, "one"], [-0.5, two, " two"]]
+    assert meta["output_token_logprobs"] == [[-0.5, one, "one"]]
     assert meta["input_top_logprobs"][0] is None
     assert len(meta["input_top_logprobs"][1]) == len(meta["output_top_logprobs"][0]) == 2
     later = native(fake, text="one two", logprob_start_len=1, **body).json()["meta_info"]

@@ -27,7 +27,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.command("explain")(explain.explain)
     app.add_typer(config.app, name="config")
     app.add_typer(plugins.app, name="plugins")
-    known = {"serve", "generate", "chat", "explain", "config", "plugins"}
+    known = {entry.name for entry in (*app.registered_commands, *app.registered_groups)}
     if not known.intersection(arguments):
         _add_plugin_commands(app)
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from rich import box
@@ -23,7 +24,7 @@ VERDICT_STYLE = {"chosen": "bold green", "passed over": "dim", "rejected": "red"
 def console() -> Console:
     """Standard output. Tables fit its width; piped, they take 120 columns unless COLUMNS says otherwise."""
     terminal = Console(highlight=False)
-    return terminal if terminal.is_terminal or "COLUMNS" in terminal._environ else Console(highlight=False, width=120)
+    return terminal if terminal.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=120)
 
 
 def styled(word: str, styles: Mapping[str, str]) -> Text:

@@ -21,6 +21,11 @@ PHASES = ("prefill", "decode")
 Tree = dict[str, Any]
 
 
+def reserved_words(section: str) -> tuple[str, ...]:
+    """Words that a section takes instead of a component's name, so that no component may be called so."""
+    return ("auto", "none") if section in OPTIONAL_SECTIONS else ("auto",)
+
+
 def long_form(tree: Mapping[str, Any]) -> Tree:
     """``tree`` with every shorthand written out. Values that are wrong pass through and are refused later."""
     return {key: _expand(key, value) for key, value in tree.items()}

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from dovetail.config.longform import OPTIONAL_SECTIONS, PHASES, PLUGIN_SECTIONS
+from dovetail.config.longform import PHASES, PLUGIN_SECTIONS, reserved_words
 from dovetail.config.sections import Config
 from dovetail.config.tree import Choices
 
@@ -40,10 +40,13 @@ def config_schema(choices: Choices) -> Schema:
 
 
 def _section(section: str, components: dict[str, Schema], default: Schema) -> Schema:
-    words = ["auto", *(["none"] if section in OPTIONAL_SECTIONS else [])]
     name: Schema = {"enum": sorted(components)}
     one: list[Schema] = [name, _union(components)] if components else []
-    forms: list[Schema] = [{"enum": words}, *one, {"type": "array", "minItems": 1, "items": {"anyOf": one}}]
+    forms: list[Schema] = [
+        {"enum": list(reserved_words(section))},
+        *one,
+        {"type": "array", "minItems": 1, "items": {"anyOf": one}},
+    ]
     if section == "attention":
         phases = {phase: {"anyOf": list(forms)} for phase in PHASES}
         forms.append({"type": "object", "properties": phases, "additionalProperties": False, "minProperties": 1})

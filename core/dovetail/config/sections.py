@@ -38,6 +38,11 @@ class ModelSection(Section):
     overrides: dict[str, Any] = Field(default_factory=dict, description="Keys of config.json to replace.")
     seed: int = Field(default=0, description="Seed of dummy weights.")
 
+    @property
+    def name(self) -> str:
+        """What the model is called in the API."""
+        return self.served_name or self.path.rstrip("/").rpartition("/")[2]
+
 
 class SchedulerSection(Section):
     """How requests share steps."""

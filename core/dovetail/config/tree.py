@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from dovetail.config.longform import OPTIONAL_SECTIONS, PHASES, PLUGIN_SECTIONS, is_phased
+from dovetail.config.longform import OPTIONAL_SECTIONS, PHASES, PLUGIN_SECTIONS, is_phased, reserved_words
 from dovetail.config.plugin import AttentionSelection, PluginConfig, Selection
 from dovetail.config.problems import Problem, from_pydantic, report, suggest
 from dovetail.config.sections import Config, PluginsSection
@@ -126,7 +126,7 @@ def _candidate(section: str, value: Any, path: Path_, choices: Choices, problems
     if not isinstance(kind, str):
         problems.append(Problem((*path, "kind"), f" is {kind!r}; {_forms(section, choices)}"))
         return None
-    if kind in _words(section):
+    if kind in reserved_words(section):
         problems.append(Problem((*path, "kind"), f" is {kind!r}, which stands alone and takes no settings"))
         return None
     try:
@@ -149,12 +149,8 @@ def _component(
         return None
 
 
-def _words(section: str) -> tuple[str, ...]:
-    return ("auto", "none") if section in OPTIONAL_SECTIONS else ("auto",)
-
-
 def _forms(section: str, choices: Choices) -> str:
-    names = ", ".join(dict.fromkeys([*_words(section), *choices.names(section)]))
+    names = ", ".join(dict.fromkeys([*reserved_words(section), *choices.names(section)]))
     return f"allowed: one of {names}, or a mapping or list of them, as in {section}: {{kind: name, ...}}"
 
 

@@ -60,7 +60,7 @@ def open_slot(
     request: ResolveRequest, selection: Selection, registry: Registry, *, optional: bool, tuning: Tuning
 ) -> Slot:
     """The slot with its candidates, each taken through the stages before features, then shown to the plugins."""
-    preferred = _names(tuning.get(request.slot, ()))
+    preferred = tuned(tuning, request.slot)
     candidates = [
         Candidate(registry.get(request.kind, section.kind), section, asked=True) for section in selection.candidates
     ]
@@ -83,8 +83,10 @@ def preference(component: RegisteredComponent, preferred: Sequence[str]) -> tupl
     return rank, -component.spec.priority, name
 
 
-def _names(value: str | Sequence[str]) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+def tuned(tuning: Tuning, slot: str) -> list[str]:
+    """The names that a tuning record prefers for a slot, best first."""
+    names = tuning.get(slot, ())
+    return [names] if isinstance(names, str) else list(names)
 
 
 def default_candidate(component: RegisteredComponent, registry: Registry, asked: bool) -> Candidate:

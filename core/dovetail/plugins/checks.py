@@ -9,7 +9,7 @@ from typing import get_args, get_origin, get_type_hints
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from dovetail.config.longform import OPTIONAL_SECTIONS
+from dovetail.config.longform import reserved_words
 from dovetail.plugins.specs import API_VERSIONS, ComponentKind, ComponentSpec, Requirement
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -67,7 +67,7 @@ def _values(spec: ComponentSpec, kind: ComponentKind) -> Iterator[str]:
         yield f"kind is {spec.kind!r}, but the hook that returned it registers {kind!r}"
     if not NAME.fullmatch(spec.name):
         yield f"name is {spec.name!r}; expected lower-case letters, digits and underscores"
-    if spec.name == "auto" or (spec.name == "none" and kind in OPTIONAL_SECTIONS):
+    if spec.name in reserved_words(kind):
         yield f"name is {spec.name!r}, a word that config sections of this kind already use"
     for field in ("target", "config", "describe", "probe"):
         value = getattr(spec, field)

@@ -13,8 +13,9 @@ import pluggy
 
 if TYPE_CHECKING:
     import typer
+    from prometheus_client import CollectorRegistry
 
-    from dovetail.plugins.resolver import Candidate, ResolveRequest
+    from dovetail.plugins.resolution import Candidate, Resolved, ResolveRequest
     from dovetail.plugins.specs import ComponentKind, ComponentSpec
 
 PROJECT = "dovetail"
@@ -60,22 +61,22 @@ def adjust_candidates(kind: ComponentKind, request: ResolveRequest, candidates: 
 
 
 @hookspec
-def on_resolved(resolved: Any) -> None:
-    """The parts are chosen (a ``Resolved``); nothing is built yet."""
+def on_resolved(resolved: Resolved) -> None:
+    """The parts are chosen; nothing is built yet."""
 
 
 @hookspec
 def on_engine_start(info: dict[str, Any]) -> None:
-    """The engine is ready; ``info`` is what /server_info shows."""
+    """The engine, a server's or an ``LLM``'s, can take requests; ``info`` is what /server_info shows as ``engine``."""
 
 
 @hookspec
 def on_engine_stop() -> None:
-    """The engine has stopped."""
+    """The engine takes no more requests and is about to be freed; not called where it failed."""
 
 
 @hookspec
-def register_metrics(registry: Any) -> None:
+def register_metrics(registry: CollectorRegistry) -> None:
     """Add collectors to the server's prometheus ``CollectorRegistry``."""
 
 

@@ -148,10 +148,13 @@ class Resolution:
 class Chosen:
     """A component that was chosen, with its validated section."""
 
-    spec: ComponentSpec
+    component: RegisteredComponent
     config: PluginConfig
-    distribution: str
-    version: str
+
+    @property
+    def spec(self) -> ComponentSpec:
+        """What the component says of itself."""
+        return self.component.spec
 
     @property
     def name(self) -> str:
@@ -161,7 +164,7 @@ class Chosen:
     def load(self) -> type[Any]:
         """Import the class. Raises ``PluginLoadError`` (the cause chained), also if it does not implement the interface
         of its kind."""
-        what = f"{self.spec.kind} {self.spec.name!r} ({self.distribution} {self.version})"
+        what = self.component.label
         cls = load_attribute(self.spec.target, what)
         interface = INTERFACES[self.spec.kind]
         if not (isinstance(cls, type) and issubclass(cls, interface)):
@@ -264,4 +267,4 @@ class Resolved:
 def _chosen_json(chosen: Chosen | None) -> dict[str, Any] | None:
     if chosen is None:
         return None
-    return {"name": chosen.name, "distribution": chosen.distribution, "version": chosen.version}
+    return {"name": chosen.name, "distribution": chosen.component.distribution, "version": chosen.component.version}

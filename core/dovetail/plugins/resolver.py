@@ -31,8 +31,6 @@ Slots = Mapping[str, Slot]
 
 logger = logging.getLogger("dovetail.plugins")
 
-__all__ = ["Candidate", "ResolveRequest", "Resolved", "resolve"]
-
 
 def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tuning | None = None) -> Resolved:
     """Choose every part for ``config`` on ``machine``; build nothing. ``tuning`` maps slots (``attention.decode``) to
@@ -191,7 +189,7 @@ def _resolved(
 def _chosen(option: fit.Option) -> Chosen | None:
     if not isinstance(option, Candidate):
         return None
-    return Chosen(option.spec, option.config, option.component.distribution, option.component.version)
+    return Chosen(option.component, option.config)
 
 
 def _required(option: fit.Option) -> Chosen:
@@ -220,7 +218,7 @@ def _concrete(
             "arch": model.candidate.spec.name,
             "dtype": model.dtype,
             "context_len": _context_len(config, model),
-            "served_name": config.model.served_name or config.model.path.rstrip("/").rpartition("/")[2],
+            "served_name": config.model.name,
         }
     )
     attention = AttentionSelection(prefill=_selection(parts[fit.PREFILL]), decode=_selection(parts[fit.DECODE]))

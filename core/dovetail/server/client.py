@@ -35,7 +35,7 @@ from dovetail.messages import (
     encode,
 )
 from dovetail.server.engine_process import Endpoints, run_engine
-from dovetail.server.streams import OutputStream, error_of
+from dovetail.server.streams import OutputStream
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -229,7 +229,7 @@ class EngineClient:
                     stream.put(answer)
                 else:
                     stream.open.discard(answer.rid)
-                    stream.fail(error_of(answer))
+                    stream.fail(answer.error())
             elif isinstance(answer, EngineFailed):
                 self._last_words = answer.message
             else:

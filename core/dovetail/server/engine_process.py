@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from dovetail.config.checkpoint import locate
 from dovetail.errors import DovetailError
 from dovetail.messages import Answer, EngineFailed, EngineReady, ShutdownMsg, ToEngine, decode_to_engine, encode
-from dovetail.tokenizer import Tokenizer
+from dovetail.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -65,6 +64,7 @@ def run_engine(config: Config, endpoints: Endpoints) -> None:
 def open_loop(config: Config) -> Iterator[Driven]:
     """Load the plugins, resolve the parts and build the loop; imports torch. Raises ``DovetailError``."""
     from dovetail.loop import Loop
+    from dovetail.plugins.candidates import call_hook
     from dovetail.plugins.loader import load_plugins
     from dovetail.plugins.machine import Machine
     from dovetail.plugins.resolver import resolve
@@ -72,17 +72,11 @@ def open_loop(config: Config) -> Iterator[Driven]:
     resolved = resolve(config, load_plugins(config.plugins), Machine.detect(config.device))
     loop = Loop(resolved, load_tokenizer(config))
     try:
-        resolved.hooks.on_engine_start(info=loop.info)
+        call_hook(resolved.hooks, "on_engine_start", info=loop.info)
         yield loop
-        resolved.hooks.on_engine_stop()
+        call_hook(resolved.hooks, "on_engine_stop")
     finally:
         loop.close()
-
-
-def load_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the configured model. Raises ``ConfigError``."""
-    model = locate(config.model.path)
-    return Tokenizer.from_dir(locate(config.model.tokenizer) if config.model.tokenizer else model, model)
 
 
 def serve_loop(open_loop: Callable[[], AbstractContextManager[Driven]], endpoints: Endpoints, log_level: str) -> None:

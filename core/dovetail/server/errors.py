@@ -27,6 +27,11 @@ class DrainingError(DovetailError):
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_UNAVAILABLE: dict[type[DovetailError], str] = {
+    QueueFullError: "queue_full",
+    DrainingError: "draining",
+    EngineDeadError: "engine_dead",
+}
 
 
 def status_of(error: BaseException) -> int:
@@ -37,7 +42,7 @@ def status_of(error: BaseException) -> int:
         return 404
     if isinstance(error, RequestError):
         return 400
-    return 503 if isinstance(error, QueueFullError | EngineDeadError | DrainingError) else 500
+    return 503 if isinstance(error, tuple(_UNAVAILABLE)) else 500
 
 
 def body_of(error: BaseException, openai: bool) -> dict[str, Any]:
@@ -48,10 +53,15 @@ def body_of(error: BaseException, openai: bool) -> dict[str, Any]:
         message = "internal error; the server's log has the details"
     if not openai:
         return {"error": {"message": message}}
-    code = error.code if isinstance(error, RequestError) else _CODES.get(status)
     param = error.param if isinstance(error, RequestError) else None
     kind = "invalid_request_error" if status < 500 else "service_unavailable" if status == 503 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": _code_of(error, status)}}
+
+
+def _code_of(error: BaseException, status: int) -> str | None:
+    if isinstance(error, RequestError):
+        return error.code
+    return next((code for kind, code in _UNAVAILABLE.items() if isinstance(error, kind)), _CODES.get(status))
 
 
 def is_openai(path: str) -> bool:

@@ -12,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
 from dovetail.config import Config
 from dovetail.errors import ConfigError
+from dovetail.plugins.candidates import call_hook
+from dovetail.plugins.registry import Registry
 from dovetail.server.app import build_app
 from dovetail.server.client import EngineClient
-from dovetail.server.engine_process import Endpoints, load_tokenizer, run_engine
+from dovetail.server.engine_process import Endpoints, run_engine
 from dovetail.server.metrics import Metrics
-from dovetail.server.service import Service, info_labels, model_name, package_version
+from dovetail.server.service import Service, info_labels, package_version
+from dovetail.tokenizer import load_tokenizer
 
 EngineTarget = Callable[[Config, Endpoints], None]
 
@@ -32,17 +34,19 @@ _POLL_SECONDS = 0.05
 _ABORT_SECONDS = 2.0
 
 
-def serve(config: Config, registry: Any = None, target: EngineTarget = run_engine) -> None:
-    """Serve until SIGINT or SIGTERM, then drain and return; a second signal ends at once. ``registry`` is the plugin
-    ``Registry``, whose hooks may add metrics; ``target`` is what the engine process runs. Raises ``ConfigError`` or
-    ``EngineError`` if it cannot start."""
+def serve(config: Config, registry: Registry | None = None, target: EngineTarget = run_engine) -> None:
+    """Serve until SIGINT or SIGTERM, then drain and return; a second signal ends at once. The hooks of ``registry`` may
+    add metrics; ``target`` is what the engine process runs. Raises ``ConfigError`` or ``EngineError`` if it cannot
+    start."""
     started = time.perf_counter()
     with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, registry, target, listener, started))
 
 
 @contextlib.contextmanager
-def running_server(config: Config, registry: Any = None, target: EngineTarget = run_engine) -> Iterator[str]:
+def running_server(
+    config: Config, registry: Registry | None = None, target: EngineTarget = run_engine
+) -> Iterator[str]:
     """A server in a thread of this process, for tests and tools; yields its base URL."""
     ready: list[DrainingServer] = []
     failed: list[BaseException] = []
@@ -125,7 +129,7 @@ class DrainingServer(uvicorn.Server):
 
 async def _serve(
     config: Config,
-    registry: Any,
+    registry: Registry | None,
     target: EngineTarget,
     listener: socket.socket,
     started: float,
@@ -153,10 +157,10 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _metrics(config: Config, engine: EngineClient, registry: Any) -> Metrics:
-    metrics = Metrics(info_labels(package_version(), model_name(config), engine.info))
+def _metrics(config: Config, engine: EngineClient, registry: Registry | None) -> Metrics:
+    metrics = Metrics(info_labels(package_version(), config.model.name, engine.info))
     if registry is not None:
-        registry.hooks.register_metrics(registry=metrics.registry)
+        call_hook(registry.hooks, "register_metrics", registry=metrics.registry)
     return metrics
 
 

@@ -35,36 +35,20 @@ class Choice:
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self._keep_stop = params.include_stop
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer,
-            params.stop,
-            params.skip_special_tokens,
-            params.include_stop,
-            continues,
-            params.min_new_tokens,
-        )
+        self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, params, continues)
 
     def add(self, output: TokenOutput) -> Delta:
         """Take an output in. Raises ``EngineError`` if the request failed."""
-        ids = output.token_ids
-        self.token_ids += ids
+        if output.finish is not None and output.finish.kind is FinishKind.ERROR:
+            raise EngineError(f"the request failed: {output.finish.message}")
+        self.token_ids += output.token_ids
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
         self.finish = output.finish
-        if output.finish is None:
-            text, shown = self._detokenizer.push(ids), len(ids)
-        else:
-            text, shown = self._end(ids, output.finish)
+        text, shown = self._detokenizer.take(output)
         self.text += text
-        return Delta(self, text, ids, (output.logprobs or [])[:shown], output.finish)
-
-    def _end(self, ids: Sequence[int], finish: FinishReason) -> tuple[str, int]:
-        if finish.kind is FinishKind.ERROR:
-            raise EngineError(f"the request failed: {finish.message}")
-        hidden = isinstance(finish.matched, int) and ids[-1:] == [finish.matched] and not self._keep_stop
-        shown = len(ids) - hidden
-        return self._detokenizer.push(ids[:shown]) + self._detokenizer.finish(), shown
+        return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], output.finish)
 
     @property
     def visible_logprobs(self) -> list[TokenLogprob]:

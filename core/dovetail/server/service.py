@@ -38,7 +38,7 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self.version = package_version()
-        self.model_name = model_name(config)
+        self.model_name = config.model.name
         self.context_len: int = engine.info["context_len"]
         self.vocab_size: int = engine.info["resolved"]["model"]["vocab_size"]
 
@@ -105,11 +105,6 @@ class Service:
 
 async def _in_thread(large: bool, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return await asyncio.to_thread(call, *args, **kwargs) if large else call(*args, **kwargs)
-
-
-def model_name(config: Config) -> str:
-    """The name of the model in the API."""
-    return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def package_version() -> str:

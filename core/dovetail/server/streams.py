@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from dovetail.errors import DovetailError, EngineError, QueueFullError, RequestError
-from dovetail.messages import RequestFailed, TokenOutput
+from dovetail.errors import DovetailError
+from dovetail.messages import TokenOutput
 
 
 class OutputStream:
@@ -68,12 +68,3 @@ class OutputStream:
             self._closed = True
             self._on_close(self)
             self.wake()
-
-
-def error_of(failed: RequestFailed) -> DovetailError:
-    """The exception that a refusal by the engine stands for."""
-    if failed.status == 503:
-        return QueueFullError(failed.message)
-    if failed.status >= 500:
-        return EngineError(failed.message)
-    return RequestError(failed.message, param=failed.param, code=failed.code)

@@ -1,6 +1,6 @@
 """Text to tokens and back: tokenizer.json, chat templates, incremental detokenization with stop strings. No torch."""
 
 from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
-from dovetail.tokenizer.tokenizer import Tokenizer
+from dovetail.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["IncrementalDetokenizer", "Tokenizer"]
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer"]

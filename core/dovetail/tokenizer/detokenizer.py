@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from dovetail.tokenizer.stops import StopFinder
 
 if TYPE_CHECKING:
+    from dovetail.messages import TokenOutput
     from dovetail.tokenizer.tokenizer import Tokenizer
+    from dovetail.types import SamplingParams
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -41,6 +43,25 @@ class IncrementalDetokenizer:
         self._unstoppable = max(min_tokens - 1, 0)
         self._held = ""
         self.matched: str | None = None
+
+    @classmethod
+    def for_params(
+        cls, tokenizer: Tokenizer, params: SamplingParams, continues: bool = False
+    ) -> IncrementalDetokenizer:
+        """One that shows an output as its request asked for it."""
+        return cls(
+            tokenizer, params.stop, params.skip_special_tokens, params.include_stop, continues, params.min_new_tokens
+        )
+
+    def take(self, output: TokenOutput) -> tuple[str, int]:
+        """Add what the engine sent. Returns the text that has become final, and how many of the tokens are shown in it:
+        the stop token that ended the output is not, unless ``include_stop``."""
+        ids, finish = output.token_ids, output.finish
+        if finish is None:
+            return self.push(ids), len(ids)
+        hidden = isinstance(finish.matched, int) and ids[-1:] == [finish.matched] and not self._include_stop
+        shown = len(ids) - hidden
+        return self.push(ids[:shown]) + self.finish(), shown
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; returns the text that has become final. After a stop string matched, always empty."""

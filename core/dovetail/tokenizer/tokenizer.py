@@ -9,7 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from dovetail.config.checkpoint import read_json
+from dovetail.config import Config
+from dovetail.config.checkpoint import locate, read_json
 from dovetail.errors import ConfigError, RequestError
 from dovetail.tokenizer.chat_template import ChatTemplate, find_source
 from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
@@ -136,6 +137,12 @@ class Tokenizer:
         if not config.get("add_bos_token") or bos is None or self._backend.encode("").ids[:1] == [bos]:
             return []
         return [bos]
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the configured model: that of ``model.tokenizer``, else its own. Raises ``ConfigError``."""
+    model = locate(config.model.path)
+    return Tokenizer.from_dir(locate(config.model.tokenizer) if config.model.tokenizer else model, model)
 
 
 def _load_backend(json_text: str) -> Backend:
