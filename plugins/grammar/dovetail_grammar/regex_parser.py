@@ -61,6 +61,7 @@ Node = Chars | Seq | Alt | Repeat | Anchor
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
+    """The union of ``pairs``, sorted and disjoint."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(pairs):
         if merged and low <= merged[-1][1] + 1:
@@ -71,6 +72,7 @@ def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def minus(ranges: Ranges, taken: Ranges) -> Ranges:
+    """``ranges`` without the code points of ``taken``."""
     for low, high in taken:
         cut = [(a, min(b, low - 1)) for a, b in ranges if a < low] + [
             (max(a, high + 1), b) for a, b in ranges if b > high
@@ -80,6 +82,7 @@ def minus(ranges: Ranges, taken: Ranges) -> Ranges:
 
 
 def set_of(text: str) -> Ranges:
+    """The characters of ``text``."""
     return ranges_of((ord(c), ord(c)) for c in text)
 
 
