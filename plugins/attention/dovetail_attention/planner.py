@@ -6,8 +6,9 @@ hides; spans that fit one kernel call make a group:
     in place   one row whose pages are consecutive: its keys are a view of the pool, nothing is copied
     gathered   one long row, or several short ones of similar length: keys are copied next to each other first
 
-Gathered rows are filled up to the longest with their own last key, behind a mask, so that nothing is ever read from
-places the row does not own.
+Rows are gathered page by page, or key by key where a window begins within a page. What a row has fewer keys than the longest
+of its group is filled up with its own last page, and what that holds beyond the row is cleared: a mask alone would not
+do, as nothing times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dovetail.types import Batch, IntArray
@@ -40,7 +42,7 @@ class Limits:
 
 
 CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 18, short=32)
-CUDA = Limits(in_place=0, gather=256 << 20, waste=64 << 20, mask=1 << 24, short=64)
+CUDA = Limits(in_place=0, gather=128 << 20, waste=64 << 20, mask=1 << 24, short=64)
 
 
 class Span(NamedTuple):
@@ -64,8 +66,9 @@ class Span(NamedTuple):
 class Group:
     """Rows that attend in one kernel call: ``rows`` of ``queries`` each over ``keys`` each.
 
-    ``tokens`` are their places in the batch. The keys are the pool's places from ``start`` on, or those of ``places``,
-    int64 ``[rows * keys]``. ``mask`` and ``causal`` as in ``kernels.attend``.
+    ``tokens`` are their places in the batch. The keys are the pool's places from ``start`` on; or, if there is an
+    ``index`` (int64 ``[rows * pieces]``), the pieces of ``unit`` places each that it names, of each row the first ``keys``.
+    Gathered places named in ``tail`` must be cleared. ``mask`` and ``causal`` as in ``kernels.attend``.
     """
 
     tokens: slice | torch.Tensor
@@ -73,7 +76,9 @@ class Group:
     queries: int
     keys: int
     start: int = 0
-    places: torch.Tensor | None = None
+    index: torch.Tensor | None = None
+    unit: int = 1
+    tail: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     causal: bool = False
 
@@ -116,7 +121,8 @@ class Planner:
     def _long(self, row: int, first: int, prefix: int, queries: int, window: int | None) -> list[Group]:
         end = prefix + queries
         if prefix == 0 and (window is None or window >= end):
-            return [self._locate(Group(slice(first, first + queries), 1, queries, end, causal=True), row, 0, end)]
+            span = Span(row, first, queries, 0, 0, end)
+            return [self._locate(Group(slice(first, first + queries), 1, queries, end, causal=True), span)]
         step = max(16, self._limits.mask // end)
         if window is not None:
             step = min(step, max(64, window))
@@ -126,7 +132,7 @@ class Planner:
             begin = 0 if window is None else max(0, position - window + 1)
             span = Span(row, first + done, count, position, begin, position + count)
             group = Group(slice(span.first, span.first + count), 1, count, span.keys, mask=self._band(span, window))
-            groups.append(self._locate(group, row, begin, span.end))
+            groups.append(self._locate(group, span))
         return groups
 
     def _short(self, spans: list[Span], window: int | None, is_tree: bool) -> list[Group]:
@@ -142,7 +148,7 @@ class Planner:
                 gathered.append(span)
         for bucket in self._buckets(gathered):
             group = self._group(bucket, window, is_tree)
-            group.places = self._padded_places(bucket, group.keys)
+            self._gather(group, bucket)
             groups.append(group)
         return groups
 
@@ -217,22 +223,33 @@ class Planner:
     def _additive(self, seen: torch.Tensor) -> torch.Tensor:
         return torch.zeros(seen.shape, dtype=self._dtype, device=self._device).masked_fill_(~seen, _INF)
 
-    def _locate(self, group: Group, row: int, begin: int, end: int) -> Group:
-        if self._consecutive(row, begin, end):
-            group.start = self._place(row, begin)
+    def _locate(self, group: Group, span: Span) -> Group:
+        if self._consecutive(span.row, span.begin, span.end):
+            group.start = self._place(span.row, span.begin)
         else:
-            group.places = self._place_table()[row, begin:end]
+            self._gather(group, [span])
         return group
 
-    def _padded_places(self, spans: list[Span], keys: int) -> torch.Tensor:
-        table = self._place_table()
-        if len(spans) < len(table):
-            table = table.index_select(0, self._tensor([span.row for span in spans]))
-        if all(span.keys == keys and span.begin == 0 for span in spans):
-            return table[:, :keys].reshape(-1)
-        steps = torch.arange(keys, device=self._device) + self._tensor([span.begin for span in spans])[:, None]
-        last = self._tensor([span.end - 1 for span in spans])[:, None]
-        return table.gather(1, torch.minimum(steps, last)).view(-1)
+    def _gather(self, group: Group, spans: list[Span]) -> None:
+        """Fill in ``index``, ``unit`` and ``tail``."""
+        rows = [span.row for span in spans]
+        by_page = all(span.begin == 0 for span in spans)
+        group.unit = self._page_size if by_page else 1
+        pieces = -(-group.keys // group.unit)
+        last = [(span.end - 1) // group.unit for span in spans]
+        table = self._batch.page_table if by_page else self._place_table()
+        if len(rows) < len(table):
+            table = table[rows[0] : rows[0] + 1] if len(rows) == 1 else table.index_select(0, self._tensor(rows))
+        if by_page and min(last) == pieces - 1:
+            index = table[:, :pieces]
+        else:
+            steps = torch.arange(pieces, device=self._device) + self._tensor([span.begin for span in spans])[:, None]
+            index = table.gather(1, torch.minimum(steps, self._tensor(last)[:, None]))
+        group.index = index.reshape(-1).long()
+        width = pieces * group.unit
+        if by_page and group.unit > 1 and any(span.keys < group.keys for span in spans):
+            tails = [np.arange(i * width + span.keys, i * width + group.keys) for i, span in enumerate(spans)]
+            group.tail = torch.from_numpy(np.concatenate(tails)).to(self._device)
 
     def _place_table(self) -> torch.Tensor:
         """The pool's place of every token of every row: int64 ``[rows, >= tokens of the longest]``."""
