@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.engine.engine import Engine
-from dovetail.errors import EngineDeadError, QueueFullError, RequestError
+from dovetail.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from dovetail.interfaces.cache import CacheContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
@@ -71,6 +71,12 @@ class Loop:
         self.grammars = _build_grammars(resolved, tokenizer, tuple(sorted(eos)))
         self.scheduler = self._build_scheduler(tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True
+        if self.overlap and resolved.drafter is not None:
+            raise ConfigError(
+                f"scheduler.overlap is true with speculative {resolved.drafter.spec.name!r}; this engine verifies drafts only "
+                "where every token is known to the host: set scheduler.overlap: false (the drafter's plugin should say "
+                "that it needs runtime.host_tokens)"
+            )
         self.dead: str | None = None
         self._interrupt: BaseException | None = None
         self.drafter_errors = 0

@@ -167,24 +167,20 @@ class Engine:
         return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _entries(tokens: list[int], logprobs: Logprobs, index: list[int] | None = None) -> list[TokenLogprob]:
+def _entries(tokens: list[int], logprobs: Logprobs) -> list[TokenLogprob]:
     chosen, top, ids = (column.tolist() for column in logprobs)
-    places = range(len(tokens)) if index is None else index
-    return [
-        TokenLogprob(token, chosen[i], tuple(zip(ids[i], top[i], strict=True)))
-        for token, i in zip(tokens, places, strict=True)
-    ]
+    return [TokenLogprob(token, chosen[i], tuple(zip(ids[i], top[i], strict=True))) for i, token in enumerate(tokens)]
 
 
 def _logprob_rows(batch: Batch, output: ForwardOutput, tokens: list[list[int]]) -> list[list[TokenLogprob]]:
     assert output.logprobs is not None
+    chosen, top, ids = (column.tolist() for column in output.logprobs)
     nodes = None if output.nodes is None else output.nodes.tolist()
     reqs = [req for req, sampled in zip(batch.reqs, batch.samples, strict=True) if sampled]
     rows: list[list[TokenLogprob]] = [[] for _ in tokens]
     for row, start in output.logprob_start.items():
-        index = [start + (nodes[row][j] if nodes is not None else 0) for j in range(len(tokens[row]))]
         wanted = reqs[row].params.logprobs
-        rows[row] = [
-            TokenLogprob(e.token_id, e.logprob, e.top[:wanted]) for e in _entries(tokens[row], output.logprobs, index)
-        ]
+        for j, token in enumerate(tokens[row]):
+            i = start + (nodes[row][j] if nodes is not None else 0)
+            rows[row].append(TokenLogprob(token, chosen[i], tuple(zip(ids[i][:wanted], top[i][:wanted], strict=True))))
     return rows
