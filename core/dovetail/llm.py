@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.config import dump
-from dovetail.errors import EngineError, RequestError
+from dovetail.errors import ConfigError, EngineError, RequestError
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.ops.random import derive_seed
 from dovetail.plugins.candidates import call_hook
@@ -58,7 +58,7 @@ class LLM:
         from dovetail.loop import Loop
 
         if isinstance(model, str):
-            sections["model"] = {**sections.get("model", {}), "path": model}
+            sections["model"] = _with_path(sections.get("model", {}), model)
         elif model is not None:
             sections = {**dump(model), **sections}
         files = [Path(config_file)] if config_file else []
@@ -203,6 +203,13 @@ class _Run:
         text = "".join(self._fresh)
         self._fresh.clear()
         return text
+
+
+def _with_path(section: object, path: str) -> dict[str, Any]:
+    """The ``model`` section with the path that was given by position."""
+    if not isinstance(section, dict) or "path" in section:
+        raise ConfigError(f"the model is given twice, as {path!r} and as model={section!r}; keep one")
+    return {**section, "path": path}
 
 
 def _prompts(prompts: object) -> list[Prompt]:

@@ -226,14 +226,14 @@ def test_the_client_by_itself():
         info = await client.start()
         assert info["context_len"] == 2048
         params = SamplingParams(max_new_tokens=5)
-        outputs = [out async for out in client.generate(GenerateMsg("a", [5, 6], params, 0))]
+        with client.open("a", [GenerateMsg("a", [5, 6], params, 0)]) as stream:
+            outputs = [out async for batch in stream for out in batch]
         assert [token for out in outputs for token in out.token_ids] == [5, 6, 5, 6, 5]
         assert outputs[-1].finish
         assert outputs[-1].finish.kind is FinishKind.LENGTH
-        early = client.generate(GenerateMsg("b", [5], SamplingParams(max_new_tokens=100_000), 0, "slow"))
-        await anext(early)
-        assert (await client.stats()).running == 1
-        await early.aclose()  # type: ignore[attr-defined]
+        with client.open("b", [GenerateMsg("b", [5], SamplingParams(max_new_tokens=100_000), 0, "slow")]) as early:
+            await anext(early)
+            assert (await client.stats()).running == 1
         assert (await client.stats()).running == client.num_open == 0
         assert (await client.flush_cache()).ok
         await client.stop()

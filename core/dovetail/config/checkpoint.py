@@ -11,18 +11,18 @@ from dovetail.errors import ConfigError
 EMBEDDED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 
 
-def locate(path: str) -> Path:
+def locate(path: str, key: str = "model.path") -> Path:
     """The local directory of a model: an embedded name, a directory, or a hub name (downloaded once, where
-    huggingface-hub is installed and a network exists). Raises ``ConfigError``."""
+    huggingface-hub is installed and a network exists). ``key`` is the setting that errors name. Raises ``ConfigError``."""
     if path in EMBEDDED:
         return EMBEDDED[path]
     local = Path(path).expanduser()
     if local.is_dir():
         return local
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        return _download(path)
+        return _download(path, key)
     raise ConfigError(
-        f"model.path is {path!r}, which is no directory; allowed: a directory with config.json, a hub name like "
+        f"{key} is {path!r}, which is no directory; allowed: a directory in Hugging Face layout, a hub name like "
         f"'org/name', or an embedded model ({', '.join(EMBEDDED)})"
     )
 
@@ -38,17 +38,18 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
 
 
-def _download(name: str) -> Path:
+def _download(name: str, key: str) -> Path:
     try:
         from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"model.path {name!r} is no local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'"
+            f"{key} is {name!r}, which is no local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'"
         ) from error
     patterns = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         raise ConfigError(
-            f"model.path {name!r} is no local directory, and the hub did not deliver it: {error}"
+            f"{key} is {name!r}, which is no local directory, and the hub did not deliver it; check the name and the "
+            f"network, or give a directory in Hugging Face layout: {error}"
         ) from error

@@ -7,7 +7,7 @@ import itertools
 import multiprocessing
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, cast
@@ -132,13 +132,6 @@ class EngineClient:
             stream.close()
             raise
         return stream
-
-    async def generate(self, msg: GenerateMsg) -> AsyncIterator[TokenOutput]:
-        """The outputs of one request; leaving the iteration early aborts it."""
-        with self.open(msg.rid, [msg]) as stream:
-            async for outputs in stream:
-                for output in outputs:
-                    yield output
 
     def abort(self, group: str, message: str = "aborted by request") -> bool:
         """End the requests of ``group``: their streams get finish reason ``abort``. False if there is none."""

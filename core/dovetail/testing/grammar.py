@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -60,11 +60,11 @@ def tokenizations(data: bytes, rng: random.Random, count: int = 4) -> list[list[
     ]
 
 
-def _spell(data: bytes, choose: object) -> list[int]:
+def _spell(data: bytes, choose: Callable[[Sequence[int]], int]) -> list[int]:
     ids: list[int] = []
     while data:
         fitting = [i for i, piece in enumerate(TOKEN_BYTES) if piece and data.startswith(piece)]
-        ids.append(choose(sorted(fitting, key=lambda i: len(TOKEN_BYTES[i] or b""))))  # type: ignore[operator]
+        ids.append(choose(sorted(fitting, key=lambda i: len(TOKEN_BYTES[i] or b""))))
         data = data[len(TOKEN_BYTES[ids[-1]] or b"") :]
     return ids
 

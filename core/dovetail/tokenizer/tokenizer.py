@@ -141,8 +141,8 @@ class Tokenizer:
 
 def load_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of the configured model: that of ``model.tokenizer``, else its own. Raises ``ConfigError``."""
-    model = locate(config.model.path)
-    return Tokenizer.from_dir(locate(config.model.tokenizer) if config.model.tokenizer else model, model)
+    model, own = locate(config.model.path), config.model.tokenizer
+    return Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model)
 
 
 def _load_backend(json_text: str) -> Backend:
