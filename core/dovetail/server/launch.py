@@ -93,7 +93,11 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, and tells that the server listens."""
         self._event_loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another process has bound the port as well, and listened first
+            section = self._service.config.server
+            raise _cannot_listen(section.host, section.port, error) from error
         self._on_started(self)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -189,11 +193,15 @@ def _bind(config: Config) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"server.host {host!r}, server.port {port}: cannot listen there ({error.strerror}); "
-            "choose another port, or 0 for a free one"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"server.host {host!r}, server.port {port}: cannot listen there ({error.strerror}); "
+        "choose another port, or 0 for a free one"
+    )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -72,8 +72,16 @@ class Service:
             raise UnknownModelError(name, self.model_name)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``; long texts do not hold up the event loop."""
-        return await _in_thread(len(text) >= _LARGE, self.tokenizer.encode, text, add_special_tokens)
+        """Token ids of ``text``; long texts do not hold up the event loop. Raises ``ContextLengthError``."""
+        return await _in_thread(len(text) >= _LARGE, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer.surely_exceeds(text, self.context_len):
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters, which are more than {self.context_len} tokens; the context "
+                f"holds {self.context_len} tokens, prompt and output together"
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation, the assistant's turn opened. Raises ``RequestError``."""

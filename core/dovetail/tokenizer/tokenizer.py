@@ -16,6 +16,9 @@ from dovetail.tokenizer.chat_template import ChatTemplate, find_source
 from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
 from dovetail.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
+_PROBE_CHARS = 12
+"""Characters a token, more than prose has."""
+
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -88,8 +91,19 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. ``add_special_tokens`` lets the tokenizer add its own (a BOS, say); text that spells
         a special token becomes that token. Releases the GIL for most of its time."""
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # of the backend's calls, only those for batches release the GIL
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._prepend + ids if add_special_tokens else ids
+
+    def surely_exceeds(self, text: str, limit: int) -> bool:
+        """True only if ``text`` has more than ``limit`` tokens; reads no more of it than that takes. False is no promise."""
+        size = _PROBE_CHARS * limit
+        while size < len(text):
+            # a cut changes the tokens near it; twice the limit leaves room for that
+            if len(self.encode(text[:size], add_special_tokens=False)) > 2 * limit:
+                return True
+            size *= 4
+        return False
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``. Bytes that are no UTF-8 become U+FFFD; ids without a token add nothing."""
