@@ -203,8 +203,10 @@ def vars_of(params):
 
 
 def test_the_stop_string_that_ends_first_counts(tiny):
-    text = story(tiny).text
-    assert story(tiny, stop=(text[8:20], text[9:12], text[30:32])).text == text[:9]
+    text = story(tiny, ignore_eos=True).text
+    for stops in [(text[8:20], text[9:12], text[30:32]), (text[5:9], text[6:9]), (text[20:23], text[18:30])]:
+        end, length = min((text.index(stop) + len(stop), -len(stop)) for stop in stops)
+        assert story(tiny, ignore_eos=True, stop=stops).text == text[: end + length]
 
 
 def test_stop_strings_inside_a_run_of_accepted_drafts(tiny):
@@ -227,12 +229,12 @@ def test_stop_strings_inside_a_run_of_accepted_drafts(tiny):
 
 
 def test_stop_token_ids(tiny):
-    ids = story(tiny).token_ids
-    stopped = story(tiny, stop_token_ids=(ids[6], ids[9]))
+    ids = story(tiny, ignore_eos=True).token_ids
+    stopped = story(tiny, ignore_eos=True, stop_token_ids=(ids[6], ids[9]))
     end = min(ids.index(ids[6]), ids.index(ids[9]))
     assert (stopped.token_ids, stopped.finish.matched) == (ids[: end + 1], ids[end])
     assert stopped.text == tiny.tokenizer.decode(ids[:end])
-    kept = story(tiny, stop_token_ids=(ids[6], ids[9]), include_stop=True)
+    kept = story(tiny, ignore_eos=True, stop_token_ids=(ids[6], ids[9]), include_stop=True)
     assert kept.text == tiny.tokenizer.decode(ids[: end + 1])
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_runs import TreeDrafter, check_idle, drafting, make_llm, paged, prompts_of, results, varied_params
+from transformers import MistralConfig
 from transformers.generation import logits_process as hf
 
 from dovetail import LLM, SamplingParams
@@ -244,6 +245,20 @@ def test_kv_of_accepted_trees_is_right_afterwards(checkpoint):
         assert one.token_ids == other.token_ids
         for a, b in zip(one.logprobs, other.logprobs, strict=True):
             assert abs(a.logprob - b.logprob) < 1e-4
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_draft_trees_inside_a_sliding_window(tmp_path, page_size):
+    directory = models.save(tmp_path, MistralConfig, sliding_window=13, head_dim=16)
+    llm, reference = make_llm(directory, **paged(page_size, scheduler={"chunk_size": 9})), models.Reference(directory)
+    prompts = prompts_of([4, 30, 12], seed=3)
+    params = SamplingParams(max_new_tokens=40, temperature=0)
+    drafter = TreeDrafter(right=0.8)
+    drafter.learn(llm.generate(prompts, params))
+    with drafting(llm, drafter):
+        for output, prompt in zip(llm.generate(prompts, params), prompts, strict=True):
+            assert output.token_ids == reference.greedy(tuple(prompt), 40)
+    assert llm.loop.stats().accepted_tokens > 20
 
 
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}}}'
