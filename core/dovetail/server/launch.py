@@ -94,10 +94,12 @@ class DrainingServer(uvicorn.Server):
         """As uvicorn's, and tells that the server listens."""
         self._event_loop = asyncio.get_running_loop()
         try:
-            await super().startup(sockets)
-        except OSError as error:  # another process has bound the port as well, and listened first
+            for listener in sockets or ():  # another process may have bound the port as well; uvloop would not tell
+                listener.listen(self.config.backlog)
+        except OSError as error:
             section = self._service.config.server
             raise _cannot_listen(section.host, section.port, error) from error
+        await super().startup(sockets)
         self._on_started(self)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
