@@ -27,6 +27,7 @@ class TestTorchNativeOnCuda(AttentionSuite):
 
     @pytest.mark.parametrize("step", STEPS)
     @pytest.mark.parametrize("features", [{}, {"window": 5}, {"soft_cap": 2.0, "sinks": True}], ids=str)
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
     @torch.inference_mode()
     def test_forward_never_waits_for_the_device(self, step: str, features: dict[str, object]):
         prepared = Step(replace(STEPS[step][0], **features), torch.device("cuda"))

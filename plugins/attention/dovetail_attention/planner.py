@@ -6,13 +6,14 @@ hides; spans that fit one kernel call make a group:
     in place   one row whose pages are consecutive: its keys are a view of the pool, nothing is copied
     gathered   one long row, or several short ones of similar length: keys are copied next to each other first
 
-Rows are gathered page by page, or key by key where a window begins within a page. What a row has fewer keys than the longest
-of its group is filled up with its own last page, and what that holds beyond the row is cleared: a mask alone would not
-do, as nothing times NaN is NaN.
+Rows are gathered page by page, or key by key where a window begins within a page. What a row has fewer pages than the longest
+of its group is filled up with its own first, and what its last page holds beyond the row is cleared: a mask alone would
+not do, as nothing times NaN is NaN.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -94,7 +95,6 @@ class Planner:
         self._limits = limits
         self._device = batch.page_table.device
         self._host_table: IntArray | None = batch.page_table.numpy() if self._device.type == "cpu" else None
-        self._places: torch.Tensor | None = None
 
     def groups(self, window: int | None) -> list[Group]:
         """The groups that together attend once for every token. A single group holds them all in order."""
@@ -180,8 +180,8 @@ class Planner:
         elif queries > 1:
             group.mask = self._band(spans[0], window) if rows == 1 else self._bands(spans, group, window)
         elif min(lens) < group.keys:
-            inside = torch.arange(group.keys, device=self._device) < self._tensor(lens)[:, None]
-            group.mask = self._additive(inside)[:, None, None]
+            hidden = torch.arange(group.keys, device=self._device) >= self._tensor(lens)[:, None]
+            group.mask = self._additive(hidden)[:, None, None]
         return group
 
     def _band(self, span: Span, window: int | None) -> torch.Tensor:
@@ -198,10 +198,10 @@ class Planner:
         offset = self._tensor([span.position - span.begin for span in spans])[:, None, None]
         query = torch.arange(group.queries, device=self._device)[:, None] + offset  # counted from the row's first key
         key = torch.arange(group.keys, device=self._device)
-        seen = key <= query
+        hidden = key > query
         if window is not None:
-            seen &= key > query - window
-        return self._additive(seen)[:, None]
+            hidden |= key <= query - window
+        return self._additive(hidden)[:, None]
 
     def _tree_mask(self, spans: list[Span], group: Group, window: int | None) -> torch.Tensor:
         """Mask of trees, ``[rows, 1, queries, keys]``: the row's past as usual, of its own queries what the tree allows."""
@@ -218,10 +218,10 @@ class Planner:
             position = batch.positions[group.tokens].view(group.rows, width)
             key_position = torch.where(own < 0, key, position.gather(1, node))
             seen &= key_position[:, None] > position[:, :, None] - window
-        return self._additive(seen)[:, None]
+        return self._additive(~seen)[:, None]
 
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(seen.shape, dtype=self._dtype, device=self._device).masked_fill_(~seen, _INF)
+    def _additive(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, _INF)
 
     def _locate(self, group: Group, span: Span) -> Group:
         if self._consecutive(span.row, span.begin, span.end):
@@ -232,35 +232,46 @@ class Planner:
 
     def _gather(self, group: Group, spans: list[Span]) -> None:
         """Fill in ``index``, ``unit`` and ``tail``."""
-        rows = [span.row for span in spans]
         by_page = all(span.begin == 0 for span in spans)
         group.unit = self._page_size if by_page else 1
         pieces = -(-group.keys // group.unit)
-        last = [(span.end - 1) // group.unit for span in spans]
-        table = self._batch.page_table if by_page else self._place_table()
+        rows = [span.row for span in spans]
+        table = self._page_table if by_page else self._place_table
         if len(rows) < len(table):
             table = table[rows[0] : rows[0] + 1] if len(rows) == 1 else table.index_select(0, self._tensor(rows))
-        if by_page and min(last) == pieces - 1:
+        owned = [-(-span.end // group.unit) for span in spans]
+        if not by_page:
+            steps = torch.arange(pieces, device=self._device) + self._tensor([span.begin for span in spans])[:, None]
+            index = table.gather(1, torch.minimum(steps, self._tensor(owned)[:, None] - 1))
+        elif min(owned) == pieces:
             index = table[:, :pieces]
         else:
-            steps = torch.arange(pieces, device=self._device) + self._tensor([span.begin for span in spans])[:, None]
-            index = table.gather(1, torch.minimum(steps, self._tensor(last)[:, None]))
-        group.index = index.reshape(-1).long()
-        width = pieces * group.unit
+            absent = torch.arange(pieces, device=self._device) >= self._tensor(owned)[:, None]
+            index = torch.where(absent, table[:, :1], table[:, :pieces])
+        group.index = index.reshape(-1)
         if by_page and group.unit > 1 and any(span.keys < group.keys for span in spans):
-            tails = [np.arange(i * width + span.keys, i * width + group.keys) for i, span in enumerate(spans)]
-            group.tail = torch.from_numpy(np.concatenate(tails)).to(self._device)
+            group.tail = self._tail(spans, group, pieces * group.unit)
 
+    def _tail(self, spans: list[Span], group: Group, width: int) -> torch.Tensor | None:
+        """The gathered places within ``keys`` that hold no key of their row: the rest of its last page, or everything
+        where that is also its first page, with which it was filled up."""
+        tail: list[int] = []
+        for row, span in enumerate(spans):
+            end = group.keys if span.end < group.unit else min(group.keys, -(-span.end // group.unit) * group.unit)
+            tail += range(row * width + span.end, row * width + end)
+        return self._tensor(tail) if tail else None
+
+    @functools.cached_property
+    def _page_table(self) -> torch.Tensor:
+        """int64 ``[rows, pages of the longest]``"""
+        longest = int((self._batch.prefix_lens + self._batch.extend_lens).max())
+        return self._batch.page_table[:, : -(-longest // self._page_size)].long()
+
+    @functools.cached_property
     def _place_table(self) -> torch.Tensor:
-        """The pool's place of every token of every row: int64 ``[rows, >= tokens of the longest]``."""
-        if self._places is None:
-            size = self._page_size
-            longest = int((self._batch.prefix_lens + self._batch.extend_lens).max())
-            pages = self._batch.page_table[:, : -(-longest // size)].long()
-            if size > 1:
-                pages = (pages[:, :, None] * size + torch.arange(size, device=self._device)).flatten(1)
-            self._places = pages
-        return self._places
+        """The pool's place of every token of every row: int64 ``[rows, >= tokens of the longest]``"""
+        offsets = torch.arange(self._page_size, device=self._device)
+        return (self._page_table[:, :, None] * self._page_size + offsets).flatten(1)
 
     def _reads_in_place(self, span: Span, alone: bool) -> bool:
         if not alone and span.keys * self._bytes_per_key < self._limits.in_place:
@@ -280,4 +291,4 @@ class Planner:
         return int(self._host_table[row, token // self._page_size]) * self._page_size + token % self._page_size
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return torch.from_numpy(np.asarray(values, np.int64)).to(self._device)

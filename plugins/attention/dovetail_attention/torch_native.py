@@ -77,7 +77,10 @@ class TorchNativeAttention(AttentionBackend):
         out = torch.empty_like(q)
         for bound in groups:
             tokens = bound.group.tokens
-            out[tokens] = self._attend(bound, q[tokens], layer)
+            if isinstance(tokens, slice):
+                out[tokens] = self._attend(bound, q[tokens], layer)
+            else:
+                out.index_copy_(0, tokens, self._attend(bound, q.index_select(0, tokens), layer))
         return out
 
     def _attend(self, bound: Bound, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
