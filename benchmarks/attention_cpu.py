@@ -4,6 +4,20 @@
 
 Columns: ``plan`` is paid once a step, ``store`` and ``forward`` once a layer; the fastest of many short bursts, so that a busy
 machine disturbs little. ``scattered`` pages force a gather.
+
+What was tried, on one core of an AMD EPYC with AVX-512 (torch 2.13, float32 unless said otherwise):
+
+- One row of 200 keys, 4 query and 2 key heads: the CPU flash operator 13.6 us, reached through scaled_dot_product_attention
+  15.5; two batched products and a softmax 13.2; one product per head 22; one product of all heads, block-diagonal, 19.
+  The query heads of a key head as its queries beat native grouped heads (bfloat16, 8 and 2 heads: 20 against 177 us).
+- bfloat16 with one query per key head: widening keys and values first 58 us, the operator on bfloat16 189.
+- 16 rows of 200 keys: a gather and one padded call 280 us, one call a row on views 300 (425 with its copies); rows of 512
+  keys break even. Keys transposed or by head in memory of our own: 160 to 190 without the gather, which is the
+  memory's speed. Gathers go page by page (80 us against 130 key by key), into memory that is kept (a row of 2048 keys:
+  200 us against 1150 with page faults).
+- A prompt after a cached prefix: masked blocks of queries 10.0 ms, an unmasked and a causal part merged by their
+  log-sum-exp 14.3 (4 heads) and 21 against 21 (8 heads).
+- store: index_copy_ 3.2 us for keys and values, a slice found on the host 3.6, index_put_ 4.0.
 """
 
 from __future__ import annotations
