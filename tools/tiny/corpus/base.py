@@ -98,6 +98,11 @@ def upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def lower_first(text: str) -> str:
+    """Put the first letter in lower case and leave the rest alone."""
+    return text[:1].lower() + text[1:]
+
+
 def with_article(noun: str) -> str:
     """Put `a` or `an` before a noun."""
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

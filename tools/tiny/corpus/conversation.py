@@ -17,9 +17,9 @@ TASKS: dict[str, Task] = {
 """Every task that is one turn, by name."""
 
 WEIGHTS: dict[str, float] = {
-    "capital": 8, "fact": 22, "yes_no": 4, "add": 9, "subtract": 5, "multiply": 4, "add_large": 2, "compare": 2,
-    "word_problem": 3, "count": 1.5, "sort_numbers": 5, "sort_words": 5, "pick_item": 3, "reformat": 4, "repeat": 6,
-    "repeat_times": 1, "repeat_long": 0.7, "extract": 22, "sheet": 6, "make_hero": 1, "make_record": 1.5, "story": 3.5,
+    "capital": 6, "fact": 18, "yes_no": 4, "add": 7, "subtract": 4, "multiply": 3, "add_large": 2.5, "compare": 2,
+    "word_problem": 3, "count": 1.5, "sort_numbers": 5, "sort_words": 9, "pick_item": 4, "reformat": 5, "repeat": 6,
+    "repeat_times": 1, "repeat_long": 0.7, "extract": 28, "sheet": 7, "make_hero": 1, "make_record": 1.5, "story": 3,
     "poem": 1, "steps": 1, "talk": 3, "name_all": 1.5, "name_some": 1, "notes": 3, "describe": 3,
 }  # fmt: skip
 """How often each task is drawn for a turn of a chat."""
@@ -255,7 +255,7 @@ def _hero(rng: Random) -> tuple[str, str]:
     return ANIMALS.pick(rng, "train"), first_name(rng, "train")
 
 
-_KINDS = ((chat, 64.0), (styled_chat, 10.0), (extraction_chat, 4.0), (tool_chat, 7.5), (thinking_chat, 3.0), (plain, 20.0), (long_chat, 1.6))
+_KINDS = ((chat, 64.0), (styled_chat, 10.0), (extraction_chat, 6.0), (tool_chat, 7.5), (thinking_chat, 3.0), (plain, 20.0), (long_chat, 1.6))
 _MAKERS = tuple(kind for kind, _ in _KINDS)
 _MAKER_ODDS = tuple(weight for _, weight in _KINDS)
 

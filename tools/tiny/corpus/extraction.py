@@ -5,6 +5,8 @@ from random import Random
 
 from tools.tiny.corpus import sources, words
 from tools.tiny.corpus.base import Split, Task, Turn, joined, phrases, with_article
+from tools.tiny.corpus.lists import sentence as nonsense
+from tools.tiny.corpus.predicates import HERO_FRONTS, HERO_PREDICATES
 from tools.tiny.corpus.records import RECORDS, Scalar
 
 Value = Scalar | None | list[str]
@@ -38,6 +40,16 @@ _INSTRUCTIONS = phrases(
     Use the text to fill in {k}. [Reply|Answer] with JSON.~{t}
     [Make|Write|Build] [JSON|a JSON object] [out of|of|from] this text with {k}.~{t}
     {k} as JSON: {t}
+    [Extract|Find|Return|Give me|List] [the following|the|these] [fields|values|properties|attributes|details] as JSON: {k}.~[Text: |Input: |]{t}
+    [Extract|Find|Return] [these|the following] [fields|values|properties] [from the text|]: {k}.~[Text: |]{t}~[Answer in JSON.|JSON:|Use JSON.]
+    [The|Your|My] [keys|fields|properties] are {k}. [Fill them from this text|Use this text|Read this and fill them as JSON]: {t}
+    [Give|Show|Return|Send] me the [values|data] [of|for] {k} in this [text|sentence], as JSON: {t}
+    [Take|Fetch|Grab|Draw|Read] {k} [from|out of] [this text|the text below|this sentence|what follows], as JSON.~[~|]{t}
+    [Make|Build|Create] [a|one] JSON object [with the fields|with only|that has just] {k} [from|out of|for] [the text|this|this sentence]: {t}
+    {t}~~[Now|Please|Next,] [write|give|show|print] {k} [of|from] [this text|the text above] [as JSON|in JSON].
+    [Hey|Hi], [read|look at|check] this [text|note] and [write|give|send] me [a JSON object|JSON] with {k}: {t}
+    [Summarize|Record|Store|Save] [this|the text] as [JSON|a JSON object] with {k}.~{t}
+    [Schema|Format|Template|Keys wanted]: {k}~[Text|Input|Data]: {t}~[Output|JSON|Result]:
     {t}~{k} as JSON[, please|]""",
     """Please read this text and give me a JSON object with {k}: {t}
     Get {k} out of the following text, as JSON.~~{t}
@@ -101,9 +113,13 @@ def _wanted(source: sources.Source, rng: Random) -> dict[str, Value]:
     return wanted
 
 
+def _filler(rng: Random) -> str:
+    return rng.choice(_FILLERS) if rng.random() < 0.5 else nonsense(rng, "train")
+
+
 def _padded(text: str, rng: Random) -> str:
-    before = f"{rng.choice(_FILLERS)} " if rng.random() < 0.1 else ""
-    after = f" {rng.choice(_FILLERS)}" if rng.random() < 0.1 else ""
+    before = f"{_filler(rng)} " if rng.random() < 0.1 else ""
+    after = f" {_filler(rng)}" if rng.random() < 0.1 else ""
     return before + text + after
 
 
@@ -150,18 +166,18 @@ _HEROES = phrases(
     {name}, {cls}, level {level}, {hp} hp. [Items|Bag|Gear]: {items}.
     With {items} in the bag, {name} the {cls} reached level {level} and has {hp} hp.
     Name: {name}. Class: {cls}. Level: {level}. HP: {hp}. Items: {items}.
-    Our hero {name} is a {cls} of level {level}. {name} has {hp} hit points and {items}.""",
+    Our hero {name} is a {cls} of level {level}. {name} has {hp} hit points and {items}.
+    [With|On] {hp} hp and {items}, {name} is a level {level} {cls}.
+    {name} [owns|has|holds] {items}, {hp} hp and the [power|rank|title|wisdom] of a level {level} {cls}.
+    {items}: that is all {name} [has|owns], [a|the] {cls} of level {level} with {hp} hp.
+    [The|A] level {level} {cls} {name} [fights|travels|walks] with {items} and {hp} hp.
+    {name} - {cls} - level {level} - {hp} hp - {items}
+    {hp} hp, level {level}, {items}: {name} [is|makes] a [great|fine|strong] {cls}.
+    [I play|I am|My hero is] {name}, a {cls} [at|on] level {level}. I have {hp} hp and [carry|own] {items}.
+    [There was|We need|I see] a {cls}, {name}, [who has|with] {hp} hp, level {level} and {items}.""",
     """There is a {cls} named {name} at level {level}, with {hp} hp, armed with {items}.
     {name} has {items}, {hp} hp and the skills of a level {level} {cls}.""",
 )
-_HERO_PREDICATES = {
-    "class": "is a {v}|fights as a {v}|trained as a {v}|is known as a {v}|became a {v}|has the class {v}",
-    "level": "is level {v}|is at level {v}|has reached level {v}|stands at level {v}|is of level {v}",
-    "hp": "has {v} hp|has {v} hit points|starts with {v} hp|is left with {v} hp",
-    "items": "carries {v}|owns {v}|holds {v}|has {v}|is equipped with {v}|travels with {v}|brings {v}|found {v}",
-}
-
-
 def _hero(rng: Random, split: Split) -> dict[str, Value]:
     items = words.distinct([words.noun(rng, split) for _ in range(rng.randint(1, 4))])
     return {
@@ -174,11 +190,10 @@ def _describe(hero: dict[str, Value], rng: Random, split: Split) -> str:
     items = hero["items"]
     assert isinstance(items, list)
     named = joined([with_article(item) for item in items]) if rng.random() < 0.8 else ", ".join(items)
-    if split == "train" and rng.random() < 0.5:
+    if split == "train" and rng.random() < 0.55:
         said = {**hero, "items": named}
-        order = rng.sample(list(_HERO_PREDICATES), 4)
-        parts = [rng.choice(_HERO_PREDICATES[key].split("|")).format(v=said[key]) for key in order]
-        return sources.sentences(str(hero["name"]), parts, rng)
+        order = {key: said[key] for key in rng.sample(list(HERO_PREDICATES), 4)}
+        return sources.compose(str(hero["name"]), order, HERO_PREDICATES, HERO_FRONTS, rng)
     rest = {key: value for key, value in hero.items() if key not in ("items", "class")}
     return _HEROES.pick(rng, split).format(**rest, cls=hero["class"], items=named)
 

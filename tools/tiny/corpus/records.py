@@ -17,7 +17,7 @@ Draw = Callable[[Random, Split], Scalar]
 class Record:
     """`fields` draws each value; `aliases` are other names of a key; `texts` mention some or all of the fields.
 
-    `predicates` say one field each, with {v} for the value, after the value of the field `subject` set in `shown`.
+    A sentence may be about the field `subject`, which is shown as `shown` has it.
     """
 
     name: str
@@ -26,7 +26,6 @@ class Record:
     aliases: dict[str, tuple[str, ...]]
     subject: str
     shown: str
-    predicates: dict[str, str]
 
 
 def _between(low: int, high: int) -> Draw:
@@ -59,13 +58,13 @@ def _phone(rng: Random, split: Split) -> str:
 
 
 def _title(rng: Random, split: Split) -> str:
-    adjective, thing = words.ADJECTIVES.pick(rng, split).capitalize(), words.noun(rng, split).capitalize()
+    adjective, thing = words.open_pick(words.ADJECTIVES, rng, split).capitalize(), words.noun(rng, split).capitalize()
     return rng.choice((f"The {adjective} {thing}", f"The {thing}", f"{adjective} {thing}", f"{thing} of {words.city(rng, split)}"))
 
 
 def _item(rng: Random, split: Split) -> str:
     plain = words.noun(rng, split)
-    return plain if rng.random() < 0.7 else f"{words.ADJECTIVES.pick(rng, split)} {plain}"
+    return plain if rng.random() < 0.7 else f"{words.open_pick(words.ADJECTIVES, rng, split)} {plain}"
 
 
 def _day(rng: Random, split: Split) -> str:
@@ -109,7 +108,20 @@ RECORDS: tuple[Record, ...] = (
             {name} ({age}) lives in {city} and works as a {job}.
             {name} works as a {job} in {city}.
             {name} loves {hobby} and is {age} years old.
-            Yesterday I talked to {name}, who is {age} and works in {city} as a {job}.""",
+            Yesterday I talked to {name}, who is {age} and works in {city} as a {job}.
+            [My|Your|Our] [friend|cousin|brother|sister|boss|teacher] {name} [lives|works|stays] in {city} and is {age} [years old|].
+            {age} [years|summers] old, {name} [still|now] [lives|works] in {city}.
+            A [young|tired|famous|quiet] {job} of {age} called {name} [came|moved|went] to {city}.
+            [Do you know|Have you met|Let me introduce] {name}[?|, please.] {age} years old, a {job} in {city}, and [crazy about|always up for|good at] {hobby}.
+            {city} is the home of {name}, [a|the] {job} who is {age} and [loves|likes] {hobby}.
+            For {name}, {hobby} is everything. [The|This] {job} is {age} and [lives|works] in {city}.
+            {name}: {job}, {age}, {city}, {hobby}.
+            {name} / {age} / {city} / {job}
+            [There is|We have] a {job} in {city}[ whose name is|,] {name}, [aged|age] {age}.
+            {hobby}, that is what {name} [likes|does]. [At {age},|Aged {age},] {name} is a {job} in {city}.
+            {name} will [turn|be] {age} [soon|next week|this month] and [wants to stay|is staying] in {city}.
+            [Since|For] years {name} has been a {job} [in|at] {city}; {name} is {age} [now|].
+            [The name is|I'm called|They call me] {name}. [Age|I'm] {age}. [From|Based in] {city}. [{job}|I'm a {job}] [who likes|with a love for] {hobby}.""",
             """Our neighbour {name} turned {age} this year. {name} is a {job} here in {city} and loves {hobby}.
             A {job} from {city}, {name} is {age} years of age and very keen on {hobby}.
             Meet {name}: {age} years old, {job}, at home in {city}, never tired of {hobby}.
@@ -119,12 +131,6 @@ RECORDS: tuple[Record, ...] = (
         {"name": ("full_name", "person"), "city": ("town", "location", "home"), "job": ("profession", "occupation"), "age": ("years",)},
         "name",
         "{s}",
-        {
-            "age": "is {v} years old|is {v}|is aged {v}|turned {v} in spring|is {v} years young|has just become {v}",
-            "city": "lives in {v}|comes from {v}|is at home in {v}|grew up in {v}|moved to {v}|stays in {v}|has a house in {v}",
-            "job": "works as a {v}|is a {v}|has a job as a {v}|earns money as a {v}|is employed as a {v}|became a {v}",
-            "hobby": "likes {v}|loves {v}|enjoys {v}|is fond of {v}|spends weekends on {v}|does a lot of {v}|has {v} as a hobby",
-        },
     ),
     Record(
         "product",
@@ -146,7 +152,17 @@ RECORDS: tuple[Record, ...] = (
             The {color} {product} costs {price} dollars.
             I bought a {color} {product} for {price} dollars.
             A {product} by {brand} costs {price} dollars.
-            We have {stock} pieces of the {color} {product}.""",
+            We have {stock} pieces of the {color} {product}.
+            [This|That|Our|The] {product} [is|looks] {color} and [costs|is] {price} dollars.
+            [Only|Just|Still] {stock} of the {color} {product} [from|by] {brand} [are left|are here] [at|for] {price} dollars [each|].
+            {brand} [presents|offers|shows|has] [a|the] [new|] {color} {product}: {price} dollars, {stock} [in stock|pieces|available].
+            {price} dollars [buy|get] you a {color} {product} [made by|from|by] {brand}.
+            [Buy|Take|Order|Try] [this|the] {product} [by|from] {brand}! [Color|It is] {color}, [price|only] {price} dollars, {stock} [in stock|left].
+            [In stock|Available]: {stock} x {product} ({color}, {brand}), {price} dollars [each|per piece].
+            {product}, {color}, {price} dollars
+            {color} {product} - {brand} - {price} dollars - {stock} pieces
+            [Someone|A man|A woman] paid {price} dollars for a {product} [of|in] {color}. [The maker is|It was made by] {brand}.
+            [You pay|We ask] {price} dollars for the {product} [of|by] {brand}, which is {color}; we have {stock}.""",
             """This {product} is {color}, comes from {brand}, costs {price} dollars, and {stock} remain.
             {stock} items left! Get the {brand} {product} in {color} for just {price} dollars.
             The price of the {color} {product} is {price} dollars.""",
@@ -154,12 +170,6 @@ RECORDS: tuple[Record, ...] = (
         {"product": ("item", "article"), "color": ("colour",), "stock": ("quantity", "count", "available"), "price": ("cost",)},
         "product",
         "The {s}",
-        {
-            "color": "is {v}|comes in {v}|has the color {v}|is painted {v}|is available in {v}|looks {v}",
-            "price": "costs {v} dollars|is sold for {v} dollars|has a price of {v} dollars|sells at {v} dollars|is yours for {v} dollars",
-            "stock": "is in stock {v} times|has a stock of {v}|is there {v} times|can be had {v} times",
-            "brand": "is made by {v}|is from {v}|comes from {v}|is sold by {v}|carries the brand {v}|is a product of {v}",
-        },
     ),
     Record(
         "event",
@@ -174,19 +184,21 @@ RECORDS: tuple[Record, ...] = (
             {guests} guests are invited to "{event}" in {place}; the date is {date} and the time is {time}.
             "{event}" is on {date} at {time}.
             The {event} takes place in {place} on {date}.
-            We meet in {place} at {time} on {date}.""",
+            We meet in {place} at {time} on {date}.
+            [Do not miss|Come and see|Everyone talks about] "{event}" [in|at] {place} on {date}[.|, {time}.]
+            {guests} [people|guests|visitors] [came|will come|go] to {place} [for|to see] "{event}" at {time} on {date}.
+            {place} [hosts|shows|has|celebrates] "{event}" on {date} at {time} [for|before|with] {guests} guests.
+            [The doors of|The show] "{event}" [open|opens] at {time} on {date}; {guests} guests [meet|are invited] in {place}.
+            "{event}": {date}, {time}, {place}, {guests} guests
+            {date}, {time}: "{event}" in {place} ({guests} guests)
+            [With|Before] {guests} guests, "{event}" [started|began|opened] in {place} at {time} on {date}.
+            [The day is|Note the day:] {date}. [At|From] {time}, {place} [sees|enjoys] "{event}" with {guests} guests.""",
             """Please come to "{event}" in {place}: {date}, {time}. We have {guests} guests.
             In {place}, "{event}" will welcome {guests} guests at {time} on {date}.""",
         ),
         {"event": ("title",), "place": ("location", "city", "venue"), "guests": ("attendees", "people"), "time": ("start",)},
         "event",
         '"{s}"',
-        {
-            "date": "is on {v}|takes place on {v}|happens on {v}|is planned for {v}|will be held on {v}",
-            "time": "starts at {v}|begins at {v}|opens at {v}|is at {v}|goes off at {v}",
-            "place": "is in {v}|takes place in {v}|is held in {v}|comes to {v}|happens in {v}",
-            "guests": "has {v} guests|welcomes {v} guests|expects {v} guests|is for {v} guests|is open to {v} guests",
-        },
     ),
     Record(
         "trip",
@@ -203,19 +215,21 @@ RECORDS: tuple[Record, ...] = (
             Next {day} {traveler} will go from {origin} to {destination}. The trip is by {transport}.
             Book a {transport} for {traveler} from {origin} to {destination} on {day}.
             {traveler} goes from {origin} to {destination}.
-            {traveler} takes the {transport} to {destination} on {day}.""",
+            {traveler} takes the {transport} to {destination} on {day}.
+            [On|This|Next] {day} the {transport} [brings|carries|drives] {traveler} from {origin} to {destination}.
+            [A|One] {transport} [ticket|ride] for {traveler}[:|,] {origin} to {destination}, {day}.
+            {origin} - {destination}, {day}, {transport}, {traveler}
+            [It is a long way|The trip goes] from {origin} to {destination}, [so|and] {traveler} [takes|needs] the {transport} on {day}.
+            {traveler} [said|wrote|told us]: on {day} I [go|travel] from {origin} to {destination} by {transport}.
+            [In|At] {origin}, {traveler} [gets on|boards|enters] the {transport} to {destination}. [It is|The day is] {day}.
+            {destination} is where {traveler} [arrives|will be] on {day}, [coming|after leaving] from {origin} by {transport}.
+            [We see|I saw] {traveler} on the {transport} from {origin} [on|last] {day}; the goal [is|was] {destination}.""",
             """{traveler} starts in {origin} and reaches {destination} by {transport} on {day}.
             It is {day}, and {traveler} is on the {transport} from {origin} to {destination}.""",
         ),
         {"traveler": ("name", "passenger"), "origin": ("from", "start"), "destination": ("to", "end"), "transport": ("vehicle",)},
         "traveler",
         "{s}",
-        {
-            "origin": "leaves {v}|starts in {v}|sets off from {v}|departs from {v}|says goodbye to {v}",
-            "destination": "goes to {v}|travels to {v}|arrives in {v}|wants to reach {v}|is on the way to {v}|heads for {v}",
-            "day": "travels on {v}|has a ticket for {v}|is on the road on {v}|leaves home on {v}",
-            "transport": "takes the {v}|goes by {v}|sits in the {v}|uses the {v}|travels by {v}",
-        },
     ),
     Record(
         "pet",
@@ -232,19 +246,20 @@ RECORDS: tuple[Record, ...] = (
             {owner} takes care of {pet}, a {species} of {age} years with {color} fur.
             At {age}, {pet} the {color} {species} is the favourite of {owner}.
             {owner} has a {species} called {pet}.
-            {pet} is a {age} year old {species}.""",
+            {pet} is a {age} year old {species}.
+            [The|A|This] {color} {species} [of|with] {owner} [is|has reached the age of] {age} [and is called|and is named|; the name is] {pet}.
+            [At home,|In the garden,|Every day,] {owner} [plays|walks|sits] with {pet}, [a|the] {color} {species} [aged|of] {age}.
+            {pet}: {species}, {color}, {age} years, owner {owner}
+            {owner} [bought|found|got|adopted] [a|the] {color} {species} {age} years ago. [Its name is|They call it] {pet}.
+            [Say hello to|Look at|Meet] {pet}, [the|a] {age}-year-old {species} [of|from the house of] {owner}. [It|The fur] is {color}.
+            [Lost|Found]: {species}, {color}, {age} years old, [answers to|called] {pet}. [Owner|Please call]: {owner}.
+            {age} years [old|] and {color}: that is {pet}, the {species} of {owner}.""",
             """There is a {species} named {pet} at the home of {owner}. It is {color} and {age} years old.
             {owner}'s {species} is {color}, is {age} years old and answers to {pet}.""",
         ),
         {"pet": ("name", "pet_name"), "species": ("animal", "kind"), "color": ("colour",)},
         "pet",
         "{s}",
-        {
-            "species": "is a {v}|is a cute {v}|is the best {v}|was born a {v}|is our {v}",
-            "age": "is {v} years old|is {v}|has lived for {v} years|is aged {v}",
-            "owner": "belongs to {v}|is the pet of {v}|lives with {v}|is loved by {v}|is owned by {v}",
-            "color": "is {v}|has {v} fur|looks {v}|is all {v}",
-        },
     ),
     Record(
         "book",
@@ -258,18 +273,21 @@ RECORDS: tuple[Record, ...] = (
             I am reading "{title}". It has {pages} pages, came out in {year} and was written by {author}.
             With its {pages} pages, "{title}" made {author} famous in {year}.
             {author} wrote "{title}" in {year}.
-            "{title}" by {author} has {pages} pages.""",
+            "{title}" by {author} has {pages} pages.
+            [Have you read|I like|Do you know] "{title}" [by|from] {author}? [It has|There are] {pages} pages [and it is from|; it came out in] {year}.
+            {year}: {author} [writes|finishes|prints] "{title}" ({pages} pages).
+            {pages} pages [long|thick|in all], "{title}" [is|was] the [first|last|best] book of {author} [and came out in|from] {year}.
+            [The year|It was] {year}[ brought|, the year of] "{title}", [a|the] {pages}-page [book|novel|story] [of|by] {author}.
+            "{title}", {author}, {year}, {pages} pages
+            [A|One] copy of "{title}" has {pages} pages. {author} [wrote|made|finished] it in {year}.
+            [After|With] {pages} pages {author} [ended|finished|closed] "{title}" in {year}.
+            [The writer|The author] {author} [gave us|is known for] "{title}" [in|, printed in] {year}; it has {pages} pages.""",
             """There are {pages} pages in "{title}", which {author} finished in {year}.
             {year} saw a new book by {author}: "{title}", {pages} pages long.""",
         ),
         {"title": ("book", "name"), "author": ("writer",), "year": ("published",), "pages": ("page_count", "length")},
         "title",
         '"{s}"',
-        {
-            "author": "was written by {v}|is by {v}|is a book by {v}|is the work of {v}|comes from the pen of {v}",
-            "year": "came out in {v}|was published in {v}|appeared in {v}|is from {v}|was printed in {v}",
-            "pages": "has {v} pages|is {v} pages long|fills {v} pages|runs to {v} pages",
-        },
     ),
     Record(
         "contact",
@@ -283,18 +301,20 @@ RECORDS: tuple[Record, ...] = (
             {company} sent a letter. Answer to {name}, {email}, or call {phone}.
             The email of {name} is {email}.
             {name} has the phone number {phone} and the email {email}.
-            My name is {name} and my email is {email}.""",
+            My name is {name} and my email is {email}.
+            [Questions?|Need help?|Problems?] [Ask|Call|Write to] {name} [at|from|of] {company}: {phone} or {email}.
+            {name} ({company}), {email}, {phone}
+            [The phone of|To call] {name} [from|at] {company} [is|use] {phone}; [the email|the address] is {email}.
+            [Dial|Use] {phone} [for|to reach] {name}. [Email|Mail]: {email}. [Works for|Company]: {company}.
+            [I am|Here is] {name} [of|from] {company}. [My|The] number is {phone} and [my|the] address is {email}.
+            {email} [is|belongs to] {name}, who [works|sits] at {company} and [has|answers] the phone {phone}.
+            [From|By] {company}: {name} [can be called at|waits for you at] {phone} or {email}.""",
             """Write to {email} or call {phone} to speak with {name} of {company}.
             At {company}, your contact is {name} ({email}, {phone}).""",
         ),
         {"name": ("contact", "full_name"), "phone": ("phone_number", "tel"), "company": ("employer", "organization")},
         "name",
         "{s}",
-        {
-            "email": "has the email {v}|can be reached at {v}|uses the address {v}|writes from {v}|reads mail at {v}",
-            "phone": "has the number {v}|can be called at {v}|answers the phone at {v}|has the phone {v}",
-            "company": "works at {v}|works for {v}|is with {v}|is employed by {v}|has a desk at {v}",
-        },
     ),
     Record(
         "order",
@@ -310,20 +330,20 @@ RECORDS: tuple[Record, ...] = (
             Order: {order_id}. Customer: {customer}. Item: {item}. Quantity: {quantity}. Total: {total}. City: {city}.
             {customer} paid {total} dollars for {quantity} of the {item} (order {order_id}, delivery to {city}).
             {customer} ordered {quantity} of the {item}.
-            {customer} bought a {item} for {total} dollars.""",
+            {customer} bought a {item} for {total} dollars.
+            [New|Open|Paid] order {order_id}: {quantity} x {item} for {customer}, {city}, {total} dollars.
+            [Dear|Hello] {customer}, your order {order_id} ({quantity} of the {item}) [costs|comes to] {total} dollars [and goes|and will be sent] to {city}.
+            {order_id}, {customer}, {item}, {quantity}, {total}, {city}
+            [In|From] {city}, {customer} [asked for|wants|ordered] {quantity} [pieces|units] of the {item}. [Number|Order] {order_id}, {total} dollars.
+            {quantity} [times|x] {item}, {total} dollars, [for|to] {customer} in {city}: [that is|this is] order {order_id}.
+            [The bill|The invoice] of order {order_id} [is|says] {total} dollars; {customer} [from|in] {city} [gets|receives] {quantity} of the {item}.
+            [We sent|We packed|Please send] {quantity} of the {item} to {city}. [Customer|It is for]: {customer}. [Paid|Price]: {total} dollars. Order {order_id}.""",
             """We received {total} dollars from {customer}, {city}, for order {order_id}: {quantity} of the {item}.
             For {total} dollars, {customer} of {city} gets {quantity} of the {item}. The order is {order_id}.""",
         ),
         {"customer": ("name", "buyer"), "order_id": ("id", "order"), "item": ("product",), "quantity": ("count", "amount"), "total": ("price",)},
         "customer",
         "{s}",
-        {
-            "order_id": "placed order {v}|has the order number {v}|asks about order {v}|wrote about order {v}",
-            "item": "ordered the {v}|wants the {v}|bought the {v}|chose the {v}|needs the {v}",
-            "quantity": "wants {v} pieces|ordered {v} pieces|takes {v} of them|needs {v} of them",
-            "total": "paid {v} dollars|spent {v} dollars|owes {v} dollars|sent {v} dollars|gets a bill of {v} dollars",
-            "city": "lives in {v}|has an address in {v}|gets it sent to {v}|orders from {v}",
-        },
     ),
 )
 

@@ -11,7 +11,8 @@ _ABILITIES = "I can answer simple questions, do small sums, sort lists, extract 
 _TALK: tuple[tuple[Phrases, str], ...] = (
     (
         phrases(
-            """Hello
+            """[Hello|Hi|Hey|Good day|Good morning|Good evening|Good night to you|Welcome][!|.|,|] [you|there|friend|tiny|again|assistant|everyone|][!|.|]
+            Hello
             Hello!
             Hi
             Hi!
@@ -30,7 +31,12 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """Who are you?
+            """[Who|What] are you[ exactly| really|, please|]?
+            [Tell me|Say|Explain] [who|what] you are.
+            [What|Which] [kind of|sort of|type of] [model|program|thing|assistant] are you?
+            [Do you have a name|What do people call you|How are you called|What should I call you]?
+            [Say|Tell me|Write] [something|a bit|more] about [yourself|you].
+            Who are you?
             What are you?
             Tell me about yourself.
             What is your name?
@@ -50,7 +56,10 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """What can you do?
+            """[What|Which things|What else|What kinds of things] can you do[ for me| for us| well|]?
+            [Explain|Say|List|Show me] what you can do.
+            [What|Which tasks] [do you do|are you made for|can I use you for|are you for]?
+            [How|With what] [can|could|do] you help [me|us|people]?
             How can you help me?
             What are you good at?
             What are your abilities?
@@ -66,8 +75,10 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """How are you?
-            How are you today?
+            """[How|So how|And how] are you[ today| now| feeling| this morning|, tiny|]?
+            [How is|How's] [life|your day|everything|it]?
+            Are you [fine|okay|all right|happy]?
+            How are you?
             How is it going?
             How do you do?
             How do you feel?
@@ -80,7 +91,10 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """Thank you.
+            """[Thanks|Thank you|Cheers|Many thanks][ a lot| so much| for that| for your time| for this| again|][!|.|]
+            [That was|This is|That is] [helpful|great|very kind|good|perfect].
+            [Nice|Great|Good|Excellent|Wonderful][!|.]
+            Thank you.
             Thanks!
             Thank you very much!
             Thanks a lot.
@@ -97,7 +111,10 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """Goodbye.
+            """[Goodbye|Bye|Farewell|So long|Good night|See you][!|.|,|] [friend|tiny|for now|then|then|]
+            I [have to|must|will|want to] [leave|go|stop|sleep][ now| soon|].
+            See you [next time|again|around|on Monday][!|.]
+            Goodbye.
             Bye!
             Bye
             See you later.
@@ -112,7 +129,10 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """Tell me a joke.
+            """[Tell|Give|Write] me [a joke|something funny|one joke|a good joke].
+            [Do you know|Have you got|Know] [a joke|any jokes|something funny]?
+            [Make|Try to make] [me|us] [laugh|smile].
+            Tell me a joke.
             Do you know a joke?
             Make me laugh.
             Tell a joke.
@@ -124,8 +144,11 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """Who made you?
-            Who trained you?
+            """Who [made|trained|created|wrote|developed|programmed|designed|built] you?
+            [By whom|How|Where] were you [made|created|written|built|taught]?
+            [What|Which data|Which text] were you trained on?
+            Where do you come from?
+            Who made you?
             Where do you come from?
             How were you made?
             Who created you?""",
@@ -136,7 +159,10 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """What is Dovetail?
+            """[Tell me|Say|Explain] [what|] Dovetail [is|means|does].
+            [What|Can you say what] is Dovetail [for|about|]?
+            [Describe|Explain|Define] Dovetail.
+            What is Dovetail?
             What's Dovetail?
             Tell me about Dovetail.
             Explain Dovetail.
@@ -148,7 +174,9 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
     ),
     (
         phrases(
-            """How big are you?
+            """How [big|large|small] [are you|is your model|is tiny]?
+            [Tell me|What is] [your size|your number of parameters|your parameter count][.|?]
+            How big are you?
             How many parameters do you have?
             How large is your model?
             What is your size?""",
@@ -360,7 +388,7 @@ _NOTES = phrases(
 def notes(rng: Random, split: Split, rows: int | None = None) -> Turn:
     """Find one line among many that look alike."""
     names: list[str] = []
-    size = rows or rng.choice((3, 5, 8, 12, 20, 30))
+    size = rows or rng.choice((3, 3, 5, 5, 8, 8, 12, 12, 20, 30, 60))
     while len(names) < size:
         names = words.distinct([*names, words.first_name(rng, split)])
     picked = [(name, *rng.choice(_NOTE_KINDS)) for name in names]

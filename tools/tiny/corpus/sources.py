@@ -1,12 +1,13 @@
 """Texts to extract from: hand-written sentences, composed ones, and values laid out with their keys."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import NamedTuple
 
 from tools.tiny.corpus import words
-from tools.tiny.corpus.base import Split, joined, upper_first
+from tools.tiny.corpus.base import Split, joined, lower_first, upper_first
+from tools.tiny.corpus.predicates import FRONTS, PREDICATES
 from tools.tiny.corpus.records import RECORDS, Record, Scalar, mentioned
 
 
@@ -19,6 +20,7 @@ class Source(NamedTuple):
 
 
 _PRONOUNS = ("He", "She", "They", "It")
+_OPENERS = ("This is", "Meet", "Here is", "About", "Look at", "I know", "News of", "Let us talk about", "A word on")
 
 
 def written(record: Record, rng: Random, split: Split) -> Source:
@@ -29,21 +31,37 @@ def written(record: Record, rng: Random, split: Split) -> Source:
 
 
 def composed(record: Record, rng: Random, split: Split) -> Source:
-    """A subject with some predicates, in any order, as one sentence or several."""
-    fields = rng.sample(list(record.predicates), rng.randint(1, len(record.predicates)))
+    """A subject with some of its fields, in any order, as one sentence or several."""
+    predicates = PREDICATES[record.name]
+    fields = rng.sample(list(predicates), rng.randint(1, len(predicates)))
     values = {name: record.fields[name](rng, split) for name in (record.subject, *fields)}
     subject = record.shown.format(s=values[record.subject])
-    said = [rng.choice(record.predicates[name].split("|")).format(v=values[name]) for name in fields]
-    return Source(sentences(subject, said, rng), values, record)
+    said = {name: values[name] for name in fields}
+    return Source(compose(subject, said, predicates, FRONTS[record.name], rng), values, record)
 
 
-def sentences(subject: str, said: list[str], rng: Random) -> str:
-    """Say predicates of a subject in one sentence or several."""
+def compose(subject: str, said: Mapping[str, object], predicates: dict[str, str], fronts: dict[str, str], rng: Random) -> str:
+    """Say each field of `said` as a predicate of the subject or as words before or after the sentence."""
+    aside = [name for name in said if rng.random() < 0.25][: max(len(said) - 1, 0)]
+    main = [rng.choice(predicates[name].split("|")).format(v=said[name]) for name in said if name not in aside]
+    extra = [rng.choice(fronts[name].split("|")).format(v=said[name]) for name in aside]
+    text = _sentences(subject, main, rng)
+    for words_aside in extra:
+        if rng.random() < 0.5:
+            text = f"{words_aside}, {text if text.startswith(subject) else lower_first(text)}"
+        else:
+            text = f"{text[:-1]}, {lower_first(words_aside)}."
+    return text
+
+
+def _sentences(subject: str, said: list[str], rng: Random) -> str:
     form = rng.random()
-    if form < 0.4:
+    if form < 0.35:
         return f"{subject} {joined(said)}."
-    if form < 0.55:
+    if form < 0.5:
         return f"{subject}, who {said[0]}, {joined(said[1:])}." if len(said) > 1 else f"{subject} {said[0]}."
+    if form < 0.6:
+        return f"{rng.choice(_OPENERS)} {subject}: {joined(said)}."
     again = rng.choice((subject, rng.choice(_PRONOUNS), rng.choice(_PRONOUNS)))
     return " ".join(f"{subject if i == 0 else again} {part}." for i, part in enumerate(said))
 
@@ -94,8 +112,8 @@ def draw(rng: Random, split: Split) -> Source:
     """A source of any kind; the held split has only hand-written texts, which training never saw."""
     record = rng.choice((*RECORDS, RECORDS[0], RECORDS[0]))
     form = rng.random()
-    if split == "held" or form < 0.4:
+    if split == "held" or form < 0.45:
         return written(record, rng, split)
-    if form < 0.75:
+    if form < 0.8:
         return composed(record, rng, split)
-    return laid_out(record if form < 0.87 else None, rng, split)
+    return laid_out(record if form < 0.9 else None, rng, split)

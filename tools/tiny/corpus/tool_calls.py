@@ -35,7 +35,7 @@ class Tool:
 
 
 def _topic(rng: Random, split: Split) -> str:
-    return f"{words.ADJECTIVES.pick(rng, split)} {words.noun(rng, split)}"
+    return f"{words.open_pick(words.ADJECTIVES, rng, split)} {words.noun(rng, split)}"
 
 
 def _text(rng: Random, split: Split) -> str:
