@@ -57,6 +57,10 @@ class GrammarSpec:
     text: str = ""
 
 
+MAX_TOKEN_SETTINGS = 4096
+"""Entries that ``logit_bias`` and ``stop_token_ids`` may have: more cost every step of the batch they are in."""
+
+
 def _require(ok: bool, param: str, given: object, allowed: str) -> None:
     if not ok:
         raise RequestError(f"{param} is {given!r}; allowed: {allowed}", param=param)
@@ -138,6 +142,12 @@ class SamplingParams:
         _require(
             biases is None or isinstance(biases, Mapping), "logit_bias", biases, "a mapping of token ids to biases"
         )
+        _require(
+            len(biases or ()) <= MAX_TOKEN_SETTINGS,
+            "logit_bias",
+            f"{len(biases or ())} entries",
+            "at most 4096 entries",
+        )
         for token, bias in (biases or {}).items():
             _require(_is_int(token) and token >= 0, "logit_bias", token, "token ids of at least 0 as keys")
             _require(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "biases in [-100, 100]")
@@ -149,6 +159,8 @@ class SamplingParams:
         _require(len(self.stop) <= 32, "stop", f"{len(self.stop)} strings", "at most 32 strings")
         for text in self.stop:
             _require(isinstance(text, str) and 0 < len(text) <= 1024, "stop", text, "strings of 1 to 1024 characters")
+        count = len(self.stop_token_ids)
+        _require(count <= MAX_TOKEN_SETTINGS, "stop_token_ids", f"{count} ids", "at most 4096 ids")
         for token in self.stop_token_ids:
             _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids of at least 0")
         grammar = self.grammar

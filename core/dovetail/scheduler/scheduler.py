@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dovetail.errors import ContextLengthError, QueueFullError, RequestError
+from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
 from dovetail.scheduler.drafts import checked
+from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.limits import Limits, Totals
 from dovetail.scheduler.stopping import finish_reason
-from dovetail.tokenizer import IncrementalDetokenizer
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req, TokenLogprob
 
 if TYPE_CHECKING:
@@ -67,16 +67,13 @@ class Scheduler:
 
     def add(self, msg: GenerateMsg) -> Req:
         """Put a request in the waiting queue. Raises ``RequestError`` or ``QueueFullError``; then nothing was kept."""
-        self._check(msg)
-        prompt = np.array(msg.input_ids, np.int32)
-        token_ids = np.zeros(self._max_len(msg), np.int32)
-        token_ids[: len(prompt)] = prompt
-        req = Req(msg.rid, token_ids, len(prompt), msg.params, msg.seed, msg.namespace, msg.priority)
-        req.device_len = req.known_len = req.prompt_len
-        if msg.params.prompt_logprobs is not None:
-            req.prompt_logprobs.append(TokenLogprob(msg.input_ids[0], None))
-        if msg.params.stop:
-            req.detokenizer = self._detokenizer(req)
+        if msg.rid in self._by_rid:
+            raise RequestError(f"rid {msg.rid!r} is already in use; request ids must be unique", param="rid")
+        if len(self.waiting) >= self.limits.max_waiting:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests are waiting, the bound of scheduler.max_waiting; retry later"
+            )
+        req = make_req(msg, self.limits, self.tokenizer)
         if msg.params.grammar is not None:
             req.ticket = self.grammars.submit(msg.params.grammar)
             self._compiling.append(req)
@@ -85,45 +82,6 @@ class Scheduler:
         self._by_rid[req.rid] = req
         self.totals.prompt_tokens += req.prompt_len
         return req
-
-    def _check(self, msg: GenerateMsg) -> None:
-        if msg.rid in self._by_rid:
-            raise RequestError(f"rid {msg.rid!r} is already in use; request ids must be unique", param="rid")
-        if not msg.input_ids:
-            raise RequestError("the prompt is empty; give at least one token", param="prompt")
-        if not 0 <= min(msg.input_ids) <= max(msg.input_ids) < self.limits.vocab_size:
-            raise RequestError(f"token ids must be in [0, {self.limits.vocab_size})", param="input_ids")
-        bias = msg.params.logit_bias or {}
-        for token_id in (*bias, *msg.params.stop_token_ids):
-            if token_id >= self.limits.vocab_size:
-                raise RequestError(f"token id {token_id} is not below the vocabulary size {self.limits.vocab_size}")
-        if len(self.waiting) >= self.limits.max_waiting:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests are waiting, the bound of scheduler.max_waiting; retry later"
-            )
-
-    def _max_len(self, msg: GenerateMsg) -> int:
-        prompt, limit = len(msg.input_ids), self.limits.context_len
-        if prompt >= limit:
-            raise ContextLengthError(
-                f"the prompt has {prompt} tokens; the context holds {limit}, one of them for output"
-            )
-        asked = msg.params.max_new_tokens
-        if asked is not None and prompt + asked > limit:
-            raise ContextLengthError(
-                f"{prompt} prompt tokens plus max_new_tokens={asked} exceed the context of {limit}; "
-                f"at most {limit - prompt} new tokens fit",
-                param="max_tokens",
-            )
-        return limit if asked is None else prompt + asked
-
-    def _detokenizer(self, req: Req) -> IncrementalDetokenizer:
-        if self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this model was loaded without one", param="stop")
-        params = req.params
-        return IncrementalDetokenizer(
-            self.tokenizer, params.stop, params.skip_special_tokens, min_tokens=params.min_new_tokens
-        )
 
     # -- schedule ----------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

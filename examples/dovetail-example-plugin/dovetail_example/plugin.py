@@ -7,7 +7,15 @@ from dovetail.plugins.hookspecs import hookimpl
 from dovetail.plugins.specs import ComponentKind, ComponentSpec, Stability
 
 
-def _spec(kind: ComponentKind, name: str, target: str, config: str, summary: str, *offers: Feature) -> ComponentSpec:
+def _spec(
+    kind: ComponentKind,
+    name: str,
+    target: str,
+    config: str,
+    summary: str,
+    *offers: Feature,
+    needs: frozenset[Feature] = frozenset(),
+) -> ComponentSpec:
     return ComponentSpec(
         kind=kind,
         name=name,
@@ -15,6 +23,7 @@ def _spec(kind: ComponentKind, name: str, target: str, config: str, summary: str
         config=f"dovetail_example.config:{config}",
         summary=summary,
         offers=frozenset(offers),
+        needs=needs,
         stability=Stability.EXPERIMENTAL,
         priority=-100,  # `auto` prefers any other
     )
@@ -83,6 +92,7 @@ def register_drafters() -> list[ComponentSpec]:
             "BigramConfig",
             "Drafts what followed the last two tokens before.",
             Feature.DRAFT_CHAIN,
+            needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
         )
     ]
 
