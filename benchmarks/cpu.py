@@ -49,7 +49,7 @@ BUSY = 0.03
 QUIET = 0.5
 """Load of the machine beyond which the benchmark says that others are at work."""
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 132)
 
 
 def arguments() -> argparse.Namespace:
