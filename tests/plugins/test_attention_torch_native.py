@@ -21,7 +21,7 @@ class TestTorchNative(AttentionSuite):
     device = "cpu"
 
 
-SMALL = Limits(in_place=1 << 11, gather=1 << 13, waste=1 << 11, mask=256, short=3)
+SMALL = Limits(in_place=1 << 11, gather=1 << 13, waste=1 << 11, mask=256, short=8, shared=1)
 
 
 class TestTorchNativeInPieces(AttentionSuite):

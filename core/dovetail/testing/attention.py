@@ -133,6 +133,27 @@ class AttentionSuite(ComponentSuite):
             f"difference of {worst:.2e} (1 + |value|); {allowed:.0e} is allowed in {step.case.dtype}"
         )
 
+    @pytest.mark.parametrize("page_size", [1, 4, 16])
+    @pytest.mark.parametrize(
+        ("prefix", "extend", "features"),
+        [
+            ([64, 70, 130, 64, 99, 30], [1] * 6, (DECODE,)),
+            ([70, 64, 130, 64, 7], [5, 5, 5, 19, 5], (EXTEND,)),
+            ([64, 90, 64, 65], [9, 1, 1, 1], (MIXED,)),
+        ],
+        ids=["decode", "extend", "mixed"],
+    )
+    @pytest.mark.parametrize("kv_heads", [1, 4])
+    def test_rows_that_share_pages(
+        self, page_size: int, prefix: list[int], extend: list[int], features: tuple[Feature, ...], kv_heads: int
+    ) -> None:
+        """Several rows read the same pages at their beginning, as behind a prefix cache."""
+        self.skip_page_size(page_size)
+        split = sum(n > 1 for n in extend)
+        case = Case(prefix, extend, num_extend=split, shared=64, page_size=page_size, kv_heads=kv_heads)
+        self.check(case, *features)
+        self.check(replace(case, dtype=torch.bfloat16, ordered_pages=True), *features)
+
     @each_step
     @pytest.mark.parametrize("page_size", [1, 4, 16])
     def test_phases_and_page_sizes(self, step: str, page_size: int) -> None:

@@ -23,7 +23,8 @@ the output may each be rounded once (bfloat16 keeps 8 bits, float16 11), logits 
 @dataclass(frozen=True)
 class Case:
     """One step: row r has ``prefix[r]`` tokens in the pool, ``extend[r]`` enter. ``trees`` are the parents of the drafts
-    of the rows from ``num_extend`` on; the last ``padding`` rows own nothing and point at page 0."""
+    of the rows from ``num_extend`` on; the last ``padding`` rows own nothing and point at page 0. Rows with a prefix of at
+    least ``shared`` tokens (a multiple of the page size) have the pages of those in common."""
 
     prefix: Sequence[int]
     extend: Sequence[int]
@@ -38,6 +39,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     padding: int = 0
+    shared: int = 0
     dtype: torch.dtype = torch.float32
     key_scale: float = 1.0
     ordered_pages: bool = False
@@ -57,6 +59,9 @@ class Step:
         self.num_pages = 8 + sum(-(-n // case.page_size) for n in owned)
         seed = None if case.ordered_pages else case.seed
         table = make_page_table(owned, case.page_size, self.num_pages, seed=seed)
+        assert case.shared % case.page_size == 0
+        family = [row for row in range(len(owned)) if case.prefix[row] >= case.shared]
+        table[family, : case.shared // case.page_size] = table[family[:1], : case.shared // case.page_size]
         # Rows of padding point at page 0, and so does room to the right: a table may be wider than any row needs.
         self.table = np.pad(table, ((0, case.padding), (0, 3)))
         self.pool = self._make_pool(owned)

@@ -36,6 +36,48 @@ def attend(
     return out.transpose(1, 2).reshape(tokens, heads, dim)
 
 
+def attend_shared(
+    q: torch.Tensor,
+    shared: tuple[torch.Tensor, torch.Tensor],
+    own: tuple[torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Like ``attend`` on the CPU, where every row also sees all keys of ``shared``, ``[1, K, S, D]``, before its own.
+
+    The two parts are weighed by their logarithmic sums of exponentials, as in Hydragen (arXiv 2402.05099); exact.
+    """
+    tokens, heads, dim = q.shape
+    rows, kv_heads = own[0].shape[:2]
+    folds = heads // kv_heads
+    # the query heads of one key head, and for the shared keys all rows too, become its queries
+    together = q.view(tokens, kv_heads, folds, dim).transpose(0, 1).reshape(1, kv_heads, tokens * folds, dim)
+    by_row = q.view(rows, -1, kv_heads, folds, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
+    if mask is not None:
+        mask = mask.repeat(1, 1, folds, 1)
+    first, first_sum = _weighed(together, *shared, None, scale)
+    second, second_sum = _weighed(by_row, *own, mask, scale)
+    queries = tokens // rows
+    first = first.view(kv_heads, rows, queries, folds, dim).permute(1, 2, 0, 3, 4).reshape(tokens, heads, dim)
+    first_sum = first_sum.view(kv_heads, rows, queries, folds).permute(1, 2, 0, 3).reshape(tokens, heads, 1)
+    second = second.view(rows, kv_heads, folds, queries, dim).permute(0, 3, 1, 2, 4).reshape(tokens, heads, dim)
+    second_sum = second_sum.view(rows, kv_heads, folds, queries).permute(0, 3, 1, 2).reshape(tokens, heads, 1)
+    share = torch.sigmoid(first_sum - second_sum)
+    if q.dtype == torch.float32:
+        return torch.lerp(second, first, share)
+    return torch.lerp(second.float(), first.float(), share).to(q.dtype)
+
+
+def _weighed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and the logarithms of its sums of exponentials, float32 ``[R, K, Q]``."""
+    if k.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    out, sums = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    return out.contiguous(), sums.contiguous()
+
+
 def _fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> torch.Tensor:

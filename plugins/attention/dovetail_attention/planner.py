@@ -5,6 +5,7 @@ hides; spans that fit one kernel call make a group:
 
     in place   one row whose pages are consecutive: its keys are a view of the pool, nothing is copied
     gathered   one long row, or several short ones of similar length: keys are copied next to each other first
+    shared     rows that start with the same pages: those keys are read once for all rows, the rest of each row is gathered
 
 Rows are gathered page by page, or key by key where a window begins within a page. What a row has fewer pages than the longest
 of its group is filled up with its own first, and what its last page holds beyond the row is cleared: a mask alone would
@@ -31,8 +32,8 @@ class Limits:
     """What is worth doing on a kind of device, in bytes of keys but for the last two.
 
     From ``in_place`` on, a row is read in place rather than gathered with others. Rows share a group while it gathers up
-    to ``gather``, of which up to ``waste`` fill short rows up. A mask has up to ``mask`` elements. Rows of up to ``short``
-    queries are grouped.
+    to ``gather``, of which up to ``waste`` fill short rows up. A prefix is read once for all its rows where that saves
+    ``shared`` (None: never). A mask has up to ``mask`` elements. Rows of up to ``short`` queries are grouped.
     """
 
     in_place: int
@@ -40,9 +41,10 @@ class Limits:
     waste: int
     mask: int
     short: int
+    shared: int | None = None
 
 
-CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 18, short=32)
+CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 18, short=64, shared=256 << 10)
 CUDA = Limits(in_place=0, gather=128 << 20, waste=64 << 20, mask=1 << 24, short=64)
 
 
@@ -69,7 +71,8 @@ class Group:
 
     ``tokens`` are their places in the batch. The keys are the pool's places from ``start`` on; or, if there is an
     ``index`` (int64 ``[rows * pieces]``), the pieces of ``unit`` places each that it names, of each row the first ``keys``.
-    Gathered places named in ``tail`` must be cleared. ``mask`` and ``causal`` as in ``kernels.attend``.
+    Gathered places named in ``tail`` must be cleared. ``mask`` and ``causal`` as in ``kernels.attend``. The keys that all
+    rows start with, if there are any besides, are those of ``shared``: one row of all these queries, without a mask.
     """
 
     tokens: slice | torch.Tensor
@@ -82,6 +85,7 @@ class Group:
     tail: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     causal: bool = False
+    shared: Group | None = None
 
 
 class Planner:
@@ -96,8 +100,9 @@ class Planner:
         self._device = batch.page_table.device
         self._host_table: IntArray | None = batch.page_table.numpy() if self._device.type == "cpu" else None
 
-    def groups(self, window: int | None) -> list[Group]:
-        """The groups that together attend once for every token. A single group holds them all in order."""
+    def groups(self, window: int | None, *, may_share: bool = False) -> list[Group]:
+        """The groups that together attend once for every token. A single group holds them all in order. ``may_share``
+        allows groups with a ``shared`` part."""
         batch, limit = self._batch, self._limits.short
         first_tree = len(batch.reqs) if batch.tree_mask is None else batch.num_extend
         groups: list[Group] = []
@@ -115,8 +120,41 @@ class Planner:
                 short.setdefault((queries, is_tree), []).append(span)
             first += queries
         for (_, is_tree), spans in short.items():
-            groups += self._short(spans, window, is_tree)
+            if may_share and not is_tree and window is None and self._limits.shared is not None:
+                groups += self._sharing(spans, self._limits.shared // self._bytes_per_key)
+            else:
+                groups += self._short(spans, window, is_tree)
         return groups
+
+    def _sharing(self, spans: list[Span], enough: int) -> list[Group]:
+        """Groups of spans with equally many queries, of which those that share a prefix read it once, where that saves
+        ``enough`` keys."""
+        table = self._host_table
+        families: dict[int, list[Span]] = {}
+        for span in spans:
+            families.setdefault(int(table[span.row, 0]) if table is not None and span.position else -1, []).append(span)
+        groups: list[Group] = []
+        alone: list[Span] = []
+        for family in families.values():
+            keys = self._common_keys(family) if table is not None and len(family) > 1 else 0
+            if keys * (len(family) - 1) < max(enough, 1):
+                alone += family
+                continue
+            for bucket in self._buckets([span._replace(begin=keys) for span in family]):
+                group = self._group(bucket, None, False)
+                self._gather(group, bucket)
+                whole = Group(group.tokens, 1, group.rows * group.queries, keys)
+                group.shared = self._locate(whole, bucket[0]._replace(begin=0, end=keys))
+                groups.append(group)
+        return groups + (self._short(sorted(alone), None, False) if alone else [])
+
+    def _common_keys(self, spans: list[Span]) -> int:
+        """Keys in the pages that all these rows start with, before the first query of any."""
+        assert self._host_table is not None
+        pages = min(span.position for span in spans) // self._page_size
+        rows = self._host_table[[span.row for span in spans], :pages]
+        differs = (rows != rows[0]).any(axis=0)
+        return (int(differs.argmax()) if differs.any() else pages) * self._page_size
 
     def _long(self, row: int, first: int, prefix: int, queries: int, window: int | None) -> list[Group]:
         end = prefix + queries
@@ -232,24 +270,26 @@ class Planner:
 
     def _gather(self, group: Group, spans: list[Span]) -> None:
         """Fill in ``index``, ``unit`` and ``tail``."""
-        by_page = all(span.begin == 0 for span in spans)
+        begin = spans[0].begin
+        by_page = begin % self._page_size == 0 and all(span.begin == begin for span in spans)
         group.unit = self._page_size if by_page else 1
         pieces = -(-group.keys // group.unit)
         rows = [span.row for span in spans]
         table = self._page_table if by_page else self._place_table
         if len(rows) < len(table):
             table = table[rows[0] : rows[0] + 1] if len(rows) == 1 else table.index_select(0, self._tensor(rows))
-        owned = [-(-span.end // group.unit) for span in spans]
         if not by_page:
             steps = torch.arange(pieces, device=self._device) + self._tensor([span.begin for span in spans])[:, None]
-            index = table.gather(1, torch.minimum(steps, self._tensor(owned)[:, None] - 1))
-        elif min(owned) == pieces:
-            index = table[:, :pieces]
-        else:
+            last = self._tensor([span.end - 1 for span in spans])[:, None]
+            group.index = table.gather(1, torch.minimum(steps, last)).reshape(-1)
+            return
+        owned = [-(-span.keys // group.unit) for span in spans]
+        index = table[:, begin // group.unit : begin // group.unit + pieces]
+        if min(owned) < pieces:
             absent = torch.arange(pieces, device=self._device) >= self._tensor(owned)[:, None]
-            index = torch.where(absent, table[:, :1], table[:, :pieces])
+            index = torch.where(absent, index[:, :1], index)
         group.index = index.reshape(-1)
-        if by_page and group.unit > 1 and any(span.keys < group.keys for span in spans):
+        if group.unit > 1 and any(span.keys < group.keys for span in spans):
             group.tail = self._tail(spans, group, pieces * group.unit)
 
     def _tail(self, spans: list[Span], group: Group, width: int) -> torch.Tensor | None:
@@ -257,8 +297,8 @@ class Planner:
         where that is also its first page, with which it was filled up."""
         tail: list[int] = []
         for row, span in enumerate(spans):
-            end = group.keys if span.end < group.unit else min(group.keys, -(-span.end // group.unit) * group.unit)
-            tail += range(row * width + span.end, row * width + end)
+            end = group.keys if span.keys < group.unit else min(group.keys, -(-span.keys // group.unit) * group.unit)
+            tail += range(row * width + span.keys, row * width + end)
         return self._tensor(tail) if tail else None
 
     @functools.cached_property

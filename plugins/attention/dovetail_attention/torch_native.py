@@ -9,8 +9,11 @@ from pydantic import BaseModel
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.types import Batch
-from dovetail_attention.kernels import attend
+from dovetail_attention.kernels import attend, attend_shared
 from dovetail_attention.planner import CPU, CUDA, Group, Planner
+
+Way = tuple[int | None, bool]
+"""How layers look at a batch: their window, and whether parts of it may be merged."""
 
 
 class Buffer(NamedTuple):
@@ -27,10 +30,11 @@ class Bound(NamedTuple):
     group: Group
     keys: Buffer | None
     values: Buffer | None
+    shared: Bound | None = None
 
     def gather(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the group's pieces of a layer's keys and values next to each other: ``[rows, kv_heads, keys, head_dim]``."""
-        group, k, v = self
+        group, k, v, _ = self
         assert group.index is not None
         assert k is not None
         assert v is not None
@@ -54,24 +58,25 @@ class TorchNativeAttention(AttentionBackend):
         self._heads, self._dim = context.num_kv_heads, context.head_dim
         self._stride = context.num_kv_heads * context.head_dim
         self._limits = CPU if context.device.type == "cpu" else CUDA
-        self._windows: list[int | None] = []
-        self._groups: dict[int | None, list[Bound]] = {}
+        self._ways: list[Way] = []
+        self._groups: dict[Way, list[Bound]] = {}
         self._planner: Planner | None = None
         self._memory: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._scratch: list[torch.Tensor] = [context.pool.keys(0).new_empty(0) for _ in range(2)]
+        self._scratch: list[torch.Tensor] = [context.pool.keys(0).new_empty(0) for _ in range(4)]
 
     def plan(self, batch: Batch) -> None:
         """See ``AttentionBackend.plan``."""
         bytes_per_key = self._stride * self._dtype.itemsize
         self._planner = Planner(batch, self._pool.page_size, bytes_per_key, self._dtype, self._limits)
-        self._groups = {window: self._plan_window(window) for window in self._windows}
+        self._groups = {way: self._plan_way(way) for way in self._ways}
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
-        if layer.window not in self._groups:
-            self._windows.append(layer.window)
-            self._groups[layer.window] = self._plan_window(layer.window)
-        groups = self._groups[layer.window]
+        way = layer.window, layer.soft_cap is None and layer.sinks is None
+        groups = self._groups.get(way)
+        if groups is None:
+            self._ways.append(way)
+            groups = self._groups[way] = self._plan_way(way)
         if len(groups) == 1:  # then its tokens are all there are, in order
             return self._attend(groups[0], q, layer)
         out = torch.empty_like(q)
@@ -85,13 +90,17 @@ class TorchNativeAttention(AttentionBackend):
 
     def _attend(self, bound: Bound, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         group = bound.group
-        unit = group.unit
-        keys, values = self._memory.get((layer.layer_id, unit)) or self._pieces(layer.layer_id, unit)
+        if bound.shared is None:
+            return attend(q, *self._read(bound, layer), group.mask, group.causal, layer)
+        return attend_shared(q, self._read(bound.shared, layer), self._read(bound, layer), group.mask, layer.scale)
+
+    def _read(self, bound: Bound, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """The group's keys and values, ``[rows, kv_heads, keys, head_dim]``."""
+        group = bound.group
+        keys, values = self._memory.get((layer.layer_id, group.unit)) or self._pieces(layer.layer_id, group.unit)
         if group.index is None:
-            k, v = self._in_place(keys, group), self._in_place(values, group)
-        else:
-            k, v = bound.gather(keys, values)
-        return attend(q, k, v, group.mask, group.causal, layer)
+            return self._in_place(keys, group), self._in_place(values, group)
+        return bound.gather(keys, values)
 
     def _in_place(self, memory: torch.Tensor, group: Group) -> torch.Tensor:
         start = memory.storage_offset() + group.start * self._stride
@@ -106,10 +115,17 @@ class TorchNativeAttention(AttentionBackend):
         self._memory[layer_id, unit] = keys, values
         return keys, values
 
-    def _plan_window(self, window: int | None) -> list[Bound]:
+    def _plan_way(self, way: Way) -> list[Bound]:
         assert self._planner is not None, "plan comes before forward"
-        groups = self._planner.groups(window)
-        return [Bound(group, *(self._buffer(group, i) for i in range(2))) for group in groups]
+        window, may_share = way
+        return [self._bind(group) for group in self._planner.groups(window, may_share=may_share)]
+
+    def _bind(self, group: Group) -> Bound:
+        shared = self._bind(group.shared) if group.shared is not None else None
+        offset = (
+            2 if shared is None or shared.group.index is None else 4
+        )  # both parts are gathered before they are read
+        return Bound(group, self._buffer(group, offset - 2), self._buffer(group, offset - 1), shared)
 
     def _buffer(self, group: Group, which: int) -> Buffer | None:
         """Memory to gather keys (0) or values (1) into: kept, because the system takes large blocks back after each use,
