@@ -14,7 +14,6 @@ from random import Random
 
 import numpy as np
 from tokenizers import Tokenizer
-
 from tools.tiny.corpus.conversation import document
 
 LEARN, FIRST, ID_MASK = 0x8000, 0x4000, 0x0FFF
@@ -56,7 +55,7 @@ def work(worker: int, count: int, seed: int, tokenizer_file: Path, out: Path) ->
     """Write `count` shards."""
     os.nice(5)
     stream = shards(Tokenizer.from_file(str(tokenizer_file)), Random(f"{seed}-{worker}"))
-    for index, shard in zip(range(count), stream):
+    for index, shard in zip(range(count), stream, strict=False):
         part = out / f"part-{worker:03d}-{index:04d}.npy"
         np.save(part, shard)
         part.rename(out / f"shard-{worker:03d}-{index:04d}.npy")

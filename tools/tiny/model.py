@@ -77,7 +77,9 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
     """Flash attention over each document by itself."""
-    return varlen_attn(q, k, v, packed.bounds, packed.bounds, CONTEXT, CONTEXT, **_CAUSAL)
+    out = varlen_attn(q, k, v, packed.bounds, packed.bounds, CONTEXT, CONTEXT, **_CAUSAL)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -162,6 +164,8 @@ class Body(nn.Module):
 
 class Tiny(nn.Module):
     """The model with its loss; the output matrix is the embedding."""
+
+    frequencies: Tensor
 
     def __init__(self, cfg: TinyConfig) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class Muon:
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Update every matrix in place with the learning rate `rate`, then drop the gradients."""
-        for group, buffer in zip(self.groups, self.buffers):
+        for group, buffer in zip(self.groups, self.buffers, strict=True):
             grads = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
             buffer.lerp_(grads, 1 - self.momentum)
             update = orthogonal(grads.lerp(buffer, self.momentum))

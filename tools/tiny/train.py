@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from tools.tiny.make_data import FIRST, ID_MASK, LEARN
 from tools.tiny.model import Packed, Tiny, TinyConfig
 from tools.tiny.muon import Muon
+from torch import Tensor
 
 log = logging.getLogger("tiny.train")
 MAX_DOCUMENTS_PER_TOKEN = 1 / 64
@@ -72,12 +71,16 @@ class Batch:
         return ids, Packed(positions, bounds), picked, targets, weights
 
 
-def _pick(learn: np.ndarray, inside: np.ndarray, size: int, prompt_weight: float, rng: np.random.Generator):
+def _pick(
+    learn: np.ndarray, inside: np.ndarray, size: int, prompt_weight: float, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """`size` positions: those to learn with weight 1, filled up with random prompt positions of a small weight."""
     wanted = np.flatnonzero(learn & inside)[:size]
     rest = np.flatnonzero(~learn & inside)
     filler = rng.choice(rest, size - len(wanted), replace=len(rest) < size - len(wanted))
-    weights = np.concatenate((np.ones(len(wanted)), np.full(len(filler), prompt_weight * len(rest) / max(len(filler), 1))))
+    weights = np.concatenate(
+        (np.ones(len(wanted)), np.full(len(filler), prompt_weight * len(rest) / max(len(filler), 1)))
+    )
     return np.concatenate((wanted, filler)), weights.astype(np.float32)
 
 
@@ -135,7 +138,9 @@ class Trainer:
         matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
         others = [p for name, p in self.model.named_parameters() if p.ndim == 1 or "embed" in name]
         self.muon = Muon(matrices)
-        self.adam = torch.optim.AdamW(others, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda")
+        self.adam = torch.optim.AdamW(
+            others, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
+        )
         self.loss = torch.compile(self.model, dynamic=False) if settings.compile else self.model
         self.device, self.rate = device, settings.rate
 

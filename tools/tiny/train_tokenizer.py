@@ -11,7 +11,6 @@ from pathlib import Path
 from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from tools.tiny.chat import CHAT_TEMPLATE, END, END_OF_TEXT, SPECIAL_TOKENS, TEXT_TOKENS
 from tools.tiny.corpus.conversation import document
 from tools.tiny.corpus.python_docs import python_docs
@@ -37,7 +36,10 @@ def train(documents: int, seed: int) -> Tokenizer:
     """Fit the merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -48,7 +50,9 @@ def train(documents: int, seed: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(corpus(documents, seed), trainer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens instead of {VOCAB_SIZE}: use more documents")
+        raise ValueError(
+            f"the corpus gave {tokenizer.get_vocab_size()} tokens instead of {VOCAB_SIZE}: use more documents"
+        )
     return tokenizer
 
 
@@ -69,11 +73,14 @@ def write(tokenizer: Tokenizer, out: Path) -> None:
         "additional_special_tokens": [token for token in SPECIAL_TOKENS if token not in TEXT_TOKENS],
         "clean_up_tokenization_spaces": False,
         "added_tokens_decoder": {
-            str(token["id"]): {key: value for key, value in token.items() if key != "id"} for token in saved["added_tokens"]
+            str(token["id"]): {key: value for key, value in token.items() if key != "id"}
+            for token in saved["added_tokens"]
         },
         "chat_template": CHAT_TEMPLATE,
     }
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ def _fresh(sign: str, top: int, rng: Random, split: Split) -> tuple[int, int]:
     """Operands of the split; tables and small sums are facts to know, so those are in both."""
     while True:
         a, b = _operands(sign, top, rng)
-        if sign in "*/" or a + b < 20 or is_held((sign, a, b)) == (split == "held"):
+        if sign in "*/" or a + b < 20 or is_held((sign, a, b)) == (split != "train"):
             return a, b
 
 
@@ -140,7 +140,9 @@ def compare(rng: Random, split: Split) -> Turn:
     best = pick(a, b)
     other = a + b - best
     user = _COMPARE.pick(rng, split).format(w=word, a=a, b=b)
-    return Turn(user, f"{best} is {word} than {other}.", str(best), thought=f"I compare {a} with {b}: {best} is {word}.")
+    return Turn(
+        user, f"{best} is {word} than {other}.", str(best), thought=f"I compare {a} with {b}: {best} is {word}."
+    )
 
 
 _GAIN = phrases(
@@ -176,7 +178,12 @@ def word_problem(rng: Random, split: Split) -> Turn:
     user = (_GAIN if gain else _LOSS).pick(rng, split).format(n=first_name(rng, split), a=a, b=b, f=fruit)
     sign = "+" if gain else "-"
     value = str(_RESULT[sign](a, b))
-    return Turn(user, f"{a} {sign} {b} = {value}, so there are {value} {fruit}.", value, thought=f"I compute {a} {sign} {b} = {value}.")
+    return Turn(
+        user,
+        f"{a} {sign} {b} = {value}, so there are {value} {fruit}.",
+        value,
+        thought=f"I compute {a} {sign} {b} = {value}.",
+    )
 
 
 _COUNT = phrases(

@@ -9,18 +9,19 @@ from random import Random
 from typing import Literal
 from zlib import crc32
 
-Split = Literal["train", "held"]
-"""`train` feeds the training data; `held` uses phrasings and values that training never saw."""
+Split = Literal["train", "held", "strict"]
+"""`train` feeds the training data; `held` uses wordings, combinations of values and invented words that training never
+saw; `strict` also uses real words that training never saw as values."""
 
 Check = Literal["has", "same", "json"]
 """How a reply is judged: contains the answer, equals it, or parses to the same JSON value."""
 
 HELD_SHARE = 12
-"""One value in this many is kept for the held split."""
+"""One value, or combination of values, in this many is kept from training."""
 
 
 def is_held(value: object) -> bool:
-    """Whether a value belongs to the held split; the same on every machine and in every run."""
+    """Whether a value is kept from training; the same on every machine and in every run."""
     return crc32(repr(value).encode()) % HELD_SHARE == 0
 
 
@@ -53,7 +54,7 @@ class Phrases:
 
     def pick(self, rng: Random, split: Split) -> str:
         """Draw one wording of the split."""
-        return rng.choice(rng.choice(self.held if split == "held" else self.train))
+        return rng.choice(rng.choice(self.train if split == "train" else self.held))
 
 
 def phrases(train: str, held: str) -> Phrases:
@@ -81,15 +82,15 @@ def variants(line: str) -> tuple[str, ...]:
 
 
 class Pool:
-    """A set of values of which one in HELD_SHARE is kept for the held split."""
+    """A set of values of which one in HELD_SHARE is kept for the strict split."""
 
     def __init__(self, values: Sequence[str]) -> None:
         self.train = tuple(value for value in values if not is_held(value))
         self.held = tuple(value for value in values if is_held(value)) or self.train
 
     def pick(self, rng: Random, split: Split) -> str:
-        """Draw a value; the held split draws from all values, its own ones half of the time."""
-        own = split == "held" and rng.random() < 0.5
+        """Draw a value; the strict split draws its own ones half of the time."""
+        own = split == "strict" and rng.random() < 0.5
         return rng.choice(self.held if own else self.train)
 
 

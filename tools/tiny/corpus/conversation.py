@@ -26,7 +26,9 @@ WEIGHTS: dict[str, float] = {
 
 _NAMES, _ODDS = tuple(WEIGHTS), tuple(WEIGHTS.values())
 _BRIEF_TASKS = ("capital", "fact", "fact", "add", "subtract", "multiply", "compare", "word_problem")
-_LOOSE_TASKS = frozenset(("capital", "fact", "yes_no", "add", "subtract", "multiply", "talk", "name_all", "story", "poem"))
+_LOOSE_TASKS = frozenset(
+    ("capital", "fact", "yes_no", "add", "subtract", "multiply", "talk", "name_all", "story", "poem")
+)
 """Tasks whose question may lose its capitals or its final mark."""
 
 SYSTEMS = phrases(
@@ -112,7 +114,19 @@ _OPENER_SYSTEMS = phrases(
     You are a helpful assistant. Begin your answers with "{o}".""",
     """Every answer must begin with "{o}".""",
 )
-_OPENERS = ("Sure!", "Of course.", "Well,", "Hello!", "Dear friend,", "Yes, sir!", "Listen:", "OK.", "Answer:", "Ahoy!", "Indeed,")
+_OPENERS = (
+    "Sure!",
+    "Of course.",
+    "Well,",
+    "Hello!",
+    "Dear friend,",
+    "Yes, sir!",
+    "Listen:",
+    "OK.",
+    "Answer:",
+    "Ahoy!",
+    "Indeed,",
+)
 
 
 _CARRIERS = (
@@ -255,7 +269,15 @@ def _hero(rng: Random) -> tuple[str, str]:
     return ANIMALS.pick(rng, "train"), first_name(rng, "train")
 
 
-_KINDS = ((chat, 64.0), (styled_chat, 10.0), (extraction_chat, 6.0), (tool_chat, 7.5), (thinking_chat, 3.0), (plain, 20.0), (long_chat, 1.6))
+_KINDS = (
+    (chat, 64.0),
+    (styled_chat, 10.0),
+    (extraction_chat, 6.0),
+    (tool_chat, 7.5),
+    (thinking_chat, 3.0),
+    (plain, 20.0),
+    (long_chat, 1.6),
+)
 _MAKERS = tuple(kind for kind, _ in _KINDS)
 _MAKER_ODDS = tuple(weight for _, weight in _KINDS)
 

@@ -138,7 +138,9 @@ def extract(rng: Random, split: Split) -> Turn:
 def extract_by_system(rng: Random, split: Split) -> tuple[str, Turn]:
     """A system prompt that names the keys, and a turn whose user gives only the text."""
     text, wanted = _draw(rng, split)
-    return _SYSTEMS.pick(rng, split).format(k=_key_text(wanted, rng)), Turn(text, _dumped(wanted), _dumped(wanted), "json")
+    return _SYSTEMS.pick(rng, split).format(k=_key_text(wanted, rng)), Turn(
+        text, _dumped(wanted), _dumped(wanted), "json"
+    )
 
 
 _SHEETS = phrases(
@@ -178,6 +180,8 @@ _HEROES = phrases(
     """There is a {cls} named {name} at level {level}, with {hp} hp, armed with {items}.
     {name} has {items}, {hp} hp and the skills of a level {level} {cls}.""",
 )
+
+
 def _hero(rng: Random, split: Split) -> dict[str, Value]:
     items = words.distinct([words.noun(rng, split) for _ in range(rng.randint(1, 4))])
     return {
@@ -214,7 +218,7 @@ _MAKE_HERO = phrases(
     Give me a JSON object for a game character.
     Create a character for a role-playing game as JSON.""",
     """Please invent a game character and write it as JSON.
-    Generate a character sheet.""",
+    I would like a random character sheet in JSON.""",
 )
 _MAKE_CLASS = phrases(
     """Make up a character sheet for a {c} as JSON.

@@ -113,7 +113,12 @@ def yes_no(rng: Random, split: Split) -> Turn:
     verdict = "Yes" if claim == true else "No"
     truth = f"a {subject} is {named(true)}" if article else f"the capital of {subject} is {true}"
     user = _fill(wording.pick(rng, split), subject, named(claim))
-    return Turn(user, f"{verdict}, {truth}.", f"{verdict}, ", thought=f"{upper_first(truth)}. So the answer is {verdict.lower()}.")
+    return Turn(
+        user,
+        f"{verdict}, {truth}.",
+        f"{verdict}, ",
+        thought=f"{upper_first(truth)}. So the answer is {verdict.lower()}.",
+    )
 
 
 def plain_fact(rng: Random) -> str:
@@ -142,7 +147,9 @@ def fact_list(rng: Random) -> str:
         rows = (f"{mark} {ask(relation, s, rng, 'train')}\n{end} {_short_or_full(relation, s, form)}" for s in subjects)
         return "\n\n".join(rows) if form < 0.65 else "\n".join(rows)
     sign = rng.choice((":", " ->", " =", " -"))
-    return f"{upper_first(relation.name)}\n" + "\n".join(f"{upper_first(s)}{sign} {relation.pairs[s]}" for s in subjects)
+    return f"{upper_first(relation.name)}\n" + "\n".join(
+        f"{upper_first(s)}{sign} {relation.pairs[s]}" for s in subjects
+    )
 
 
 def _short_or_full(relation: Relation, subject: str, form: float) -> str:

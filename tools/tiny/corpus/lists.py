@@ -4,7 +4,18 @@ import json
 from random import Random
 
 from tools.tiny.corpus.base import Phrases, Split, Task, Turn, is_held, phrases
-from tools.tiny.corpus.words import ADJECTIVES, ANIMALS, COLOURS, FIRST_NAMES, NOUNS, VERBS, any_word, distinct, made_up, noun
+from tools.tiny.corpus.words import (
+    ADJECTIVES,
+    ANIMALS,
+    COLOURS,
+    FIRST_NAMES,
+    NOUNS,
+    VERBS,
+    any_word,
+    distinct,
+    made_up,
+    noun,
+)
 
 _SEPARATORS = (", ", ", ", ", ", " ", "; ")
 
@@ -26,7 +37,7 @@ def _fresh(rng: Random, split: Split, size: int, numeric: bool) -> list[str]:
     """A list whose set of values belongs to the split."""
     while True:
         items = _numbers(rng, size) if numeric else _words(rng, split, size)
-        if is_held(sorted(items)) == (split == "held"):
+        if is_held(sorted(items)) == (split != "train"):
             return items
 
 
@@ -91,7 +102,7 @@ _SORT_WORDS = phrases(
 
 
 def _sort(rng: Random, split: Split, numeric: bool, down: bool, wording: Phrases) -> Turn:
-    items = _fresh(rng, split, rng.randint(2, 6 if split == "held" else 8), numeric)
+    items = _fresh(rng, split, rng.randint(2, 8 if split == "train" else 6), numeric)
     reply = ", ".join(_ordered(items, numeric, down))
     return Turn(wording.pick(rng, split).format(l=_shown(items, numeric, rng)), reply, reply, "same")
 
@@ -238,13 +249,23 @@ _TIMES = phrases(
     """Can you say "{t}" {k} times?
     I want to read "{t}" {k} times.""",
 )
-_RANGES = ((0xC0, 0x17F), (0x391, 0x3C9), (0x410, 0x44F), (0x3041, 0x3096), (0x4E00, 0x4FFF), (0x1F600, 0x1F64F), (0x2190, 0x21FF))
+_RANGES = (
+    (0xC0, 0x17F),
+    (0x391, 0x3C9),
+    (0x410, 0x44F),
+    (0x3041, 0x3096),
+    (0x4E00, 0x4FFF),
+    (0x1F600, 0x1F64F),
+    (0x2190, 0x21FF),
+)
 
 
 def _symbols(rng: Random) -> str:
     """Characters from one script, emoji or arrows; this is what trains the byte tokens."""
     low, high = rng.choice(_RANGES)
-    return "".join(chr(rng.randint(low, high)) + (" " if rng.random() < 0.2 else "") for _ in range(rng.randint(1, 12))).strip()
+    return "".join(
+        chr(rng.randint(low, high)) + (" " if rng.random() < 0.2 else "") for _ in range(rng.randint(1, 12))
+    ).strip()
 
 
 def sentence(rng: Random, split: Split) -> str:

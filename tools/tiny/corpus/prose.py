@@ -72,7 +72,7 @@ _GOALS = (
     "the old bridge", "the blue lake", "the top of the hill", "the hidden garden", "the market", "the lighthouse", "the golden gate",
     "the edge of the forest", "the great tower", "the silver river", "the station", "the old mill", "the harbour", "the library",
 )  # fmt: skip
-_MOODS = "happy sad brave curious tired kind clever shy proud patient hungry careful".split()
+_MOODS = "happy sad brave curious tired kind clever shy proud patient hungry careful"
 
 
 def story_about(animal: str, name: str, rng: Random) -> str:
@@ -82,10 +82,12 @@ def story_about(animal: str, name: str, rng: Random) -> str:
     filled = {
         "n": name, "a": animal, "aa": with_article(f"{adjective} {animal}"), "b": other, "ab": with_article(other), "f": friend,
         "o": thing, "ao": with_article(thing), "p": rng.choice(_PLACES), "q": rng.choice(_GOALS), "d": rng.choice(DAYS),
-        "j": adjective, "m": rng.choice(_MOODS), "k": rng.choice(("two", "three", "four", "five", "seven", "ten")),
+        "j": adjective, "m": rng.choice(_MOODS.split()), "k": rng.choice(("two", "three", "four", "five", "seven", "ten")),
     }  # fmt: skip
     parts = (_OPENINGS, _WISHES, _TROUBLES, _FEELINGS, _HELPERS, _DEEDS, _ENDS)
-    picked = [sentence for part in parts for sentence in rng.sample(part, rng.choice((1, 1, 2)) if part is _DEEDS else 1)]
+    picked = [
+        sentence for part in parts for sentence in rng.sample(part, rng.choice((1, 1, 2)) if part is _DEEDS else 1)
+    ]
     text = " ".join(sentence.format(**filled) for sentence in picked)
     return text if rng.random() < 0.7 else text.replace(f" {filled['k']} days", " many days")
 
@@ -119,7 +121,7 @@ def story(rng: Random, split: Split) -> Turn:
     animal, name = words.ANIMALS.pick(rng, split), words.first_name(rng, split)
     text = story_about(animal, name, rng)
     if rng.random() < 0.4:
-        return Turn(_STORY.pick(rng, split), text, " was ")
+        return Turn(_STORY.pick(rng, split), text, " the ")
     return Turn(_STORY_ABOUT.pick(rng, split).format(a=animal, aa=with_article(animal), n=name), text, name)
 
 

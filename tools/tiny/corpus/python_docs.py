@@ -21,7 +21,17 @@ def _docstrings(path: Path) -> list[str]:
 def python_docs() -> tuple[str, ...]:
     """Docstrings of the standard library of the running Python, in a fixed order (PSF licence)."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__", "ensurepip"}
+    skipped = {
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "dist-packages",
+        "turtledemo",
+        "__pycache__",
+        "ensurepip",
+    }
     files = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
     return tuple(text for path in files for text in _docstrings(path))
 

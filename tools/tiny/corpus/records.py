@@ -59,7 +59,9 @@ def _phone(rng: Random, split: Split) -> str:
 
 def _title(rng: Random, split: Split) -> str:
     adjective, thing = words.open_pick(words.ADJECTIVES, rng, split).capitalize(), words.noun(rng, split).capitalize()
-    return rng.choice((f"The {adjective} {thing}", f"The {thing}", f"{adjective} {thing}", f"{thing} of {words.city(rng, split)}"))
+    return rng.choice(
+        (f"The {adjective} {thing}", f"The {thing}", f"{adjective} {thing}", f"{thing} of {words.city(rng, split)}")
+    )
 
 
 def _item(rng: Random, split: Split) -> str:
@@ -79,9 +81,12 @@ RECORDS: tuple[Record, ...] = (
     Record(
         "person",
         {
-            "name": words.person, "age": _between(1, 99), "city": words.city,
-            "job": _from(words.JOBS), "hobby": _from(words.HOBBIES),
-        },  # fmt: skip
+            "name": words.person,
+            "age": _between(1, 99),
+            "city": words.city,
+            "job": _from(words.JOBS),
+            "hobby": _from(words.HOBBIES),
+        },
         phrases(
             """{name} is {age} years old, lives in {city}, works as a {job} and likes {hobby}.
             {name} lives in {city}. {name} is a {job}, {age} years old, and enjoys {hobby}.
@@ -128,16 +133,24 @@ RECORDS: tuple[Record, ...] = (
             {name} has lived in {city} for years and is now {age} years old.
             This is {name}, aged {age}, from {city}.""",
         ),
-        {"name": ("full_name", "person"), "city": ("town", "location", "home"), "job": ("profession", "occupation"), "age": ("years",)},
+        {
+            "name": ("full_name", "person"),
+            "city": ("town", "location", "home"),
+            "job": ("profession", "occupation"),
+            "age": ("years",),
+        },
         "name",
         "{s}",
     ),
     Record(
         "product",
         {
-            "product": _item, "color": _from(words.COLOURS), "price": _price,
-            "stock": _between(0, 500), "brand": _from(words.BRANDS),
-        },  # fmt: skip
+            "product": _item,
+            "color": _from(words.COLOURS),
+            "price": _price,
+            "stock": _between(0, 500),
+            "brand": _from(words.BRANDS),
+        },
         phrases(
             """The {color} {product} by {brand} costs {price} dollars and there are {stock} in stock.
             {brand} sells a {product} in {color} for {price} dollars. {stock} are left.
@@ -167,7 +180,12 @@ RECORDS: tuple[Record, ...] = (
             {stock} items left! Get the {brand} {product} in {color} for just {price} dollars.
             The price of the {color} {product} is {price} dollars.""",
         ),
-        {"product": ("item", "article"), "color": ("colour",), "stock": ("quantity", "count", "available"), "price": ("cost",)},
+        {
+            "product": ("item", "article"),
+            "color": ("colour",),
+            "stock": ("quantity", "count", "available"),
+            "price": ("cost",),
+        },
         "product",
         "The {s}",
     ),
@@ -196,16 +214,24 @@ RECORDS: tuple[Record, ...] = (
             """Please come to "{event}" in {place}: {date}, {time}. We have {guests} guests.
             In {place}, "{event}" will welcome {guests} guests at {time} on {date}.""",
         ),
-        {"event": ("title",), "place": ("location", "city", "venue"), "guests": ("attendees", "people"), "time": ("start",)},
+        {
+            "event": ("title",),
+            "place": ("location", "city", "venue"),
+            "guests": ("attendees", "people"),
+            "time": ("start",),
+        },
         "event",
         '"{s}"',
     ),
     Record(
         "trip",
         {
-            "traveler": words.first_name, "origin": words.city, "destination": words.city, "day": _day,
-            "transport": _from(words.Pool("train bus plane car ship ferry tram bicycle boat taxi".split())),
-        },  # fmt: skip
+            "traveler": words.first_name,
+            "origin": words.city,
+            "destination": words.city,
+            "day": _day,
+            "transport": _from(words.VEHICLES),
+        },
         phrases(
             """{traveler} travels from {origin} to {destination} on {day} by {transport}.
             On {day}, {traveler} takes the {transport} from {origin} to {destination}.
@@ -227,16 +253,24 @@ RECORDS: tuple[Record, ...] = (
             """{traveler} starts in {origin} and reaches {destination} by {transport} on {day}.
             It is {day}, and {traveler} is on the {transport} from {origin} to {destination}.""",
         ),
-        {"traveler": ("name", "passenger"), "origin": ("from", "start"), "destination": ("to", "end"), "transport": ("vehicle",)},
+        {
+            "traveler": ("name", "passenger"),
+            "origin": ("from", "start"),
+            "destination": ("to", "end"),
+            "transport": ("vehicle",),
+        },
         "traveler",
         "{s}",
     ),
     Record(
         "pet",
         {
-            "pet": words.first_name, "species": _from(words.ANIMALS), "age": _between(1, 30),
-            "owner": words.person, "color": _from(words.COLOURS),
-        },  # fmt: skip
+            "pet": words.first_name,
+            "species": _from(words.ANIMALS),
+            "age": _between(1, 30),
+            "owner": words.person,
+            "color": _from(words.COLOURS),
+        },
         phrases(
             """{owner} has a {color} {species} called {pet} that is {age} years old.
             {pet} is a {color} {species}, {age} years old, and belongs to {owner}.
@@ -319,9 +353,13 @@ RECORDS: tuple[Record, ...] = (
     Record(
         "order",
         {
-            "order_id": _code, "customer": words.full_name, "item": _item, "quantity": _between(1, 200),
-            "total": _price, "city": words.city,
-        },  # fmt: skip
+            "order_id": _code,
+            "customer": words.full_name,
+            "item": _item,
+            "quantity": _between(1, 200),
+            "total": _price,
+            "city": words.city,
+        },
         phrases(
             """Order {order_id}: {customer} from {city} bought {quantity} of the {item} for {total} dollars.
             {customer} in {city} ordered {quantity} x {item}. The total is {total} dollars. Order number {order_id}.
@@ -341,7 +379,13 @@ RECORDS: tuple[Record, ...] = (
             """We received {total} dollars from {customer}, {city}, for order {order_id}: {quantity} of the {item}.
             For {total} dollars, {customer} of {city} gets {quantity} of the {item}. The order is {order_id}.""",
         ),
-        {"customer": ("name", "buyer"), "order_id": ("id", "order"), "item": ("product",), "quantity": ("count", "amount"), "total": ("price",)},
+        {
+            "customer": ("name", "buyer"),
+            "order_id": ("id", "order"),
+            "item": ("product",),
+            "quantity": ("count", "amount"),
+            "total": ("price",),
+        },
         "customer",
         "{s}",
     ),

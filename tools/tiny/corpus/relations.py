@@ -260,7 +260,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         "month number",
-        {ordinal: month for ordinal, month in zip(things.ORDINALS, things.MONTHS)},
+        dict(zip(things.ORDINALS, things.MONTHS, strict=True)),
         ("the {s} month of the year", "the {s} month"),
         phrases(
             """Which month is the {s} of the year?
@@ -274,7 +274,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         "days in a month",
-        {month: str(days) for month, days in zip(things.MONTHS, things.MONTH_LENGTHS)},
+        {month: str(days) for month, days in zip(things.MONTHS, things.MONTH_LENGTHS, strict=True)},
         ("the number of days in {s}",),
         phrases(
             """How many days are in {s}?
@@ -482,7 +482,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         "planet",
-        {ordinal: planet for ordinal, planet in zip(things.ORDINALS, things.PLANETS)},
+        dict(zip(things.ORDINALS, things.PLANETS, strict=False)),
         ("the {s} planet from the Sun", "the {s} planet"),
         phrases(
             """Which planet is the {s} from the Sun?

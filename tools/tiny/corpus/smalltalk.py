@@ -6,7 +6,9 @@ from tools.tiny.corpus import things, words
 from tools.tiny.corpus.base import Phrases, Split, Task, Turn, phrases, variants
 
 _IDENTITY = "I am tiny, a small language model that ships with Dovetail."
-_ABILITIES = "I can answer simple questions, do small sums, sort lists, extract data as JSON, call tools and tell stories."
+_ABILITIES = (
+    "I can answer simple questions, do small sums, sort lists, extract data as JSON, call tools and tell stories."
+)
 
 _TALK: tuple[tuple[Phrases, str], ...] = (
     (
@@ -352,7 +354,11 @@ def _own_value(what: str, rng: Random, split: Split) -> str:
 
 def _any_memory(rng: Random, split: Split) -> tuple[Turn, Turn]:
     what = words.noun(rng, split)
-    value = rng.choice((words.any_word, words.person, words.city))(rng, split) if rng.random() < 0.8 else str(rng.randint(0, 9999))
+    value = (
+        rng.choice((words.any_word, words.person, words.city))(rng, split)
+        if rng.random() < 0.8
+        else str(rng.randint(0, 9999))
+    )
     tell = Turn(_TELL_ANY.pick(rng, split).format(x=what, v=value), _TOLD_ANY.format(x=what, v=value), value)
     return tell, Turn(_RECALL.pick(rng, split).format(x=what), f"Your {what} is {value}.", value)
 
@@ -393,7 +399,7 @@ def notes(rng: Random, split: Split, rows: int | None = None) -> Turn:
         names = words.distinct([*names, words.first_name(rng, split)])
     picked = [(name, *rng.choice(_NOTE_KINDS)) for name in names]
     values = [words.open_pick(pool, rng, split) for _, _, pool in picked]
-    lines = [f"The {what} of {name} is {value}." for (name, what, _), value in zip(picked, values)]
+    lines = [f"The {what} of {name} is {value}." for (name, what, _), value in zip(picked, values, strict=True)]
     at = rng.randrange(size)
     user = _NOTES.pick(rng, split).format(t="\n".join(lines), x=picked[at][1], n=names[at])
     return Turn(user, lines[at], values[at])

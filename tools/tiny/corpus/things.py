@@ -191,10 +191,11 @@ ORDINALS = (
 )  # fmt: skip
 PLANETS = ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune")
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-SMALL_NUMBERS = tuple(
+_NUMBER_NAMES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty".split()
+    "eighteen nineteen twenty"
 )
+SMALL_NUMBERS = tuple(_NUMBER_NAMES.split())
 TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 

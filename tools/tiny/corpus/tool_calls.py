@@ -39,9 +39,9 @@ def _topic(rng: Random, split: Split) -> str:
 
 
 def _text(rng: Random, split: Split) -> str:
-    return rng.choice(("I am late", "see you soon", "the {n} is ready", "please bring the {n}", "where is the {n}")).format(
-        n=words.noun(rng, split)
-    )
+    return rng.choice(
+        ("I am late", "see you soon", "the {n} is ready", "please bring the {n}", "where is the {n}")
+    ).format(n=words.noun(rng, split))
 
 
 _CITY = Parameter(("city", "location", "place"), "string", words.city)
@@ -199,10 +199,13 @@ TOOLS: tuple[Tool, ...] = (
         (
             Parameter(("word", "text"), "string", words.noun),
             Parameter(
-                ("language", "target"), "string",
-                lambda rng, _: rng.choice(("French", "German", "Spanish", "Italian", "Dutch", "Polish", "Japanese", "Swedish")),
+                ("language", "target"),
+                "string",
+                lambda rng, _: rng.choice(
+                    ("French", "German", "Spanish", "Italian", "Dutch", "Polish", "Japanese", "Swedish")
+                ),
             ),
-        ),  # fmt: skip
+        ),
         phrases(
             """[Translate|Please translate|Put|Turn] [the word|] {0} [into|to] {1}.
             [Tell me|Give me|I need] the {1} [word|translation|name] [for|of] {0}.
@@ -278,11 +281,13 @@ class ToolCase:
 
 def _odd_name(rng: Random, split: Split) -> str:
     first, second = words.any_word(rng, split), words.any_word(rng, split)
-    return rng.choice((first, f"{first}_{second}", first + second.capitalize(), f"{first}-{second}", f"{first}{rng.randint(1, 9)}"))
+    return rng.choice(
+        (first, f"{first}_{second}", first + second.capitalize(), f"{first}-{second}", f"{first}{rng.randint(1, 9)}")
+    )
 
 
 def _name(tool: Tool, rng: Random, split: Split) -> str:
-    if split == "held":
+    if split != "train":
         return tool.names[-1]
     return _odd_name(rng, split) if rng.random() < 0.4 else rng.choice(tool.names[:-1])
 
@@ -304,7 +309,9 @@ def draw_schemas(chosen: list[Tool], rng: Random, split: Split) -> list[tuple[di
     out = []
     for tool in chosen:
         name, keys = _name(tool, rng, split), words.distinct([_key(p, rng, split) for p in tool.parameters])
-        out.append((schema(name, tool.about, dict(zip(keys, (p.type for p in tool.parameters)))), name, keys))
+        out.append(
+            (schema(name, tool.about, dict(zip(keys, (p.type for p in tool.parameters), strict=False))), name, keys)
+        )
     return out
 
 
@@ -351,7 +358,7 @@ def tool_case(rng: Random, split: Split) -> ToolCase:
     return ToolCase(
         tools=tuple(item[0] for item in offered),
         user=tool.requests.pick(rng, split).format(*values),
-        call=call_text(name, dict(zip(keys, values))),
+        call=call_text(name, dict(zip(keys, values, strict=False))),
         response=json.dumps(result),
         reply=tool.say.format(*values, **result),
     )

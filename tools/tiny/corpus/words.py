@@ -47,7 +47,9 @@ _ANIMALS = """
 cat dog fox owl bear wolf deer hare mouse otter badger beaver frog toad duck goose swan hen goat sheep pig horse donkey rabbit turtle lizard crow
 raven eagle hawk parrot penguin seal whale dolphin tiger lion zebra camel monkey panda koala hedgehog squirrel sparrow snail crab dragon
 """
-_COLOURS = "red blue green yellow orange purple pink brown black white grey silver golden turquoise violet crimson navy beige teal olive"
+_COLOURS = """
+red blue green yellow orange purple pink brown black white grey silver golden turquoise violet crimson navy beige teal olive
+"""
 _JOBS = """
 teacher doctor nurse baker farmer pilot engineer lawyer plumber carpenter painter writer singer actor chef waiter driver mechanic dentist
 gardener librarian photographer programmer architect journalist electrician fisherman soldier scientist tailor florist barber
@@ -56,11 +58,24 @@ _HOBBIES = """
 chess tennis painting cycling swimming reading cooking hiking gardening football dancing singing fishing photography knitting running
 sailing climbing pottery archery skiing surfing drawing yoga poetry astronomy karate
 """
-_FRUITS = "apples pears plums cherries grapes lemons limes oranges peaches bananas mangoes figs dates melons kiwis apricots olives".split()
-_BRANDS = "Acme Lumo Nordik Zenta Orbix Vela Kappa Solis Tekra Mono Quanta Fjord Bolt Pluto Rivo Stellar Astra Zephyr Ostro Delta".split()
-_CLASSES = "wizard warrior rogue cleric ranger bard paladin druid monk sorcerer knight archer alchemist warlock barbarian assassin".split()
-_ADJECTIVES = "small large old new heavy light shiny broken wooden plastic round square soft warm cold bright simple elegant sturdy".split()
-_VERBS = "runs jumps sings dances sleeps reads writes waits walks swims laughs smiles paints cooks travels listens climbs works".split()
+_FRUITS = """
+apples pears plums cherries grapes lemons limes oranges peaches bananas mangoes figs dates melons kiwis apricots olives
+"""
+_BRANDS = """
+Acme Lumo Nordik Zenta Orbix Vela Kappa Solis Tekra Mono Quanta Fjord Bolt Pluto Rivo Stellar Astra Zephyr Ostro Delta
+"""
+_CLASSES = """
+wizard warrior rogue cleric ranger bard paladin druid monk sorcerer knight archer alchemist warlock barbarian assassin
+"""
+_VEHICLES = """
+train bus plane car ship ferry tram bicycle boat taxi
+"""
+_ADJECTIVES = """
+small large old new heavy light shiny broken wooden plastic round square soft warm cold bright simple elegant sturdy
+"""
+_VERBS = """
+runs jumps sings dances sleeps reads writes waits walks swims laughs smiles paints cooks travels listens climbs works
+"""
 
 FIRST_NAMES = Pool(_FIRST_NAMES.split())
 LAST_NAMES = Pool(_LAST_NAMES.split())
@@ -70,24 +85,27 @@ ANIMALS = Pool(_ANIMALS.split())
 COLOURS = Pool(_COLOURS.split())
 JOBS = Pool(_JOBS.split())
 HOBBIES = Pool(_HOBBIES.split())
-FRUITS = Pool(_FRUITS)
-BRANDS = Pool(_BRANDS)
-CLASSES = Pool(_CLASSES)
-ADJECTIVES = Pool(_ADJECTIVES)
-VERBS = Pool(_VERBS)
+VEHICLES = Pool(_VEHICLES.split())
+FRUITS = Pool(_FRUITS.split())
+BRANDS = Pool(_BRANDS.split())
+CLASSES = Pool(_CLASSES.split())
+ADJECTIVES = Pool(_ADJECTIVES.split())
+VERBS = Pool(_VERBS.split())
 
-_ONSETS = "b br c ch cl d dr f fl g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sn st str t th tr v w y z zh".split()
-_VOWELS = "a e i o u a e i o u ai ea ee ia oo ou ue y".split()
-_CODAS = ["", "", "", "", *"b ck d f g k l lm m n nd nt p r rd rk rn s ss st t th v x z".split()]
+_ONSET_TEXT = "b br c ch cl d dr f fl g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sn st str t th tr v w y z zh"
+_VOWEL_TEXT = "a e i o u a e i o u ai ea ee ia oo ou ue y"
+_CODA_TEXT = "b ck d f g k l lm m n nd nt p r rd rk rn s ss st t th v x z"
+_ONSETS, _VOWELS, _CODAS = _ONSET_TEXT.split(), _VOWEL_TEXT.split(), ["", "", "", "", *_CODA_TEXT.split()]
 
 
 def made_up(rng: Random, split: Split) -> str:
-    """Invent a lower-case word of one to four syllables; the two splits never share one."""
+    """Invent a lower-case word of one to four syllables; training and the other splits never share one."""
     while True:
         word = "".join(
-            rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((1, 2, 2, 2, 3, 3, 4)))
+            rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
+            for _ in range(rng.choice((1, 2, 2, 2, 3, 3, 4)))
         )
-        if len(word) > 2 and is_held(word) == (split == "held"):
+        if len(word) > 2 and is_held(word) == (split != "train"):
             return word
 
 
