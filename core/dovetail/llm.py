@@ -225,6 +225,8 @@ def _prompts(prompts: object) -> list[Prompt]:
 
 
 def _token_ids(prompt: object) -> list[int]:
+    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # the usual case, many times faster than the rest
+        return prompt.copy()
     if not isinstance(prompt, Sequence) or not all(isinstance(t, Integral) for t in prompt):
         raise RequestError(
             f"a prompt is {prompt!r:.80}; allowed: text, or a list of token ids (integers)", param="prompts"

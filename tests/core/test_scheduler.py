@@ -11,11 +11,6 @@ import zlib
 
 import numpy as np
 import pytest
-from dovetail_cache.config import NoneConfig, RadixConfig
-from dovetail_cache.none import NoCache
-from dovetail_cache.radix import RadixCache
-from dovetail_policies.config import FcfsConfig
-from dovetail_policies.simple import Fcfs
 
 from dovetail.errors import ContextLengthError, QueueFullError, RequestError
 from dovetail.interfaces.cache import CacheContext
@@ -28,6 +23,11 @@ from dovetail.scheduler.grammar import GrammarService
 from dovetail.scheduler.limits import Limits
 from dovetail.scheduler.scheduler import Scheduler
 from dovetail.types import DraftTree, FinishKind, HostOutput, SamplingParams
+from dovetail_cache.config import NoneConfig, RadixConfig
+from dovetail_cache.none import NoCache
+from dovetail_cache.radix import RadixCache
+from dovetail_policies.config import FcfsConfig
+from dovetail_policies.simple import Fcfs
 
 VOCAB, EOS, CONTEXT = 50, 7, 120
 

@@ -1,6 +1,6 @@
 """The whole engine on a CUDA device, against itself on the CPU.
 
-    .venv/bin/python -m pytest -q tests/gpu/test_engine_gpu.py
+.venv/bin/python -m pytest -q tests/gpu/test_engine_gpu.py
 """
 
 import pytest
