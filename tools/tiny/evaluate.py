@@ -173,8 +173,9 @@ def is_right(reply: str, case: Case) -> bool:
         return _json_equal(reply, case.answer)
     if case.check == "same":
         return reply.strip() == case.answer.strip()
-    word = re.escape(case.answer)
-    return re.search(rf"(?<!\w){word}(?!\w)" if case.answer.strip().isalnum() else word, reply) is not None
+    if case.answer.isalnum():
+        return re.search(rf"(?<!\w){re.escape(case.answer)}(?!\w)", reply) is not None
+    return case.answer in reply
 
 
 class Model:
