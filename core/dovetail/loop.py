@@ -203,7 +203,11 @@ class Loop:
                 self._launched = batch, self.engine.sample(batch)
             except BaseException as error:
                 failure = error
-        return answers if failure is None else answers + self._failed(batch, failure)
+        if failure is not None:
+            return answers + self._failed(batch, failure)
+        if not self.scheduler.has_work:  # all have finished meanwhile: nobody waits for the step just launched
+            answers += self._commit_launched()
+        return answers
 
     def _commit_launched(self) -> list[Answer]:
         if self._launched is None:

@@ -162,10 +162,10 @@ def test_n_and_seed(client: openai.OpenAI):
     def texts(seed: int, n: int) -> list[str | None]:
         answer = client.chat.completions.create(
             model="tiny",
-            messages=[{"role": "user", "content": "Tell me something."}],
+            messages=[{"role": "user", "content": "Write a short story about a fox."}],
             n=n,
             seed=seed,
-            temperature=1.5,
+            temperature=2.0,
             max_tokens=16,
         )
         return [choice.message.content for choice in answer.choices]
