@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -284,7 +285,8 @@ def test_a_port_taken_while_the_engine_loads():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_engine_loads(number: signal.Signals):
     command = [DOVETAIL, "serve", "--set", "server.port=0", "--set", "threads=1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job inherits SIGINT ignored
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default)
     with process:
         assert process.stderr
         process.stderr.readline()  # the engine process is up
