@@ -25,6 +25,7 @@ from dovetail import LLM, Resolved, SamplingParams
 from dovetail.engine.engine import Engine
 from dovetail.engine.inputs import Inputs
 from dovetail.loop import Loop
+from dovetail.memory.pool import PagedKVPool
 from dovetail.messages import AbortAllMsg, GenerateMsg
 from dovetail.types import Batch, ForwardOutput, HostOutput
 from peers.report import line, replace_section
@@ -46,6 +47,7 @@ class StubEngine(Engine):
         self.page_size = config.memory.page_size
         pages = -(-self.context_len // self.page_size) + 1
         self.num_pages = config.scheduler.max_running * pages
+        self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
         self.inputs = Inputs(config.scheduler.max_running, pages, self.page_size, self.device)
         self.prepare_seconds = 0.0
         self._tokens = torch.ones(config.scheduler.max_running, 1, dtype=torch.int64)
