@@ -39,7 +39,7 @@ from dovetail.interfaces.attention import AttentionContext
 from dovetail.layers.build import as_module
 from dovetail.memory.pool import PagedKVPool
 from dovetail.ops.activation import silu_mul
-from dovetail.ops.linear import column_linear, linear, panel_linear, row_panels
+from dovetail.ops.linear import linear, packed, packed_linear, panel_linear, row_panels
 from dovetail.ops.norm import norm_scale, rms_norm, rms_norm_cpu
 from dovetail.ops.rotary import apply_rotary
 from dovetail.plugins.specs import ComponentKind
@@ -127,8 +127,7 @@ def operations(config: dict[str, Any], dtype: torch.dtype, rows: int) -> Timed:
         panels = [row_panels(weight, torch.get_num_threads()) for weight in weights]
         if rows == 1 and panels[0] is not None:
             calls[f"{name} panels"] = turns(panel_linear, x, panels)
-        if rows > 1:
-            calls[f"{name} columns"] = turns(column_linear, x, weights)
+        calls[f"{name} packed"] = turns(packed_linear, x, [packed(weight) for weight in weights])
     x, weight = torch.randn(rows, hidden, dtype=dtype), torch.randn(hidden, dtype=dtype)
     scale = norm_scale(weight, 1e-5)
     calls["norm functional"] = lambda: rms_norm(x, weight, 1e-5)

@@ -18,7 +18,7 @@ from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rope import RopeConfig, RopeKind
 from dovetail.layers.rotary import Rotary
 from dovetail.ops.activation import silu_mul
-from dovetail.ops.linear import column_linear, columns_pay, linear, panel_linear, row_panels
+from dovetail.ops.linear import linear, packed, packed_linear, panel_linear, row_panels
 from dovetail.ops.norm import norm_scale, rms_norm, rms_norm_cpu
 from dovetail.ops.rotary import apply_rotary
 
@@ -98,21 +98,25 @@ def test_no_panels_where_one_is_best() -> None:
     assert row_panels(torch.zeros(521, 256), 2) is None  # prime
 
 
+@each_dtype
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("stored_by_columns", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33])
-def test_columns_are_the_product(rows: int, bias: bool, stored_by_columns: bool) -> None:
-    weight, x = torch.randn(96, 40), torch.randn(rows, 40)
-    shift = torch.randn(96) if bias else None
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 300])
+def test_packed_weights_give_the_product(dtype: torch.dtype, tolerance: float, bias: bool, rows: int) -> None:
+    weight, x = torch.randn(96, 40).to(dtype), torch.randn(rows, 40).to(dtype)
+    shift = torch.randn(96).to(dtype) if bias else None
+    ready = packed(weight)
+    if ready is None:
+        pytest.skip("this processor has no kernels for packed weights")
     exact = linear(x.double(), weight.double(), None if shift is None else shift.double())
-    got = column_linear(x.t().contiguous().t() if stored_by_columns else x, weight, shift)
+    got = packed_linear(x, ready, shift)
+    assert got.is_contiguous()
     assert got.shape == (rows, 96)
-    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+    assert ((got.double() - exact).abs() <= 4 * tolerance * math.sqrt(40)).all()
 
 
-def test_columns_pay_for_blocks_of_sixteen_and_a_few_more() -> None:
-    assert [rows for rows in range(2, 40) if not columns_pay(rows)] == [*range(9, 16), *range(25, 32)]
-    assert not columns_pay(512)
+def test_no_packed_weight_of_dtypes_without_kernels() -> None:
+    assert packed(torch.zeros(8, 8, dtype=torch.float64)) is None
+    assert packed(torch.zeros(8, 8, device="meta")) is None
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 200])

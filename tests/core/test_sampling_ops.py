@@ -12,7 +12,7 @@ from dovetail.engine.penalties import Penalties
 from dovetail.engine.verify import accept
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
 from dovetail.ops.random import derive_seed, uniform
-from dovetail.ops.sampling import Filters, sample
+from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.types import Req, SamplingParams
 
 VOCAB = 37
@@ -197,3 +197,16 @@ def test_accept_equals_the_walk_in_plain_python():
         for r in range(rows):
             expected = walk(sampled[r].tolist(), drafts[r], parents[r], lens[r])
             assert accepted.tokens[r, : accepted.lens[r]].tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_the_best(dtype):
+    logits = torch.randn(40, 1000).to(dtype)  # bfloat16 has ties of its own
+    logits[3, [700, 20, 500]] = 9.0
+    logits[4, 5:] = float("-inf")
+    best = logits.float().amax(-1, keepdim=True)
+    first = [row.index(True) for row in (logits.float() == best).tolist()]
+    got = greedy(logits)
+    assert got.dtype is torch.int64
+    assert got.tolist() == first
+    assert greedy(logits[:0]).shape == (0,)

@@ -13,7 +13,7 @@ from dovetail.engine.penalties import Penalties, draft_rows, path_tokens
 from dovetail.engine.settings import RowSettings, expand
 from dovetail.engine.verify import accept
 from dovetail.ops.random import uniform
-from dovetail.ops.sampling import sample
+from dovetail.ops.sampling import greedy, sample
 from dovetail.types import ForwardOutput, Logprobs
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Sampler:
         reqs = [r for r, sampled in zip(batch.reqs, batch.samples.tolist(), strict=True) if sampled]
         settings = self._settings_of(reqs)
         if settings.plain and batch.drafts is None:
-            return ForwardOutput(logits.argmax(dim=-1, keepdim=True))
+            return ForwardOutput(greedy(logits)[:, None])
         layout = LogitRows.of(batch)
         raw = logits
         if not settings.plain:
@@ -109,7 +109,7 @@ class Sampler:
 
     def _draw(self, batch: Batch, logits: torch.Tensor, layout: LogitRows, settings: RowSettings) -> torch.Tensor:
         if settings.filters is None:
-            return logits.argmax(dim=-1)
+            return greedy(logits)
         filters, seeds = settings.filters, settings.seeds
         if batch.drafts is not None:
             index = np.repeat(np.arange(len(layout.rows)), layout.spans)

@@ -28,7 +28,3 @@ class LMHead(Linear):
         super().__init__(hidden_size, 0 if tied else vocab_size)
         if tied is not None:
             self.weight = tied.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, hidden_size]`` -> contiguous logits ``[tokens, vocab_size]``. Mutates nothing."""
-        return super().forward(x).contiguous()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from dovetail.layers.base import Layer, parameter
-from dovetail.ops.linear import column_linear, columns_pay, linear, panel_linear, row_panels
+from dovetail.ops.linear import linear, packed, packed_linear, panel_linear, row_panels
 
 
 class Linear(Layer):
@@ -19,30 +19,27 @@ class Linear(Layer):
         self.bias = parameter(out_features) if bias else None
         self._operands: tuple[torch.Tensor, torch.Tensor | None]
         self._panels: torch.Tensor | None = None
-        self._by_columns = False
+        self._packed: torch.Tensor | None = None
+        self._one_row_as_is = False
 
     def prepare(self) -> None:
-        """See ``Layer.prepare``."""
+        """See ``Layer.prepare``. On the CPU it keeps a second copy of the weight, in the order its kernels read."""
         weight = self.weight
         self._operands = (weight, self.bias)
+        self._packed = packed(weight)
         float32_cpu = weight.device.type == "cpu" and weight.dtype is torch.float32
-        self._by_columns = float32_cpu and torch.backends.mkl.is_available()
-        self._panels = row_panels(weight, torch.get_num_threads()) if self._by_columns else None
+        self._one_row_as_is = float32_cpu and torch.backends.mkl.is_available()
+        self._panels = row_panels(weight, torch.get_num_threads()) if self._one_row_as_is else None
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, in]`` -> ``[tokens, out]``, which may be stored by columns. Mutates nothing."""
+        """``[tokens, in]`` -> ``[tokens, out]``, contiguous. Mutates nothing."""
         if not self.prepared:
             self.prepare()
         weight, bias = self._operands
-        if self._by_columns:
-            rows = x.shape[0]
-            if rows == 1:
-                panels = self._panels
-                return linear(x, weight, bias) if panels is None else panel_linear(x, panels, bias)
-            if columns_pay(rows):
-                return column_linear(x, weight, bias)
-        return linear(x, weight, bias)
+        if self._packed is None or (self._one_row_as_is and x.shape[0] == 1):
+            return linear(x, weight, bias) if self._panels is None else panel_linear(x, self._panels, bias)
+        return packed_linear(x, self._packed, bias)
 
 
 class FusedLinear(Linear):

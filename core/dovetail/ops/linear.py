@@ -1,7 +1,8 @@
 """Matrix products of the layers.
 
-On the CPU in float32, torch computes ``x @ weight.T`` with MKL, whose speed depends on which side is the tall one and on
-the number of rows; ``benchmarks/forward_cpu.py --ops`` measures the ways below on a machine and holds the numbers of one.
+On the CPU, ``x @ weight.T`` is fastest with a weight that oneDNN has stored in the order its kernels read; only one row
+in float32 is faster with the weight as it is. ``benchmarks/forward_cpu.py --ops`` measures these ways on a machine and
+holds the numbers of one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,30 @@ from torch.nn import functional
 
 MIN_PANEL_ELEMENTS = 65536
 """A panel below this size costs more to hand to a thread than to multiply."""
-MAX_COLUMN_ROWS = 128
-"""Above this many rows, what follows a product loses more with columns than the product gains."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x [tokens, in] @ weight [out, in].T + bias [out]`` -> ``[tokens, out]``."""
     return functional.linear(x, weight, bias)
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor | None:
+    """A copy of ``weight [out, in]`` in oneDNN's own order, for ``packed_linear`` and nothing else.
+
+    None where there is none to be had: on other devices, for dtypes other than float32 and (where the processor
+    computes with it) bfloat16, and in builds of torch without oneDNN.
+    """
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available() or weight.numel() == 0:
+        return None
+    known = weight.dtype is torch.float32 or (
+        weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous()) if known else None
+
+
+def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``linear`` with a ``packed`` weight."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def row_panels(weight: torch.Tensor, threads: int) -> torch.Tensor | None:
@@ -32,7 +50,7 @@ def row_panels(weight: torch.Tensor, threads: int) -> torch.Tensor | None:
 
 
 def panel_linear(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``linear`` for one token, ``x [1, in]``, on the CPU: the panels are multiplied by one thread each.
+    """``linear`` for one token, ``x [1, in]``, in float32 on the CPU: the panels are multiplied by one thread each.
 
     A product with one row is bound by reading the weight, and BLAS reads it with a single thread. The weight comes
     first because MKL's kernel for that order reads memory twice as fast as its kernel for the other.
@@ -40,20 +58,3 @@ def panel_linear(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | Non
     n, rows, width = panels.shape
     out = torch.bmm(panels, x.t().expand(n, width, 1)).view(1, n * rows)
     return out if bias is None else out.add_(bias)
-
-
-def columns_pay(rows: int) -> bool:
-    """True if ``column_linear`` is the faster way for this many rows: MKL handles columns in blocks of 16, and has
-    no good kernel for what is left over when it is most of a block."""
-    return rows % 16 <= 8 and rows <= MAX_COLUMN_ROWS
-
-
-def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``linear`` for few tokens on the CPU, as ``weight @ x.T``: the result ``[tokens, out]`` is stored by columns.
-
-    Elementwise operations and reductions keep that layout, and the next product takes it as it is.
-    """
-    columns = x.contiguous().t() if x.shape[0] < 16 else x.t()
-    if bias is None:
-        return torch.mm(weight, columns).t()
-    return torch.addmm(bias[:, None], weight, columns).t()

@@ -33,5 +33,5 @@ def rms_norm_cpu(x: torch.Tensor, norm: NormScale) -> torch.Tensor:
     scale, floor = norm
     if x.dtype is torch.float32:
         return x.div(torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)).mul_(scale)
-    length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32).hypot_(floor)
-    return x.div(length).mul_(scale).to(x.dtype)
+    wide = x.float()  # operations on operands of two dtypes are not vectorised
+    return wide.div_(torch.linalg.vector_norm(wide, 2, -1, True).hypot_(floor)).mul_(scale).to(x.dtype)
