@@ -40,7 +40,7 @@ from dovetail.layers.build import as_module
 from dovetail.memory.pool import PagedKVPool
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.linear import linear, packed, packed_linear, panel_linear, row_panels
-from dovetail.ops.norm import norm_scale, rms_norm, rms_norm_cpu
+from dovetail.ops.norm import rms_norm
 from dovetail.ops.rotary import apply_rotary
 from dovetail.plugins.specs import ComponentKind
 from dovetail.plugins.targets import load_attribute
@@ -129,9 +129,8 @@ def operations(config: dict[str, Any], dtype: torch.dtype, rows: int) -> Timed:
             calls[f"{name} panels"] = turns(panel_linear, x, panels)
         calls[f"{name} packed"] = turns(packed_linear, x, [packed(weight) for weight in weights])
     x, weight = torch.randn(rows, hidden, dtype=dtype), torch.randn(hidden, dtype=dtype)
-    scale = norm_scale(weight, 1e-5)
-    calls["norm functional"] = lambda: rms_norm(x, weight, 1e-5)
-    calls["norm few ops"] = lambda: rms_norm_cpu(x, scale)
+    calls["norm"] = lambda: rms_norm(x, weight, 1e-5)
+    calls["norm functional"] = lambda: functional.rms_norm(x, weight.shape, weight, 1e-5)
     calls["add"] = lambda: x + x
     gate_up = torch.randn(rows, 2 * width, dtype=dtype)
     calls["silu_mul"] = lambda: silu_mul(gate_up)

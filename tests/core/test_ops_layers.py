@@ -17,9 +17,11 @@ from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rope import RopeConfig, RopeKind
 from dovetail.layers.rotary import Rotary
+from dovetail.ops import activation, kv, norm, rotary
 from dovetail.ops.activation import silu_mul
+from dovetail.ops.kv import store
 from dovetail.ops.linear import linear, packed, packed_linear, panel_linear, row_panels
-from dovetail.ops.norm import norm_scale, rms_norm, rms_norm_cpu
+from dovetail.ops.norm import add_rms_norm, rms_norm
 from dovetail.ops.rotary import apply_rotary
 
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -31,6 +33,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled kernels (where there are any) and without."""
+    if request.param == "torch":
+        for module in (activation, kv, norm, rotary):
+            monkeypatch.setattr(module, "kernels", lambda dtype: None)
+
+
 def filled(layer: torch.nn.Module) -> torch.nn.Module:
     for parameter in layer.parameters():
         parameter.normal_()
@@ -38,19 +48,41 @@ def filled(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 @each_dtype
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("shape", [(1, 256), (16, 256), (3, 5, 8)])
-def test_both_norms_are_the_formula(dtype: torch.dtype, tolerance: float, scale: float, shape: tuple[int, ...]) -> None:
-    x, weight, eps = (torch.randn(shape) * scale).to(dtype), torch.randn(shape[-1]).to(dtype), 1e-5
+def test_the_norm_is_the_formula(dtype: torch.dtype, tolerance: float, scale: float, shape: tuple[int, ...]) -> None:
+    x, weight, eps = (torch.randn(shape) * scale).to(dtype), torch.randn(shape[1:]).to(dtype), 1e-5
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-    for got in (rms_norm(x, weight, eps), rms_norm_cpu(x, norm_scale(weight, eps))):
-        assert got.dtype == dtype
-        assert ((got.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
+    got = rms_norm(x, weight, eps)
+    assert got.dtype == dtype
+    assert ((got.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
 
 
+@each_dtype
+@pytest.mark.usefixtures("either")
+def test_adding_first_is_the_same_norm(dtype: torch.dtype, tolerance: float) -> None:
+    x, residual, weight = (torch.randn(5, 40).to(dtype) for _ in range(3))
+    total = x + residual
+    got = add_rms_norm(x, residual, weight[0], 1e-5)
+    assert x.equal(total)
+    torch.testing.assert_close(got, rms_norm(total, weight[0], 1e-5), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("either")
 def test_the_norm_of_nothing_is_nothing() -> None:
-    weight = torch.ones(8)
-    assert rms_norm_cpu(torch.zeros(2, 8), norm_scale(weight, 1e-6)).equal(torch.zeros(2, 8))
+    assert rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6).equal(torch.zeros(2, 8))
+
+
+@each_dtype
+@pytest.mark.usefixtures("either")
+def test_store_writes_named_places_only(dtype: torch.dtype, tolerance: float) -> None:
+    k, v = torch.randn(2, 3, 2, 4).to(dtype)
+    keys, values = torch.zeros(2, 9, 2, 4).to(dtype)
+    store(k, v, keys, values, torch.tensor([7, 0, 4]))
+    assert keys[[7, 0, 4]].equal(k)
+    assert values[[7, 0, 4]].equal(v)
+    assert not keys[[1, 2, 3, 5, 6, 8]].any()
 
 
 def test_add_forward_returns_norm_and_sum() -> None:
@@ -69,8 +101,8 @@ def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:
     filled(layer)
     qk = torch.randn(3, 6, 8)
     got = layer.forward(qk)
-    torch.testing.assert_close(got[:, :4], rms_norm(qk[:, :4], layer.q_weight, 1e-5))
-    torch.testing.assert_close(got[:, 4:], rms_norm(qk[:, 4:], layer.k_weight, 1e-5))
+    torch.testing.assert_close(got[:, :4], rms_norm(qk[:, :4], layer.q_weight.expand(4, 8).contiguous(), 1e-5))
+    torch.testing.assert_close(got[:, 4:], rms_norm(qk[:, 4:], layer.k_weight.expand(2, 8).contiguous(), 1e-5))
 
 
 @each_dtype
@@ -165,6 +197,7 @@ def test_prepare_layers_takes_up_new_weights() -> None:
     torch.testing.assert_close(layer.forward(x), before * 2)
 
 
+@pytest.mark.usefixtures("either")
 @each_dtype
 def test_silu_mul(dtype: torch.dtype, tolerance: float) -> None:
     gate_up = torch.randn(3, 64).to(dtype)
@@ -184,6 +217,7 @@ def test_mlp_is_the_formula() -> None:
     torch.testing.assert_close(layer.forward(x), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.usefixtures("either")
 @each_dtype
 def test_rotary_turns_each_pair_by_its_angle(dtype: torch.dtype, tolerance: float) -> None:
     torch.set_default_dtype(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.layers.base import Layer, parameter
-from dovetail.ops.norm import NormScale, norm_scale, rms_norm, rms_norm_cpu
+from dovetail.ops.norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(Layer):
@@ -15,23 +15,24 @@ class RMSNorm(Layer):
         super().__init__()
         self.weight = parameter(size)
         self.eps = eps
-        self._scale: NormScale | None = None
+        self._operands: tuple[torch.Tensor, float]
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
-        self._scale = norm_scale(self.weight, self.eps) if self.weight.device.type == "cpu" else None
+        self._operands = (self.weight, self.eps)
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The shape of ``x`` stays. Mutates nothing."""
+        """The shape of ``x [tokens, size]`` stays. Mutates nothing."""
         if not self.prepared:
             self.prepare()
-        return rms_norm(x, self.weight, self.eps) if self._scale is None else rms_norm_cpu(x, self._scale)
+        return rms_norm(x, *self._operands)
 
     def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(x + residual), x + residual)``. Overwrites ``x`` with the sum."""
-        total = x.add_(residual)
-        return self.forward(total), total
+        if not self.prepared:
+            self.prepare()
+        return add_rms_norm(x, residual, *self._operands), x
 
 
 class HeadNorm(Layer):
@@ -44,19 +45,15 @@ class HeadNorm(Layer):
         self._heads = (num_heads, num_kv_heads)
         self.eps = eps
         self._weight: torch.Tensor
-        self._scale: NormScale | None = None
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
         num_heads, num_kv_heads = self._heads
         self._weight = torch.cat((self.q_weight.expand(num_heads, -1), self.k_weight.expand(num_kv_heads, -1)))
-        self._scale = norm_scale(self._weight, self.eps) if self._weight.device.type == "cpu" else None
         super().prepare()
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """``[tokens, num_heads + num_kv_heads, head_dim]``, queries first; the shape stays. Mutates nothing."""
         if not self.prepared:
             self.prepare()
-        if self._scale is not None:
-            return rms_norm_cpu(qk, self._scale)
-        return torch.nn.functional.rms_norm(qk, (qk.shape[-1],), None, self.eps) * self._weight
+        return rms_norm(qk, self._weight, self.eps)

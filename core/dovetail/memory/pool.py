@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.interfaces.cache import CacheGroup, KVPool
+from dovetail.ops.kv import store
 
 
 class PagedKVPool(KVPool):
@@ -51,8 +52,7 @@ class PagedKVPool(KVPool):
         """See ``KVPool.store``. Where several tokens name one place (padding rows on page 0), any of them stays."""
         if k.dtype != self.dtype:
             k, v = k.to(self.dtype), v.to(self.dtype)
-        self._k_rows[layer_id].index_copy_(0, out_loc, k)
-        self._v_rows[layer_id].index_copy_(0, out_loc, v)
+        store(k, v, self._k_rows[layer_id], self._v_rows[layer_id], out_loc)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See ``KVPool.copy``."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from dovetail.ops.cpu.kernels import kernels
+
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's gate (Shazeer 2020, arXiv 2002.05202): ``silu(gate) * up`` of ``gate_up [tokens, 2 * n]`` -> ``[tokens, n]``."""
+    """SwiGLU's gate (Shazeer 2020, arXiv 2002.05202): ``silu(gate) * up`` of contiguous ``gate_up [tokens, 2 * n]`` ->
+    ``[tokens, n]``."""
+    compiled = kernels(gate_up.dtype) if gate_up.device.type == "cpu" else None
+    if compiled is not None:
+        return compiled.silu_mul(gate_up)
     width = gate_up.shape[1] // 2
     gate, up = torch.split_with_sizes(gate_up, [width, width], 1)
     return functional.silu(gate).mul_(up)

@@ -7,6 +7,8 @@ hides; spans that fit one kernel call make a group:
     gathered   one long row, or several short ones of similar length: keys are copied next to each other first
     shared     rows that start with the same pages: those keys are read once for all rows, the rest of each row is gathered
 
+Where there are compiled kernels, rows with few queries need none of this: they are read through the page table (``paged``).
+
 Rows are gathered page by page, or key by key where a window begins within a page. What a row has fewer pages than the longest
 of its group is filled up with its own first, and what its last page holds beyond the row is cleared: a mask alone would
 not do, as nothing times NaN is NaN.
@@ -33,7 +35,8 @@ class Limits:
 
     From ``in_place`` on, a row is read in place rather than gathered with others. Rows share a group while it gathers up
     to ``gather``, of which up to ``waste`` fill short rows up. A prefix is read once for all its rows where that saves
-    ``shared`` (None: never). A mask has up to ``mask`` elements. Rows of up to ``short`` queries are grouped.
+    ``shared`` (None: never). A mask has up to ``mask`` elements. Rows of up to ``short`` queries are grouped; of up to
+    ``paged``, read through the page table.
     """
 
     in_place: int
@@ -42,6 +45,7 @@ class Limits:
     mask: int
     short: int
     shared: int | None = None
+    paged: int = 0
 
 
 CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 18, short=64, shared=256 << 10)
@@ -97,15 +101,17 @@ class Planner:
         self._bytes_per_key = bytes_per_key
         self._dtype = dtype
         self._limits = limits
+        self.paged: list[Span] = []
         self._device = batch.page_table.device
         self._host_table: IntArray | None = batch.page_table.numpy() if self._device.type == "cpu" else None
 
     def groups(self, window: int | None, *, may_share: bool = False) -> list[Group]:
-        """The groups that together attend once for every token. A single group holds them all in order. ``may_share``
-        allows groups with a ``shared`` part."""
+        """The groups that together attend once for every token but those of ``paged``, which is set anew. A single group,
+        with nothing paged, holds them all in order. ``may_share`` allows groups with a ``shared`` part."""
         batch, limit = self._batch, self._limits.short
         first_tree = len(batch.reqs) if batch.tree_mask is None else batch.num_extend
         groups: list[Group] = []
+        self.paged = []
         short: dict[tuple[int, bool], list[Span]] = {}
         first = 0
         for row, (prefix, queries) in enumerate(
@@ -123,8 +129,14 @@ class Planner:
             if may_share and not is_tree and window is None and self._limits.shared is not None:
                 groups += self._sharing(spans, self._limits.shared // self._bytes_per_key)
             else:
-                groups += self._short(spans, window, is_tree)
+                groups += self._unshared(spans, window, is_tree)
         return groups
+
+    def _unshared(self, spans: list[Span], window: int | None, is_tree: bool) -> list[Group]:
+        if not is_tree and spans[0].queries <= self._limits.paged:
+            self.paged += spans
+            return []
+        return self._short(spans, window, is_tree)
 
     def _sharing(self, spans: list[Span], enough: int) -> list[Group]:
         """Groups of spans with equally many queries, of which those that share a prefix read it once, where that saves
@@ -146,7 +158,7 @@ class Planner:
                 whole = Group(group.tokens, 1, group.rows * group.queries, keys)
                 group.shared = self._locate(whole, bucket[0]._replace(begin=0, end=keys))
                 groups.append(group)
-        return groups + (self._short(sorted(alone), None, False) if alone else [])
+        return groups + (self._unshared(sorted(alone), None, False) if alone else [])
 
     def _common_keys(self, spans: list[Span]) -> int:
         """Keys in the pages that all these rows start with, before the first query of any."""

@@ -1,13 +1,16 @@
-"""Attention with PyTorch's own kernels, on any device."""
+"""Attention with PyTorch's own kernels, on any device; on a CPU with a compiler, decoding with one of ours."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import BaseModel
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail.ops.cpu.kernels import PagedKV, kernels
 from dovetail.types import Batch
 from dovetail_attention.kernels import attend, attend_shared
 from dovetail_attention.planner import CPU, CUDA, Group, Planner
@@ -46,8 +49,20 @@ class Bound(NamedTuple):
         return k.by_row, v.by_row
 
 
+PAGED_QUERIES = 8
+"""Up to this many queries a row are worth reading its keys for each: a decode step, a short chain of drafts."""
+
+
+class Plan(NamedTuple):
+    """How a batch is attended to: dense groups, and spans (int64 ``[spans, 4]``, see ``Kernels.attend``) read in place."""
+
+    groups: list[Bound]
+    paged: np.ndarray[Any, np.dtype[np.int64]] | None
+
+
 class TorchNativeAttention(AttentionBackend):
-    """``plan`` groups the rows (see ``planner``); ``forward`` runs one dense kernel per group (see ``kernels``).
+    """``plan`` groups the rows (see ``planner``); ``forward`` runs one dense kernel per group (see ``kernels``), and one for
+    all rows that are read through the page table.
 
     Nothing in ``forward`` waits for the device. A window that no layer had before is planned when it is first met.
     """
@@ -58,8 +73,12 @@ class TorchNativeAttention(AttentionBackend):
         self._heads, self._dim = context.num_kv_heads, context.head_dim
         self._stride = context.num_kv_heads * context.head_dim
         self._limits = CPU if context.device.type == "cpu" else CUDA
+        same_dtype = context.pool.keys(0).dtype is context.dtype
+        self._kernels = kernels(context.dtype) if context.device.type == "cpu" and same_dtype else None
+        if self._kernels is not None:
+            self._limits = replace(self._limits, paged=PAGED_QUERIES)
         self._ways: list[Way] = []
-        self._groups: dict[Way, list[Bound]] = {}
+        self._plans: dict[Way, Plan] = {}
         self._planner: Planner | None = None
         self._memory: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scratch: list[torch.Tensor] = [context.pool.keys(0).new_empty(0) for _ in range(4)]
@@ -68,18 +87,21 @@ class TorchNativeAttention(AttentionBackend):
         """See ``AttentionBackend.plan``."""
         bytes_per_key = self._stride * self._dtype.itemsize
         self._planner = Planner(batch, self._pool.page_size, bytes_per_key, self._dtype, self._limits)
-        self._groups = {way: self._plan_way(way) for way in self._ways}
+        self._plans = {way: self._plan_way(way) for way in self._ways}
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
         way = layer.window, layer.soft_cap is None and layer.sinks is None
-        groups = self._groups.get(way)
-        if groups is None:
+        plan = self._plans.get(way)
+        if plan is None:
             self._ways.append(way)
-            groups = self._groups[way] = self._plan_way(way)
-        if len(groups) == 1:  # then its tokens are all there are, in order
+            plan = self._plans[way] = self._plan_way(way)
+        groups, paged = plan
+        if len(groups) == 1 and paged is None:  # then its tokens are all there are, in order
             return self._attend(groups[0], q, layer)
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if paged is not None:
+            self._attend_paged(paged, q, layer, batch, out)
         for bound in groups:
             tokens = bound.group.tokens
             if isinstance(tokens, slice):
@@ -87,6 +109,21 @@ class TorchNativeAttention(AttentionBackend):
             else:
                 out.index_copy_(0, tokens, self._attend(bound, q.index_select(0, tokens), layer))
         return out
+
+    def _attend_paged(
+        self,
+        spans: np.ndarray[Any, np.dtype[np.int64]],
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        batch: Batch,
+        out: torch.Tensor,
+    ) -> None:
+        assert self._kernels is not None
+        kv = PagedKV(self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id), batch.page_table)
+        sinks = None if layer.sinks is None else layer.sinks.float()
+        self._kernels.attend(
+            q, kv, spans, out, scale=layer.scale, window=layer.window, soft_cap=layer.soft_cap, sinks=sinks
+        )
 
     def _attend(self, bound: Bound, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         group = bound.group
@@ -115,10 +152,12 @@ class TorchNativeAttention(AttentionBackend):
         self._memory[layer_id, unit] = keys, values
         return keys, values
 
-    def _plan_way(self, way: Way) -> list[Bound]:
+    def _plan_way(self, way: Way) -> Plan:
         assert self._planner is not None, "plan comes before forward"
         window, may_share = way
-        return [self._bind(group) for group in self._planner.groups(window, may_share=may_share)]
+        groups = [self._bind(group) for group in self._planner.groups(window, may_share=may_share)]
+        spans = [span[:4] for span in self._planner.paged]
+        return Plan(groups, np.array(spans, np.int64) if spans else None)
 
     def _bind(self, group: Group) -> Bound:
         shared = self._bind(group.shared) if group.shared is not None else None

@@ -1,0 +1,334 @@
+// The kernels of a decoder step that torch has no single operation for, for float and bfloat16, on the CPU.
+//
+// Sums are taken in float, results rounded once. Every row is computed by itself and in one order, so a result does not
+// depend on what else is in the batch. Pointers are to contiguous memory; strides and sizes count elements. The Python side
+// (dovetail/ops/cpu/kernels.py) says what each argument is and checks it.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float wide(float x) { return x; }
+inline float wide(bf16 x) {
+    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline void put(float* to, float x) { *to = x; }
+inline void put(bf16* to, float x) {  // to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to->bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+// e^x to 2 units in the last place, 0 below the smallest normal number. Written so that compilers vectorise it: Cody and
+// Waite's reduction, then the polynomial of Cephes' expf.
+inline float exponential(float x) {
+    float clamped = std::min(std::max(x, -87.3f), 88.3f);
+    float n = std::floor(clamped * 1.44269504088896341f + 0.5f);
+    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t power = (static_cast<int32_t>(n) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &power, 4);
+    return x < -87.3f ? 0.0f : p * scale;
+}
+
+constexpr int64_t kSerial = 16384;  // elements below which handing work to threads costs more than it saves
+
+template <typename T>
+void rms_norm(T* x, const T* residual, const T* weight, T* out, int64_t rows, int64_t heads, int64_t stride, int64_t d,
+              float eps) {
+#pragma omp parallel for if (rows * d > kSerial) schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+        T* from = x + (r / heads) * stride + (r % heads) * d;
+        const T* w = weight + (r % heads) * d;
+        T* to = out + r * d;
+        float sum = 0.0f;
+        if (residual != nullptr) {
+            const T* add = residual + r * d;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < d; ++i) {
+                put(from + i, wide(from[i]) + wide(add[i]));
+                float value = wide(from[i]);
+                sum += value * value;
+            }
+        } else {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < d; ++i) {
+                float value = wide(from[i]);
+                sum += value * value;
+            }
+        }
+        float factor = 1.0f / std::sqrt(sum / static_cast<float>(d) + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < d; ++i) put(to + i, wide(from[i]) * factor * wide(w[i]));
+    }
+}
+
+template <typename T>
+void rotary(const T* x, const T* cos, const T* sin, T* out, int64_t tokens, int64_t heads, int64_t stride, int64_t d,
+            int64_t angle_stride) {
+    const int64_t half = d / 2;
+#pragma omp parallel for if (tokens * heads * d > kSerial) schedule(static)
+    for (int64_t t = 0; t < tokens; ++t) {
+        const T* c = cos + t * angle_stride;
+        const T* s = sin + t * angle_stride;
+        for (int64_t h = 0; h < heads; ++h) {
+            const T* from = x + t * stride + h * d;
+            T* to = out + (t * heads + h) * d;
+#pragma omp simd
+            for (int64_t i = 0; i < half; ++i) {
+                float a = wide(from[i]), b = wide(from[i + half]);
+                put(to + i, a * wide(c[i]) + b * wide(s[i]));
+                put(to + i + half, b * wide(c[i + half]) + a * wide(s[i + half]));
+            }
+        }
+    }
+}
+
+template <typename T>
+void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
+#pragma omp parallel for if (rows * n > kSerial) schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+        const T* gate = gate_up + r * 2 * n;
+        const T* up = gate + n;
+        T* to = out + r * n;
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) {
+            float g = wide(gate[i]);
+            put(to + i, g / (1.0f + exponential(-g)) * wide(up[i]));
+        }
+    }
+}
+
+// Row t of k and v to place out_loc[t] of the pool.
+template <typename T>
+void store(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, int64_t tokens, int64_t k_stride,
+           int64_t v_stride, int64_t width) {
+#pragma omp parallel for if (tokens * width > kSerial) schedule(static)
+    for (int64_t t = 0; t < tokens; ++t) {
+        std::memcpy(keys + out_loc[t] * width, k + t * k_stride, width * sizeof(T));
+        std::memcpy(values + out_loc[t] * width, v + t * v_stride, width * sizeof(T));
+    }
+}
+
+// Where a span's queries are, and where their row's keys end.
+struct Span {
+    int64_t row, first, queries, position;
+};
+
+struct Attention {
+    const int32_t* page_table;  // [rows, table_stride]
+    const float* sinks;         // [heads] or null
+    int64_t q_stride, table_stride, page_size, heads, kv_heads, d;
+    int64_t window;  // 0: none
+    float scale, soft_cap;  // soft_cap 0: none
+};
+
+constexpr int kBlock = 64;  // keys whose scores are held at a time
+
+using Lanes = float __attribute__((vector_size(64)));
+
+inline Lanes lanes(const float* from) {
+    Lanes out;
+    std::memcpy(&out, from, 64);
+    return out;
+}
+inline Lanes lanes(const bf16* from) {
+    using Bits = uint16_t __attribute__((vector_size(32)));
+    using WideBits = uint32_t __attribute__((vector_size(64)));
+    Bits bits;
+    std::memcpy(&bits, from, 32);
+    const WideBits shifted = __builtin_convertvector(bits, WideBits) << 16;
+    Lanes out;
+    std::memcpy(&out, &shifted, 64);
+    return out;
+}
+
+inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds one lane after the other
+    using Half = float __attribute__((vector_size(32)));
+    using Quarter = float __attribute__((vector_size(16)));
+    Half a[2];
+    std::memcpy(a, &x, 64);
+    a[0] += a[1];
+    Quarter b[2];
+    std::memcpy(b, a, 32);
+    b[0] += b[1];
+    return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
+}
+
+// D is the size where it is known at compile time and a multiple of 16, else 0.
+template <int D, typename T>
+float dot(const float* a, const T* b, int64_t d) {
+    if constexpr (D > 0) {
+        Lanes sum = {};
+#pragma GCC unroll 16
+        for (int i = 0; i < D; i += 16) sum += lanes(a + i) * lanes(b + i);
+        return lane_sum(sum);
+    }
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < d; ++i) sum += a[i] * wide(b[i]);
+    return sum;
+}
+
+// to = to * shrink + the sum over j of weights[j] * (base + places[j])
+template <int D, typename T>
+void add_weighted(float* to, float shrink, const float* weights, const T* base, const int64_t* places, int count, int64_t d) {
+    if constexpr (D > 0) {
+        Lanes sum[D / 16];
+#pragma GCC unroll 16
+        for (int i = 0; i < D; i += 16) sum[i / 16] = lanes(to + i) * shrink;
+        for (int j = 0; j < count; ++j)
+#pragma GCC unroll 16
+            for (int i = 0; i < D; i += 16) sum[i / 16] += lanes(base + places[j] + i) * weights[j];
+        std::memcpy(to, sum, sizeof(sum));
+        return;
+    }
+    for (int64_t i = 0; i < d; ++i) to[i] *= shrink;
+    for (int j = 0; j < count; ++j)
+#pragma omp simd
+        for (int64_t i = 0; i < d; ++i) to[i] += weights[j] * wide(base[places[j] + i]);
+}
+
+// The query heads of one key head, at one query: softmax over blocks of keys with a running maximum, as in FlashAttention
+// (arXiv 2205.14135). D as in dot.
+template <typename T, int D>
+void attend_head(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_head,
+                 int64_t begin, int64_t end, float* memory, T* out) {
+    const int64_t d = D ? D : a.d, folds = a.heads / a.kv_heads, step = a.kv_heads * d;
+    float* query = memory;                // [folds, d]
+    float* sum = query + folds * d;       // [folds, d]
+    float* scores = sum + folds * d;      // [folds, kBlock]
+    float* top = scores + folds * kBlock;
+    float* total = top + folds;
+    for (int64_t i = 0; i < folds * d; ++i) {
+        query[i] = wide(q[i]) * a.scale;
+        sum[i] = 0.0f;
+    }
+    for (int64_t f = 0; f < folds; ++f) {
+        top[f] = -std::numeric_limits<float>::infinity();
+        total[f] = 0.0f;
+    }
+    int64_t places[kBlock];
+    for (int64_t block = begin; block < end; block += kBlock) {
+        const int count = static_cast<int>(std::min<int64_t>(kBlock, end - block));
+        for (int j = 0; j < count;) {  // page by page
+            const int64_t page = (block + j) / a.page_size, offset = block + j - page * a.page_size;
+            const int stop = static_cast<int>(std::min<int64_t>(count, j + a.page_size - offset));
+            int64_t place = (pages[page] * a.page_size + offset) * step + kv_head * d;
+            for (; j < stop; ++j, place += step) places[j] = place;
+        }
+        for (int64_t f = 0; f < folds; ++f) {
+            float* s = scores + f * kBlock;
+            for (int j = 0; j < count; ++j) s[j] = dot<D>(query + f * d, keys + places[j], d);
+            if (a.soft_cap > 0.0f)
+                for (int j = 0; j < count; ++j) s[j] = a.soft_cap * std::tanh(s[j] / a.soft_cap);
+            float best = top[f];
+            for (int j = 0; j < count; ++j) best = std::max(best, s[j]);
+            const float shrink = exponential(top[f] - best);
+            float block_total = 0.0f;
+#pragma omp simd reduction(+ : block_total)
+            for (int j = 0; j < count; ++j) {
+                s[j] = exponential(s[j] - best);
+                block_total += s[j];
+            }
+            top[f] = best;
+            total[f] = total[f] * shrink + block_total;
+            add_weighted<D>(sum + f * d, shrink, s, values, places, count, d);
+        }
+    }
+    for (int64_t f = 0; f < folds; ++f) {
+        float factor = 1.0f, all = total[f];
+        if (a.sinks != nullptr) {
+            const float sink = a.sinks[kv_head * folds + f], best = std::max(top[f], sink);
+            factor = exponential(top[f] - best);
+            all = all * factor + exponential(sink - best);
+        }
+        factor /= all;
+        for (int64_t i = 0; i < d; ++i) put(out + f * d + i, sum[f * d + i] * factor);
+    }
+}
+
+template <typename T, int D>
+void attend_spans(const Attention& a, const T* q, const T* keys, const T* values, const Span* spans, int64_t count, T* out) {
+    const int64_t folds = a.heads / a.kv_heads, width = a.heads * a.d;
+    std::vector<int64_t> starts(count + 1, 0);  // of the queries of all spans in one line
+    int64_t work = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        starts[i + 1] = starts[i] + spans[i].queries;
+        work += spans[i].queries * (spans[i].position + spans[i].queries);
+    }
+    const int64_t tasks = starts[count] * a.kv_heads;
+#pragma omp parallel if (tasks > 1 && work * width > 4 * kSerial)
+    {
+        std::vector<float> memory(folds * (2 * a.d + kBlock + 2));
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < tasks; ++task) {
+            const int64_t query = task / a.kv_heads, kv_head = task % a.kv_heads;
+            const int64_t index = std::upper_bound(starts.begin(), starts.end(), query) - starts.begin() - 1;
+            const Span& span = spans[index];
+            const int64_t local = query - starts[index], end = span.position + local + 1;
+            const int64_t begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
+            const int64_t token = span.first + local, place = kv_head * folds * a.d;
+            attend_head<T, D>(a, q + token * a.q_stride + place, keys, values, a.page_table + span.row * a.table_stride,
+                              kv_head, begin, end, memory.data(), out + token * width + place);
+        }
+    }
+}
+
+template <typename T>
+void attend(const Attention& a, const T* q, const T* keys, const T* values, const Span* spans, int64_t count, T* out) {
+    if (a.d == 64)
+        attend_spans<T, 64>(a, q, keys, values, spans, count, out);
+    else if (a.d == 128)
+        attend_spans<T, 128>(a, q, keys, values, spans, count, out);
+    else
+        attend_spans<T, 0>(a, q, keys, values, spans, count, out);
+}
+
+}  // namespace
+
+#define EXPORT(T, NAME)                                                                                                     \
+    extern "C" void rms_norm_##NAME(T* x, const T* residual, const T* weight, T* out, int64_t rows, int64_t heads,            \
+                                    int64_t stride, int64_t d, float eps) {                                                 \
+        rms_norm(x, residual, weight, out, rows, heads, stride, d, eps);                                                    \
+    }                                                                                                                       \
+    extern "C" void rotary_##NAME(const T* x, const T* cos, const T* sin, T* out, int64_t tokens, int64_t heads,              \
+                                  int64_t stride, int64_t d, int64_t angle_stride) {                                        \
+        rotary(x, cos, sin, out, tokens, heads, stride, d, angle_stride);                                                   \
+    }                                                                                                                       \
+    extern "C" void silu_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t n) { silu_mul(gate_up, out, rows, n); } \
+    extern "C" void store_##NAME(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, int64_t tokens,          \
+                                 int64_t k_stride, int64_t v_stride, int64_t width) {                                       \
+        store(k, v, keys, values, out_loc, tokens, k_stride, v_stride, width);                                              \
+    }                                                                                                                       \
+    extern "C" void attend_##NAME(const T* q, const T* keys, const T* values, const int32_t* page_table,                      \
+                                  const int64_t* spans, const float* sinks, T* out, int64_t count, int64_t q_stride,          \
+                                  int64_t table_stride, int64_t page_size, int64_t heads, int64_t kv_heads, int64_t d, int64_t window, float scale, \
+                                  float soft_cap) {                                                                         \
+        const Attention a{page_table, sinks, q_stride, table_stride, page_size, heads, kv_heads, d, window, scale, soft_cap};         \
+        attend(a, q, keys, values, reinterpret_cast<const Span*>(spans), count, out);                                       \
+    }
+
+EXPORT(float, float32)
+EXPORT(bf16, bfloat16)

@@ -1,0 +1,153 @@
+"""The compiled kernels as functions of tensors. All tensors are float32 or all bfloat16, on the CPU.
+
+The last dimension of every tensor is contiguous, and so are outputs. Nothing is recorded for autograd.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dovetail.ops.cpu.library import library
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "rms_norm": (_P, _P, _P, _P, _I, _I, _I, _I, _F),
+    "rotary": (_P, _P, _P, _P, _I, _I, _I, _I, _I),
+    "silu_mul": (_P, _P, _I, _I),
+    "store": (_P, _P, _P, _P, _P, _I, _I, _I, _I),
+    "attend": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _I, _F, _F),
+}
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class PagedKV(NamedTuple):
+    """A layer's keys and values ``[pages, page_size, kv_heads, head_dim]``, contiguous, and the pages of a batch's rows,
+    int32 ``[rows, pages]``, whose rows may be strided."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    page_table: torch.Tensor
+
+
+class Kernels:
+    """The kernels for one dtype."""
+
+    def __init__(self, handle: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._rms_norm, self._rotary, self._silu_mul, self._store, self._attend = (
+            _function(handle, name, _DTYPES[dtype]) for name in _SIGNATURES
+        )
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``ops.norm.rms_norm`` of ``x [tokens, size]``, or of each head of ``x [tokens, heads, size]``, whose heads are
+        contiguous. ``residual [tokens, size]`` is first added to ``x`` in place."""
+        assert weight.dtype is self.dtype
+        assert weight.shape == x.shape[1:]
+        heads, size = (1, x.shape[1]) if x.ndim == 2 else (x.shape[1], x.shape[2])
+        out = torch.empty(x.shape, dtype=self.dtype)
+        added = None if residual is None else residual.data_ptr()
+        rows = x.shape[0] * heads
+        self._rms_norm(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), rows, heads, x.stride(0), size, eps)
+        return out
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """``ops.rotary.apply_rotary`` of ``x [tokens, heads, d]``; ``cos, sin [tokens, 1, d]`` of equal strides."""
+        assert cos.dtype is sin.dtype is self.dtype
+        tokens, heads, size = x.shape
+        assert x.stride(1) == size
+        out = torch.empty(x.shape, dtype=self.dtype)
+        angles = cos.data_ptr(), sin.data_ptr()
+        self._rotary(x.data_ptr(), *angles, out.data_ptr(), tokens, heads, x.stride(0), size, cos.stride(0))
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``ops.activation.silu_mul`` of contiguous ``gate_up [tokens, 2 * n]``."""
+        assert gate_up.is_contiguous()
+        tokens, width = gate_up.shape
+        out = torch.empty(tokens, width // 2, dtype=self.dtype)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
+        return out
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_loc: torch.Tensor
+    ) -> None:
+        """Write ``k, v [tokens, kv_heads, d]`` to places ``out_loc`` (int64 ``[tokens]``) of contiguous
+        ``keys, values [places, kv_heads, d]``."""
+        assert v.dtype is keys.dtype is self.dtype
+        tokens, heads, size = k.shape
+        assert k.stride(1) == v.stride(1) == size
+        self._store(
+            k.data_ptr(),
+            v.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out_loc.data_ptr(),
+            tokens,
+            k.stride(0),
+            v.stride(0),
+            heads * size,
+        )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: PagedKV,
+        spans: np.ndarray[Any, np.dtype[np.int64]],
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Causal attention of the queries of ``spans``, read where they lie in the pool; their rows of ``out`` are written.
+
+        ``q [tokens, heads, d]`` is contiguous but for the tokens, ``out`` of that shape contiguous. A span is (row of the page table, its first query's place in
+        ``q``, number of queries, place of the first query in its row): contiguous int64 ``[spans, 4]``. Query i of a span
+        sees its row's first ``place + i + 1`` keys, or the last ``window`` of them. ``sinks`` float32 ``[heads]``.
+        """
+        assert q.dtype is kv.keys.dtype is self.dtype
+        _, page_size, kv_heads, size = kv.keys.shape
+        assert q.stride(1) == kv.keys.stride(2) == size
+        self._attend(
+            q.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            kv.page_table.data_ptr(),
+            spans.ctypes.data,
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+            len(spans),
+            q.stride(0),
+            kv.page_table.stride(0),
+            page_size,
+            q.shape[1],
+            kv_heads,
+            size,
+            window or 0,
+            scale,
+            soft_cap or 0.0,
+        )
+
+
+@functools.cache
+def kernels(dtype: torch.dtype) -> Kernels | None:
+    """The kernels for a dtype; None for other dtypes, and where the library cannot be built (``library().text`` says why)."""
+    handle = library().handle if dtype in _DTYPES else None
+    return None if handle is None else Kernels(handle, dtype)
+
+
+def _function(handle: ctypes.CDLL, name: str, dtype: str) -> Callable[..., None]:
+    function = handle[f"{name}_{dtype}"]
+    function.argtypes, function.restype = _SIGNATURES[name], None
+    return function

@@ -1,0 +1,92 @@
+"""Builds ``kernels.cpp`` on the machine that runs it, once, and loads it.
+
+The library is kept in ``$XDG_CACHE_HOME/dovetail`` (``~/.cache/dovetail``) under a name made of its source, the compiler
+and the processor. It needs Linux and g++, whose OpenMP is the one that torch has loaded: a second one beside it would
+fight it for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).parent / "kernels.cpp"
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+COMPILE_SECONDS = 120
+
+
+class Library(NamedTuple):
+    """The loaded library, or why there is none. ``text`` is for people either way."""
+
+    handle: ctypes.CDLL | None
+    text: str
+
+
+@functools.cache
+def library() -> Library:
+    """The library of this process: loaded, built first where that was not done before. Never raises."""
+    try:
+        file = _built()
+        return Library(ctypes.CDLL(str(file)), f"compiled, {file}")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        text = f"torch operations, as the compiled kernels cannot be had: {error}"
+        log.info("CPU kernels: %s", text)
+        return Library(None, text)
+
+
+def _built() -> Path:
+    if sys.platform != "linux":
+        raise RuntimeError(f"they are built on Linux only, this is {sys.platform}")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise RuntimeError("there is no g++ on the PATH; install it (Debian: apt install g++)")
+    version = _run([compiler, "--version"]).splitlines()[0]
+    parts = (SOURCE.read_text(encoding="utf-8"), version, *FLAGS, platform.machine(), _processor())
+    target = cache_dir() / f"kernels-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
+    if not target.is_file():
+        _compile(compiler, target)
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, name = tempfile.mkstemp(
+        suffix=".so", dir=target.parent
+    )  # renamed when whole: others may be building it too
+    os.close(handle)
+    try:
+        _run([compiler, *FLAGS, str(SOURCE), "-o", name])
+        os.replace(name, target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command[:1])} failed: {(done.stderr or done.stdout).strip()[:500]}")
+    return done.stdout
+
+
+def cache_dir() -> Path:
+    """Where built libraries are kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dovetail"
+
+
+def _processor() -> str:
+    """The features that ``-march=native`` depends on."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,226 @@
+"""The compiled CPU kernels against float64 references.
+
+.venv/bin/python -m pytest -q tests/core/test_cpu_kernels.py
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.ops.cpu import library as building
+from dovetail.ops.cpu.kernels import PagedKV, kernels
+
+pytestmark = pytest.mark.skipif(
+    building.library().handle is None, reason=f"no compiled kernels: {building.library().text}"
+)
+
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+each_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def poisoned(*shape, dtype):
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def close(got, expected, dtype):
+    got, bound = got.double(), TOLERANCES[dtype]
+    assert ((got - expected).abs() <= bound * (1 + expected.abs())).all(), (got - expected).abs().max()
+
+
+@each_dtype
+@pytest.mark.parametrize("size", [1, 7, 64, 300])
+@pytest.mark.parametrize("rows", [1, 5, 200])
+@pytest.mark.parametrize("add", [False, True])
+def test_rms_norm(dtype, size, rows, add):
+    x, residual = (torch.randn(rows, size).to(dtype) for _ in range(2))
+    weight = torch.rand(size).to(dtype)
+    total = (x + residual) if add else x.clone()
+    given = x.clone()
+    got = kernels(dtype).rms_norm(given, weight, 1e-5, residual if add else None)
+    wide = total.double()
+    assert given.equal(total)
+    close(got, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double(), dtype)
+
+
+@each_dtype
+def test_rms_norm_of_heads_within_wider_rows(dtype):
+    heads = torch.randn(9, 6, 16).to(dtype)[:, :4]
+    weight = torch.rand(4, 16).to(dtype)
+    kept = heads.clone()
+    got = kernels(dtype).rms_norm(heads, weight, 1e-6)
+    wide = kept.double()
+    assert heads.equal(kept)
+    close(got, wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double(), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("size", [2, 16, 64, 96])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_rotary(dtype, size, tokens):
+    x = torch.randn(tokens, 7, size).to(dtype)[:, :5]
+    angles = torch.randn(tokens, 1, size // 2)
+    cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    first, second = x.double().chunk(2, -1)
+    expected = x.double() * cos.double() + torch.cat((second, first), -1) * sin.double()
+    close(kernels(dtype).rotary(x, cos, sin), expected, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [1, 40, 704])
+def test_silu_mul_over_the_whole_range_of_exponents(dtype, width):
+    x = torch.randn(33, 2 * width).to(dtype)
+    x[0, :width] = torch.linspace(-200, 200, width)
+    gate, up = x.double().chunk(2, 1)
+    close(kernels(dtype).silu_mul(x), torch.nn.functional.silu(gate) * up, dtype)
+
+
+def test_not_a_number_stays_one():
+    for dtype in TOLERANCES:
+        x = torch.ones(2, 8).to(dtype)
+        x[1, 3] = float("nan")
+        assert kernels(dtype).silu_mul(x)[1].isnan().any()
+        assert kernels(dtype).rms_norm(x, torch.ones(8, dtype=dtype), 1e-5)[1].isnan().all()
+        assert not kernels(dtype).rms_norm(x, torch.ones(8, dtype=dtype), 1e-5)[0].isnan().any()
+
+
+def test_bfloat16_is_rounded_to_nearest_even():
+    x = torch.randn(400, 64)
+    x[0, :6] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.3e38, -0.0, 1e-40, float("inf")])
+    ones = torch.full_like(x, 1e30)  # silu is the identity there, in float32
+    got = kernels(torch.bfloat16).silu_mul(torch.cat((ones, torch.ones_like(x)), 1).bfloat16())
+    assert got.equal(ones.bfloat16())
+    add = kernels(torch.bfloat16).rms_norm  # the sum is written back, rounded once
+    a, b = x.bfloat16(), torch.randn(400, 64).bfloat16()
+    total = a.clone()
+    add(total, torch.ones(64).bfloat16(), 1e-5, b)
+    assert total.equal(a + b)
+
+
+@each_dtype
+@pytest.mark.parametrize("tokens", [1, 3, 500])
+def test_store(dtype, tokens):
+    k, v = (torch.randn(tokens, 9, 16).to(dtype)[:, i : i + 2] for i in (0, 4))
+    keys, values = (poisoned(800, 2, 16, dtype=dtype) for _ in range(2))
+    places = torch.randperm(800)[:tokens]
+    kernels(dtype).store(k, v, keys, values, places)
+    assert keys[places].equal(k)
+    assert values[places].equal(v)
+    assert int(keys.isnan().all(-1).all(-1).sum()) == 800 - tokens
+
+
+def reference(q, keys, values, window, scale, soft_cap, sinks):
+    """One query ``[heads, d]`` over ``keys, values [n, kv_heads, d]``, in float64."""
+    if window:
+        keys, values = keys[-window:], values[-window:]
+    folds = q.shape[0] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(folds, 1) for x in (keys, values))
+    scores = torch.einsum("hd,nhd->hn", q.double(), keys) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if sinks is not None:
+        weights = torch.softmax(torch.cat((scores, sinks.double()[:, None]), 1), 1)[:, :-1]
+    else:
+        weights = torch.softmax(scores, 1)
+    return torch.einsum("hn,nhd->hd", weights, values)
+
+
+@each_dtype
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (6, 1, 128), (3, 3, 40), (16, 2, 16)])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "sinks"), [(None, None, False), (5, None, False), (None, 2.0, False), (70, 3.0, True)]
+)
+def test_attention_reads_pages_and_nothing_else(dtype, heads, kv_heads, size, page_size, window, soft_cap, sinks):
+    lens, queries = [1, 17, 130, 64, 200], [1, 3, 1, 1, 5]
+    pages = [-(-n // page_size) for n in lens]
+    order = torch.randperm(sum(pages) + 5).int()
+    table = torch.full((len(lens), max(pages) + 3), 2**30, dtype=torch.int32)
+    keys, values = (poisoned(sum(pages) + 5, page_size, kv_heads, size, dtype=dtype) for _ in range(2))
+    rows, start = [], 0
+    for row, (count, n) in enumerate(zip(pages, lens, strict=True)):
+        mine = order[start : start + count]
+        start += count
+        table[row, :count] = mine
+        k, v = (torch.randn(count * page_size, kv_heads, size).to(dtype) for _ in range(2))
+        k[n:], v[n:] = float("nan"), float("nan")
+        keys[mine.long()], values[mine.long()] = (x.view(count, page_size, kv_heads, size) for x in (k, v))
+        rows.append((k[:n], v[:n]))
+    q = torch.randn(sum(queries) + 2, heads, size).to(dtype)
+    out = poisoned(*q.shape, dtype=dtype)
+    sink = torch.randn(heads) if sinks else None
+    spans, first = [], 1  # tokens 0 and the last belong to nobody
+    for row, count in enumerate(queries):
+        spans.append((row, first, count, lens[row] - count))
+        first += count
+    scale = 1 / math.sqrt(size)
+    kernels(dtype).attend(
+        q,
+        PagedKV(keys, values, table),
+        np.array(spans[::-1], np.int64),
+        out,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sink,
+    )
+    assert out[0].isnan().all()
+    assert out[-1].isnan().all()
+    for row, place, count, position in spans:
+        for i in range(count):
+            k, v = (x[: position + i + 1] for x in rows[row])
+            expected = reference(q[place + i], k, v, window, scale, soft_cap, sink)
+            close(out[place + i], expected, dtype)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    keys, values = (torch.randn(40, 16, 2, 64) for _ in range(2))
+    table = torch.randperm(40)[:30].int().view(3, 10)
+    q = torch.randn(3, 4, 64)
+    kv, spans = PagedKV(keys, values, table), np.array([(0, 0, 1, 150), (1, 1, 1, 3), (2, 2, 1, 77)], np.int64)
+    together, alone = torch.empty_like(q), torch.empty_like(q)
+    kernels(torch.float32).attend(q, kv, spans, together, scale=0.1)
+    for i in range(3):
+        kernels(torch.float32).attend(q, kv, spans[i : i + 1].copy(), alone, scale=0.1)
+    assert together.equal(alone)
+
+
+def test_no_kernels_for_other_dtypes():
+    assert kernels(torch.float16) is None
+    assert kernels(torch.float64) is None
+
+
+def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = building.library.__wrapped__()
+    assert found.handle is None
+    assert "g++" in found.text
+    assert "install" in found.text
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    fake = tmp_path / "g++"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && echo fake 1 && exit 0\necho "no such flag" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = building.library.__wrapped__()
+    assert found.handle is None
+    assert "no such flag" in found.text
+    assert not list((tmp_path / "cache" / "dovetail").iterdir())
+
+
+def test_it_is_built_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert building.library.__wrapped__().handle is not None
+    (file,) = (tmp_path / "dovetail").iterdir()
+    before = file.stat().st_mtime_ns
+    assert building.library.__wrapped__().handle is not None
+    assert file.stat().st_mtime_ns == before
