@@ -39,7 +39,8 @@ from dovetail.interfaces.attention import AttentionContext
 from dovetail.layers.build import as_module
 from dovetail.memory.pool import PagedKVPool
 from dovetail.ops.activation import silu_mul
-from dovetail.ops.linear import linear, packed, packed_linear, panel_linear, row_panels
+from dovetail.ops.cpu.kernels import kernels
+from dovetail.ops.linear import linear, packed, packed_linear
 from dovetail.ops.norm import rms_norm
 from dovetail.ops.rotary import apply_rotary
 from dovetail.plugins.specs import ComponentKind
@@ -124,9 +125,9 @@ def operations(config: dict[str, Any], dtype: torch.dtype, rows: int) -> Timed:
         calls[f"{name} linear"] = turns(linear, x, weights)
         turned = [weight.t().contiguous().t() for weight in weights]
         calls[f"{name} linear, weight stored [in, out]"] = turns(linear, x, turned)
-        panels = [row_panels(weight, torch.get_num_threads()) for weight in weights]
-        if rows == 1 and panels[0] is not None:
-            calls[f"{name} panels"] = turns(panel_linear, x, panels)
+        compiled = kernels(dtype)
+        if rows == 1 and compiled is not None:
+            calls[f"{name} matvec"] = turns(compiled.matvec, x, weights)
         calls[f"{name} packed"] = turns(packed_linear, x, [packed(weight) for weight in weights])
     x, weight = torch.randn(rows, hidden, dtype=dtype), torch.randn(hidden, dtype=dtype)
     calls["norm"] = lambda: rms_norm(x, weight, 1e-5)

@@ -116,6 +116,18 @@ def test_store(dtype, tokens):
     assert int(keys.isnan().all(-1).all(-1).sum()) == 800 - tokens
 
 
+@each_dtype
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (7, 5), (33, 31), (64, 300), (2400, 512), (130, 96)])
+def test_matvec(dtype, bias, rows, width):
+    weight, x = torch.randn(rows, width).to(dtype), torch.randn(1, width).to(dtype)
+    shift = torch.randn(rows).to(dtype) if bias else None
+    exact = x.double() @ weight.double().t() + (shift.double() if bias else 0)
+    got = kernels(dtype).matvec(x, weight, shift)
+    assert got.dtype is dtype
+    assert ((got.double() - exact).abs() <= TOLERANCES[dtype] * (math.sqrt(width) + exact.abs())).all()
+
+
 def reference(q, keys, values, window, scale, soft_cap, sinks):
     """One query ``[heads, d]`` over ``keys, values [n, kv_heads, d]``, in float64."""
     if window:

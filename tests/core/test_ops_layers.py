@@ -20,7 +20,7 @@ from dovetail.layers.rotary import Rotary
 from dovetail.ops import activation, kv, norm, rotary
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.kv import store
-from dovetail.ops.linear import linear, packed, packed_linear, panel_linear, row_panels
+from dovetail.ops.linear import linear, packed, packed_linear
 from dovetail.ops.norm import add_rms_norm, rms_norm
 from dovetail.ops.rotary import apply_rotary
 
@@ -103,31 +103,6 @@ def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:
     got = layer.forward(qk)
     torch.testing.assert_close(got[:, :4], rms_norm(qk[:, :4], layer.q_weight.expand(4, 8).contiguous(), 1e-5))
     torch.testing.assert_close(got[:, 4:], rms_norm(qk[:, 4:], layer.k_weight.expand(2, 8).contiguous(), 1e-5))
-
-
-@each_dtype
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "width"), [(512, 256), (4096, 64), (768, 300), (2400, 512)])
-@pytest.mark.parametrize("threads", [2, 3, 4, 16])
-def test_panels_are_the_product(
-    dtype: torch.dtype, tolerance: float, bias: bool, rows: int, width: int, threads: int
-) -> None:
-    weight, x = torch.randn(rows, width).to(dtype), torch.randn(1, width).to(dtype)
-    shift = torch.randn(rows).to(dtype) if bias else None
-    panels = row_panels(weight, threads)
-    assert panels is not None
-    assert 1 < panels.shape[0] <= threads
-    assert panels.data_ptr() == weight.data_ptr()
-    got = panel_linear(x, panels, shift)
-    exact = linear(x.double(), weight.double(), None if shift is None else shift.double())
-    assert got.shape == (1, rows)
-    assert ((got.double() - exact).abs() <= 4 * tolerance * math.sqrt(width)).all()
-
-
-def test_no_panels_where_one_is_best() -> None:
-    assert row_panels(torch.zeros(64, 64), 4) is None  # too small
-    assert row_panels(torch.zeros(256, 256), 1) is None
-    assert row_panels(torch.zeros(521, 256), 2) is None  # prime
 
 
 @each_dtype

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from dovetail.layers.base import Layer, parameter
-from dovetail.ops.linear import linear, packed, packed_linear, panel_linear, row_panels
+from dovetail.ops.cpu.kernels import Kernels, kernels
+from dovetail.ops.linear import linear, packed, packed_linear
 
 
 class Linear(Layer):
@@ -18,28 +19,25 @@ class Linear(Layer):
         self.weight = parameter(out_features, in_features)
         self.bias = parameter(out_features) if bias else None
         self._operands: tuple[torch.Tensor, torch.Tensor | None]
-        self._panels: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None
-        self._one_row_as_is = False
+        self._compiled: Kernels | None = None
 
     def prepare(self) -> None:
         """See ``Layer.prepare``. On the CPU it keeps a second copy of the weight, in the order its kernels read."""
         weight = self.weight
         self._operands = (weight, self.bias)
         self._packed = packed(weight)
-        float32_cpu = weight.device.type == "cpu" and weight.dtype is torch.float32
-        self._one_row_as_is = float32_cpu and torch.backends.mkl.is_available()
-        self._panels = row_panels(weight, torch.get_num_threads()) if self._one_row_as_is else None
+        self._compiled = kernels(weight.dtype) if weight.device.type == "cpu" else None
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, in]`` -> ``[tokens, out]``, contiguous. Mutates nothing."""
+        """Contiguous ``[tokens, in]`` -> ``[tokens, out]``. Mutates nothing."""
         if not self.prepared:
             self.prepare()
         weight, bias = self._operands
-        if self._packed is None or (self._one_row_as_is and x.shape[0] == 1):
-            return linear(x, weight, bias) if self._panels is None else panel_linear(x, self._panels, bias)
-        return packed_linear(x, self._packed, bias)
+        if self._compiled is not None and x.shape[0] == 1:
+            return self._compiled.matvec(x, weight, bias)
+        return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
 
 class FusedLinear(Linear):

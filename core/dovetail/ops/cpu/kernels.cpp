@@ -52,6 +52,37 @@ inline float exponential(float x) {
     return x < -87.3f ? 0.0f : p * scale;
 }
 
+using Lanes = float __attribute__((vector_size(64)));
+
+inline Lanes lanes(const float* from) {
+    Lanes out;
+    std::memcpy(&out, from, 64);
+    return out;
+}
+inline Lanes lanes(const bf16* from) {
+    using Bits = uint16_t __attribute__((vector_size(32)));
+    using WideBits = uint32_t __attribute__((vector_size(64)));
+    Bits bits;
+    std::memcpy(&bits, from, 32);
+    const WideBits shifted = __builtin_convertvector(bits, WideBits) << 16;
+    Lanes out;
+    std::memcpy(&out, &shifted, 64);
+    return out;
+}
+
+inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds one lane after the other
+    using Half = float __attribute__((vector_size(32)));
+    using Quarter = float __attribute__((vector_size(16)));
+    Half a[2];
+    std::memcpy(a, &x, 64);
+    a[0] += a[1];
+    Quarter b[2];
+    std::memcpy(b, a, 32);
+    b[0] += b[1];
+    return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
+}
+
+constexpr int64_t kAhead = 4096;  // bytes: what the processor's own prefetching does not reach, it stops at pages
 constexpr int64_t kSerial = 16384;  // elements below which handing work to threads costs more than it saves
 
 template <typename T>
@@ -120,6 +151,64 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
     }
 }
 
+// 32 elements as floats, in an order that is cheap to have: as they are, or bfloat16's even ones before the odd ones.
+struct Pair {
+    Lanes first, second;
+};
+inline Pair pair(const float* from) { return {lanes(from), lanes(from + 16)}; }
+inline Pair pair(const bf16* from) {
+    using Words = uint32_t __attribute__((vector_size(64)));
+    Words words;
+    std::memcpy(&words, from, 64);
+    const Words even = words << 16, odd = words & 0xffff0000;
+    Pair out;
+    std::memcpy(&out.first, &even, 64);
+    std::memcpy(&out.second, &odd, 64);
+    return out;
+}
+
+// The product of a row of a weight and an input that is floats already, its first `whole` elements in the order of pair.
+template <typename T>
+float row_product(const T* row, const float* x, int64_t whole, int64_t d) {
+    Lanes a = {}, b = {}, c = {}, e = {};
+    int64_t i = 0;
+    for (; i + 64 <= whole; i += 64) {
+#pragma GCC unroll 4
+        for (size_t line = 0; line < sizeof(T); ++line)  // 64 elements are as many lines as an element has bytes
+            __builtin_prefetch(reinterpret_cast<const char*>(row + i) + kAhead + 64 * line);
+        const Pair first = pair(row + i), second = pair(row + i + 32);
+        a += first.first * lanes(x + i);
+        b += first.second * lanes(x + i + 16);
+        c += second.first * lanes(x + i + 32);
+        e += second.second * lanes(x + i + 48);
+    }
+    for (; i < whole; i += 32) {
+        const Pair pairs = pair(row + i);
+        a += pairs.first * lanes(x + i);
+        b += pairs.second * lanes(x + i + 16);
+    }
+    float sum = lane_sum((a + b) + (c + e));
+    for (; i < d; ++i) sum += wide(row[i]) * x[i];
+    return sum;
+}
+
+// out [n] = weight [n, d] @ x [d] + bias [n]: bound by reading the weight, which is read once and in order.
+template <typename T>
+void matvec(const T* weight, const T* x, const T* bias, T* out, int64_t n, int64_t d) {
+    const int64_t whole = d / 32 * 32;
+    std::vector<float> input(d);
+    for (int64_t i = 0; i < whole; i += 32) {
+        const Pair ordered = pair(x + i);
+        std::memcpy(&input[i], &ordered, 128);
+    }
+    for (int64_t i = whole; i < d; ++i) input[i] = wide(x[i]);
+#pragma omp parallel for if (n * d > 2 * kSerial) schedule(static)
+    for (int64_t r = 0; r < n; ++r) {
+        const float sum = row_product(weight + r * d, input.data(), whole, d);
+        put(out + r, bias == nullptr ? sum : sum + wide(bias[r]));
+    }
+}
+
 // Row t of k and v to place out_loc[t] of the pool.
 template <typename T>
 void store(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, int64_t tokens, int64_t k_stride,
@@ -145,36 +234,6 @@ struct Attention {
 };
 
 constexpr int kBlock = 64;  // keys whose scores are held at a time
-
-using Lanes = float __attribute__((vector_size(64)));
-
-inline Lanes lanes(const float* from) {
-    Lanes out;
-    std::memcpy(&out, from, 64);
-    return out;
-}
-inline Lanes lanes(const bf16* from) {
-    using Bits = uint16_t __attribute__((vector_size(32)));
-    using WideBits = uint32_t __attribute__((vector_size(64)));
-    Bits bits;
-    std::memcpy(&bits, from, 32);
-    const WideBits shifted = __builtin_convertvector(bits, WideBits) << 16;
-    Lanes out;
-    std::memcpy(&out, &shifted, 64);
-    return out;
-}
-
-inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds one lane after the other
-    using Half = float __attribute__((vector_size(32)));
-    using Quarter = float __attribute__((vector_size(16)));
-    Half a[2];
-    std::memcpy(a, &x, 64);
-    a[0] += a[1];
-    Quarter b[2];
-    std::memcpy(b, a, 32);
-    b[0] += b[1];
-    return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
-}
 
 // D is the size where it is known at compile time and a multiple of 16, else 0.
 template <int D, typename T>
@@ -318,6 +377,9 @@ void attend(const Attention& a, const T* q, const T* keys, const T* values, cons
         rotary(x, cos, sin, out, tokens, heads, stride, d, angle_stride);                                                   \
     }                                                                                                                       \
     extern "C" void silu_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t n) { silu_mul(gate_up, out, rows, n); } \
+    extern "C" void matvec_##NAME(const T* weight, const T* x, const T* bias, T* out, int64_t n, int64_t d) {                 \
+        matvec(weight, x, bias, out, n, d);                                                                                 \
+    }                                                                                                                       \
     extern "C" void store_##NAME(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, int64_t tokens,          \
                                  int64_t k_stride, int64_t v_stride, int64_t width) {                                       \
         store(k, v, keys, values, out_loc, tokens, k_stride, v_stride, width);                                              \

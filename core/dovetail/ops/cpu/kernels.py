@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _P, _P, _P, _I, _I, _I, _I, _F),
     "rotary": (_P, _P, _P, _P, _I, _I, _I, _I, _I),
     "silu_mul": (_P, _P, _I, _I),
+    "matvec": (_P, _P, _P, _P, _I, _I),
     "store": (_P, _P, _P, _P, _P, _I, _I, _I, _I),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _I, _F, _F),
 }
@@ -42,7 +43,7 @@ class Kernels:
 
     def __init__(self, handle: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._rms_norm, self._rotary, self._silu_mul, self._store, self._attend = (
+        self._rms_norm, self._rotary, self._silu_mul, self._matvec, self._store, self._attend = (
             _function(handle, name, _DTYPES[dtype]) for name in _SIGNATURES
         )
 
@@ -76,6 +77,16 @@ class Kernels:
         tokens, width = gate_up.shape
         out = torch.empty(tokens, width // 2, dtype=self.dtype)
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
+        return out
+
+    def matvec(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``ops.linear.linear`` of one row, ``x [1, in]``; all tensors contiguous."""
+        assert weight.dtype is self.dtype
+        assert x.is_contiguous()
+        rows, width = weight.shape
+        out = torch.empty(1, rows, dtype=self.dtype)
+        added = None if bias is None else bias.data_ptr()
+        self._matvec(weight.data_ptr(), x.data_ptr(), added, out.data_ptr(), rows, width)
         return out
 
     def store(
