@@ -24,6 +24,17 @@ class TestTorchNative(AttentionSuite):
 SMALL = Limits(in_place=1 << 11, gather=1 << 13, waste=1 << 11, mask=256, short=8, shared=1)
 
 
+class TestTorchNativeWithoutACompiler(AttentionSuite):
+    """PyTorch's kernels alone."""
+
+    name = "torch_native"
+    device = "cpu"
+
+    @pytest.fixture(autouse=True)
+    def _not_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch_native, "kernels", lambda dtype: None)
+
+
 class TestTorchNativeInPieces(AttentionSuite):
     """Limits so small that long rows are cut, groups are split, and soft caps and sinks work in blocks."""
 
@@ -32,6 +43,7 @@ class TestTorchNativeInPieces(AttentionSuite):
 
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch_native, "kernels", lambda dtype: None)
         monkeypatch.setattr(torch_native, "CPU", SMALL)
         monkeypatch.setattr(kernels, "_SCORES", 1 << 9)
 
@@ -44,6 +56,7 @@ class TestTorchNativeAsOnCuda(AttentionSuite):
 
     @pytest.fixture(autouse=True)
     def _like_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch_native, "kernels", lambda dtype: None)
         monkeypatch.setattr(torch_native, "CPU", CUDA)
         monkeypatch.setattr(torch_native, "CUDA", CUDA)
         monkeypatch.setattr(Planner, "_consecutive", lambda *_: False)

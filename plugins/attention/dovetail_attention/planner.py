@@ -7,7 +7,7 @@ hides; spans that fit one kernel call make a group:
     gathered   one long row, or several short ones of similar length: keys are copied next to each other first
     shared     rows that start with the same pages: those keys are read once for all rows, the rest of each row is gathered
 
-Where there are compiled kernels, rows with few queries need none of this: they are read through the page table (``paged``).
+Where there are compiled kernels, most rows need none of this: they are read through the page table (``Planner.paged``).
 
 Rows are gathered page by page, or key by key where a window begins within a page. What a row has fewer pages than the longest
 of its group is filled up with its own first, and what its last page holds beyond the row is cleared: a mask alone would
@@ -35,8 +35,8 @@ class Limits:
 
     From ``in_place`` on, a row is read in place rather than gathered with others. Rows share a group while it gathers up
     to ``gather``, of which up to ``waste`` fill short rows up. A prefix is read once for all its rows where that saves
-    ``shared`` (None: never). A mask has up to ``mask`` elements. Rows of up to ``short`` queries are grouped; of up to
-    ``paged``, read through the page table.
+    ``shared`` (None: never). A mask has up to ``mask`` elements. Rows of up to ``short`` queries are grouped. ``paged``: all
+    this is for trees and shared prefixes only, other rows are read through the page table.
     """
 
     in_place: int
@@ -45,7 +45,7 @@ class Limits:
     mask: int
     short: int
     shared: int | None = None
-    paged: int = 0
+    paged: bool = False
 
 
 CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 18, short=64, shared=256 << 10)
@@ -118,22 +118,26 @@ class Planner:
             zip(batch.prefix_lens.tolist(), batch.extend_lens.tolist(), strict=True)
         ):
             is_tree = row >= first_tree and queries > 1
-            if queries > limit and not is_tree:
-                groups += self._long(row, first, prefix, queries, window)
-            else:
-                begin = 0 if window is None else max(0, prefix - window + 1)
-                span = Span(row, first, queries, prefix, begin, prefix + queries)
+            begin = 0 if window is None else max(0, prefix - window + 1)
+            span = Span(row, first, queries, prefix, begin, prefix + queries)
+            if queries <= limit or is_tree:
                 short.setdefault((queries, is_tree), []).append(span)
+            elif self._limits.paged:
+                self.paged.append(span)
+            else:
+                groups += self._long(row, first, prefix, queries, window)
             first += queries
-        for (_, is_tree), spans in short.items():
-            if may_share and not is_tree and window is None and self._limits.shared is not None:
+        for (queries, is_tree), spans in short.items():
+            # a tile of the compiled kernel already reads a key once for many queries
+            pays = may_share and not is_tree and window is None and (queries == 1 or not self._limits.paged)
+            if pays and self._limits.shared is not None:
                 groups += self._sharing(spans, self._limits.shared // self._bytes_per_key)
             else:
                 groups += self._unshared(spans, window, is_tree)
         return groups
 
     def _unshared(self, spans: list[Span], window: int | None, is_tree: bool) -> list[Group]:
-        if not is_tree and spans[0].queries <= self._limits.paged:
+        if self._limits.paged and not is_tree:
             self.paged += spans
             return []
         return self._short(spans, window, is_tree)

@@ -1,4 +1,4 @@
-"""Attention with PyTorch's own kernels, on any device; on a CPU with a compiler, decoding with one of ours."""
+"""Attention with PyTorch's own kernels, on any device; on a CPU with a compiler mostly with ours."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ class Bound(NamedTuple):
         return k.by_row, v.by_row
 
 
-PAGED_QUERIES = 8
-"""Up to this many queries a row are worth reading its keys for each: a decode step, a short chain of drafts."""
-
-
 class Plan(NamedTuple):
     """How a batch is attended to: dense groups, and spans (int64 ``[spans, 4]``, see ``Kernels.attend``) read in place."""
 
@@ -76,7 +72,7 @@ class TorchNativeAttention(AttentionBackend):
         same_dtype = context.pool.keys(0).dtype is context.dtype
         self._kernels = kernels(context.dtype) if context.device.type == "cpu" and same_dtype else None
         if self._kernels is not None:
-            self._limits = replace(self._limits, paged=PAGED_QUERIES)
+            self._limits = replace(self._limits, paged=True)
         self._ways: list[Way] = []
         self._plans: dict[Way, Plan] = {}
         self._planner: Planner | None = None

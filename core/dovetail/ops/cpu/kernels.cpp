@@ -233,7 +233,8 @@ struct Attention {
     float scale, soft_cap;  // soft_cap 0: none
 };
 
-constexpr int kBlock = 64;  // keys whose scores are held at a time
+constexpr int kBlock = 64;      // keys whose scores are held at a time
+constexpr float kHidden = -1e30f;  // the score of a key that a row does not see; finite, so that no difference is NaN
 
 // D is the size where it is known at compile time and a multiple of 16, else 0.
 template <int D, typename T>
@@ -328,29 +329,177 @@ void attend_head(const Attention& a, const T* q, const T* keys, const T* values,
     }
 }
 
+constexpr int kLanes = 64;  // rows of a tile: query heads of one key head, of consecutive queries
+
+// c [rows, kLanes] (+)= a [rows, depth] @ b [depth, kLanes]; a's element (r, k) is a[r * row_step + k * k_step].
+template <int R>
+void multiply_tile(const float* a, int64_t row_step, int64_t k_step, const float* b, int64_t depth, float* c, bool add) {
+    Lanes sums[R][4];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int l = 0; l < 4; ++l) sums[r][l] = add ? lanes(c + r * kLanes + l * 16) : Lanes{};
+    for (int64_t k = 0; k < depth; ++k) {
+        const float* row = b + k * kLanes;
+        const Lanes b0 = lanes(row), b1 = lanes(row + 16), b2 = lanes(row + 32), b3 = lanes(row + 48);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            const float factor = a[r * row_step + k * k_step];
+            sums[r][0] += b0 * factor;
+            sums[r][1] += b1 * factor;
+            sums[r][2] += b2 * factor;
+            sums[r][3] += b3 * factor;
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) std::memcpy(c + r * kLanes, sums[r], sizeof(sums[r]));
+}
+
+void multiply(const float* a, int64_t rows, int64_t row_step, int64_t k_step, const float* b, int64_t depth, float* c, bool add) {
+    int64_t r = 0;
+    for (; r + 6 <= rows; r += 6) multiply_tile<6>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
+    for (; r + 2 <= rows; r += 2) multiply_tile<2>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
+    for (; r < rows; ++r) multiply_tile<1>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
+}
+
+// Memory of a tile, everything with its rows as the last dimension: then nothing is ever summed across lanes.
+struct Tile {
+    std::vector<float> query, sum, scores, rows;  // [d, kLanes], [d, kLanes], [kBlock, kLanes]; keys or values [kBlock, d]
+    explicit Tile(int64_t d) : query(d * kLanes), sum(d * kLanes), scores(kBlock * kLanes), rows(kBlock * d) {}
+};
+
+template <typename T>
+void read_rows(const Attention& a, const T* from, const int32_t* pages, int64_t kv_head, int64_t begin, int count, float* to) {
+    const int64_t step = a.kv_heads * a.d;
+    for (int j = 0; j < count; ++j) {
+        const int64_t token = begin + j, page = token / a.page_size;
+        const T* row = from + (pages[page] * a.page_size + token - page * a.page_size) * step + kv_head * a.d;
+#pragma omp simd
+        for (int64_t i = 0; i < a.d; ++i) to[j * a.d + i] = wide(row[i]);
+    }
+}
+
+// `count` consecutive queries, the first at `position` of its row, with all query heads of one key head.
+template <typename T>
+void attend_tile(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_head,
+                 int64_t position, int count, Tile& tile, T* out) {
+    const int64_t d = a.d, folds = a.heads / a.kv_heads, width = a.heads * d;
+    const int used = count * static_cast<int>(folds);
+    float top[kLanes], total[kLanes] = {}, factor[kLanes];
+    int32_t ends[kLanes], begins[kLanes];  // the keys that a row sees
+    std::fill(top, top + kLanes, kHidden);
+    std::fill(tile.query.begin(), tile.query.end(), 0.0f);
+    std::fill(tile.sum.begin(), tile.sum.end(), 0.0f);
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const int64_t query = std::min(lane, used - 1) / folds, fold = std::min(lane, used - 1) % folds;
+        ends[lane] = static_cast<int32_t>(position + query + 1);
+        begins[lane] = a.window > 0 ? static_cast<int32_t>(std::max<int64_t>(0, ends[lane] - a.window)) : 0;
+        if (lane >= used) continue;
+        const T* from = q + query * a.q_stride + (kv_head * folds + fold) * d;
+        for (int64_t i = 0; i < d; ++i) tile.query[i * kLanes + lane] = wide(from[i]) * a.scale;
+    }
+    for (int64_t block = begins[0]; block < position + count; block += kBlock) {
+        const int n = static_cast<int>(std::min<int64_t>(kBlock, position + count - block));
+        float* scores = tile.scores.data();
+        read_rows(a, keys, pages, kv_head, block, n, tile.rows.data());
+        multiply(tile.rows.data(), n, d, 1, tile.query.data(), d, scores, false);
+        if (a.soft_cap > 0.0f)
+            for (int i = 0; i < n * kLanes; ++i) scores[i] = a.soft_cap * std::tanh(scores[i] / a.soft_cap);
+        if (block + n > position + 1 || a.window > 0)
+            for (int j = 0; j < n; ++j) {
+                const int32_t key = static_cast<int32_t>(block + j);
+#pragma omp simd
+                for (int lane = 0; lane < kLanes; ++lane)
+                    if (key >= ends[lane] || key < begins[lane]) scores[j * kLanes + lane] = kHidden;
+            }
+        float best[kLanes];
+        std::memcpy(best, top, sizeof(best));
+        for (int j = 0; j < n; ++j)
+#pragma omp simd
+            for (int lane = 0; lane < kLanes; ++lane) best[lane] = std::max(best[lane], scores[j * kLanes + lane]);
+#pragma omp simd
+        for (int lane = 0; lane < kLanes; ++lane) {
+            factor[lane] = exponential(top[lane] - best[lane]);
+            total[lane] *= factor[lane];
+            top[lane] = best[lane];
+        }
+        for (int j = 0; j < n; ++j)
+#pragma omp simd
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const float weight = exponential(scores[j * kLanes + lane] - best[lane]);
+                scores[j * kLanes + lane] = weight;
+                total[lane] += weight;
+            }
+        if (block > begins[0])
+            for (int64_t i = 0; i < d; ++i)
+#pragma omp simd
+                for (int lane = 0; lane < kLanes; ++lane) tile.sum[i * kLanes + lane] *= factor[lane];
+        read_rows(a, values, pages, kv_head, block, n, tile.rows.data());
+        multiply(tile.rows.data(), d, 1, d, scores, n, tile.sum.data(), true);
+    }
+    for (int lane = 0; lane < used; ++lane) {
+        const int64_t head = kv_head * folds + lane % folds;
+        float scale = 1.0f, all = total[lane];
+        if (a.sinks != nullptr) {
+            const float most = std::max(top[lane], a.sinks[head]);
+            scale = exponential(top[lane] - most);
+            all = all * scale + exponential(a.sinks[head] - most);
+        }
+        T* to = out + lane / folds * width + head * d;
+        for (int64_t i = 0; i < d; ++i) put(to + i, tile.sum[i * kLanes + lane] * scale / all);
+    }
+}
+
+struct Task {
+    const Span* span;
+    int64_t kv_head, first;
+    int count;  // queries
+};
+
+// Spans with enough rows are cut into tiles, of the others each query is done by itself.
+inline bool tiled(const Attention& a, const Span& span) {
+    const int64_t folds = a.heads / a.kv_heads;
+    return span.queries * folds >= kLanes / 4 && folds <= kLanes;
+}
+
+inline std::vector<Task> tasks_of(const Attention& a, const Span* spans, int64_t count) {
+    const int64_t folds = a.heads / a.kv_heads, most = std::max<int64_t>(1, kLanes / folds);
+    std::vector<Task> tasks;
+    for (const Span* span = spans; span < spans + count; ++span) {
+        const int64_t step = tiled(a, *span) ? most : 1;
+        for (int64_t first = 0; first < span->queries; first += step)
+            for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head)
+                tasks.push_back({span, kv_head, first, static_cast<int>(std::min(step, span->queries - first))});
+    }
+    return tasks;
+}
+
 template <typename T, int D>
 void attend_spans(const Attention& a, const T* q, const T* keys, const T* values, const Span* spans, int64_t count, T* out) {
     const int64_t folds = a.heads / a.kv_heads, width = a.heads * a.d;
-    std::vector<int64_t> starts(count + 1, 0);  // of the queries of all spans in one line
     int64_t work = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        starts[i + 1] = starts[i] + spans[i].queries;
-        work += spans[i].queries * (spans[i].position + spans[i].queries);
-    }
-    const int64_t tasks = starts[count] * a.kv_heads;
-#pragma omp parallel if (tasks > 1 && work * width > 4 * kSerial)
+    for (int64_t i = 0; i < count; ++i) work += spans[i].queries * (spans[i].position + spans[i].queries);
+    const std::vector<Task> tasks = tasks_of(a, spans, count);
+    const int64_t num_tasks = static_cast<int64_t>(tasks.size());
+#pragma omp parallel if (num_tasks > 1 && work * width > 2 * kSerial)
     {
         std::vector<float> memory(folds * (2 * a.d + kBlock + 2));
+        Tile tile(a.d);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; ++task) {
-            const int64_t query = task / a.kv_heads, kv_head = task % a.kv_heads;
-            const int64_t index = std::upper_bound(starts.begin(), starts.end(), query) - starts.begin() - 1;
-            const Span& span = spans[index];
-            const int64_t local = query - starts[index], end = span.position + local + 1;
-            const int64_t begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
-            const int64_t token = span.first + local, place = kv_head * folds * a.d;
-            attend_head<T, D>(a, q + token * a.q_stride + place, keys, values, a.page_table + span.row * a.table_stride,
-                              kv_head, begin, end, memory.data(), out + token * width + place);
+        for (int64_t index = 0; index < num_tasks; ++index) {
+            const Task& task = tasks[index];
+            const Span& span = *task.span;
+            const int64_t token = span.first + task.first, position = span.position + task.first;
+            const int32_t* pages = a.page_table + span.row * a.table_stride;
+            const T* query = q + token * a.q_stride;
+            if (tiled(a, span)) {
+                attend_tile(a, query, keys, values, pages, task.kv_head, position, task.count, tile, out + token * width);
+                continue;
+            }
+            const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0;
+            const int64_t place = task.kv_head * folds * a.d;
+            attend_head<T, D>(a, query + place, keys, values, pages, task.kv_head, begin, position + 1, memory.data(),
+                              out + token * width + place);
         }
     }
 }
