@@ -38,6 +38,7 @@ from dovetail.messages import (
     StatsRequestMsg,
     ToEngine,
 )
+from dovetail.ops.cpu.library import library
 from dovetail.scheduler.grammar import GrammarService
 from dovetail.scheduler.limits import Limits
 from dovetail.scheduler.scheduler import Scheduler
@@ -325,6 +326,7 @@ class Loop:
         return {
             "architecture": engine.info.architecture,
             "device": str(engine.device),
+            "cpu_kernels": library().text if engine.device.type == "cpu" else None,
             "context_len": engine.context_len,
             "page_size": engine.page_size,
             "num_pages": engine.num_pages - 1,

@@ -38,12 +38,11 @@ class Library(NamedTuple):
 def library() -> Library:
     """The library of this process: loaded, built first where that was not done before. Never raises."""
     try:
-        file = _built()
-        return Library(ctypes.CDLL(str(file)), f"compiled, {file}")
+        found = Library(ctypes.CDLL(str(_built())), "compiled")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        text = f"torch operations, as the compiled kernels cannot be had: {error}"
-        log.info("CPU kernels: %s", text)
-        return Library(None, text)
+        found = Library(None, f"torch operations, as the compiled kernels cannot be had: {error}")
+    log.info("CPU kernels: %s", found.text)
+    return found
 
 
 def _built() -> Path:
