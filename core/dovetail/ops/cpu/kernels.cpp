@@ -270,12 +270,34 @@ void add_weighted(float* to, float shrink, const float* weights, const T* base, 
         for (int64_t i = 0; i < d; ++i) to[i] += weights[j] * wide(base[places[j] + i]);
 }
 
+// Where the keys of one head lie in the pool, of the block that starts at begin: fills places, returns how many there are.
+inline int places_of(const Attention& a, const int32_t* pages, int64_t kv_head, int64_t begin, int64_t end, int64_t* places) {
+    const int64_t step = a.kv_heads * a.d;
+    const int count = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(kBlock, end - begin)));
+    for (int j = 0; j < count;) {  // page by page
+        const int64_t page = (begin + j) / a.page_size, offset = begin + j - page * a.page_size;
+        const int stop = static_cast<int>(std::min<int64_t>(count, j + a.page_size - offset));
+        int64_t place = (pages[page] * a.page_size + offset) * step + kv_head * a.d;
+        for (; j < stop; ++j, place += step) places[j] = place;
+    }
+    return count;
+}
+
+// Ask for rows ahead of their use: they lie too far apart for the processor to foresee them.
+template <typename T>
+void fetch(const T* base, const int64_t* places, int count, int64_t d) {
+    for (int j = 0; j < count; ++j) {
+        const char* row = reinterpret_cast<const char*>(base + places[j]);
+        for (int64_t byte = 0; byte < d * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(row + byte);
+    }
+}
+
 // The query heads of one key head, at one query: softmax over blocks of keys with a running maximum, as in FlashAttention
 // (arXiv 2205.14135). D as in dot.
 template <typename T, int D>
 void attend_head(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_head,
                  int64_t begin, int64_t end, float* memory, T* out) {
-    const int64_t d = D ? D : a.d, folds = a.heads / a.kv_heads, step = a.kv_heads * d;
+    const int64_t d = D ? D : a.d, folds = a.heads / a.kv_heads;
     float* query = memory;                // [folds, d]
     float* sum = query + folds * d;       // [folds, d]
     float* scores = sum + folds * d;      // [folds, kBlock]
@@ -289,32 +311,31 @@ void attend_head(const Attention& a, const T* q, const T* keys, const T* values,
         top[f] = -std::numeric_limits<float>::infinity();
         total[f] = 0.0f;
     }
-    int64_t places[kBlock];
+    int64_t places[kBlock], following[kBlock];
+    int count = places_of(a, pages, kv_head, begin, end, following);
     for (int64_t block = begin; block < end; block += kBlock) {
-        const int count = static_cast<int>(std::min<int64_t>(kBlock, end - block));
-        for (int j = 0; j < count;) {  // page by page
-            const int64_t page = (block + j) / a.page_size, offset = block + j - page * a.page_size;
-            const int stop = static_cast<int>(std::min<int64_t>(count, j + a.page_size - offset));
-            int64_t place = (pages[page] * a.page_size + offset) * step + kv_head * d;
-            for (; j < stop; ++j, place += step) places[j] = place;
-        }
+        const int now = count;
+        std::copy(following, following + now, places);
+        count = places_of(a, pages, kv_head, block + kBlock, end, following);
+        fetch(values, places, now, d);
+        fetch(keys, following, count, d);
         for (int64_t f = 0; f < folds; ++f) {
             float* s = scores + f * kBlock;
-            for (int j = 0; j < count; ++j) s[j] = dot<D>(query + f * d, keys + places[j], d);
+            for (int j = 0; j < now; ++j) s[j] = dot<D>(query + f * d, keys + places[j], d);
             if (a.soft_cap > 0.0f)
-                for (int j = 0; j < count; ++j) s[j] = a.soft_cap * std::tanh(s[j] / a.soft_cap);
+                for (int j = 0; j < now; ++j) s[j] = a.soft_cap * std::tanh(s[j] / a.soft_cap);
             float best = top[f];
-            for (int j = 0; j < count; ++j) best = std::max(best, s[j]);
+            for (int j = 0; j < now; ++j) best = std::max(best, s[j]);
             const float shrink = exponential(top[f] - best);
             float block_total = 0.0f;
 #pragma omp simd reduction(+ : block_total)
-            for (int j = 0; j < count; ++j) {
+            for (int j = 0; j < now; ++j) {
                 s[j] = exponential(s[j] - best);
                 block_total += s[j];
             }
             top[f] = best;
             total[f] = total[f] * shrink + block_total;
-            add_weighted<D>(sum + f * d, shrink, s, values, places, count, d);
+            add_weighted<D>(sum + f * d, shrink, s, values, places, now, d);
         }
     }
     for (int64_t f = 0; f < folds; ++f) {
