@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <omp.h>
+#include <optional>
 #include <vector>
 
 namespace {
@@ -59,16 +61,6 @@ inline Lanes lanes(const float* from) {
     std::memcpy(&out, from, 64);
     return out;
 }
-inline Lanes lanes(const bf16* from) {
-    using Bits = uint16_t __attribute__((vector_size(32)));
-    using WideBits = uint32_t __attribute__((vector_size(64)));
-    Bits bits;
-    std::memcpy(&bits, from, 32);
-    const WideBits shifted = __builtin_convertvector(bits, WideBits) << 16;
-    Lanes out;
-    std::memcpy(&out, &shifted, 64);
-    return out;
-}
 
 inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds one lane after the other
     using Half = float __attribute__((vector_size(32)));
@@ -80,6 +72,22 @@ inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds
     std::memcpy(b, a, 32);
     b[0] += b[1];
     return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
+}
+
+// 32 elements as floats, in an order that is cheap to have: as they are, or bfloat16's even ones before the odd ones.
+struct Pair {
+    Lanes first, second;
+};
+inline Pair pair(const float* from) { return {lanes(from), lanes(from + 16)}; }
+inline Pair pair(const bf16* from) {
+    using Words = uint32_t __attribute__((vector_size(64)));
+    Words words;
+    std::memcpy(&words, from, 64);
+    const Words even = words << 16, odd = words & 0xffff0000;
+    Pair out;
+    std::memcpy(&out.first, &even, 64);
+    std::memcpy(&out.second, &odd, 64);
+    return out;
 }
 
 constexpr int64_t kAhead = 4096;  // bytes: what the processor's own prefetching does not reach, it stops at pages
@@ -151,22 +159,6 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
     }
 }
 
-// 32 elements as floats, in an order that is cheap to have: as they are, or bfloat16's even ones before the odd ones.
-struct Pair {
-    Lanes first, second;
-};
-inline Pair pair(const float* from) { return {lanes(from), lanes(from + 16)}; }
-inline Pair pair(const bf16* from) {
-    using Words = uint32_t __attribute__((vector_size(64)));
-    Words words;
-    std::memcpy(&words, from, 64);
-    const Words even = words << 16, odd = words & 0xffff0000;
-    Pair out;
-    std::memcpy(&out.first, &even, 64);
-    std::memcpy(&out.second, &odd, 64);
-    return out;
-}
-
 // The product of a row of a weight and an input that is floats already, its first `whole` elements in the order of pair.
 template <typename T>
 float row_product(const T* row, const float* x, int64_t whole, int64_t d) {
@@ -236,14 +228,24 @@ struct Attention {
 constexpr int kBlock = 64;      // keys whose scores are held at a time
 constexpr float kHidden = -1e30f;  // the score of a key that a row does not see; finite, so that no difference is NaN
 
-// D is the size where it is known at compile time and a multiple of 16, else 0.
+// Where pair puts element i of a row whose size D is known at compile time; elsewhere (D = 0) rows stay in order.
+template <int D, typename T>
+int64_t ordered(int64_t i) {
+    return D > 0 && sizeof(T) == 2 ? i / 32 * 32 + i % 2 * 16 + i % 32 / 2 : i;
+}
+
+// a is in the order of `ordered`.
 template <int D, typename T>
 float dot(const float* a, const T* b, int64_t d) {
     if constexpr (D > 0) {
-        Lanes sum = {};
+        Lanes first = {}, second = {};
 #pragma GCC unroll 16
-        for (int i = 0; i < D; i += 16) sum += lanes(a + i) * lanes(b + i);
-        return lane_sum(sum);
+        for (int i = 0; i < D; i += 32) {
+            const Pair row = pair(b + i);
+            first += lanes(a + i) * row.first;
+            second += lanes(a + i + 16) * row.second;
+        }
+        return lane_sum(first + second);
     }
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -251,7 +253,7 @@ float dot(const float* a, const T* b, int64_t d) {
     return sum;
 }
 
-// to = to * shrink + the sum over j of weights[j] * (base + places[j])
+// to = to * shrink + the sum over j of weights[j] * (base + places[j]), in the order of `ordered`.
 template <int D, typename T>
 void add_weighted(float* to, float shrink, const float* weights, const T* base, const int64_t* places, int count, int64_t d) {
     if constexpr (D > 0) {
@@ -260,7 +262,11 @@ void add_weighted(float* to, float shrink, const float* weights, const T* base, 
         for (int i = 0; i < D; i += 16) sum[i / 16] = lanes(to + i) * shrink;
         for (int j = 0; j < count; ++j)
 #pragma GCC unroll 16
-            for (int i = 0; i < D; i += 16) sum[i / 16] += lanes(base + places[j] + i) * weights[j];
+            for (int i = 0; i < D; i += 32) {
+                const Pair row = pair(base + places[j] + i);
+                sum[i / 16] += row.first * weights[j];
+                sum[i / 16 + 1] += row.second * weights[j];
+            }
         std::memcpy(to, sum, sizeof(sum));
         return;
     }
@@ -292,61 +298,60 @@ void fetch(const T* base, const int64_t* places, int count, int64_t d) {
     }
 }
 
-// The query heads of one key head, at one query: softmax over blocks of keys with a running maximum, as in FlashAttention
-// (arXiv 2205.14135). D as in dot.
+// One query with the query heads of `kv_count` key heads from kv_first on, to which q and out point: softmax over blocks of
+// keys with a running maximum, as in FlashAttention (arXiv 2205.14135). D is head_dim where it is known
+// at compile time and a multiple of 32, else 0.
 template <typename T, int D>
-void attend_head(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_head,
-                 int64_t begin, int64_t end, float* memory, T* out) {
-    const int64_t d = D ? D : a.d, folds = a.heads / a.kv_heads;
-    float* query = memory;                // [folds, d]
-    float* sum = query + folds * d;       // [folds, d]
-    float* scores = sum + folds * d;      // [folds, kBlock]
-    float* top = scores + folds * kBlock;
-    float* total = top + folds;
-    for (int64_t i = 0; i < folds * d; ++i) {
-        query[i] = wide(q[i]) * a.scale;
-        sum[i] = 0.0f;
-    }
-    for (int64_t f = 0; f < folds; ++f) {
-        top[f] = -std::numeric_limits<float>::infinity();
-        total[f] = 0.0f;
+void attend_query(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_first,
+                  int64_t kv_count, int64_t begin, int64_t end, float* memory, T* out) {
+    const int64_t d = D ? D : a.d, folds = a.heads / a.kv_heads, heads = kv_count * folds;
+    float* query = memory;             // [heads, d]
+    float* sum = query + heads * d;    // [heads, d]
+    float* top = sum + heads * d;      // [heads]
+    float* total = top + heads;        // [heads]
+    float scores[kBlock];
+    std::fill(sum, sum + heads * d, 0.0f);
+    for (int64_t h = 0; h < heads; ++h) {
+        for (int64_t i = 0; i < d; ++i) query[h * d + ordered<D, T>(i)] = wide(q[h * d + i]) * a.scale;
+        top[h] = -std::numeric_limits<float>::infinity();
+        total[h] = 0.0f;
     }
     int64_t places[kBlock], following[kBlock];
-    int count = places_of(a, pages, kv_head, begin, end, following);
+    int count = places_of(a, pages, kv_first, begin, end, following);
     for (int64_t block = begin; block < end; block += kBlock) {
         const int now = count;
         std::copy(following, following + now, places);
-        count = places_of(a, pages, kv_head, block + kBlock, end, following);
-        fetch(values, places, now, d);
-        fetch(keys, following, count, d);
-        for (int64_t f = 0; f < folds; ++f) {
-            float* s = scores + f * kBlock;
-            for (int j = 0; j < now; ++j) s[j] = dot<D>(query + f * d, keys + places[j], d);
+        count = places_of(a, pages, kv_first, block + kBlock, end, following);
+        fetch(values, places, now, kv_count * d);
+        fetch(keys, following, count, kv_count * d);
+        for (int64_t h = 0; h < heads; ++h) {
+            const int64_t offset = h / folds * d;
+            for (int j = 0; j < now; ++j) scores[j] = dot<D>(query + h * d, keys + places[j] + offset, d);
             if (a.soft_cap > 0.0f)
-                for (int j = 0; j < now; ++j) s[j] = a.soft_cap * std::tanh(s[j] / a.soft_cap);
-            float best = top[f];
-            for (int j = 0; j < now; ++j) best = std::max(best, s[j]);
-            const float shrink = exponential(top[f] - best);
+                for (int j = 0; j < now; ++j) scores[j] = a.soft_cap * std::tanh(scores[j] / a.soft_cap);
+            float best = top[h];
+            for (int j = 0; j < now; ++j) best = std::max(best, scores[j]);
+            const float shrink = exponential(top[h] - best);
             float block_total = 0.0f;
 #pragma omp simd reduction(+ : block_total)
             for (int j = 0; j < now; ++j) {
-                s[j] = exponential(s[j] - best);
-                block_total += s[j];
+                scores[j] = exponential(scores[j] - best);
+                block_total += scores[j];
             }
-            top[f] = best;
-            total[f] = total[f] * shrink + block_total;
-            add_weighted<D>(sum + f * d, shrink, s, values, places, now, d);
+            top[h] = best;
+            total[h] = total[h] * shrink + block_total;
+            add_weighted<D>(sum + h * d, shrink, scores, values + offset, places, now, d);
         }
     }
-    for (int64_t f = 0; f < folds; ++f) {
-        float factor = 1.0f, all = total[f];
+    for (int64_t h = 0; h < heads; ++h) {
+        float factor = 1.0f, all = total[h];
         if (a.sinks != nullptr) {
-            const float sink = a.sinks[kv_head * folds + f], best = std::max(top[f], sink);
-            factor = exponential(top[f] - best);
+            const float sink = a.sinks[kv_first * folds + h], best = std::max(top[h], sink);
+            factor = exponential(top[h] - best);
             all = all * factor + exponential(sink - best);
         }
         factor /= all;
-        for (int64_t i = 0; i < d; ++i) put(out + f * d + i, sum[f * d + i] * factor);
+        for (int64_t i = 0; i < d; ++i) put(out + h * d + i, sum[h * d + ordered<D, T>(i)] * factor);
     }
 }
 
@@ -473,54 +478,65 @@ void attend_tile(const Attention& a, const T* q, const T* keys, const T* values,
 
 struct Task {
     const Span* span;
-    int64_t kv_head, first;
+    int64_t kv_first, kv_count, first;
     int count;  // queries
 };
 
-// Spans with enough rows are cut into tiles, of the others each query is done by itself.
 inline bool tiled(const Attention& a, const Span& span) {
     const int64_t folds = a.heads / a.kv_heads;
     return span.queries * folds >= kLanes / 4 && folds <= kLanes;
 }
 
-inline std::vector<Task> tasks_of(const Attention& a, const Span* spans, int64_t count) {
-    const int64_t folds = a.heads / a.kv_heads, most = std::max<int64_t>(1, kLanes / folds);
+// Spans with enough rows are cut into tiles, of the others each query is done by itself, `together` key heads at a time.
+inline std::vector<Task> tasks_of(const Attention& a, const Span* spans, int64_t count, int64_t together) {
     std::vector<Task> tasks;
     for (const Span* span = spans; span < spans + count; ++span) {
-        const int64_t step = tiled(a, *span) ? most : 1;
+        const bool tiles = tiled(a, *span);
+        const int64_t step = tiles ? kLanes / (a.heads / a.kv_heads) : 1, group = tiles ? 1 : together;
         for (int64_t first = 0; first < span->queries; first += step)
-            for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head)
-                tasks.push_back({span, kv_head, first, static_cast<int>(std::min(step, span->queries - first))});
+            for (int64_t kv = 0; kv < a.kv_heads; kv += group)
+                tasks.push_back({span, kv, std::min(group, a.kv_heads - kv), first,
+                                 static_cast<int>(std::min(step, span->queries - first))});
     }
     return tasks;
 }
 
+// Key heads that lie next to each other are read together, as far as a block of them stays in the first cache, and as there
+// is work left for all threads.
+template <typename T>
+int64_t heads_together(const Attention& a, const Span* spans, int64_t count) {
+    const int64_t most = std::min<int64_t>(a.kv_heads, std::max<int64_t>(1, 512 / (a.d * sizeof(T))));
+    int64_t queries = 0;
+    for (int64_t i = 0; i < count; ++i) queries += tiled(a, spans[i]) ? 0 : spans[i].queries;
+    return queries * a.kv_heads / most < 4 * omp_get_max_threads() ? 1 : most;
+}
+
 template <typename T, int D>
 void attend_spans(const Attention& a, const T* q, const T* keys, const T* values, const Span* spans, int64_t count, T* out) {
-    const int64_t folds = a.heads / a.kv_heads, width = a.heads * a.d;
+    const int64_t folds = a.heads / a.kv_heads, width = a.heads * a.d, together = heads_together<T>(a, spans, count);
     int64_t work = 0;
     for (int64_t i = 0; i < count; ++i) work += spans[i].queries * (spans[i].position + spans[i].queries);
-    const std::vector<Task> tasks = tasks_of(a, spans, count);
+    const std::vector<Task> tasks = tasks_of(a, spans, count, together);
     const int64_t num_tasks = static_cast<int64_t>(tasks.size());
 #pragma omp parallel if (num_tasks > 1 && work * width > 2 * kSerial)
     {
-        std::vector<float> memory(folds * (2 * a.d + kBlock + 2));
-        Tile tile(a.d);
+        std::vector<float> memory(together * folds * (2 * a.d + 2));
+        std::optional<Tile> tile;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t index = 0; index < num_tasks; ++index) {
             const Task& task = tasks[index];
-            const Span& span = *task.span;
-            const int64_t token = span.first + task.first, position = span.position + task.first;
-            const int32_t* pages = a.page_table + span.row * a.table_stride;
+            const int64_t token = task.span->first + task.first, position = task.span->position + task.first;
+            const int32_t* pages = a.page_table + task.span->row * a.table_stride;
             const T* query = q + token * a.q_stride;
-            if (tiled(a, span)) {
-                attend_tile(a, query, keys, values, pages, task.kv_head, position, task.count, tile, out + token * width);
+            if (tiled(a, *task.span)) {
+                if (!tile) tile.emplace(a.d);
+                attend_tile(a, query, keys, values, pages, task.kv_first, position, task.count, *tile, out + token * width);
                 continue;
             }
             const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0;
-            const int64_t place = task.kv_head * folds * a.d;
-            attend_head<T, D>(a, query + place, keys, values, pages, task.kv_head, begin, position + 1, memory.data(),
-                              out + token * width + place);
+            const int64_t place = task.kv_first * folds * a.d;
+            attend_query<T, D>(a, query + place, keys, values, pages, task.kv_first, task.kv_count, begin, position + 1,
+                               memory.data(), out + token * width + place);
         }
     }
 }
