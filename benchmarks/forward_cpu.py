@@ -2,26 +2,15 @@
 
 Run: python benchmarks/forward_cpu.py [--model tiny|46m] [--dtype float32|bfloat16] [--threads N] [--ops]
 
-What won, on 2 cores of an AMD EPYC (Zen 4, 32 MiB of L3), torch 2.13 with MKL and oneDNN, 2026-11-21. The machine was
-shared and never quiet, so the microseconds are upper bounds; the order of the candidates was the same in every run.
+What won, on 2 cores of an AMD EPYC (Zen 4, 32 MiB of L3), torch 2.13 with MKL and oneDNN, 2026-11-21; the machine is shared,
+so the microseconds are upper bounds:
 
-float32, one row (a decode step of one request): a weight of 2 panels, one a thread, before the column x.T (``panels``).
-    [2816, 512] 528 -> 113, [512, 1408] 160 -> 47, [32000, 512] 6100 -> 1150, [1408, 256] 37 -> 26 us against
-    ``functional.linear``, which reads the weight with one thread. Below 64 Ki elements a panel gains nothing.
-float32, 2 to 128 rows: weight @ x.T, its result left stored by columns (``columns``): [1408, 256] 83 -> 43 us at 2
-    rows, 136 -> 84 at 16, 258 -> 150 at 32; [32000, 512] 14700 -> 1600 at 2, 13400 -> 7900 at 16. Not for 9 to 15 rows
-    more than a multiple of 16 (13 rows: 124 -> 173), where MKL has no good kernel. Above 128 rows, rearranging what
-    follows costs what the product gains.
-bfloat16: ``functional.linear`` (oneDNN, about 13 us a call before it computes); panels lose, and columns lose to the
-    elementwise operations after them. So bfloat16 wins where reading weights is most of the time, from about 10 M
-    parameters at 16 rows; the tiny model is twice as fast in float32 at one row.
-A weight stored as [in, out] helps one row (2816 x 512: 528 -> 270) but less than panels, and hurts every other number
-    of rows. oneDNN's packed weights are reachable by private names only.
-RMSNorm: vector_norm, hypot, div, mul: 4.6 us against 9.6 of ``functional.rms_norm`` (bfloat16: 10 against 12.2).
-Rotary: roll, mul, addcmul on queries and keys together: 5.1 us; concatenating halves 5.7, indexing 9, a complex product
-    3.0 (but only for pairs stored side by side, which checkpoints do not have).
-Forward and logits, one row, 96 tokens of context, without attention: tiny 0.49 ms, of which 0.18 ms are the calls of
-    torch themselves (42 us a layer), 46 M 6.2 ms.
+One row (a decode step of one request): ``matvec`` reads the weight as it is, in order, and asks for it ahead. bfloat16,
+    [2816, 512] 331 (panels of torch.bmm), 116 (oneDNN, packed) -> 92; float32 about as fast as two panels of torch.bmm.
+Two rows and more: weights packed by oneDNN. float32, 16 rows, [32000, 512]: 11700 (``functional.linear``), 8000 (weight @ x.T)
+    -> 3300 us; 512 rows: 114 -> 95 ms. bfloat16, 16 rows: 3160 -> 1670 us.
+Norms, rotary, gates: one compiled kernel each; what torch needs several operations for costs 2 to 4 times as much.
+Forward and logits, one row, 96 tokens of context: tiny 0.46 ms (bfloat16 0.41), 46 M 6.4 ms (bfloat16 3.3 ms).
 """
 
 from __future__ import annotations

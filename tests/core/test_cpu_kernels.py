@@ -151,7 +151,7 @@ def reference(q, keys, values, window, scale, soft_cap, sinks):
     ("window", "soft_cap", "sinks"), [(None, None, False), (5, None, False), (None, 2.0, False), (70, 3.0, True)]
 )
 def test_attention_reads_pages_and_nothing_else(dtype, heads, kv_heads, size, page_size, window, soft_cap, sinks):
-    lens, queries = [1, 17, 130, 64, 200], [1, 3, 1, 1, 5]
+    lens, queries = [1, 17, 130, 64, 200], [1, 3, 1, 64, 5]
     pages = [-(-n // page_size) for n in lens]
     order = torch.randperm(sum(pages) + 5).int()
     table = torch.full((len(lens), max(pages) + 3), 2**30, dtype=torch.int32)

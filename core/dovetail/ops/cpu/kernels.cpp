@@ -357,35 +357,36 @@ void attend_query(const Attention& a, const T* q, const T* keys, const T* values
 
 constexpr int kLanes = 64;  // rows of a tile: query heads of one key head, of consecutive queries
 
-// c [rows, kLanes] (+)= a [rows, depth] @ b [depth, kLanes]; a's element (r, k) is a[r * row_step + k * k_step].
-template <int R>
+// c [rows, kLanes] (+)= a [rows, depth] @ b [depth, kLanes]; a's element (r, k) is a[r * row_step + k * k_step]. Of the lanes,
+// the first V * 16 are computed.
+template <int V, int R>
 void multiply_tile(const float* a, int64_t row_step, int64_t k_step, const float* b, int64_t depth, float* c, bool add) {
-    Lanes sums[R][4];
-#pragma GCC unroll 6
+    Lanes sums[R][V];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int l = 0; l < 4; ++l) sums[r][l] = add ? lanes(c + r * kLanes + l * 16) : Lanes{};
+        for (int v = 0; v < V; ++v) sums[r][v] = add ? lanes(c + r * kLanes + v * 16) : Lanes{};
     for (int64_t k = 0; k < depth; ++k) {
-        const float* row = b + k * kLanes;
-        const Lanes b0 = lanes(row), b1 = lanes(row + 16), b2 = lanes(row + 32), b3 = lanes(row + 48);
-#pragma GCC unroll 6
+        Lanes row[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) row[v] = lanes(b + k * kLanes + v * 16);
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const float factor = a[r * row_step + k * k_step];
-            sums[r][0] += b0 * factor;
-            sums[r][1] += b1 * factor;
-            sums[r][2] += b2 * factor;
-            sums[r][3] += b3 * factor;
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) sums[r][v] += row[v] * factor;
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) std::memcpy(c + r * kLanes, sums[r], sizeof(sums[r]));
 }
 
+template <int V>
 void multiply(const float* a, int64_t rows, int64_t row_step, int64_t k_step, const float* b, int64_t depth, float* c, bool add) {
     int64_t r = 0;
-    for (; r + 6 <= rows; r += 6) multiply_tile<6>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
-    for (; r + 2 <= rows; r += 2) multiply_tile<2>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
-    for (; r < rows; ++r) multiply_tile<1>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
+    for (; r + 6 <= rows; r += 6) multiply_tile<V, 6>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
+    for (; r + 2 <= rows; r += 2) multiply_tile<V, 2>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
+    for (; r < rows; ++r) multiply_tile<V, 1>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
 }
 
 // Memory of a tile, everything with its rows as the last dimension: then nothing is ever summed across lanes.
@@ -405,18 +406,20 @@ void read_rows(const Attention& a, const T* from, const int32_t* pages, int64_t 
     }
 }
 
-// `count` consecutive queries, the first at `position` of its row, with all query heads of one key head.
-template <typename T>
-void attend_tile(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_head,
+// `count` consecutive queries, the first at `position` of its row, with all query heads of one key head, which fill V * 16
+// lanes.
+template <int V, typename T>
+void attend_lanes(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_head,
                  int64_t position, int count, Tile& tile, T* out) {
     const int64_t d = a.d, folds = a.heads / a.kv_heads, width = a.heads * d;
+    constexpr int kUsed = V * 16;
     const int used = count * static_cast<int>(folds);
-    float top[kLanes], total[kLanes] = {}, factor[kLanes];
-    int32_t ends[kLanes], begins[kLanes];  // the keys that a row sees
-    std::fill(top, top + kLanes, kHidden);
+    float top[kUsed], total[kUsed] = {}, factor[kUsed];
+    int32_t ends[kUsed], begins[kUsed];  // the keys that a row sees
+    std::fill(top, top + kUsed, kHidden);
     std::fill(tile.query.begin(), tile.query.end(), 0.0f);
     std::fill(tile.sum.begin(), tile.sum.end(), 0.0f);
-    for (int lane = 0; lane < kLanes; ++lane) {
+    for (int lane = 0; lane < kUsed; ++lane) {
         const int64_t query = std::min(lane, used - 1) / folds, fold = std::min(lane, used - 1) % folds;
         ends[lane] = static_cast<int32_t>(position + query + 1);
         begins[lane] = a.window > 0 ? static_cast<int32_t>(std::max<int64_t>(0, ends[lane] - a.window)) : 0;
@@ -428,30 +431,31 @@ void attend_tile(const Attention& a, const T* q, const T* keys, const T* values,
         const int n = static_cast<int>(std::min<int64_t>(kBlock, position + count - block));
         float* scores = tile.scores.data();
         read_rows(a, keys, pages, kv_head, block, n, tile.rows.data());
-        multiply(tile.rows.data(), n, d, 1, tile.query.data(), d, scores, false);
+        multiply<V>(tile.rows.data(), n, d, 1, tile.query.data(), d, scores, false);
         if (a.soft_cap > 0.0f)
-            for (int i = 0; i < n * kLanes; ++i) scores[i] = a.soft_cap * std::tanh(scores[i] / a.soft_cap);
+            for (int i = 0; i < n * kLanes; ++i)
+                if (i % kLanes < kUsed) scores[i] = a.soft_cap * std::tanh(scores[i] / a.soft_cap);
         if (block + n > position + 1 || a.window > 0)
             for (int j = 0; j < n; ++j) {
                 const int32_t key = static_cast<int32_t>(block + j);
 #pragma omp simd
-                for (int lane = 0; lane < kLanes; ++lane)
+                for (int lane = 0; lane < kUsed; ++lane)
                     if (key >= ends[lane] || key < begins[lane]) scores[j * kLanes + lane] = kHidden;
             }
-        float best[kLanes];
+        float best[kUsed];
         std::memcpy(best, top, sizeof(best));
         for (int j = 0; j < n; ++j)
 #pragma omp simd
-            for (int lane = 0; lane < kLanes; ++lane) best[lane] = std::max(best[lane], scores[j * kLanes + lane]);
+            for (int lane = 0; lane < kUsed; ++lane) best[lane] = std::max(best[lane], scores[j * kLanes + lane]);
 #pragma omp simd
-        for (int lane = 0; lane < kLanes; ++lane) {
+        for (int lane = 0; lane < kUsed; ++lane) {
             factor[lane] = exponential(top[lane] - best[lane]);
             total[lane] *= factor[lane];
             top[lane] = best[lane];
         }
         for (int j = 0; j < n; ++j)
 #pragma omp simd
-            for (int lane = 0; lane < kLanes; ++lane) {
+            for (int lane = 0; lane < kUsed; ++lane) {
                 const float weight = exponential(scores[j * kLanes + lane] - best[lane]);
                 scores[j * kLanes + lane] = weight;
                 total[lane] += weight;
@@ -459,9 +463,9 @@ void attend_tile(const Attention& a, const T* q, const T* keys, const T* values,
         if (block > begins[0])
             for (int64_t i = 0; i < d; ++i)
 #pragma omp simd
-                for (int lane = 0; lane < kLanes; ++lane) tile.sum[i * kLanes + lane] *= factor[lane];
+                for (int lane = 0; lane < kUsed; ++lane) tile.sum[i * kLanes + lane] *= factor[lane];
         read_rows(a, values, pages, kv_head, block, n, tile.rows.data());
-        multiply(tile.rows.data(), d, 1, d, scores, n, tile.sum.data(), true);
+        multiply<V>(tile.rows.data(), d, 1, d, scores, n, tile.sum.data(), true);
     }
     for (int lane = 0; lane < used; ++lane) {
         const int64_t head = kv_head * folds + lane % folds;
@@ -474,6 +478,17 @@ void attend_tile(const Attention& a, const T* q, const T* keys, const T* values,
         T* to = out + lane / folds * width + head * d;
         for (int64_t i = 0; i < d; ++i) put(to + i, tile.sum[i * kLanes + lane] * scale / all);
     }
+}
+
+template <typename T>
+void attend_tile(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_head,
+                 int64_t position, int count, Tile& tile, T* out) {
+    const auto lanes_used = count * (a.heads / a.kv_heads);
+    const auto run = lanes_used > 48   ? attend_lanes<4, T>
+                     : lanes_used > 32 ? attend_lanes<3, T>
+                     : lanes_used > 16 ? attend_lanes<2, T>
+                                       : attend_lanes<1, T>;
+    run(a, q, keys, values, pages, kv_head, position, count, tile, out);
 }
 
 struct Task {

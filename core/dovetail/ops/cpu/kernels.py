@@ -54,7 +54,11 @@ class Kernels:
         contiguous. ``residual [tokens, size]`` is first added to ``x`` in place."""
         assert weight.dtype is self.dtype
         assert weight.shape == x.shape[1:]
+        assert weight.is_contiguous()
         heads, size = (1, x.shape[1]) if x.ndim == 2 else (x.shape[1], x.shape[2])
+        assert x.stride(-1) == 1
+        assert x.stride(-2) == size or x.ndim == 2
+        assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
         out = torch.empty(x.shape, dtype=self.dtype)
         added = None if residual is None else residual.data_ptr()
         rows = x.shape[0] * heads
@@ -83,6 +87,7 @@ class Kernels:
         """``ops.linear.linear`` of one row, ``x [1, in]``; all tensors contiguous."""
         assert weight.dtype is self.dtype
         assert x.is_contiguous()
+        assert weight.is_contiguous()
         rows, width = weight.shape
         out = torch.empty(1, rows, dtype=self.dtype)
         added = None if bias is None else bias.data_ptr()
@@ -97,6 +102,8 @@ class Kernels:
         assert v.dtype is keys.dtype is self.dtype
         tokens, heads, size = k.shape
         assert k.stride(1) == v.stride(1) == size
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
         self._store(
             k.data_ptr(),
             v.data_ptr(),
@@ -129,7 +136,11 @@ class Kernels:
         """
         assert q.dtype is kv.keys.dtype is self.dtype
         _, page_size, kv_heads, size = kv.keys.shape
-        assert q.stride(1) == kv.keys.stride(2) == size
+        assert q.stride(1) == size
+        assert kv.keys.is_contiguous()
+        assert kv.values.is_contiguous()
+        assert kv.page_table.dtype is torch.int32
+        assert out.is_contiguous()
         self._attend(
             q.data_ptr(),
             kv.keys.data_ptr(),
