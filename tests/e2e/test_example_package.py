@@ -1,4 +1,5 @@
-"""Packages outside the core: the example package, and the one that docs/plugins.md builds. Nothing is downloaded.
+"""Packages outside the core: the example package, and those that docs/plugins.md and README.md build; the README's other
+snippets too. Nothing is downloaded.
 
 Run: python -m pytest -q tests/e2e/test_example_package.py
 """
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +116,11 @@ def test_what_its_grammar_cannot_honour_is_refused_with_the_way_out(installed: P
     assert "grammar: xgrammar" in run(installed, ["-c", script], tmp_path)
 
 
+def test_the_command_of_its_readme_answers(installed: Path, tmp_path: Path) -> None:
+    (line,) = re.findall(r"^    dovetail (generate .*)$", (EXAMPLE / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert "Paris" in run(installed, [*DOVETAIL, *shlex.split(line), "-n", "8"], tmp_path)
+
+
 @pytest.mark.slow
 def test_it_passes_the_suites_of_every_kind(installed: Path) -> None:
     arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests"]
@@ -164,3 +171,57 @@ def test_the_tutorial_builds_a_plugin_that_works(tmp_path: Path) -> None:
 def run_line(line: str, project: Path, target: Path) -> str:
     program, *arguments = shlex.split(line)
     return run(target, arguments if program == "python" else [*DOVETAIL, *arguments], project)
+
+
+# -- README.md ---------------------------------------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text("utf-8")
+PROJECT = """[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "my-policies"
+version = "0.1.0"
+{}
+{}
+[tool.hatch.build.targets.wheel]
+packages = ["my_policies"]
+"""
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks in a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_readmes_clients_are_answered(tiny_url: str, tmp_path: Path) -> None:
+    client, offline, *_ = blocks("python")
+    for code in (client.replace("http://127.0.0.1:30000", tiny_url), offline):
+        assert "Paris" in run(tmp_path, ["-c", code], tmp_path)
+    _, url, _, header, _, body = shlex.split(blocks("bash")[0].replace("\\\n", " "))
+    url, headers = url.replace("http://127.0.0.1:30000", tiny_url), dict([header.split(": ")])
+    assert "Paris" in httpx.post(url, content=body, headers=headers, timeout=60).text
+
+
+def test_the_readmes_config_file_and_commands(tmp_path: Path) -> None:
+    (tmp_path / "server.yaml").write_text(*blocks("yaml"), "utf-8")
+    serve, *others = (line.split("#")[0] for line in blocks("bash")[1].splitlines())
+    shown = run_line(serve.replace("dovetail serve", "dovetail config show"), tmp_path, tmp_path)
+    assert "max_running: 8\n" in shown
+    assert "kind: lpm\n" in shown
+    assert all(run_line(line, tmp_path, tmp_path).strip() for line in others)
+
+
+def test_the_readmes_plugin_passes_its_suite(tmp_path: Path) -> None:
+    project, target = tmp_path / "project", tmp_path / "installed"
+    (project / "my_policies").mkdir(parents=True)
+    for name, text in zip(("plugin", "shortest", "config"), blocks("python")[2:], strict=True):
+        (project / "my_policies" / f"{name}.py").write_text(text, "utf-8")
+    (entry_point,) = re.findall(r"`(\[project\.entry-points.*?\]) (.*?)`", README)
+    (project / "pyproject.toml").write_text(PROJECT.format(*entry_point), "utf-8")
+    (suite,) = re.findall(r"`(class \w+\(PolicySuite\): .*?)`", README)
+    (project / "test_it.py").write_text(f"from dovetail.testing.policy import PolicySuite\n{suite}\n", "utf-8")
+    install(project, target)
+    assert " passed" in run(target, ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"], project)
+    explained = json.loads(run(target, [*DOVETAIL, "explain", "--set", "policy=shortest", "--json"], project))
+    assert explained["config"]["policy"] == {"kind": "shortest"}

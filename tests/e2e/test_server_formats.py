@@ -285,6 +285,11 @@ def test_metrics(fake: httpx.Client):
     text = fake.get("/metrics").text
     assert 'cache="fake"' in text
     assert 'speculative="none"' in text
+    shown = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+    latencies = ("time_to_first_token", "time_per_output_token", "inter_token_latency", "e2e_request_latency")
+    assert {f"dovetail_{name}_seconds_count" for name in latencies} <= shown
+    gauges = ("requests_running", "requests_waiting", "kv_pages_used", "kv_usage", "prefix_hit_rate")
+    assert {f"dovetail_{name}" for name in gauges} <= shown
 
 
 def test_the_api_describes_itself(fake: httpx.Client):

@@ -133,6 +133,8 @@ def test_json_schema(client: openai.OpenAI, temperature: float):
     assert set(person) == {"name", "age"}
     assert isinstance(person["name"], str)
     assert 0 <= person["age"] <= 120
+    if temperature == 0:
+        assert person == {"name": "Anna", "age": 31}, "the values of the sentence"
 
 
 def test_json_object(client: openai.OpenAI):

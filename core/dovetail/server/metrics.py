@@ -130,6 +130,8 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))
+        usage = stats.pages_used / max(stats.pages_total, 1)
+        yield GaugeMetricFamily("dovetail_kv_usage", "Share of the KV pool that running requests hold.", value=usage)
         hit_rate = stats.cached_tokens / max(stats.prompt_tokens, 1)
         yield GaugeMetricFamily("dovetail_prefix_hit_rate", "Cached share of all prompt tokens.", value=hit_rate)
         acceptance = stats.accepted_tokens / max(stats.drafted_tokens, 1)
