@@ -312,6 +312,31 @@ class PageUpdates(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class SharedPrefixes:
+    """Prefixes that rows of a decode batch have in common, so that attention may read them once.
+
+    Group g is rows ``[starts[g], starts[g + 1])``, whose first ``lens[g]`` tokens lie in the same pages. A row that shares
+    nothing is a group of one with ``lens[g] = 0``. The scheduler fills the first block, ``Engine.prepare`` the rest, all
+    int32; the device arrays have room for as many groups as rows, what is behind the last group is empty (no rows, length 0).
+    """
+
+    starts: IntArray  # [groups + 1]
+    lens: IntArray  # [groups] tokens, multiples of the page size, less than the KV length of each row of the group
+
+    # set by Engine.prepare
+    indptr: torch.Tensor = field(init=False)  # [rows + 1] group g has rows [indptr[g], indptr[g + 1])
+    group_lens: torch.Tensor = field(init=False)  # [rows] lens
+    group_table: torch.Tensor = field(init=False)  # [rows, pages] pages of the shared tokens of each group
+    own_lens: torch.Tensor = field(init=False)  # [rows] KV tokens of each row behind the shared ones, at least 1
+    own_table: torch.Tensor = field(init=False)  # [rows, pages] their pages
+
+    @property
+    def saved(self) -> int:
+        """KV tokens that need not be read, compared with every row reading its whole past."""
+        return int(((np.diff(self.starts) - 1) * self.lens).sum())
+
+
+@dataclass(slots=True, eq=False)
 class Batch:
     """One step's work: rows of requests, extend rows first, then decode or verify rows.
 
@@ -326,6 +351,7 @@ class Batch:
     samples: BoolArray  # [rows] False for a chunk that does not reach the end of its prompt
     page_updates: PageUpdates
     draft_room: IntArray | None = None  # [rows] draft tokens that pages were reserved for
+    shared: SharedPrefixes | None = None  # of a decode batch; None: nothing, or nothing worth it
     drafts: DraftTree | None = None  # set by the loop from Drafter.propose
 
     # set by Engine.prepare (device tensors, int32 unless said otherwise)

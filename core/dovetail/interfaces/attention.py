@@ -68,10 +68,21 @@ class AttentionBackend(ABC):
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """Attend. ``q`` is ``[tokens, num_heads, head_dim]``; returns the same shape and dtype. Mutates nothing."""
 
+    def shares(self, batch: Batch) -> bool:
+        """Whether reading ``batch.shared`` once per group is faster than reading every row's whole past, for this decode
+        batch: a cost model on host numbers. Where it answers False the engine clears ``batch.shared``. Only backends that
+        offer ``attention.shared_prefix`` are asked, and see ``batch.shared`` in ``plan`` and ``forward``."""
+        return False
+
     def plan_capture(self, batch: Batch) -> None:
-        """Plan into buffers of fixed address, for a graph of ``len(batch.reqs)`` rows. Needs ``attention.graph``."""
+        """Plan a decode batch whose device tensors keep their addresses, for a graph of ``len(batch.slots)`` rows (and one
+        more where ``batch.shared`` is set). Called before the capture; ``forward`` is then captured, and must neither
+        synchronize nor depend on host numbers that change from step to step. ``kv_lens`` on the host are those of the
+        longest context at this time. Needs ``attention.graph``."""
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")
 
     def plan_replay(self, batch: Batch) -> None:
-        """Write this step's metadata into the buffers of ``plan_capture``. Needs ``attention.graph``."""
+        """Called before each replay, with the batch of ``plan_capture`` whose host lengths and device tensors now hold this
+        step's values; rows that pad it have ``prefix_lens`` 0 and read page 0. Brings up to date what the backend keeps for
+        the graph of this many rows. Needs ``attention.graph``."""
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from pydantic import BaseModel
 
@@ -124,6 +126,12 @@ class PrefixCache(ABC):
     @abstractmethod
     def reset(self) -> IntArray:
         """Forget everything that is not locked; returns its pages ``[groups, n]``."""
+
+    def shared_prefixes(self, handles: Sequence[Any]) -> list[tuple[list[int], int]]:
+        """Which of these locked paths begin alike: groups of two and more indices into ``handles``, each with the number of
+        tokens (a multiple of ``page_size``) that all of the group hold in the same pages. An index is in one group at most;
+        the groups are those that save most: the sum of (rows - 1) * tokens. Needs ``cache.shared_prefixes``."""
+        return []
 
     @property
     @abstractmethod

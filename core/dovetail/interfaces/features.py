@@ -22,12 +22,14 @@ class Feature(enum.StrEnum):
     ATTN_SOFT_CAP = "attention.soft_cap"
     ATTN_SINKS = "attention.sinks"
     ATTN_GRAPH = "attention.graph"  # plan and forward can be captured and replayed
+    ATTN_SHARED_PREFIX = "attention.shared_prefix"  # a prefix that decode rows share is read once for all of them
     ATTN_BATCH_INVARIANT = "attention.batch_invariant"  # a row's bits do not depend on the other rows
 
     # prefix caches
     CACHE_REUSE = "cache.reuse"  # match can return a non-empty prefix
     CACHE_NAMESPACES = "cache.namespaces"
     CACHE_EVICT = "cache.evict"
+    CACHE_SHARED_PREFIXES = "cache.shared_prefixes"  # says which running rows share which prefix
 
     # KV state
     KV_ROLLBACK = "kv.rollback"  # KV of rejected drafts can be abandoned
