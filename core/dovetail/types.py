@@ -36,6 +36,10 @@ class Attends(Protocol):
 class StoresKV(Protocol):
     """The handle through which layers keep K and V; ``interfaces.cache.KVPool`` holds the contract."""
 
+    def keys(self, layer_id: int) -> torch.Tensor: ...
+
+    def values(self, layer_id: int) -> torch.Tensor: ...
+
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None: ...
 
 
@@ -402,6 +406,7 @@ class ForwardOutput:
     logprobs: Logprobs | None = None
     logprob_start: Mapping[int, int] = field(default_factory=dict)
     prompt_logprobs: Sequence[tuple[int, IntArray, Logprobs]] = ()  # (row, its next tokens, their logprobs)
+    on_host: ForwardOutput | None = None  # copies in host memory, complete once ``event`` has passed
     event: Any = None  # the device event that the host waits for, once per step
 
 

@@ -39,7 +39,9 @@ class CacheGroup:
 class KVPool(ABC):
     """Keys and values of one cache group, in pages. Page 0 belongs to nobody: padding rows may write there.
 
-    ``k[layer]`` and ``v[layer]`` are ``[num_pages, page_size, num_kv_heads, head_dim]``.
+    ``k[layer]`` and ``v[layer]`` are ``[num_pages, page_size, num_kv_heads, head_dim]``, contiguous, and hold what was stored
+    but for a conversion to their dtype: on CUDA a kernel that has rotated keys in registers writes them there itself, in
+    place of calling ``store``.
     """
 
     num_pages: int

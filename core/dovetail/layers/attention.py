@@ -11,7 +11,7 @@ from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.base import Layer
 from dovetail.layers.linear import FusedLinear, Linear
 from dovetail.layers.norm import HeadNorm
-from dovetail.ops.rotary import apply_rotary
+from dovetail.layers.rotary import HeadCounts, KVPlace
 
 if TYPE_CHECKING:
     from dovetail.layers.rotary import Rotation
@@ -50,8 +50,7 @@ class SelfAttention(Layer):
         self.qk_norm = norm
         self.constants = constants
         self.group = group
-        self._split_qk = [heads, kv_heads]
-        self._split_qk_v = [heads + kv_heads, kv_heads]
+        self._counts = HeadCounts(heads, kv_heads)
         self._heads = (heads + 2 * kv_heads, head_dim)
         self._out_width = heads * head_dim
 
@@ -60,12 +59,8 @@ class SelfAttention(Layer):
         tokens = x.shape[0]
         heads, head_dim = self._heads
         qkv = self.qkv.forward(x).view(tokens, heads, head_dim)
-        qk, v = torch.split_with_sizes(qkv, self._split_qk_v, 1)
-        norm = self.qk_norm
-        if norm is not None:
-            qk = norm.forward(qk)
-        q, k = torch.split_with_sizes(apply_rotary(qk, *rotation), self._split_qk, 1)
         constants, group = self.constants, self.group
-        batch.kv[group].store(constants.layer_id, k, v, batch.out_loc)
+        place = KVPlace(batch.kv[group], constants.layer_id, batch.out_loc)
+        q = rotation.rotate_and_store(qkv, self._counts, self.qk_norm, place)
         attended = batch.attn[group].forward(q, constants, batch)
         return self.out.forward(attended.reshape(tokens, self._out_width))

@@ -45,12 +45,21 @@ class HeadNorm(Layer):
         self._heads = (num_heads, num_kv_heads)
         self.eps = eps
         self._weight: torch.Tensor
+        self._operands: tuple[torch.Tensor, torch.Tensor, float]
 
     def prepare(self) -> None:
         """See ``Layer.prepare``."""
         num_heads, num_kv_heads = self._heads
         self._weight = torch.cat((self.q_weight.expand(num_heads, -1), self.k_weight.expand(num_kv_heads, -1)))
+        self._operands = (self.q_weight, self.k_weight, self.eps)
         super().prepare()
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """The weights of queries and of keys ``[head_dim]``, and epsilon, for kernels that norm on their way."""
+        if not self.prepared:
+            self.prepare()
+        return self._operands
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """``[tokens, num_heads + num_kv_heads, head_dim]``, queries first; the shape stays. Mutates nothing."""

@@ -1,24 +1,84 @@
-"""Cosines and sines of the positions of a step, computed once and passed to every layer."""
+"""Rotation of a step's queries and keys: looked up once, used by every layer."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from dovetail.layers.base import Layer
 from dovetail.layers.rope import RopeConfig
+from dovetail.ops.rotary import apply_rotary, rotate_and_store
+
+if TYPE_CHECKING:
+    from dovetail.layers.norm import HeadNorm
+    from dovetail.types import StoresKV
 
 
-class Rotation(NamedTuple):
+class HeadCounts(NamedTuple):
+    """Heads of queries, and of keys (as many of values)."""
+
+    queries: int
+    keys: int
+
+
+class KVPlace(NamedTuple):
+    """Where a layer's keys and values of a step go: places ``out_loc`` of layer ``layer_id`` of a pool."""
+
+    pool: StoresKV
+    layer_id: int
+    out_loc: torch.Tensor
+
+
+class Rotation(Protocol):
+    """What layers do between the projection and attention, given the positions of a step's tokens."""
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, counts: HeadCounts, norm: HeadNorm | None, place: KVPlace
+    ) -> torch.Tensor:
+        """Norm (where there is one) and rotate the queries and keys of ``qkv [tokens, heads of q, k and v, head_dim]``, write
+        keys and values to the pool. Returns the queries ``[tokens, heads, head_dim]``."""
+        ...
+
+
+class GatheredRotation(NamedTuple):
     """Cosines and signed sines of a step's tokens, ``[tokens, 1, head_dim]``, see ``ops.rotary.apply_rotary``."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
+    def rotate_and_store(
+        self, qkv: torch.Tensor, counts: HeadCounts, norm: HeadNorm | None, place: KVPlace
+    ) -> torch.Tensor:
+        """See ``Rotation.rotate_and_store``."""
+        heads, kv_heads = counts
+        qk, v = torch.split_with_sizes(qkv, (heads + kv_heads, kv_heads), 1)
+        if norm is not None:
+            qk = norm.forward(qk)
+        q, k = torch.split_with_sizes(apply_rotary(qk, self.cos, self.sin), (heads, kv_heads), 1)
+        pool, layer_id, out_loc = place
+        pool.store(layer_id, k, v, out_loc)
+        return q
+
+
+class TableRotation(NamedTuple):
+    """Positions of a step's tokens and the table to look them up in: on CUDA, where one kernel does all the rest."""
+
+    table: torch.Tensor
+    positions: torch.Tensor
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, counts: HeadCounts, norm: HeadNorm | None, place: KVPlace
+    ) -> torch.Tensor:
+        """See ``Rotation.rotate_and_store``."""
+        pool, layer_id, out_loc = place
+        weights = None if norm is None else norm.operands
+        keys, values = pool.keys(layer_id), pool.values(layer_id)
+        return rotate_and_store(qkv, *counts, self.table, self.positions, weights, keys, values, out_loc)
+
 
 class Rotary(Layer):
-    """A table of all positions. One per model; layers get the rows of a step as an argument."""
+    """A table of all positions. One per model; layers get the rotation of a step as an argument."""
 
     def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
@@ -31,15 +91,17 @@ class Rotary(Layer):
         self._table = self.get_buffer("table")
         super().prepare()
 
-    def forward(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of int64 ``positions [tokens]``, in the model's dtype."""
+    def forward(self, positions: torch.Tensor) -> GatheredRotation | TableRotation:
+        """The rotation of int64 ``positions [tokens]``; cosines and sines in the model's dtype, the table in float32."""
         if not self.prepared:
             self.prepare()
+        if positions.is_cuda:
+            return TableRotation(self._table, positions)
         rows = self._table.index_select(0, positions)
         if self._dtype is not torch.float32:
             rows = rows.to(self._dtype)
         cos, sin = rows.split(1, 1)
-        return Rotation(cos, sin)
+        return GatheredRotation(cos, sin)
 
 
 def rotary_table(rope: RopeConfig, device: torch.device) -> torch.Tensor:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
 import torch
 
 from dovetail.ops.cpu.kernels import kernels
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    from dovetail.ops.triton import kv
+
+    return kv
 
 
 def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_loc: torch.Tensor) -> None:
@@ -13,6 +23,9 @@ def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Te
     compiled = kernels(k.dtype) if k.device.type == "cpu" else None
     if compiled is not None:
         compiled.store(k, v, keys, values, out_loc)
+        return
+    if k.is_cuda:
+        _triton().store(k, v, keys, values, out_loc)
         return
     keys.index_copy_(0, out_loc, k)
     values.index_copy_(0, out_loc, v)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
 import torch
 from torch.nn import functional
 
 from dovetail.ops.cpu.kernels import kernels
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    from dovetail.ops.triton import norm
+
+    return norm
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -17,6 +27,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     compiled = kernels(x.dtype) if x.device.type == "cpu" else None
     if compiled is not None:
         return compiled.rms_norm(x, weight, eps)
+    if x.is_cuda:
+        return _triton().rms_norm(x, weight, eps)
     if weight.ndim == 1:
         return functional.rms_norm(x, weight.shape, weight, eps)
     return functional.rms_norm(x, weight.shape[1:], None, eps) * weight
@@ -27,4 +39,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     compiled = kernels(x.dtype) if x.device.type == "cpu" else None
     if compiled is not None:
         return compiled.rms_norm(x, weight, eps, residual)
+    if x.is_cuda:
+        return _triton().rms_norm(x, weight, eps, residual)
     return functional.rms_norm(x.add_(residual), weight.shape, weight, eps)

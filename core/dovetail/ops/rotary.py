@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
 import torch
 
 from dovetail.ops.cpu.kernels import kernels
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    from dovetail.ops.triton import rotary
+
+    return rotary
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -17,3 +27,25 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     if compiled is not None:
         return compiled.rotary(x, cos, sin)
     return torch.roll(x, x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out_loc: torch.Tensor,
+) -> torch.Tensor:
+    """All that lies between the projection and attention, in one kernel; CUDA only.
+
+    Norms the heads of queries and keys (``norm``: weights ``[d]`` of queries and of keys, and epsilon), rotates them, and
+    writes keys and values to places ``out_loc`` (int64 ``[tokens]``) of contiguous ``keys, values [..., kv_heads, d]``,
+    converted to their dtype. ``qkv [tokens, heads + 2 * kv_heads, d]`` is contiguous but for the tokens; ``table``
+    float32 ``[context, 2, d]`` as of ``layers.rotary.rotary_table``; ``positions`` int64 ``[tokens]``. Returns the queries
+    ``[tokens, heads, d]``, a new tensor. All arithmetic is float32, rounded once.
+    """
+    return _triton().rotate_and_store(qkv, heads, kv_heads, table, positions, norm, keys, values, out_loc)

@@ -1,0 +1,32 @@
+"""How kernels are launched.
+
+Programmatic dependent launch (compute capability 9.0 and later): a kernel may start while the one before it still runs, and
+fetch what that one does not write, such as weights. It must execute ``gdc_wait`` before it touches anything else, whether
+to read or to write, and every kernel here does so in every program, so that the end of a kernel still means the end of all
+before it. ``gdc_launch_dependents`` lets the next kernel start; kernels that are launched without it are not affected.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
+) -> None:
+    """Run ``kernel`` over ``grid`` with its arguments and constants; it has one more constant, ``PDL``."""
+    kernel[grid](*args, **constants, **_options(num_warps, num_stages))
+
+
+@functools.cache
+def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"PDL": False, "num_warps": num_warps, "num_stages": num_stages}
+    if not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9:
+        found.update(PDL=True, launch_pdl=True)
+    return found

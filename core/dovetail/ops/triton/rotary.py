@@ -1,0 +1,100 @@
+"""What lies between the projection to queries, keys and values and attention, in one pass: each element of ``qkv`` is read
+once and written once, rotated (and normed) in float32 and rounded once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import launch
+
+PAIRS = 1024
+"""Pairs of elements that a program rotates: heads times half a head."""
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, q, keys, values, table, positions, out_loc, q_weight, k_weight, eps, qkv_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
+    NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    half: tl.constexpr = SIZE // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    at = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = at < half
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    source = qkv + token * qkv_stride + head * SIZE + at
+    present = (head < HEADS + 2 * KV_HEADS) & inside
+    low = tl.load(source, present, 0.0).to(tl.float32)
+    high = tl.load(source + half, present, 0.0).to(tl.float32)
+    angles = table + tl.load(positions + token) * 2 * SIZE + at
+    cos = tl.load(angles, inside, 0.0)
+    sin = tl.load(angles + SIZE + half, inside, 0.0)
+    normed_low, normed_high = low, high
+    if NORM:
+        mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / SIZE
+        scale = tl.rsqrt(mean + eps)[:, None]
+        is_query = head < HEADS
+        q_low = tl.load(q_weight + at, inside, 0.0).to(tl.float32)
+        q_high = tl.load(q_weight + half + at, inside, 0.0).to(tl.float32)
+        k_low = tl.load(k_weight + at, inside, 0.0).to(tl.float32)
+        k_high = tl.load(k_weight + half + at, inside, 0.0).to(tl.float32)
+        normed_low = low * scale * tl.where(is_query, q_low, k_low)
+        normed_high = high * scale * tl.where(is_query, q_high, k_high)
+    turned_low = normed_low * cos - normed_high * sin
+    turned_high = normed_high * cos + normed_low * sin
+    place = tl.load(out_loc + token)
+    if tl.program_id(1) * BLOCK_HEADS < HEADS:
+        target = q + (token * HEADS + head) * SIZE + at
+        mine = (head < HEADS) & inside
+        tl.store(target, turned_low.to(q.dtype.element_ty), mine)
+        tl.store(target + half, turned_high.to(q.dtype.element_ty), mine)
+    if (tl.program_id(1) + 1) * BLOCK_HEADS > HEADS:
+        target = place * KV_HEADS * SIZE + (head - HEADS) * SIZE + at
+        mine = (head >= HEADS) & (head < HEADS + KV_HEADS) & inside
+        tl.store(keys + target, turned_low.to(keys.dtype.element_ty), mine)
+        tl.store(keys + target + half, turned_high.to(keys.dtype.element_ty), mine)
+        target = place * KV_HEADS * SIZE + (head - HEADS - KV_HEADS) * SIZE + at
+        mine = (head >= HEADS + KV_HEADS) & present
+        tl.store(values + target, low.to(values.dtype.element_ty), mine)
+        tl.store(values + target + half, high.to(values.dtype.element_ty), mine)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out_loc: torch.Tensor,
+) -> torch.Tensor:
+    """``ops.rotary.rotate_and_store``."""
+    tokens, total, size = qkv.shape
+    assert total == heads + 2 * kv_heads
+    assert qkv.stride(2) == 1
+    assert qkv.stride(1) == size
+    assert keys.shape == values.shape
+    assert keys.shape[-2:] == (kv_heads, size)
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert table.is_contiguous()
+    q = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps = norm or (None, None, 0.0)
+    if tokens:
+        block_half = triton.next_power_of_2(size // 2)
+        block_heads = max(1, PAIRS // block_half)
+        launch(
+            _rotate_and_store, (tokens, triton.cdiv(total, block_heads)),
+            qkv, q, keys, values, table, positions, out_loc, q_weight, k_weight, eps, qkv.stride(0),
+            HEADS=heads, KV_HEADS=kv_heads, SIZE=size, NORM=norm is not None,
+            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,
+        )  # fmt: skip
+    return q

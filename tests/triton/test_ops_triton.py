@@ -1,0 +1,116 @@
+"""The kernels of the layers, interpreted on the CPU, against plain float64 mathematics.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_ops_triton.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.layers.rope import RopeConfig
+from dovetail.layers.rotary import rotary_table
+from dovetail.ops.triton.activation import silu_mul
+from dovetail.ops.triton.kv import store
+from dovetail.ops.triton.norm import rms_norm
+from dovetail.ops.triton.rotary import rotate_and_store
+
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3}
+each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def close(got: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
+    assert ((got.double() - exact).abs() <= tolerance * (exact.abs() + 1)).all()
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(0, 8), (3, 48), (2, 3, 8), (1, 1000)])
+def test_the_norm_is_the_formula(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[1:]).to(dtype)
+    close(rms_norm(x, weight, 1e-5), normed(x, weight, 1e-5), tolerance)
+
+
+@each_dtype
+def test_a_strided_norm_reads_its_own_tokens(dtype: torch.dtype, tolerance: float) -> None:
+    qkv, weight = torch.randn(3, 5, 8).to(dtype), torch.randn(4, 8).to(dtype)
+    close(rms_norm(qkv[:, :4], weight, 1e-5), normed(qkv[:, :4], weight, 1e-5), tolerance)
+
+
+@each_dtype
+def test_adding_first_overwrites_x_with_the_rounded_sum(dtype: torch.dtype, tolerance: float) -> None:
+    x, residual, weight = (torch.randn(3, 40).to(dtype) for _ in range(3))
+    total, kept = x + residual, residual.clone()
+    got = rms_norm(x, weight[0].contiguous(), 1e-5, residual)
+    assert x.equal(total)
+    assert residual.equal(kept)
+    close(got, normed(total, weight[0], 1e-5), tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [6, 1025])
+def test_silu_mul(dtype: torch.dtype, tolerance: float, width: int) -> None:
+    gate_up = torch.randn(2, 2 * width).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    close(silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, tolerance)
+
+
+@each_dtype
+def test_store_writes_named_places_only(dtype: torch.dtype, tolerance: float) -> None:
+    qkv = torch.randn(3, 6, 4).to(dtype)
+    k, v = qkv[:, 2:4], qkv[:, 4:]
+    keys, values = torch.full((2, 9, 2, 4), 7.0, dtype=torch.float32)
+    store(k, v, keys, values, torch.tensor([7, 0, 4]))
+    assert keys[[7, 0, 4]].equal(k.float())
+    assert values[[7, 0, 4]].equal(v.float())
+    for places in (keys, values):
+        assert (places[[1, 2, 3, 5, 6, 8]] == 7).all()
+
+
+@each_dtype
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 1, 12), (14, 2, 256)])
+def test_rotate_and_store(
+    dtype: torch.dtype, tolerance: float, with_norm: bool, pool_dtype: torch.dtype, heads: int, kv_heads: int, size: int
+) -> None:
+    table = rotary_table(RopeConfig(head_dim=size, theta=100.0, original_len=64, context_len=64), torch.device("cpu"))
+    positions, places = torch.tensor([0, 63, 5]), torch.tensor([6, 4, 11])
+    qkv = torch.randn(3, heads + 2 * kv_heads, size).to(dtype)
+    kept, weights = qkv.clone(), torch.randn(2, size).to(dtype)
+    keys, values = torch.full((2, 3, 4, kv_heads, size), 7.0, dtype=pool_dtype)  # pages of 4 places
+    norm = (weights[0], weights[1], 1e-5) if with_norm else None
+    q = rotate_and_store(qkv, heads, kv_heads, table, positions, norm, keys, values, places)
+    assert qkv.equal(kept)
+
+    exact = qkv[:, : heads + kv_heads].double()
+    if with_norm:
+        exact = normed(exact, weights.repeat_interleave(torch.tensor([heads, kv_heads]), 0), 1e-5)
+    half = size // 2
+    angles = positions[:, None, None].double() * 100.0 ** (-torch.arange(half).double() / half)
+    turned = torch.complex(exact[..., :half], exact[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    exact = torch.cat((turned.real, turned.imag), -1)
+    bound = 4 * max(tolerance, DTYPES[pool_dtype])
+    close(q, exact[:, :heads], bound)
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    close(keys[places], exact[:, heads:], bound)
+    assert values[places].equal(qkv[:, heads + kv_heads :].to(pool_dtype))
+    others = [place for place in range(12) if place not in places.tolist()]
+    assert (keys[others] == 7).all()
+    assert (values[others] == 7).all()
+
+
+def test_nothing_to_do_launches_nothing() -> None:
+    empty, pool, at = torch.zeros(0, 4, 8), torch.zeros(3, 1, 8), torch.zeros(0, dtype=torch.int64)
+    assert silu_mul(torch.zeros(0, 8)).shape == (0, 4)
+    store(empty[:, :1], empty[:, 1:2], pool, pool, at)
+    assert rotate_and_store(empty, 2, 1, torch.zeros(4, 2, 8), at, None, pool, pool, at).shape == (0, 2, 8)
