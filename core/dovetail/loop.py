@@ -89,7 +89,7 @@ class Loop:
     def _build_drafter(self) -> Drafter | None:
         if self.resolved.drafter is None:
             return None
-        rows = self.resolved.config.scheduler.max_running
+        rows = self.resolved.config.scheduler.rows
         engine = self.engine
         return self.resolved.drafter.build(
             DrafterContext(engine.device, engine.info.vocab_size, rows, engine.context_len)
@@ -98,12 +98,12 @@ class Loop:
     def _build_scheduler(self, tokenizer: Tokenizer | None, eos: frozenset[int]) -> Scheduler:
         resolved, engine, section = self.resolved, self.engine, self.resolved.config.scheduler
         cache = resolved.cache.build(CacheContext(engine.page_size))
-        table = RequestTable(section.max_running, engine.inputs.page_table.shape[1])
+        table = RequestTable(section.rows, engine.inputs.page_table.shape[1])
         ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size)
         limits = Limits(
-            max_running=section.max_running,
+            max_running=section.rows,
             max_waiting=section.max_waiting,
-            chunk_size=section.chunk_size,
+            chunk_size=section.chunk,
             context_len=engine.context_len,
             vocab_size=engine.info.vocab_size,
             mixed=section.mixed,
@@ -158,6 +158,10 @@ class Loop:
     def has_work(self) -> bool:
         """True while ``step`` has something to do or to say."""
         return bool(self._outbox) or self._launched is not None or self.scheduler.has_work
+
+    def idle(self) -> bool:
+        """Use a moment without work for what would otherwise delay a later step; False if there is nothing of the kind."""
+        return self._guarded(self.engine.idle)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -332,6 +336,7 @@ class Loop:
             "num_pages": engine.num_pages - 1,
             "kv_pool_bytes": engine.pool.k.nbytes + engine.pool.v.nbytes,
             "overlap": self.overlap,
+            "graphs": engine.graphs is not None and engine.graphs.sizes,
             "resolved": self.resolved.to_json(),
         }
 

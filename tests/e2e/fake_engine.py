@@ -44,6 +44,9 @@ class FakeLoop:
         model = {"vocab_size": tokenizer.vocab_size}
         self.info = {"context_len": 2048, "resolved": {"model": model, "chosen": chosen}}
 
+    def idle(self) -> bool:
+        return False
+
     @property
     def has_work(self) -> bool:
         return bool(self._running)

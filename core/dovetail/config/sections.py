@@ -47,10 +47,17 @@ class ModelSection(Section):
 class SchedulerSection(Section):
     """How requests share steps."""
 
-    max_running: int = Field(default=256, ge=1, le=8192, description="Requests that decode at the same time.")
+    max_running: int | None = Field(
+        default=None,
+        ge=1,
+        le=8192,
+        description="Requests that decode at the same time. By default 512 on CUDA, else 256.",
+    )
     max_waiting: int = Field(default=8192, ge=1, description="Requests that may wait; one more is answered with 503.")
-    chunk_size: int = Field(
-        default=2048, ge=1, description="Prompt tokens that enter one step; longer prompts are chunked."
+    chunk_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompt tokens that enter one step; longer prompts are chunked. By default 8192 on CUDA, else 2048.",
     )
     mixed: bool = Field(default=True, description="Decode rows ride along in steps that have prompt chunks.")
     overlap: Auto | bool = Field(
@@ -60,6 +67,41 @@ class SchedulerSection(Section):
     wait_for_prefix: bool = Field(
         default=True,
         description="A request whose prefix another is computing now waits for it, rather than computing it again.",
+    )
+    shared_prefixes: bool = Field(
+        default=True,
+        description="Decode rows are grouped by the prefixes they share, which attention then reads once where that is faster.",
+    )
+
+    @property
+    def rows(self) -> int:
+        """``max_running`` of a resolved config."""
+        assert self.max_running is not None, "resolve() fills it in"
+        return self.max_running
+
+    @property
+    def chunk(self) -> int:
+        """``chunk_size`` of a resolved config."""
+        assert self.chunk_size is not None, "resolve() fills it in"
+        return self.chunk_size
+
+
+class GraphsSection(Section):
+    """CUDA graphs: a step is captured once for each of a ladder of sizes, and then launched as a whole."""
+
+    decode: Auto | bool = Field(
+        default="auto",
+        description="Decode steps, from embedding to sampled token. `auto`: on CUDA, if the attention backend can be captured.",
+    )
+    max_rows: int = Field(default=512, ge=1, description="Decode steps of more rows are launched kernel by kernel.")
+    piecewise_tokens: int = Field(
+        default=1024,
+        ge=0,
+        description="Steps with prompt tokens, up to so many in all, are captured in pieces, with attention between them. 0: none.",
+    )
+    capture: Literal["idle", "start"] = Field(
+        default="idle",
+        description="`idle`: a size is captured when it is first needed, or while the engine has nothing to do; `start`: all before the engine is ready.",
     )
 
 
@@ -135,6 +177,7 @@ class Config(Section):
     )
     policy: Selection = Field(default=Selection(), description="The order in which waiting requests are admitted.")
     scheduler: SchedulerSection = SchedulerSection()
+    graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()
     server: ServerSection = ServerSection()
     plugins: PluginsSection = PluginsSection()

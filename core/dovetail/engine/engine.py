@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import num_pages_for
-from dovetail.engine.sampler import Sampler, logprobs_of
+from dovetail.engine.sampler import Sampler, decode_numbers, logprobs_of
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.interfaces.features import Feature
 from dovetail.memory.pool import PagedKVPool
+from dovetail.ops.transfer import to_device, to_host
 from dovetail.types import ForwardOutput, HostOutput, Logprobs, TokenLogprob
 
 if TYPE_CHECKING:
+    from dovetail.config.sections import Config
     from dovetail.plugins.resolver import Chosen, Resolved
     from dovetail.types import Batch, IntArray
 
@@ -48,15 +53,27 @@ class Engine:
         self.pool = PagedKVPool(group, self.num_pages, self.page_size, kv_dtype, self.device)
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
-        self.inputs = Inputs(config.scheduler.max_running, max_pages, self.page_size, self.device)
+        self.inputs = Inputs(config.scheduler.rows, max_pages, self.page_size, self.device)
         self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
-        self._prefill = self._attention(resolved.attention_prefill, dtype, config.scheduler.max_running)
+        self._prefill = self._attention(resolved.attention_prefill, dtype, config.scheduler.rows)
         same = resolved.attention_decode == resolved.attention_prefill
         self._decode = (
-            self._prefill if same else self._attention(resolved.attention_decode, dtype, config.scheduler.max_running)
+            self._prefill if same else self._attention(resolved.attention_decode, dtype, config.scheduler.rows)
         )
+        self._shares = Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
+        self.graphs = self._build_graphs(config) if config.graphs.decode is True else None
+        self._graph: DecodeGraph | None = None
         self._logits: torch.Tensor | None = None
         self._prompt_logprobs: list[tuple[int, IntArray, Logprobs]] = []
+
+    def _build_graphs(self, config: Config) -> DecodeGraphs:
+        rows = min(config.scheduler.rows, config.graphs.max_rows)
+        shares = self._shares and config.scheduler.shared_prefixes
+        graphs = DecodeGraphs(self.model, self.inputs, self.pool, self._decode, rows, self.context_len, shares)
+        if config.graphs.capture == "start":
+            for key in list(graphs.missing()):
+                graphs.capture(*key)
+        return graphs
 
     def _attention(self, chosen: Chosen, dtype: torch.dtype, max_rows: int) -> AttentionBackend:
         info = self.info
@@ -88,13 +105,28 @@ class Engine:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> None:
         """Compute the step's logits. Under overlap the host reads the last step's tokens while this runs."""
-        self.inputs.prepare(batch)
         backend = self._prefill if batch.num_extend else self._decode
+        if batch.shared is not None and not (self._shares and backend.shares(batch)):
+            batch.shared = None
+        self._graph = self._graph_for(batch)
+        if self._graph is not None:
+            assert self.graphs is not None
+            self._prompt_logprobs = []
+            self.inputs.note(batch.page_updates)
+            numbers = decode_numbers(batch, self.sampler.settings_of(batch))
+            self._logits = self.graphs.launch(self._graph, batch, numbers)
+            return
+        self.inputs.prepare(batch)
         batch.attn, batch.kv = (backend,), (self.pool,)
         backend.plan(batch)
         hidden = self.model.forward(batch)
         self._prompt_logprobs = self._prompt_logprobs_of(batch, hidden)
         self._logits = self.model.logits(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
+
+    def _graph_for(self, batch: Batch) -> DecodeGraph | None:
+        if self.graphs is None or batch.num_extend or batch.drafts is not None or not batch.samples.all():
+            return None
+        return self.graphs.find(batch)
 
     @torch.inference_mode()
     def sample(self, batch: Batch) -> ForwardOutput:
@@ -102,30 +134,48 @@ class Engine:
         move the KV of accepted tree drafts to where their positions belong."""
         assert self._logits is not None, "sample follows launch"
         logits, self._logits = self._logits, None
-        output = self.sampler.sample(batch, logits)
-        output.prompt_logprobs = self._prompt_logprobs
-        slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]
-        last = output.token_ids[:, 0]
-        if output.accept_lens is not None:
-            last = output.token_ids.gather(1, output.accept_lens[:, None] - 1)[:, 0]
-        self.inputs.last_token[torch.from_numpy(slots.astype(np.int64)).to(self.device)] = last
+        settings = self.sampler.settings_of(batch)
+        if self._graph is not None and settings.simple:
+            assert self.graphs is not None
+            output = ForwardOutput(self.graphs.sample(self._graph, settings)[: len(batch.slots), None])
+        else:
+            output = self.sampler.sample(batch, logits)
+            output.prompt_logprobs = self._prompt_logprobs
+            self._keep_last(batch, output)
         if batch.tree_mask is not None:
             self._compact(batch, output)
         if self.device.type == "cuda":
+            output.on_host = _on_host(output)
             output.event = torch.cuda.Event()
             output.event.record()
         return output
 
+    def _keep_last(self, batch: Batch, output: ForwardOutput) -> None:
+        slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]
+        last = output.token_ids[:, 0]
+        if output.accept_lens is not None:
+            last = output.token_ids.gather(1, output.accept_lens[:, None] - 1)[:, 0]
+        self.inputs.last_token.index_copy_(0, to_device(slots.astype(np.int64), self.device), last)
+
     def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:
-        """Bring a step's output to the host: the one place where the host waits for the device."""
+        """A step's output on the host: the one place where the host waits for the device."""
         if output.event is not None:
             output.event.synchronize()
+        output = output.on_host or output
         tokens = output.token_ids.tolist()
         if output.accept_lens is not None:
             tokens = [row[:n] for row, n in zip(tokens, output.accept_lens.tolist(), strict=True)]
         logprobs = None if output.logprobs is None else _logprob_rows(batch, output, tokens)
         prompt = {row: _entries(next_ids.tolist(), lp) for row, next_ids, lp in output.prompt_logprobs}
         return HostOutput(tokens, logprobs, prompt)
+
+    def idle(self) -> bool:
+        """Do a little of what can wait until nothing else is to be done: capture a graph. False if nothing is left."""
+        key = next(self.graphs.missing(), None) if self.graphs is not None else None
+        if key is None or self.graphs is None:
+            return False
+        self.graphs.capture(*key)
+        return True
 
     def _compact(self, batch: Batch, output: ForwardOutput) -> None:
         assert output.nodes is not None
@@ -157,7 +207,7 @@ class Engine:
         return found
 
     def _score(self, hidden: torch.Tensor, next_ids: IntArray, top: int) -> Logprobs:
-        targets = torch.from_numpy(next_ids.astype(np.int64)).to(self.device)
+        targets = to_device(next_ids.astype(np.int64), self.device)
         parts = [
             logprobs_of(
                 self.model.logits(hidden[i : i + PROMPT_LOGPROB_ROWS]), targets[i : i + PROMPT_LOGPROB_ROWS], top
@@ -165,6 +215,25 @@ class Engine:
             for i in range(0, len(targets), PROMPT_LOGPROB_ROWS)
         ]
         return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _on_host(output: ForwardOutput) -> ForwardOutput:
+    """Copies of all that the host reads, under way."""
+
+    def fetch(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else to_host(tensor)
+
+    def fetch_all(logprobs: Logprobs) -> Logprobs:
+        return Logprobs(*map(to_host, logprobs))
+
+    return replace(
+        output,
+        token_ids=to_host(output.token_ids),
+        accept_lens=fetch(output.accept_lens),
+        nodes=fetch(output.nodes),
+        logprobs=None if output.logprobs is None else fetch_all(output.logprobs),
+        prompt_logprobs=[(row, ids, fetch_all(lp)) for row, ids, lp in output.prompt_logprobs],
+    )
 
 
 def _entries(tokens: list[int], logprobs: Logprobs) -> list[TokenLogprob]:

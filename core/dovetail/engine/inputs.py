@@ -1,56 +1,74 @@
-"""From a batch of requests to the tensors of a forward pass."""
+"""From a batch of requests to the tensors of a forward pass.
+
+What a step needs of the past lives on the device, in arrays by slot: the last token of each request and the page table. A
+step sends what is new in one packed copy: slots, lengths, new pages, random numbers, prompt tokens.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from dovetail.ops.transfer import to_device
+
 if TYPE_CHECKING:
-    from dovetail.types import Batch, DraftTree, IntArray
+    from dovetail.types import Batch, DraftTree, IntArray, PageUpdates, SharedPrefixes
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+Array = np.ndarray[Any, Any]
+
+_TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float64): torch.float64}
 
 
 class Inputs:
-    """What the device keeps between steps, by slot: the last token and the page table. ``prepare`` fills a batch.
+    """The arrays by slot. ``prepare`` fills a batch.
 
-    Host arrays are computed with numpy and go to the device in one copy.
+    ``page_table`` is the host's copy; ``pages`` is the device's, the same memory on a CPU.
     """
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
         self.page_table: IntArray = np.zeros((num_slots + 1, max_pages), np.int32)
+        on_host = torch.from_numpy(self.page_table)
+        self.pages = on_host if device.type == "cpu" else on_host.to(device)
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
     def prepare(self, batch: Batch) -> None:
         """Set the batch's engine fields. Mutates ``batch`` and the page table."""
-        updates = batch.page_updates
-        if len(updates.slots):
-            self.page_table[updates.slots, updates.columns] = updates.pages[0]
-        kv_lens = batch.prefix_lens + batch.extend_lens
-        table = self.page_table[batch.slots, : -(-int(kv_lens.max()) // self.page_size)]
-        if batch.num_extend == 0 and batch.drafts is None:
-            self._prepare_decode(batch, kv_lens, table)
+        self.note(batch.page_updates)
+        if batch.num_extend or batch.drafts is not None:
+            self._prepare_ragged(batch)
+        elif self.device.type == "cpu":
+            self._prepare_decode_on_cpu(batch)
         else:
-            self._prepare_ragged(batch, kv_lens, table)
+            tensors = DecodeTensors(len(batch.slots), self.pages.shape[1], self.device, batch.shared is not None)
+            tensors.read(self.upload(*decode_arrays(batch, len(batch.slots)), updates=batch.page_updates))
+            tensors.compute(self, shared=batch.shared is not None)
+            tensors.give(batch)
 
-    def _prepare_decode(self, batch: Batch, kv_lens: IntArray, table: IntArray) -> None:
+    def _prepare_decode_on_cpu(self, batch: Batch) -> None:
         rows = len(batch.reqs)
+        kv_lens = batch.prefix_lens + 1
+        table = self.page_table[batch.slots, : -(-int(kv_lens.max()) // self.page_size)]
         places = batch.prefix_lens.astype(np.int64)
         out_loc = self._places(np.arange(rows), places, table)
-        indptr = np.arange(rows + 1, dtype=np.int32)
-        slots = batch.slots.astype(np.int64)
-        batch.positions, batch.out_loc, slots_t, batch.qo_indptr, batch.kv_lens, batch.page_table = self._upload(
-            places, out_loc, slots, indptr, kv_lens, table
+        arrays = (places, out_loc, batch.slots.astype(np.int64), np.arange(rows + 1, dtype=np.int32), kv_lens, table)
+        batch.positions, batch.out_loc, slots, batch.qo_indptr, batch.kv_lens, batch.page_table = map(
+            torch.from_numpy, arrays
         )
-        batch.input_ids = self.last_token[slots_t]
+        batch.input_ids = self.last_token[slots]
         batch.logit_rows = None
 
-    def _prepare_ragged(self, batch: Batch, kv_lens: IntArray, table: IntArray) -> None:
+    def _prepare_ragged(self, batch: Batch) -> None:
         lens = batch.extend_lens
+        kv_lens = batch.prefix_lens + lens
+        width = -(-int(kv_lens.max()) // self.page_size)
+        table = self.page_table[batch.slots, :width]
         indptr = np.zeros(len(lens) + 1, np.int32)
         np.cumsum(lens, out=indptr[1:])
         row_of = np.repeat(np.arange(len(lens)), lens)
@@ -60,10 +78,8 @@ class Inputs:
         if batch.drafts is not None and not batch.drafts.is_chain:
             positions = batch.prefix_lens[row_of] + depths(batch)[row_of, local]
             batch.tree_mask = torch.from_numpy(tree_mask(batch, indptr)).to(self.device)
-        out_loc = self._places(row_of, places, table)
-        logit_rows = _logit_rows(batch, indptr)
         fresh = indptr[batch.num_extend : -1].astype(np.int64)  # where a token sampled in an earlier step enters
-        slots = batch.slots[batch.num_extend :].astype(np.int64)
+        slots = batch.slots.astype(np.int64)
         (
             batch.input_ids,
             batch.positions,
@@ -73,36 +89,135 @@ class Inputs:
             slots_t,
             batch.qo_indptr,
             batch.kv_lens,
-            batch.page_table,
-        ) = self._upload(
+        ) = self.upload(
             _input_ids(batch, indptr),
             positions.astype(np.int64),
-            out_loc,
-            logit_rows,
+            self._places(row_of, places, table),
+            _logit_rows(batch, indptr),
             fresh,
             slots,
             indptr,
             kv_lens,
-            table,
+            updates=batch.page_updates,
         )
+        on_cpu = self.device.type == "cpu"
+        batch.page_table = torch.from_numpy(table) if on_cpu else self.pages[:, :width].index_select(0, slots_t)
         if len(fresh):
-            batch.input_ids[fresh_t] = self.last_token[slots_t]
+            batch.input_ids[fresh_t] = self.last_token[slots_t[batch.num_extend :]]
 
     def _places(self, row_of: Int64Array, places: Int64Array, table: IntArray) -> Int64Array:
         page, offset = np.divmod(places, self.page_size)
         return table[row_of, page].astype(np.int64) * self.page_size + offset
 
-    def _upload(self, *arrays: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+    def note(self, updates: PageUpdates) -> None:
+        """Write new entries to the host's page table. They reach the device's with ``upload``."""
+        if len(updates.slots):
+            self.page_table[updates.slots, updates.columns] = updates.pages[0]
+
+    def upload(self, *arrays: Array, updates: PageUpdates) -> list[torch.Tensor]:
+        """``arrays`` on the device, and ``updates`` in its page table, by one copy."""
         if self.device.type == "cpu":
             return [torch.from_numpy(a) for a in arrays]
-        packed = np.concatenate([np.ascontiguousarray(a).view(np.uint8).ravel() for a in arrays])
-        buffer = torch.from_numpy(packed).pin_memory().to(self.device, non_blocking=True)
-        out, start = [], 0
-        for a in arrays:
-            dtype = torch.int64 if a.dtype == np.int64 else torch.int32
-            out.append(buffer[start : start + a.nbytes].view(dtype).view(a.shape))
-            start += a.nbytes
-        return out
+        fresh = self.places_of(updates)
+        tensors = unpack(to_device(pack([*arrays, *fresh]), self.device), [*arrays, *fresh])
+        if fresh:
+            self.pages.view(-1).index_copy_(0, tensors[-2], tensors[-1])
+        return tensors[: len(arrays)]
+
+    def places_of(self, updates: PageUpdates) -> tuple[()] | tuple[Int64Array, IntArray]:
+        """Flat places in the page table (int64) and the pages that go there; of several for one place the last."""
+        if not len(updates.slots):
+            return ()
+        flat = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
+        places, last = np.unique(flat[::-1], return_index=True)
+        return places, np.ascontiguousarray(updates.pages[0][::-1][last])
+
+
+class DecodeTensors:
+    """Device tensors of a decode step of up to ``rows`` rows: those of the batch, and those they are computed from.
+
+    Made once for a graph (then their addresses stay), or for one step.
+    """
+
+    def __init__(self, rows: int, max_pages: int, device: torch.device, shared: bool) -> None:
+        self.rows = rows
+        self.input_ids, self.positions, self.out_loc = torch.zeros(3, rows, dtype=torch.int64, device=device).unbind(0)
+        self.kv_lens = torch.ones(rows, dtype=torch.int32, device=device)
+        self.qo_indptr = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+        self.group_table = torch.zeros_like(self.table) if shared else self.table
+        self.own_lens = torch.ones_like(self.kv_lens)
+
+    def read(self, sent: Sequence[torch.Tensor]) -> None:
+        """``sent`` are the arrays of ``decode_arrays`` on the device; views of a fixed buffer where there is a graph."""
+        self.uniform, self.slots, self.prefix_lens, self.indptr, self.group_lens, self.row_lens = sent
+
+    def narrow(self, rows: int) -> DecodeTensors:
+        """The same memory, for a step of ``rows`` rows."""
+        part = copy.copy(self)
+        part.rows, part.qo_indptr = rows, self.qo_indptr[: rows + 1]
+        for name in ("input_ids", "positions", "out_loc", "kv_lens", "table", "group_table", "own_lens"):
+            setattr(part, name, getattr(self, name)[:rows])
+        return part
+
+    def compute(self, inputs: Inputs, *, shared: bool) -> None:
+        """Launch the kernel that fills the batch's tensors. Reads the arrays by slot."""
+        from dovetail.ops.triton.inputs import decode_inputs
+
+        out = (self.input_ids, self.positions, self.out_loc, self.kv_lens, self.table)
+        groups = (self.row_lens, self.indptr, self.group_lens, self.group_table, self.own_lens) if shared else None
+        decode_inputs(self.slots, self.prefix_lens, inputs.last_token, inputs.pages, inputs.page_size, out, groups)
+
+    def give(self, batch: Batch) -> None:
+        """Set the batch's engine fields."""
+        batch.input_ids, batch.positions, batch.out_loc = self.input_ids, self.positions, self.out_loc
+        batch.qo_indptr, batch.kv_lens, batch.page_table = self.qo_indptr, self.kv_lens, self.table
+        batch.logit_rows = None
+        groups: SharedPrefixes | None = batch.shared
+        if groups is not None:
+            groups.indptr, groups.group_lens, groups.group_table = self.indptr, self.group_lens, self.group_table
+            groups.own_lens, groups.own_table = self.own_lens, self.table
+
+
+def decode_arrays(batch: Batch, rows: int, uniform: Array | None = None) -> tuple[Array, ...]:
+    """What the host sends of a decode batch, padded to ``rows`` rows with slot 0: random numbers float64, slots int64,
+    lengths int32, and of shared prefixes indptr, group_lens and row_lens, see ``DecodeTensors``."""
+    real = len(batch.slots)
+    numbers = np.zeros(rows, np.float64)
+    if uniform is not None:
+        numbers[: len(uniform)] = uniform
+    slots, prefix_lens = np.zeros(rows, np.int64), np.zeros(rows, np.int32)
+    slots[:real], prefix_lens[:real] = batch.slots, batch.prefix_lens
+    indptr, group_lens, row_lens = np.full(rows + 1, rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    shared = batch.shared
+    if shared is not None:
+        indptr[: len(shared.starts)] = shared.starts  # the next group is the padding
+        group_lens[: len(shared.lens)] = shared.lens
+        row_lens[:real] = np.repeat(shared.lens, np.diff(shared.starts))
+    return numbers, slots, prefix_lens, indptr, group_lens, row_lens
+
+
+def pack(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of ``arrays``, each at a multiple of 8."""
+    packed = np.empty(sum(_aligned(a.nbytes) for a in arrays), np.uint8)
+    start = 0
+    for a in arrays:
+        packed[start : start + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+        start += _aligned(a.nbytes)
+    return packed
+
+
+def unpack(buffer: torch.Tensor, like: Sequence[Array]) -> list[torch.Tensor]:
+    """Views of ``buffer``, which holds the bytes of ``pack(like)``."""
+    out, start = [], 0
+    for a in like:
+        out.append(buffer[start : start + a.nbytes].view(_TORCH[a.dtype]).view(a.shape))
+        start += _aligned(a.nbytes)
+    return out
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 8) * 8
 
 
 def _input_ids(batch: Batch, indptr: IntArray) -> Int64Array:

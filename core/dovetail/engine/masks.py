@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from dovetail.engine.penalties import draft_rows
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
+from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
+    import torch
+
     from dovetail.interfaces.grammar import Matcher
     from dovetail.types import Batch, IntArray, Req
 
@@ -35,8 +37,8 @@ def mask_logits(logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[
             req.error = f"the grammar matcher failed: {type(error).__name__}: {error}"
             part[:] = -1
         rows.extend(range(start, start + 1 + len(drafts)))
-    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    apply_bitmask(logits, torch.from_numpy(bitmask).to(logits.device), index)
+    device = logits.device
+    apply_bitmask(logits, to_device(bitmask, device), to_device(np.array(rows, np.int64), device))
 
 
 def _fill(matcher: Matcher, bitmask: IntArray, drafts: list[int], parents: list[int]) -> None:

@@ -24,7 +24,7 @@ def num_pages_for(config: Config, group: CacheGroup, dtype: torch.dtype, device:
         return memory.num_pages
     budget = memory.kv_gib * GIB if memory.kv_gib is not None else _budget(device, memory.fraction)
     page_bytes = PagedKVPool.bytes_per_page(group, memory.page_size, dtype)
-    useful = config.scheduler.max_running * (-(-context_len // memory.page_size) + 1) + 1
+    useful = config.scheduler.rows * (-(-context_len // memory.page_size) + 1) + 1
     pages = min(int(budget // page_bytes), useful)
     if pages < 2:
         raise ConfigError(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dovetail.ops.transfer import to_device
+
 if TYPE_CHECKING:
     from dovetail.types import DraftTree, Req
 
@@ -29,12 +31,10 @@ class TokenCounts:
         """Count the tokens up to ``end`` that the host knows."""
         end = min(end, req.known_len)
         if self.counted < req.prompt_len:
-            self.prompt[torch.from_numpy(req.token_ids[: req.prompt_len].astype(np.int64)).to(self.prompt.device)] = (
-                True
-            )
+            self.prompt[to_device(req.token_ids[: req.prompt_len].astype(np.int64), self.prompt.device)] = True
             self.counted = req.prompt_len
         if self.counted < end:
-            self.add(torch.from_numpy(req.token_ids[self.counted : end].astype(np.int64)).to(self.output.device))
+            self.add(to_device(req.token_ids[self.counted : end].astype(np.int64), self.output.device))
             self.counted = end
 
     def add(self, tokens: torch.Tensor, sign: float = 1.0) -> None:
@@ -71,7 +71,7 @@ class Penalties:
             counts.add(first)
             counts.counted = length
         for row in range(len(drafts) + 1):
-            path = torch.tensor(path_tokens(row - 1, drafts, parents), dtype=torch.int64, device=self.device)
+            path = to_device(np.array(path_tokens(row - 1, drafts, parents), np.int64), self.device)
             counts.add(path)
             _penalise(logits[row], req, counts)
             counts.add(path, -1.0)
@@ -89,8 +89,8 @@ def path_tokens(node: int, drafts: list[int], parents: list[int]) -> list[int]:
 def _penalise(logits: torch.Tensor, req: Req, counts: TokenCounts) -> None:
     params = req.params
     if params.logit_bias:
-        tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=logits.device)
-        logits.index_add_(0, tokens, torch.tensor(list(params.logit_bias.values()), device=logits.device))
+        tokens = to_device(np.array(list(params.logit_bias), np.int64), logits.device)
+        logits.index_add_(0, tokens, to_device(np.array(list(params.logit_bias.values()), np.float32), logits.device))
     seen = counts.output > 0
     if params.repetition_penalty != 1.0:  # CTRL, arXiv 1909.05858
         scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)

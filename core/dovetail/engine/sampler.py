@@ -12,8 +12,9 @@ from dovetail.engine.masks import mask_logits
 from dovetail.engine.penalties import Penalties, draft_rows, path_tokens
 from dovetail.engine.settings import RowSettings, expand
 from dovetail.engine.verify import accept
-from dovetail.ops.random import uniform
+from dovetail.ops.random import Floats, uniform
 from dovetail.ops.sampling import greedy, sample
+from dovetail.ops.transfer import to_device
 from dovetail.types import ForwardOutput, Logprobs
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ class Sampler:
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
         """Choose tokens from ``logits [logit rows, V]``, which may be overwritten."""
-        reqs = [r for r, sampled in zip(batch.reqs, batch.samples.tolist(), strict=True) if sampled]
-        settings = self._settings_of(reqs)
+        settings, reqs = self.settings_of(batch), sampled_reqs(batch)
         if settings.plain and batch.drafts is None:
             return ForwardOutput(greedy(logits)[:, None])
         layout = LogitRows.of(batch)
@@ -69,7 +69,9 @@ class Sampler:
             _add_logprobs(output, raw, tokens, layout, settings)
         return output
 
-    def _settings_of(self, reqs: list[Req]) -> RowSettings:
+    def settings_of(self, batch: Batch) -> RowSettings:
+        """What the sampled rows of a batch want. Kept while the rows stay the same."""
+        reqs = sampled_reqs(batch)
         uids = tuple([r.uid for r in reqs])
         if self._settings is None or self._settings.uids != uids:
             self._settings = RowSettings.of(reqs, self.vocab_size, self.device)
@@ -113,9 +115,8 @@ class Sampler:
         filters, seeds = settings.filters, settings.seeds
         if batch.drafts is not None:
             index = np.repeat(np.arange(len(layout.rows)), layout.spans)
-            filters, seeds = expand(filters, torch.from_numpy(index).to(self.device)), seeds[index]
-        numbers = torch.from_numpy(uniform(seeds, _places(batch, layout))).to(self.device)
-        return sample(logits, filters, numbers)
+            filters, seeds = expand(filters, to_device(index, self.device)), seeds[index]
+        return sample(logits, filters, to_device(uniform(seeds, _places(batch, layout)), self.device))
 
     def _verify(self, batch: Batch, tokens: torch.Tensor, layout: LogitRows) -> ForwardOutput:
         drafts = batch.drafts
@@ -123,11 +124,25 @@ class Sampler:
         node = np.arange(drafts.token_ids.shape[1] + 1)
         # nodes that a row does not have read its root: they are never accepted
         index = layout.starts[:, None] + np.where(node < layout.spans[:, None], node, 0)
-        grid = tokens[torch.from_numpy(index).to(self.device)]
+        grid = tokens[to_device(index, self.device)]
         trees = (drafts.token_ids, drafts.parents, drafts.lens)
-        ids, parents, lens = (torch.from_numpy(a[layout.rows].astype(np.int64)).to(self.device) for a in trees)
+        ids, parents, lens = (to_device(a[layout.rows].astype(np.int64), self.device) for a in trees)
         accepted = accept(grid, ids, parents, lens)
         return ForwardOutput(accepted.tokens, accepted.lens, accepted.nodes)
+
+
+def sampled_reqs(batch: Batch) -> list[Req]:
+    """The requests of the rows that get a token in this step."""
+    if batch.samples.all():
+        return batch.reqs
+    return [r for r, sampled in zip(batch.reqs, batch.samples.tolist(), strict=True) if sampled]
+
+
+def decode_numbers(batch: Batch, settings: RowSettings) -> Floats | None:
+    """The random numbers of a decode batch, float64 ``[rows]``; None where every row is greedy."""
+    if settings.filters is None:
+        return None
+    return uniform(settings.seeds, batch.prefix_lens.astype(np.int64) + 1)
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
@@ -144,7 +159,7 @@ def _add_logprobs(
     ends = np.cumsum(spans)
     firsts = layout.starts[list(settings.logprobs)]
     index = np.concatenate([np.arange(first, first + span) for first, span in zip(firsts, spans, strict=True)])
-    picked = torch.from_numpy(index).to(raw.device)
+    picked = to_device(index, raw.device)
     output.logprobs = logprobs_of(raw[picked], tokens[picked], settings.top_logprobs)
     output.logprob_start = dict(zip(settings.logprobs, (ends - spans).tolist(), strict=True))
 

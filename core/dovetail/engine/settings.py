@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dovetail.ops.sampling import Filters
+from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from dovetail.types import Req
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 class RowSettings:
     """Settings of the sampled rows of a batch, by row.
 
-    ``plain`` rows need an argmax and nothing else. ``adjusted`` are the rows whose logits depend on penalties, biases or
+    ``plain`` rows need an argmax and nothing else, ``simple`` ones at most filters and a random number. ``adjusted`` are the rows whose logits depend on penalties, biases or
     ``min_new_tokens``, ``constrained`` those with a grammar, ``logprobs`` those that want log-probabilities, of the
     ``top_logprobs`` best tokens.
     """
 
     uids: tuple[int, ...]
     plain: bool
+    simple: bool
     filters: Filters | None
     seeds: np.ndarray[Any, np.dtype[np.int64]]
     adjusted: tuple[int, ...]
@@ -41,9 +43,11 @@ class RowSettings:
         constrained = tuple(i for i, r in enumerate(reqs) if r.matcher is not None)
         logprobs = tuple(i for i, p in enumerate(params) if p.logprobs is not None)
         greedy = all(p.greedy for p in params)
+        simple = not (adjusted or constrained or logprobs)
         return cls(
             uids=tuple(r.uid for r in reqs),
-            plain=greedy and not (adjusted or constrained or logprobs),
+            plain=greedy and simple,
+            simple=simple,
             filters=None if greedy else _filters(reqs, vocab_size, device),
             seeds=np.array([r.seed for r in reqs], np.int64),
             adjusted=adjusted,
@@ -56,15 +60,15 @@ class RowSettings:
 def _filters(reqs: Sequence[Req], vocab_size: int, device: torch.device) -> Filters:
     params = [r.params for r in reqs]
 
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    def column(values: list[float] | list[int], dtype: type[np.generic]) -> torch.Tensor:
+        return to_device(np.array(values, dtype), device)[:, None]
 
     top_k = [p.top_k if p.top_k > 0 else vocab_size for p in params]
     return Filters(
-        temperature=column([0.0 if p.greedy else p.temperature for p in params], torch.float32),
-        top_k=column(top_k, torch.int64) if min(top_k) < vocab_size else None,
-        top_p=column([p.top_p for p in params], torch.float64) if any(p.top_p < 1 for p in params) else None,
-        min_p=column([p.min_p for p in params], torch.float64) if any(p.min_p > 0 for p in params) else None,
+        temperature=column([0.0 if p.greedy else p.temperature for p in params], np.float32),
+        top_k=column(top_k, np.int64) if min(top_k) < vocab_size else None,
+        top_p=column([p.top_p for p in params], np.float64) if any(p.top_p < 1 for p in params) else None,
+        min_p=column([p.min_p for p in params], np.float64) if any(p.min_p > 0 for p in params) else None,
         any_greedy=any(p.greedy for p in params),
     )
 

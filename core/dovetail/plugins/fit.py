@@ -18,8 +18,8 @@ from dovetail.plugins.resolution import Candidate, Reason
 
 PREFILL, DECODE = "attention.prefill", "attention.decode"
 CACHE, POLICY, GRAMMAR, DRAFTER = "cache", "policy", "grammar", "speculative"
-OVERLAP, MIXED = "scheduler.overlap", "scheduler.mixed"
-VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, OVERLAP, MIXED)
+OVERLAP, MIXED, GRAPHS = "scheduler.overlap", "scheduler.mixed", "graphs.decode"
+VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, OVERLAP, MIXED, GRAPHS)
 
 Option = Candidate | bool | None
 Combination = Mapping[str, Option]
@@ -131,6 +131,8 @@ def _runtime_needs(combo: Combination) -> Iterator[Need]:
     yield Need(Feature.ATTN_DECODE, "the runtime", DECODE)
     if combo[MIXED]:
         yield Need(Feature.ATTN_MIXED, MIXED, PREFILL)
+    if combo[GRAPHS]:
+        yield Need(Feature.ATTN_GRAPH, GRAPHS, DECODE)
 
 
 def _policy_needs(combo: Combination) -> Iterator[Need]:

@@ -93,7 +93,12 @@ def _search(slots: Slots, config: Config, machine: Machine, model: ModelChoice) 
 
 def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequence[fit.Option]]:
     chosen = {name: slot.options() for name, slot in slots.items()}
-    return {**chosen, fit.OVERLAP: _lags(config, machine), fit.MIXED: [config.scheduler.mixed]}
+    return {
+        **chosen,
+        fit.OVERLAP: _lags(config, machine),
+        fit.MIXED: [config.scheduler.mixed],
+        fit.GRAPHS: _graphs(config, machine),
+    }
 
 
 def _lags(config: Config, machine: Machine) -> list[bool]:
@@ -101,6 +106,15 @@ def _lags(config: Config, machine: Machine) -> list[bool]:
     if config.scheduler.overlap != "auto":
         return [config.scheduler.overlap]
     return [True, False] if machine.device_type == "cuda" else [False, True]
+
+
+def _graphs(config: Config, machine: Machine) -> list[bool]:
+    """The values that ``graphs.decode`` may take, best first."""
+    if config.graphs.decode is True and machine.device_type != "cuda":
+        raise ConfigError(f"graphs.decode is true and device is {machine.device}; allowed there: auto, false")
+    if config.graphs.decode != "auto":
+        return [config.graphs.decode]
+    return [True, False] if machine.device_type == "cuda" else [False]
 
 
 def _refuse_empty(slots: Slots) -> None:
@@ -130,6 +144,7 @@ def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> Resolutio
     alternatives: dict[str, Sequence[fit.Option]] = {
         fit.OVERLAP: [False, True],
         fit.MIXED: [False, True],
+        fit.GRAPHS: [False, True],
         fit.DRAFTER: slots[fit.DRAFTER].alternatives(),
         "attention": slots[fit.DECODE].alternatives(),
         **{name: slot.alternatives() for name, slot in slots.items() if name != fit.DRAFTER},
@@ -167,9 +182,9 @@ def _resolved(
     combo: fit.Combination,
 ) -> Resolved:
     parts = {name: _chosen(combo[name]) for name in slots}
-    overlap = bool(combo[fit.OVERLAP])
+    overlap, graphs = bool(combo[fit.OVERLAP]), bool(combo[fit.GRAPHS])
     return Resolved(
-        config=_concrete(config, machine, model, parts, overlap),
+        config=_concrete(config, machine, model, parts, overlap, graphs),
         machine=machine,
         model_dir=model.directory,
         model_info=model.info,
@@ -210,7 +225,12 @@ def _resolution(slot: Slot, option: fit.Option) -> Resolution:
 
 
 def _concrete(
-    config: Config, machine: Machine, model: ModelChoice, parts: Mapping[str, Chosen | None], overlap: bool
+    config: Config,
+    machine: Machine,
+    model: ModelChoice,
+    parts: Mapping[str, Chosen | None],
+    overlap: bool,
+    graphs: bool,
 ) -> Config:
     """A new config in which nothing is left open that the engine would have to guess."""
     section = config.model.model_copy(
@@ -221,6 +241,12 @@ def _concrete(
             "served_name": config.model.name,
         }
     )
+    on_cuda = machine.device_type == "cuda"
+    scheduler = {
+        "overlap": overlap,
+        "max_running": config.scheduler.max_running or (512 if on_cuda else 256),
+        "chunk_size": config.scheduler.chunk_size or (8192 if on_cuda else 2048),
+    }
     attention = AttentionSelection(prefill=_selection(parts[fit.PREFILL]), decode=_selection(parts[fit.DECODE]))
     return config.model_copy(
         update={
@@ -228,7 +254,8 @@ def _concrete(
             "device": machine.device,
             "attention": attention,
             **{name: _selection(parts[name]) for name in (fit.CACHE, fit.POLICY, fit.GRAMMAR, fit.DRAFTER)},
-            "scheduler": config.scheduler.model_copy(update={"overlap": overlap}),
+            "scheduler": config.scheduler.model_copy(update=scheduler),
+            "graphs": config.graphs.model_copy(update={"decode": graphs}),
             "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),
         }
     )

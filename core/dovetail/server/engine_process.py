@@ -43,6 +43,7 @@ class Driven(Protocol):
     def info(self) -> dict[str, Any]: ...
     @property
     def has_work(self) -> bool: ...
+    def idle(self) -> bool: ...
     def handle(self, msg: ToEngine) -> None: ...
     def step(self) -> list[Answer]: ...
 
@@ -107,6 +108,8 @@ def _drive(loop: Driven, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) ->
     stopping = False
     while loop.has_work or not stopping:
         if not loop.has_work:
+            while not inbox.poll(0) and loop.idle():
+                pass
             inbox.poll()
         for msg in _drain(inbox):
             if isinstance(msg, ShutdownMsg):

@@ -1,0 +1,285 @@
+"""CUDA graphs of decode steps: everything from the page table to the sampled token is launched as a whole.
+
+A graph is captured for each of a ladder of row counts, for steps with and without shared prefixes. A step runs in the
+smallest graph that holds its rows; rows that pad it belong to slot 0, read page 0 and write to page 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
+from dovetail.ops.sampling import Filters, greedy, sample
+from dovetail.types import Batch, PageUpdates, SharedPrefixes
+
+if TYPE_CHECKING:
+    from dovetail.engine.inputs import Array
+    from dovetail.engine.settings import RowSettings
+    from dovetail.interfaces.attention import AttentionBackend
+    from dovetail.interfaces.model import ModelArchitecture
+    from dovetail.memory.pool import PagedKVPool
+
+log = logging.getLogger(__name__)
+
+TURNS = 4
+"""Pinned buffers used in turns: under overlap two steps are in flight, and a buffer must not change before it is read."""
+
+ROOM_FOR_PAGES = 1 << 20
+"""Bytes for new entries of the page table in the buffer of a step; more of them travel by a copy of their own."""
+
+WARM_UPS = 2
+
+NO_UPDATES = PageUpdates(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((1, 0), np.int32))
+
+
+def ladder(max_rows: int) -> list[int]:
+    """Row counts to capture: steps of an eighth at most, up to ``max_rows`` itself."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1 << 14, 64)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+class SampleMode(NamedTuple):
+    """What a captured sampler does; the greedy one has ``sampled`` False."""
+
+    sampled: bool
+    any_greedy: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+    @classmethod
+    def of(cls, filters: Filters | None) -> SampleMode:
+        """The mode that serves these filters."""
+        if filters is None:
+            return cls(False)
+        columns = (filters.top_k, filters.top_p, filters.min_p)
+        return cls(True, filters.any_greedy, *(column is not None for column in columns))
+
+
+@dataclass(slots=True, eq=False)
+class DecodeGraph:
+    """One captured step. ``batch`` holds the host's lengths of the step being replayed, and tensors of fixed address."""
+
+    rows: int
+    batch: Batch
+    tensors: DecodeTensors
+    forward: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    samplers: dict[SampleMode, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = field(default_factory=dict)
+
+
+class DecodeGraphs:
+    """Captures and replays decode steps of one model on one attention backend. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: ModelArchitecture,
+        inputs: Inputs,
+        pool: PagedKVPool,
+        backend: AttentionBackend,
+        max_rows: int,
+        context_len: int,
+        shares: bool,
+    ) -> None:
+        """``shares``: the backend offers attention.shared_prefix, and batches may come with ``shared``."""
+        self.sizes = ladder(max_rows)
+        self.seconds = 0.0  # spent on captures
+        self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
+        self._context_len = context_len
+        self._variants = (False, True) if shares else (False,)
+        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        device = inputs.device
+        self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
+        self._staging = Staging(len(pack(_padding(max_rows))) + ROOM_FOR_PAGES, device)
+        self._columns = _Columns(max_rows, device)
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs there are now."""
+        return len(self._graphs)
+
+    def missing(self) -> Iterator[tuple[int, bool]]:
+        """(rows, shared) of the graphs that are still to be captured, the likeliest first."""
+        wanted = [(rows, shared) for shared in self._variants for rows in self.sizes]
+        return (key for key in wanted if key not in self._graphs)
+
+    def find(self, batch: Batch) -> DecodeGraph | None:
+        """The graph for a decode batch, captured now if it has not been needed before; None if it has too many rows."""
+        real = len(batch.slots)
+        if real > self.sizes[-1]:
+            return None
+        rows = next(size for size in self.sizes if size >= real)
+        return self._graphs.get((rows, batch.shared is not None)) or self.capture(rows, batch.shared is not None)
+
+    def launch(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> torch.Tensor:
+        """Replay the forward pass for ``batch``; returns its logits ``[rows of the batch, V]``, valid until the next launch."""
+        self._send(graph, batch, uniform)
+        static, real = graph.batch, len(batch.slots)
+        static.prefix_lens[:real], static.prefix_lens[real:] = batch.prefix_lens, 0
+        if batch.shared is not None and static.shared is not None:
+            static.shared.starts, static.shared.lens = batch.shared.starts, batch.shared.lens
+        self._backend.plan_replay(static)
+        graph.forward.replay()
+        return graph.logits[:real]
+
+    def sample(self, graph: DecodeGraph, settings: RowSettings) -> torch.Tensor:
+        """Replay the sampler of the step just launched: tokens int64 ``[rows of the graph]``, which are also the last tokens
+        of their slots from now on. Valid until the next sample."""
+        self._columns.set(settings)
+        mode = SampleMode.of(settings.filters)
+        if mode not in graph.samplers:
+            graph.samplers[mode] = self._capture_sampler(graph, mode)
+        replayed, tokens = graph.samplers[mode]
+        replayed.replay()
+        return tokens
+
+    def _send(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> None:
+        arrays = decode_arrays(batch, graph.rows, uniform)
+        fresh = self._inputs.places_of(batch.page_updates)
+        packed = pack([*arrays, *fresh])
+        if len(packed) > self._staging.size:
+            self._inputs.upload(updates=batch.page_updates)
+            packed, fresh = pack(arrays), ()
+        self._staging.send(packed)
+        if fresh:
+            places, pages = unpack(self._staging.buffer, [*arrays, *fresh])[-2:]
+            self._inputs.pages.view(-1).index_copy_(0, places, pages)
+
+    @torch.inference_mode()
+    def capture(self, rows: int, shared: bool) -> DecodeGraph:
+        """Capture the step of ``rows`` rows. Work in flight goes on; takes a fraction of a second."""
+        start = time.perf_counter()
+        tensors = self._tensors.narrow(rows)
+        arrays = _padding(rows)
+        tensors.read(unpack(self._staging.buffer, arrays))
+        batch = self._static_batch(rows, shared, tensors)
+        self._backend.plan_capture(batch)
+
+        def step() -> torch.Tensor:
+            tensors.compute(self._inputs, shared=shared)
+            return self._model.logits(self._model.forward(batch))
+
+        self._staging.send(pack(arrays))
+        forward, logits = self._record(step)
+        graph = self._graphs[rows, shared] = DecodeGraph(rows, batch, tensors, forward, logits)
+        self.seconds += time.perf_counter() - start
+        log.debug("captured a decode step of %d rows, shared=%s: %.2f s", rows, shared, time.perf_counter() - start)
+        return graph
+
+    def _static_batch(self, rows: int, shared: bool, tensors: DecodeTensors) -> Batch:
+        longest = np.full(rows, self._context_len - 1, np.int32)
+        batch = Batch(
+            reqs=[],
+            num_extend=0,
+            slots=np.zeros(rows, np.int32),
+            prefix_lens=longest,
+            extend_lens=np.ones(rows, np.int32),
+            samples=np.ones(rows, np.bool_),
+            page_updates=NO_UPDATES,
+            shared=SharedPrefixes(np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)) if shared else None,
+        )
+        tensors.give(batch)
+        batch.attn, batch.kv = (self._backend,), (self._pool,)
+        return batch
+
+    @torch.inference_mode()
+    def _capture_sampler(self, graph: DecodeGraph, mode: SampleMode) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        filters = self._columns.filters(graph.rows, mode)
+        logits, tensors, last_token = graph.logits, graph.tensors, self._inputs.last_token
+
+        def step() -> torch.Tensor:
+            tokens = greedy(logits) if filters is None else sample(logits, filters, tensors.uniform)
+            last_token.index_copy_(0, tensors.slots, tokens)
+            return tokens
+
+        # warming up writes the tokens that the replay writes again
+        return self._record(step)
+
+    def _record(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Run ``step`` to compile and allocate what it needs, then capture it."""
+        current = torch.cuda.current_stream(self._inputs.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                step()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+            result = step()
+        return graph, result
+
+
+class Staging:
+    """A device buffer of fixed address that one copy a step fills."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._pinned = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(TURNS)]
+        self._read = [torch.cuda.Event() for _ in range(TURNS)]
+        self._turn = 0
+
+    def send(self, packed: np.ndarray) -> None:
+        """Copy ``packed`` to the start of the buffer, in the order of the current stream."""
+        turn = self._turn = (self._turn + 1) % TURNS
+        self._read[turn].synchronize()
+        size = len(packed)
+        self._pinned[turn].numpy()[:size] = packed
+        self.buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
+        self._read[turn].record()
+
+
+class _Columns:
+    """The filters of the rows of a step, at fixed addresses."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.temperature = torch.ones(rows, 1, device=device)
+        self.top_k = torch.ones(rows, 1, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
+        self.min_p = torch.zeros(rows, 1, dtype=torch.float64, device=device)
+        self._held: RowSettings | None = None
+
+    def set(self, settings: RowSettings) -> None:
+        """Copy the settings' filters, unless they are there already."""
+        if settings is self._held:
+            return
+        self._held, filters = settings, settings.filters
+        if filters is None:
+            return
+        pairs = (
+            (self.temperature, filters.temperature),
+            (self.top_k, filters.top_k),
+            (self.top_p, filters.top_p),
+            (self.min_p, filters.min_p),
+        )
+        for column, values in pairs:
+            if values is not None:
+                column[: len(values)].copy_(values)
+
+    def filters(self, rows: int, mode: SampleMode) -> Filters | None:
+        """Views for ``rows`` rows."""
+        if not mode.sampled:
+            return None
+        return Filters(
+            self.temperature[:rows],
+            self.top_k[:rows] if mode.top_k else None,
+            self.top_p[:rows] if mode.top_p else None,
+            self.min_p[:rows] if mode.min_p else None,
+            mode.any_greedy,
+        )
+
+
+def _padding(rows: int) -> tuple[Array, ...]:
+    """The arrays of a step in which every row is padding."""
+    nothing = np.zeros(0, np.int32)
+    batch = Batch([], 0, nothing, nothing, nothing, nothing.astype(np.bool_), NO_UPDATES)
+    return decode_arrays(batch, rows)
