@@ -1,0 +1,114 @@
+"""What is measured: the workloads' sizes, the tasks that make them up, and what a worker is told."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+Ids = list[list[int]]
+
+ROWS = ("decode", "prefill", "mixed", "indep", "gsp", "chat", "startup", "http")
+ENGINE_ROWS = ROWS[:6]
+"""Rows that one engine in a worker process measures, one after another."""
+
+USUAL_ROWS = {"8b": ROWS, "0.6b": ("decode", "mixed", "gsp"), "tiny": ROWS}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Lengths in tokens, and counts of requests. The defaults are those that the peers were measured with."""
+
+    ids: tuple[int, int] = (1000, 30000)
+    decode_batches: tuple[int, ...] = (1, 16, 64, 256)
+    decode_prompt: int = 512
+    decode_short: int = 9
+    decode_long: int = 137
+    prefill: tuple[int, ...] = (1024, 8192, 32768)
+    mixed_count: int = 256
+    mixed_range: tuple[int, int] = (100, 1024)
+    indep: tuple[int, int, int] = (512, 1024, 256)  # requests, in, out
+    gsp: tuple[int, int, int, int, int] = (32, 16, 2048, 128, 256)  # groups, of each, prefix, question, out
+    chat: tuple[int, int, int, int, int] = (32, 6, 1024, 64, 96)  # conversations, turns, system, user, out
+    http: tuple[int, int, int] = (64, 512, 128)  # streams, in, out
+    breakdown_batches: tuple[int, ...] = (1, 64, 256)
+    breakdown_steps: int = 20
+
+    def prompts(self, label: str, lens: list[int]) -> Ids:
+        """Random ids, the same for a label in every run."""
+        source = random.Random(label)
+        return [source.choices(range(*self.ids), k=n) for n in lens]
+
+
+FULL = Sizes()
+SIZES = {
+    "8b": FULL,
+    "0.6b": Sizes(decode_batches=(1, 64, 256)),
+    "tiny": Sizes(
+        ids=(16, 500),
+        decode_batches=(1, 4),
+        decode_prompt=40,
+        decode_short=3,
+        decode_long=7,
+        prefill=(64,),
+        mixed_count=6,
+        mixed_range=(8, 24),
+        indep=(6, 24, 4),
+        gsp=(2, 3, 48, 8, 4),
+        chat=(2, 2, 32, 8, 4),
+        http=(4, 40, 8),
+        breakdown_batches=(1, 4),
+        breakdown_steps=4,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker is told: its kind, the model, Dovetail's config as it would stand in a file, and how often to
+    repeat. Travels as JSON."""
+
+    kind: str
+    model: str
+    config: dict[str, Any]
+    work: str
+    repeats: int = 2
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the model's workloads."""
+        return SIZES[self.model]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One number. ``unit`` is ms or s (less is better), tok/s, hit or ratio."""
+
+    row: str
+    case: str
+    value: float
+    unit: str
+    samples: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def short(tokens: int) -> str:
+    """``8192`` is ``8k``."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def engine_tasks(model: str, rows: tuple[str, ...], *, quick: bool, breakdown: bool) -> list[str]:
+    """The tasks of one engine, ``row:case``, in the order in which a time limit hurts least."""
+    sizes, tasks = SIZES[model], list[str]()
+    batches, prompts = sizes.decode_batches, sizes.prefill
+    if quick:
+        batches, prompts = tuple(b for b in batches if b in (1, 4, 64)), prompts[:2]
+    if "decode" in rows:
+        tasks += [f"decode:{batch}" for batch in batches]
+    elif "http" in rows:
+        tasks.append(f"decode:{sizes.http[0]}")
+    if breakdown:
+        tasks += [f"breakdown:{batch}" for batch in sizes.breakdown_batches]
+    if "prefill" in rows:
+        tasks += [f"prefill:{tokens}" for tokens in prompts]
+    return tasks + [f"{row}:" for row in ("gsp", "chat", "mixed", "indep") if row in rows]

@@ -1,0 +1,72 @@
+"""What the rows are measured against, on one H200: the best of two peers, the goal, and the hardware's floor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpubench.models import multiplications
+from gpubench.plan import SIZES, short
+
+FLOPS = 790e12
+"""Measured ceiling of bf16 matrix products, per second."""
+
+
+class Target(NamedTuple):
+    """``must`` is the best of SGLang 0.5.17 and vLLM 0.26.0 on the same workload; ``floor`` what bytes or products take
+    at the ceilings measured."""
+
+    must: float | None = None
+    goal: float | None = None
+    floor: float | None = None
+
+
+TARGETS: dict[tuple[str, str, str], Target] = {
+    ("8b", "decode", "bs 1"): Target(4.09, 3.7, 3.4),
+    ("8b", "decode", "bs 16"): Target(5.35, 4.4, 3.6),
+    ("8b", "decode", "bs 64"): Target(6.77, 5.6, 4.5),
+    ("8b", "decode", "bs 256"): Target(14.04, 11.5, 9.6),
+    ("8b", "prefill", "1k"): Target(26.0, 23),
+    ("8b", "prefill", "8k"): Target(208.2, 200),
+    ("8b", "prefill", "32k"): Target(1155, 1110),
+    ("8b", "mixed", ""): Target(10271, 12000),
+    ("8b", "indep", ""): Target(6174, 7000),
+    ("8b", "gsp", ""): Target(9220, 16000),
+    ("8b", "gsp", "hit"): Target(0.882, 0.882),
+    ("8b", "chat", ""): Target(4386, 5200),
+    ("8b", "chat", "hit"): Target(0.944, 0.944),
+    ("8b", "startup", ""): Target(56, 15),
+    ("8b", "http", "native / in-process"): Target(1.08, 1.0, 1.0),
+    ("8b", "http", "completions / in-process"): Target(1.08, 1.0, 1.0),
+    ("0.6b", "decode", "bs 1"): Target(0.98, 0.55, 0.27),
+    ("0.6b", "decode", "bs 64"): Target(2.91, 1.8, 1.2),
+    ("0.6b", "decode", "bs 256"): Target(7.03, 5.2, 4.1),
+    ("0.6b", "mixed", ""): Target(24570, 36000),
+    ("0.6b", "gsp", ""): Target(14589, 26000),
+    ("0.6b", "gsp", "hit"): Target(0.882, 0.882),
+}
+
+DIGITS = {"ms": 2, "s": 1, "tok/s": 0, "hit": 3, "ratio": 3}
+"""Digits that are shown of a unit; hit rates are compared with these many digits too."""
+
+MORE_IS_BETTER = ("tok/s", "hit")
+
+
+def target(model: str, row: str, case: str) -> Target:
+    """The target of a number. The floor of prompts is computed from their products."""
+    found = TARGETS.get((model, row, case), Target())
+    if row == "prefill" and model != "tiny":
+        tokens = next(n for n in SIZES[model].prefill if short(n) == case)
+        return found._replace(floor=1e3 * multiplications(model, tokens) / FLOPS)
+    return found
+
+
+def reached(value: float, wanted: float | None, unit: str) -> bool | None:
+    """True if ``value`` is as good as ``wanted``; None if nothing is wanted."""
+    if wanted is None:
+        return None
+    return round(value, DIGITS[unit]) >= wanted if unit in MORE_IS_BETTER else value <= wanted
+
+
+def gain(value: float, wanted: float, unit: str) -> float:
+    """How many times better ``value`` is."""
+    return value / wanted if unit in MORE_IS_BETTER else wanted / value
