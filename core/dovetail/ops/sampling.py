@@ -1,4 +1,7 @@
-"""From logits to tokens: temperature, top-k, top-p, min-p, one uniform number a row. Torch reference."""
+"""From logits to tokens: temperature, top-k, top-p, min-p, one uniform number a row.
+
+On CUDA by kernels that neither sort nor wait for the device; ``sample_reference`` in torch elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,39 @@ class Filters:
     any_greedy: bool = False
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The best token of each row of ``logits [n, V]``, int64 ``[n]``; of equals the first."""
-    if logits.device.type == "cpu":  # numpy compares in vectors, torch does not: 7 times as fast, 16 times in bfloat16
-        return torch.from_numpy(logits.float().numpy().argmax(-1))
-    return logits.argmax(dim=-1)
+def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The best token of each row of ``logits [n, V]``, int64 ``[n]``; of equals the first. Writes ``out`` where given."""
+    if logits.device.type == "cuda":
+        from dovetail.ops.triton.sampling import greedy as kernel
+
+        return kernel(logits, out)
+    best = _first_best(logits)
+    return best if out is None else out.copy_(best)
 
 
-def sample(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, filters: Filters, uniform: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sample one token per row by inversion: the first whose cumulative probability exceeds ``uniform`` of the total.
 
     Probabilities are summed in the order of token ids, also behind filters: a row's token depends neither on what other
     rows filter nor on how nearly equal probabilities sort.
 
-    ``logits`` float32 ``[n, V]`` (-inf where forbidden), ``uniform`` float64 ``[n]`` in [0, 1). Returns int64 ``[n]``.
-    Filters apply in the order top-k, top-p (on what top-k left, renormalised), min-p (relative to the best token).
-    A token of probability 0 is never returned.
+    ``logits [n, V]`` bfloat16, float16 or float32 (-inf where forbidden; computed in float32), ``uniform`` float64 ``[n]``
+    in [0, 1). Returns int64 ``[n]``, which is ``out`` where given. Filters apply in the order top-k, top-p (on what top-k
+    left, renormalised), min-p (relative to the best token); of equals the first stay. A token of probability 0 is never
+    returned. On CUDA nothing waits for the device, and every tensor is read when the kernels run: a graph may be captured.
     """
+    if logits.device.type == "cuda":
+        from dovetail.ops.triton.sampling import sample as kernel
+
+        return kernel(logits, filters.temperature, filters.top_k, filters.top_p, filters.min_p, uniform, out)
+    chosen = sample_reference(logits, filters, uniform)
+    return chosen if out is None else out.copy_(chosen)
+
+
+def sample_reference(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch.Tensor:
+    """``sample`` in torch, by a full sort, on any device; in float64 if ``logits`` are."""
     temperature = filters.temperature
     if filters.any_greedy:
         temperature = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
@@ -48,8 +67,14 @@ def sample(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> tor
         probs = torch.zeros_like(probs).scatter_(1, order, _filter(best, filters))
     chosen = _invert(probs, uniform)
     if filters.any_greedy:
-        chosen = torch.where(filters.temperature[:, 0] == 0, greedy(logits), chosen)
+        chosen = torch.where(filters.temperature[:, 0] == 0, _first_best(logits), chosen)
     return chosen
+
+
+def _first_best(logits: torch.Tensor) -> torch.Tensor:
+    if logits.device.type == "cpu":  # numpy compares in vectors, torch does not: 7 times as fast, 16 times in bfloat16
+        return torch.from_numpy(logits.float().numpy().argmax(-1))
+    return logits.argmax(dim=-1)
 
 
 def _filter(probs: torch.Tensor, filters: Filters) -> torch.Tensor:

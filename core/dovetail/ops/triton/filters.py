@@ -1,0 +1,386 @@
+"""Top-k, top-p and min-p without a sort: each is a bound on the logits and a number of tokens that equal it.
+
+A bound is found by bisection over the ordered integers that floating point numbers are: the largest at which the count
+(top-k) or the mass (top-p) of the tokens not below it reaches a target. Of the tokens equal to the bound those of lowest
+id stay. Because what is kept is nearly always a handful, a first attempt looks only at candidates: the groups of ``SUB``
+tokens whose maxima are the ``SLOTS`` largest hold every token above the smallest of these maxima. Where the answer lies
+below it, a second attempt streams the whole row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096  # tokens of one program of the first step
+SUB = 16  # tokens of a group: 32 bytes of bfloat16
+SLOTS = 512  # groups whose tokens are candidates
+
+
+def value_bits(dtype: torch.dtype) -> int:
+    """Low bits of a float32 in which numbers of ``dtype`` cannot differ."""
+    return {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[dtype]
+
+
+@triton.jit
+def clean(x):
+    """Float32 without NaN (as -inf) and +inf."""
+    x = x.to(tl.float32)
+    return tl.minimum(tl.where(x == x, x, float("-inf")), 3.3895313892515355e38)
+
+
+@triton.jit
+def exponent_scale(temperature):
+    """What logits are multiplied by before ``exp2``, bounded so that 0 times it and inf times it stay what they mean."""
+    scale = 1.4426950408889634 / tl.where(temperature == 0, 1.0, temperature)
+    return tl.minimum(tl.maximum(scale, 1e-37), 1e37)
+
+
+@triton.jit
+def combine(values, ids, row, blocks, scale, BLOCKS: tl.constexpr):
+    """Best value (0 if all are -inf), best token, and the mass float64 ``[BLOCKS]`` and maxima of a row's blocks."""
+    block = tl.arange(0, BLOCKS)
+    maxima = tl.load(values + row * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+    sums = tl.load(values + (row * 2 + 1) * blocks + block, mask=block < blocks, other=0.0)
+    first = tl.load(ids + row * blocks + block, mask=block < blocks, other=2**30)
+    best = tl.max(maxima, axis=0)
+    token = tl.min(tl.where(maxima == best, first, 2**30), axis=0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    mass = sums.to(tl.float64) * tl.exp2((maxima - best) * scale).to(tl.float64)
+    return best, token, mass, maxima
+
+
+@triton.jit
+def invert_blocks(row, vocab, uniform, scale, best, token, mass, maxima, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first token whose cumulative mass exceeds ``uniform`` of the total; ``token`` where there is no mass at all."""
+    block = tl.arange(0, BLOCKS)
+    total = tl.sum(mass, axis=0)
+    target = uniform * total
+    cumulative = tl.cumsum(mass, axis=0)
+    chosen = tl.min(tl.where((cumulative > target) & (mass > 0), block, BLOCKS), axis=0)
+    chosen = tl.minimum(chosen, tl.max(tl.where(mass > 0, block, 0), axis=0))  # rounding may make the target the total
+    before = tl.max(tl.where(block < chosen, cumulative, 0.0), axis=0)
+    peak = tl.max(tl.where(block == chosen, maxima, float("-inf")), axis=0)
+    if total > 0:
+        at = chosen * BLOCK + tl.arange(0, BLOCK)
+        x = clean(tl.load(row + at, mask=at < vocab, other=float("-inf")))
+        weight = tl.exp2((x - peak) * scale)
+        factor = tl.exp2((peak - best) * scale).to(tl.float64)
+        reached = before + tl.cumsum(weight.to(tl.float64), axis=0) * factor
+        token = tl.min(tl.where((reached > target) & (weight > 0), at, 2**30), axis=0)
+        token = tl.minimum(token, tl.max(tl.where(weight > 0, at, 0), axis=0))
+    return token
+
+
+@triton.jit
+def _key(value, SHIFT: tl.constexpr):
+    """The integer of a float32 in whose order floats are ordered, without its ``SHIFT`` lowest bits."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _value(key, SHIFT: tl.constexpr):
+    """The float32 of a key, its lowest bits 0."""
+    key = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _middle(low, high):
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
+def _tile(row, groups, start, limit, vocab, FULL: tl.constexpr, SUB: tl.constexpr, TILE: tl.constexpr):
+    """Ids, ascending, and logits of ``TILE`` tokens: of the whole row, or of the groups listed."""
+    at = start + tl.arange(0, TILE)
+    token = at
+    if not FULL:
+        token = tl.load(groups + at // SUB, mask=at < limit, other=0) * SUB + at % SUB
+    mask = (at < limit) & (token < vocab)
+    return token, clean(tl.load(row + token, mask=mask, other=float("-inf")))
+
+
+@triton.jit
+def _amount(
+    row,
+    groups,
+    limit,
+    vocab,
+    bound,
+    best,
+    scale,
+    MASS: tl.constexpr,
+    STRICT: tl.constexpr,
+    FULL: tl.constexpr,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Mass or number of the tokens not below ``bound``; ``STRICT``: above it."""
+    amount = tl.full((), 0, tl.float64)
+    for start in range(0, limit, TILE):
+        _, x = _tile(row, groups, start, limit, vocab, FULL, SUB, TILE)
+        inside = x >= bound
+        if STRICT:
+            inside = x > bound
+        if MASS:
+            part = tl.sum(tl.where(inside, tl.exp2((x - best) * scale), 0.0), axis=0)
+        else:
+            part = tl.sum(inside.to(tl.int32), axis=0)
+        amount += part.to(tl.float64)
+    return amount
+
+
+@triton.jit
+def _bisect(
+    row,
+    groups,
+    limit,
+    vocab,
+    low,
+    high,
+    target,
+    best,
+    scale,
+    MASS: tl.constexpr,
+    FULL: tl.constexpr,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The largest key in ``[low, high)`` at which the amount reaches ``target``; at ``low`` it is taken to."""
+    while low + 1 < high:
+        middle = _middle(low, high)
+        bound = _value(middle, SHIFT)
+        if _amount(row, groups, limit, vocab, bound, best, scale, MASS, False, FULL, SUB, TILE) >= target:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _kept(x, bound, ties, seen, min_p, best, scale):
+    """Weights of a tile, 0 for what the filters exclude; and how many equal the bound."""
+    equal = x == bound
+    count = tl.sum(equal.to(tl.int32), axis=0)
+    stays = equal & (seen < ties)
+    if (seen < ties) & (seen + count > ties):
+        stays = equal & (seen + tl.cumsum(equal.to(tl.int32), axis=0) <= ties)
+    weight = tl.exp2((x - best) * scale)
+    return tl.where(((x > bound) | stays) & (weight >= min_p), weight, 0.0), count
+
+
+@triton.jit
+def _draw(
+    row,
+    groups,
+    limit,
+    vocab,
+    bound,
+    ties,
+    min_p,
+    uniform,
+    best,
+    scale,
+    FULL: tl.constexpr,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The first token, by id, whose cumulative kept mass exceeds ``uniform`` of all that is kept."""
+    total = tl.full((), 0, tl.float64)
+    seen = tl.full((), 0, tl.int32)
+    for start in range(0, limit, TILE):
+        _, x = _tile(row, groups, start, limit, vocab, FULL, SUB, TILE)
+        weight, equal = _kept(x, bound, ties, seen, min_p, best, scale)
+        total += tl.sum(weight, axis=0).to(tl.float64)
+        seen += equal
+    target = uniform * total
+    before = tl.full((), 0, tl.float64)
+    seen = tl.full((), 0, tl.int32)
+    found = tl.full((), 2**30, tl.int32)
+    last = tl.full((), -1, tl.int32)
+    for start in range(0, limit, TILE):
+        token, x = _tile(row, groups, start, limit, vocab, FULL, SUB, TILE)
+        weight, equal = _kept(x, bound, ties, seen, min_p, best, scale)
+        seen += equal
+        mass = tl.sum(weight, axis=0).to(tl.float64)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0, token, -1), axis=0))
+        if (before <= target) & (before + mass > target):
+            reached = before + tl.cumsum(weight.to(tl.float64), axis=0)
+            found = tl.min(tl.where((reached > target) & (weight > 0), token, 2**30), axis=0)
+            found = tl.minimum(found, last)
+        before += mass
+    return tl.minimum(found, last)
+
+
+@triton.jit
+def _attempt(
+    row,
+    groups,
+    limit,
+    vocab,
+    floor,
+    whole,
+    top_k,
+    top_p,
+    min_p,
+    uniform,
+    best,
+    total,
+    scale,
+    FULL: tl.constexpr,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The token drawn, or -1 if what the filters keep does not all lie at or above the key ``floor``.
+
+    ``whole``: nothing of any weight lies below ``floor``, ``total`` is the mass of the row.
+    """
+    high = _key(best, SHIFT) + 1
+    least = _value(floor, SHIFT)
+    known = _amount(row, groups, limit, vocab, least, best, scale, False, False, FULL, SUB, TILE)
+    cut = floor
+    ties = tl.full((), 2**30, tl.int32)
+    left = total
+    inside = whole | (tl.exp2((least - best) * scale) < min_p)
+    ranked = top_k <= known
+    if ranked:
+        cut = _bisect(row, groups, limit, vocab, floor, high, top_k, best, scale, False, FULL, SUB, TILE, SHIFT)
+        bound = _value(cut, SHIFT)
+        above = _amount(row, groups, limit, vocab, bound, best, scale, False, True, FULL, SUB, TILE)
+        ties = (top_k - above).to(tl.int32)
+        left = _amount(row, groups, limit, vocab, bound, best, scale, True, True, FULL, SUB, TILE)
+        left += ties.to(tl.float64) * tl.exp2((bound - best) * scale).to(tl.float64)
+        inside = whole | ranked
+    if top_p < 1:
+        target = top_p * left
+        reach = _amount(row, groups, limit, vocab, least, best, scale, True, False, FULL, SUB, TILE)
+        # the total is not known where top-k reaches below the floor
+        renormalised = ranked | whole | (top_k >= vocab)
+        if renormalised & (known > 0) & (ranked | whole | (reach >= target)):
+            lower = _bisect(row, groups, limit, vocab, cut, high, target, best, scale, True, FULL, SUB, TILE, SHIFT)
+            bound = _value(lower, SHIFT)
+            above = _amount(row, groups, limit, vocab, bound, best, scale, True, True, FULL, SUB, TILE)
+            each = tl.exp2((bound - best) * scale).to(tl.float64)
+            stay = (target - above) / tl.maximum(each, 1e-300)
+            stay = tl.minimum(tl.maximum(tl.ceil(stay), 1.0), 1073741824.0).to(tl.int32)
+            ties = tl.where(lower == cut, tl.minimum(ties, stay), stay)
+            cut = lower
+            inside = inside | True
+        else:
+            inside = inside & renormalised
+    token = tl.full((), -1, tl.int32)
+    if inside:
+        bound = _value(cut, SHIFT)
+        token = _draw(row, groups, limit, vocab, bound, ties, min_p, uniform, best, scale, FULL, SUB, TILE)
+    return token
+
+
+@triton.jit
+def _candidates(peaks, count, groups, best, scale, SLOTS: tl.constexpr, PEAKS: tl.constexpr, SHIFT: tl.constexpr):
+    """Writes the groups whose maxima reach a bound, ascending. Returns how many, the bound, whether these are all.
+
+    The bound is one that nearly ``SLOTS`` maxima reach, or, if no more do, one below which no token has any weight.
+    """
+    at = tl.arange(0, PEAKS)
+    peak = tl.load(peaks + at, mask=at < count, other=float("-inf")).to(tl.float32)
+    low = _key(tl.maximum(best - 150.0 / scale, -3.38e38), SHIFT)
+    high = _key(best, SHIFT) + 1
+    whole = tl.sum((peak >= _value(low, SHIFT)).to(tl.int32), axis=0) <= SLOTS
+    high = tl.where(whole, low, high)
+    while low + 1 < high:
+        middle = _middle(low, high)
+        reach = tl.sum((peak >= _value(middle, SHIFT)).to(tl.int32), axis=0)
+        if reach > SLOTS:
+            low = middle
+        else:
+            high = middle
+            low = tl.where(reach > SLOTS - SLOTS // 8, middle, low)  # enough: the loop ends
+    chosen = (peak >= _value(high, SHIFT)).to(tl.int32)
+    tl.store(groups + tl.cumsum(chosen, axis=0) - 1, at, mask=chosen > 0)
+    tl.debug_barrier()
+    return tl.sum(chosen, axis=0), high, whole
+
+
+@triton.jit
+def filtered_kernel(
+    logits,
+    row_stride,
+    vocab,
+    temperature,
+    temperature_stride,
+    top_k,
+    top_k_stride,
+    top_p,
+    top_p_stride,
+    min_p,
+    min_p_stride,
+    uniform,
+    values,
+    ids,
+    peaks,
+    groups,
+    out,
+    blocks,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SUB: tl.constexpr,
+    PEAKS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Draws one row's token. Settings that are None are off."""
+    n = tl.program_id(0).to(tl.int64)
+    TILE: tl.constexpr = SLOTS * SUB
+    row = logits + n * row_stride
+    heat = tl.load(temperature + n * temperature_stride)
+    scale = exponent_scale(heat)
+    number = tl.load(uniform + n)
+    k = tl.full((), 2**30, tl.int64)
+    p = tl.full((), 1, tl.float64)
+    m = tl.full((), 0, tl.float32)
+    if top_k is not None:
+        k = tl.load(top_k + n * top_k_stride)
+    if top_p is not None:
+        p = tl.load(top_p + n * top_p_stride)
+    if min_p is not None:
+        m = tl.load(min_p + n * min_p_stride).to(tl.float32)
+    best, token, mass, maxima = combine(values, ids, n, blocks, scale, BLOCKS)
+    total = tl.sum(mass, axis=0)
+    if (heat != 0) & (total > 0):
+        if (k >= vocab) & (p >= 1) & (m <= 0):
+            token = invert_blocks(row, vocab, number, scale, best, token, mass, maxima, BLOCKS, BLOCK)
+        else:
+            count = (vocab + SUB - 1) // SUB
+            slots = groups + n * SLOTS
+            used, bound, whole = _candidates(peaks + n * count, count, slots, best, scale, SLOTS, PEAKS, SHIFT)
+            drawn = _attempt(
+                row,
+                slots,
+                used * SUB,
+                vocab,
+                bound,
+                whole,
+                k,
+                p,
+                m,
+                number,
+                best,
+                total,
+                scale,
+                False,
+                SUB,
+                TILE,
+                SHIFT,
+            )
+            if drawn < 0:
+                least = _key(tl.maximum(best - 150.0 / scale, -3.38e38), SHIFT)
+                drawn = _attempt(
+                    row, slots, vocab, vocab, least, True, k, p, m, number, best, total, scale, True, SUB, TILE, SHIFT
+                )
+            token = tl.where(drawn < 0, token, drawn)
+    tl.store(out + n, token.to(tl.int64))

@@ -1,0 +1,200 @@
+"""Greedy and random tokens on CUDA, in two steps: statistics of every block of a row, then one program per row.
+
+Random tokens by inversion: the first step gives each block's maximum and its sum of ``exp((l - max) / T)``; the second
+finds the block in which the cumulative mass exceeds ``uniform`` of the total and scans that block alone. Blocks depend on
+the vocabulary only, sums are in a fixed order: a row's token depends on nothing but the row. Filters: ``filters.py``.
+NaN counts as -inf here, +inf as the largest finite number.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.ops.triton.filters import (
+    BLOCK,
+    SLOTS,
+    SUB,
+    clean,
+    combine,
+    exponent_scale,
+    filtered_kernel,
+    invert_blocks,
+    value_bits,
+)
+
+
+@triton.jit
+def _stats_kernel(
+    logits,
+    row_stride,
+    vocab,
+    temperature,
+    temperature_stride,
+    values,  # float32 [n, 2, blocks]: maximum, sum
+    ids,  # int32 [n, blocks]: first id of the maximum
+    peaks,  # [n, ceil(vocab / SUB)]: maximum of each SUB tokens, in the logits' dtype
+    SUMS: tl.constexpr,
+    PEAKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    group = tl.arange(0, BLOCK // SUB)
+    token = block * BLOCK + group[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    x = clean(tl.load(logits + row * row_stride + token, mask=token < vocab, other=float("-inf")))
+    peak = tl.max(x, axis=1)
+    best = tl.max(peak, axis=0)
+    first = tl.min(tl.min(tl.where(x == best, token, vocab), axis=1), axis=0)
+    tl.store(values + row * 2 * blocks + block, best)
+    tl.store(ids + row * blocks + block, tl.minimum(first, vocab - 1))
+    if SUMS:
+        scale = exponent_scale(tl.load(temperature + row * temperature_stride))
+        base = tl.where(best == float("-inf"), 0.0, best)
+        total = tl.sum(tl.sum(tl.exp2((x - base) * scale), axis=1), axis=0)
+        tl.store(values + (row * 2 + 1) * blocks + block, total)
+    if PEAKS:
+        count = (vocab + SUB - 1) // SUB
+        at = block * (BLOCK // SUB) + group
+        tl.store(peaks + row * count + at, peak.to(peaks.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _greedy_kernel(values, ids, out, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    best = tl.load(values + row * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+    first = tl.load(ids + row * blocks + block, mask=block < blocks, other=2**30)
+    tl.store(out + row, tl.min(tl.where(best == tl.max(best, axis=0), first, 2**30), axis=0).to(tl.int64))
+
+
+@triton.jit
+def _sample_kernel(
+    logits,
+    row_stride,
+    vocab,
+    temperature,
+    temperature_stride,
+    uniform,
+    values,
+    ids,
+    out,
+    blocks,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + row * temperature_stride)
+    scale = exponent_scale(heat)
+    best, token, mass, maxima = combine(values, ids, row, blocks, scale, BLOCKS)
+    if heat != 0:
+        token = invert_blocks(
+            logits + row * row_stride,
+            vocab,
+            tl.load(uniform + row),
+            scale,
+            best,
+            token,
+            mass,
+            maxima,
+            BLOCKS,
+            BLOCK,
+        )
+    tl.store(out + row, token.to(tl.int64))
+
+
+def _statistics(
+    logits: torch.Tensor, temperature: torch.Tensor | None, with_peaks: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``values``, ``ids`` and ``peaks`` as ``_stats_kernel`` describes them; sums only with a temperature."""
+    n, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    values = torch.empty((n, 2, blocks), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
+    peaks = logits.new_empty((n, triton.cdiv(vocab, SUB))) if with_peaks else logits
+    _stats_kernel[(blocks, n)](
+        logits,
+        logits.stride(0),
+        vocab,
+        temperature,
+        0 if temperature is None else temperature.stride(0),
+        values,
+        ids,
+        peaks,
+        SUMS=temperature is not None,
+        PEAKS=with_peaks,
+        BLOCK=BLOCK,
+        SUB=SUB,
+        num_warps=4,
+    )
+    return values, ids, peaks
+
+
+def _result(logits: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    assert logits.stride(1) == 1, "a row of logits must be contiguous"
+    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
+
+
+def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The best token of each row of ``logits [n, V]`` of any float dtype, int64 ``[n]``; of equals the first.
+
+    Writes ``out`` where given. Neither waits for the device nor depends on values on the host.
+    """
+    out = _result(logits, out)
+    if len(logits):
+        values, ids, _ = _statistics(logits, None, False)
+        blocks = ids.shape[1]
+        _greedy_kernel[(len(logits),)](values, ids, out, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+    return out
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    uniform: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Tokens int64 ``[n]`` of ``logits [n, V]`` of any float dtype, settings as in ``dovetail.ops.sampling.Filters``.
+
+    Rows of temperature 0 are greedy. Writes ``out`` where given. Every tensor is read on the device when the kernels run.
+    """
+    out = _result(logits, out)
+    n, vocab = logits.shape
+    if n == 0:
+        return out
+    filtered = not (top_k is None and top_p is None and min_p is None)
+    values, ids, peaks = _statistics(logits, temperature, filtered)
+    blocks = ids.shape[1]
+    uniform = uniform.contiguous()
+    sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK}
+    row = (logits, logits.stride(0), vocab, temperature, temperature.stride(0))
+    if not filtered:
+        _sample_kernel[(n,)](*row, uniform, values, ids, out, blocks, **sizes, num_warps=8)
+        return out
+    columns = [
+        c for tensor in (top_k, top_p, min_p) for c in ((tensor, 0) if tensor is None else (tensor, tensor.stride(0)))
+    ]
+    filtered_kernel[(n,)](
+        *row,
+        *columns,
+        uniform,
+        values,
+        ids,
+        peaks,
+        torch.empty((n, SLOTS), dtype=torch.int32, device=logits.device),
+        out,
+        blocks,
+        **sizes,
+        SLOTS=SLOTS,
+        SUB=SUB,
+        PEAKS=triton.next_power_of_2(peaks.shape[1]),
+        SHIFT=value_bits(logits.dtype),
+        num_warps=16,
+    )
+    return out
