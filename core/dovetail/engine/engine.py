@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
+from dovetail.engine.graphs import DecodeGraph, DecodeGraphs, capture_all, capture_next
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import num_pages_for
+from dovetail.engine.pieces import PiecewiseGraphs
 from dovetail.engine.sampler import Sampler, decode_numbers, logprobs_of
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.plugins.resolver import Chosen, Resolved
     from dovetail.types import Batch, IntArray
+
+NEEDED_BEFORE_CAPTURE = 8
+"""Steps of one size that are launched kernel by kernel before the size is captured: a capture costs as much as a hundred
+steps lose, and sizes that are met in passing are not worth it."""
 
 PROMPT_LOGPROB_ROWS = 512
 """Prompt tokens whose logits are held at one time."""
@@ -62,6 +68,8 @@ class Engine:
         )
         self._shares = Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
         self.graphs = self._build_graphs(config) if config.graphs.decode is True else None
+        self.pieces = self._build_pieces(config, dtype)
+        self._needed: Counter[object] = Counter()
         self._graph: DecodeGraph | None = None
         self._logits: torch.Tensor | None = None
         self._prompt_logprobs: list[tuple[int, IntArray, Logprobs]] = []
@@ -71,9 +79,16 @@ class Engine:
         shares = self._shares and config.scheduler.shared_prefixes
         graphs = DecodeGraphs(self.model, self.inputs, self.pool, self._decode, rows, self.context_len, shares)
         if config.graphs.capture == "start":
-            for key in list(graphs.missing()):
-                graphs.capture(*key)
+            capture_all(graphs, "decode steps")
         return graphs
+
+    def _build_pieces(self, config: Config, dtype: torch.dtype) -> PiecewiseGraphs | None:
+        if self.device.type != "cuda" or not config.graphs.piecewise_tokens:
+            return None
+        pieces = PiecewiseGraphs(self.model, self.pool, config.graphs.piecewise_tokens, dtype)
+        if config.graphs.capture == "start":
+            capture_all(pieces, "steps with prompts")
+        return pieces
 
     def _attention(self, chosen: Chosen, dtype: torch.dtype, max_rows: int) -> AttentionBackend:
         info = self.info
@@ -119,14 +134,34 @@ class Engine:
         self.inputs.prepare(batch)
         batch.attn, batch.kv = (backend,), (self.pool,)
         backend.plan(batch)
-        hidden = self.model.forward(batch)
+        hidden = self._forward(batch, backend)
         self._prompt_logprobs = self._prompt_logprobs_of(batch, hidden)
         self._logits = self.model.logits(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
 
     def _graph_for(self, batch: Batch) -> DecodeGraph | None:
         if self.graphs is None or batch.num_extend or batch.drafts is not None or not batch.samples.all():
             return None
-        return self.graphs.find(batch)
+        key = self.graphs.key_for(batch)
+        if key is None or self._is_new(key, self.graphs.is_captured(key)):
+            return None
+        return self.graphs.get(key)
+
+    def _forward(self, batch: Batch, backend: AttentionBackend) -> torch.Tensor:
+        """Hidden states of a planned batch, by captured pieces where its size has been needed often enough."""
+        pieces = self.pieces
+        size = pieces.size_for(len(batch.input_ids)) if pieces is not None else None
+        if pieces is None or size is None or self._is_new(size, pieces.is_captured(size)):
+            return self.model.forward(batch)
+        if not pieces.is_captured(size):
+            pieces.capture(size)
+        return pieces.forward(size, batch, backend)
+
+    def _is_new(self, key: object, captured: bool) -> bool:
+        """True until what ``key`` names has been needed so often that its capture pays."""
+        if captured:
+            return False
+        self._needed[key] += 1
+        return self._needed[key] < NEEDED_BEFORE_CAPTURE
 
     @torch.inference_mode()
     def sample(self, batch: Batch) -> ForwardOutput:
@@ -171,11 +206,9 @@ class Engine:
 
     def idle(self) -> bool:
         """Do a little of what can wait until nothing else is to be done: capture a graph. False if nothing is left."""
-        key = next(self.graphs.missing(), None) if self.graphs is not None else None
-        if key is None or self.graphs is None:
-            return False
-        self.graphs.capture(*key)
-        return True
+        return (self.graphs is not None and capture_next(self.graphs)) or (
+            self.pieces is not None and capture_next(self.pieces)
+        )
 
     def _compact(self, batch: Batch, output: ForwardOutput) -> None:
         assert output.nodes is not None

@@ -10,10 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.ops.sampling import Filters, greedy, sample
@@ -43,6 +45,13 @@ def ladder(max_rows: int) -> list[int]:
     """Row counts to capture: steps of an eighth at most, up to ``max_rows`` itself."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1 << 14, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+class GraphKey(NamedTuple):
+    """Rows of a captured step, and whether it reads shared prefixes once."""
+
+    rows: int
+    shared: bool
 
 
 class SampleMode(NamedTuple):
@@ -94,7 +103,7 @@ class DecodeGraphs:
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._context_len = context_len
         self._variants = (False, True) if shares else (False,)
-        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
         self._staging = Staging(len(pack(_padding(max_rows))) + ROOM_FOR_PAGES, device)
@@ -107,18 +116,24 @@ class DecodeGraphs:
         """Graphs there are now."""
         return len(self._graphs)
 
-    def missing(self) -> Iterator[tuple[int, bool]]:
-        """(rows, shared) of the graphs that are still to be captured, the likeliest first."""
-        wanted = [(rows, shared) for shared in self._variants for rows in self.sizes]
+    def missing(self) -> Iterator[GraphKey]:
+        """The graphs that are still to be captured, the likeliest first."""
+        wanted = (GraphKey(rows, shared) for shared in self._variants for rows in self.sizes)
         return (key for key in wanted if key not in self._graphs)
 
-    def find(self, batch: Batch) -> DecodeGraph | None:
-        """The graph for a decode batch, captured now if it has not been needed before; None if it has too many rows."""
+    def key_for(self, batch: Batch) -> GraphKey | None:
+        """The graph that a decode batch needs; None if it has too many rows for any."""
         real = len(batch.slots)
-        if real > self.sizes[-1]:
-            return None
-        rows = next(size for size in self.sizes if size >= real)
-        return self._graphs.get((rows, batch.shared is not None)) or self.capture(rows, batch.shared is not None)
+        rows = next((size for size in self.sizes if size >= real), None)
+        return None if rows is None else GraphKey(rows, batch.shared is not None)
+
+    def is_captured(self, key: GraphKey) -> bool:
+        """True if the graph can be replayed at once."""
+        return key in self._graphs
+
+    def get(self, key: GraphKey) -> DecodeGraph:
+        """The graph, captured now if it is missing."""
+        return self._graphs.get(key) or self.capture(key)
 
     def launch(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> torch.Tensor:
         """Replay the forward pass for ``batch``; returns its logits ``[rows of the batch, V]``, valid until the next launch."""
@@ -155,9 +170,9 @@ class DecodeGraphs:
             self._inputs.pages.view(-1).index_copy_(0, places, pages)
 
     @torch.inference_mode()
-    def capture(self, rows: int, shared: bool) -> DecodeGraph:
-        """Capture the step of ``rows`` rows. Work in flight goes on; takes a fraction of a second."""
-        start = time.perf_counter()
+    def capture(self, key: GraphKey) -> DecodeGraph:
+        """Capture a step. Takes a fraction of a second."""
+        start, (rows, shared) = time.perf_counter(), key
         tensors = self._tensors.narrow(rows)
         arrays = _padding(rows)
         tensors.read(unpack(self._staging.buffer, arrays))
@@ -170,7 +185,7 @@ class DecodeGraphs:
 
         self._staging.send(pack(arrays))
         forward, logits = self._record(step)
-        graph = self._graphs[rows, shared] = DecodeGraph(rows, batch, tensors, forward, logits)
+        graph = self._graphs[key] = DecodeGraph(rows, batch, tensors, forward, logits)
         self.seconds += time.perf_counter() - start
         log.debug("captured a decode step of %d rows, shared=%s: %.2f s", rows, shared, time.perf_counter() - start)
         return graph
@@ -216,6 +231,30 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             result = step()
         return graph, result
+
+
+K = TypeVar("K")
+
+
+class Captures(Protocol[K]):
+    """What captures graphs by key."""
+
+    def missing(self) -> Iterator[K]: ...
+    def capture(self, key: K, /) -> object: ...
+
+
+def capture_next(graphs: Captures[K]) -> bool:
+    """Capture one of those that are missing. False if none is."""
+    for key in graphs.missing():
+        graphs.capture(key)
+        return True
+    return False
+
+
+def capture_all(graphs: Captures[K], what: str) -> None:
+    """Capture all that is missing, with a progress bar."""
+    for key in track(list(graphs.missing()), f"capturing {what}", console=Console(stderr=True)):
+        graphs.capture(key)
 
 
 class Staging:

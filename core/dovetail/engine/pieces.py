@@ -1,0 +1,158 @@
+"""CUDA graphs in pieces: what lies between the attention calls of a forward pass, for steps with prompt tokens.
+
+Attention over ragged prompts cannot be captured, as its work depends on lengths; the rest depends on the number of tokens
+alone. The model runs once with a recorder in the place of the attention backend: at every attention call the recorder ends
+a graph and begins the next. Tokens that pad a step are written to page 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dovetail.engine.graphs import NO_UPDATES, WARM_UPS
+from dovetail.types import Batch
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
+    from dovetail.interfaces.model import ModelArchitecture
+    from dovetail.memory.pool import PagedKVPool
+
+
+def ladder(max_tokens: int) -> list[int]:
+    """Token counts to capture, up to ``max_tokens`` itself."""
+    sizes = [8, 16, 32, 48, 64, 96, 128, *range(192, 512, 64), *range(512, 1 << 14, 128)]
+    return [size for size in sizes if size < max_tokens] + [max_tokens] if max_tokens else []
+
+
+class Piece(NamedTuple):
+    """A graph, and the attention call that follows it: ``q`` is what the graph computes, at a fixed address."""
+
+    graph: torch.cuda.CUDAGraph
+    q: torch.Tensor
+    layer: AttentionLayer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """A forward pass of a fixed number of tokens; ``last`` computes ``hidden`` from the last attention's result."""
+
+    pieces: list[Piece]
+    last: torch.cuda.CUDAGraph
+    hidden: torch.Tensor
+
+
+class PiecewiseGraphs:
+    """Captures and replays forward passes of up to ``max_tokens`` tokens. Not thread-safe."""
+
+    def __init__(self, model: ModelArchitecture, pool: PagedKVPool, max_tokens: int, dtype: torch.dtype) -> None:
+        self.sizes = ladder(max_tokens)
+        self.seconds = 0.0  # spent on captures
+        self._model, self._pool = model, pool
+        info, device = model.info, pool.device
+        self._ids, self._positions, self._places = torch.zeros(3, max_tokens, dtype=torch.int64, device=device).unbind(
+            0
+        )
+        self._attended = torch.zeros(max_tokens, info.num_heads, info.head_dim, dtype=dtype, device=device)
+        self._captured: dict[int, Pieces] = {}
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def missing(self) -> Iterator[int]:
+        """Sizes that are still to be captured."""
+        return (size for size in self.sizes if size not in self._captured)
+
+    def size_for(self, tokens: int) -> int | None:
+        """The size that holds ``tokens``; None if none does."""
+        return next((size for size in self.sizes if size >= tokens), None)
+
+    def is_captured(self, size: int) -> bool:
+        """True if a step of this size can be replayed."""
+        return size in self._captured
+
+    def forward(self, size: int, batch: Batch, backend: AttentionBackend) -> torch.Tensor:
+        """Hidden states ``[tokens, hidden_size]`` of a batch that is prepared and planned; valid until the next call."""
+        tokens = len(batch.input_ids)
+        for static, given in (
+            (self._ids, batch.input_ids),
+            (self._positions, batch.positions),
+            (self._places, batch.out_loc),
+        ):
+            static[:tokens].copy_(given)
+            static[tokens:size].zero_()
+        captured = self._captured[size]
+        for graph, q, layer in captured.pieces:
+            graph.replay()
+            self._attended[:tokens].copy_(backend.forward(q[:tokens], layer, batch))
+        captured.last.replay()
+        return captured.hidden[:tokens]
+
+    @torch.inference_mode()
+    def capture(self, size: int) -> None:
+        """Capture the forward pass of ``size`` tokens."""
+        start = time.perf_counter()
+        for static in (self._ids, self._positions, self._places):
+            static.zero_()
+        batch = self._static_batch(size)
+        current = torch.cuda.current_stream(self._pool.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            batch.attn = (_Stand(self._attended[:size]),)
+            for _ in range(WARM_UPS):
+                self._model.forward(batch)
+            torch.cuda.synchronize(self._pool.device)
+            recorder = _Recorder(self._attended[:size], self._memory)
+            batch.attn = (recorder,)
+            recorder.begin()
+            try:
+                hidden = self._model.forward(batch)
+            finally:
+                last = recorder.end()
+        current.wait_stream(self._stream)
+        self._captured[size] = Pieces(recorder.pieces, last, hidden)
+        self.seconds += time.perf_counter() - start
+
+    def _static_batch(self, size: int) -> Batch:
+        zero = np.zeros(1, np.int32)
+        batch = Batch([], 1, zero, zero, np.array([size], np.int32), np.ones(1, np.bool_), NO_UPDATES)
+        batch.input_ids, batch.positions, batch.out_loc = self._ids[:size], self._positions[:size], self._places[:size]
+        batch.kv = (self._pool,)
+        return batch
+
+
+class _Stand:
+    """Stands in for attention while the model warms up: the result is whatever the buffer holds."""
+
+    def __init__(self, attended: torch.Tensor) -> None:
+        self._attended = attended
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        return self._attended
+
+
+class _Recorder(_Stand):
+    """Ends a graph at every attention call and begins the next."""
+
+    def __init__(self, attended: torch.Tensor, memory: Any) -> None:
+        super().__init__(attended)
+        self.pieces: list[Piece] = []
+        self._memory = memory
+        self._graph: torch.cuda.CUDAGraph
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        self._graph.capture_end()
+        return self._graph
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        self.pieces.append(Piece(self.end(), q, layer))
+        self.begin()
+        return self._attended
