@@ -5,6 +5,8 @@ Run: python -m pytest -q tests/plugins/test_cache_radix.py
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from dovetail.interfaces.cache import CacheContext
 from dovetail.testing.cache import PrefixCacheSuite, make_pages
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.radix import RadixCache
+from dovetail_cache.sharing import Fork, shared_prefixes
 
 
 class TestRadix(PrefixCacheSuite):
@@ -170,3 +173,43 @@ def test_evicting_costs_by_what_is_evicted_not_by_the_tree(page_size: int):
     cache._queue._rank = counted
     cache.evict(10)
     assert asked[0] <= 20
+
+
+def _grouped(cache: RadixCache, count: int, depth: int) -> list:
+    """``count`` locked paths in a tree that parts in four at each of ``depth`` levels."""
+    handles = []
+    for row in range(count):
+        runs = [np.full(32, (row >> (2 * level)) % 4, np.int32) for level in range(depth)]
+        key = np.concatenate([*runs, np.full(32, 10 + row, np.int32)])
+        handles.append(cache.insert(key, make_pages(1 + 200 * row, len(key))).handle)
+        cache.lock(handles[-1])
+    return handles
+
+
+def test_groups_cost_by_the_nodes_of_the_paths():
+    """512 paths of depth 4: one number for each fork and place above it, whatever else the tree holds."""
+    handles = _grouped(_cache("lru"), 512, 3)
+    made = []
+    with patch.object(Fork, "__init__", autospec=True, side_effect=Fork.__init__) as init:
+        groups = shared_prefixes(handles)
+        made.append(init.call_count)
+    assert made == [4 + 16 + 64]
+    assert sorted(len(rows) for rows, _ in groups) == [8] * 64
+    assert {tokens for _, tokens in groups} == {96}
+
+
+def test_groups_of_a_very_deep_tree():
+    """Rows that each end a token further than the one before: no recursion, and the best cut of a straight line."""
+    cache = _cache("lru")
+    handles = []
+    for end in range(1, 601):
+        handles.append(cache.insert(_key(1, end), make_pages(1, end)).handle)
+        cache.lock(handles[-1])
+    (rows, tokens), *more = cache.shared_prefixes(handles)
+    saved = sum((len(members) - 1) * length for members, length in [(rows, tokens), *more])
+    # best(n): rows of 1 to n tokens, the last group being those of m to n
+    best = np.zeros(601, np.int64)
+    for n in range(1, 601):
+        m = np.arange(1, n + 1)
+        best[n] = ((n - m) * m + best[m - 1]).max()
+    assert saved == best[600]

@@ -5,6 +5,8 @@ Run: python -m pytest -q tests/plugins/test_cache_suite.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
@@ -113,6 +115,38 @@ class LosesTheRestOfALeaf(RadixCache):
         return super()._shrink(leaf, leaf.num_pages)[:, :count]
 
 
+class SharesByTheLastNode(RadixCache):
+    """Sees only rows that end at the same place."""
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        ends: dict[Node, list[int]] = {}
+        for i, handle in enumerate(handles):
+            if handle.node is not None:
+                ends.setdefault(handle.node, []).append(i)
+        return [(rows, node.end) for node, rows in ends.items() if len(rows) > 1]
+
+
+class SharesWithAllBelow(RadixCache):
+    """One group for each first page, as long as its longest row."""
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        tops: dict[Node, list[int]] = {}
+        for i, handle in enumerate(handles):
+            node = handle.node
+            while node is not None and node.parent is not None and node.parent.parent is not None:
+                node = node.parent
+            if node is not None:
+                tops.setdefault(node, []).append(i)
+        return [(rows, max(handles[row].length for row in rows)) for rows in tops.values() if len(rows) > 1]
+
+
+class SharesWholeBranches(RadixCache):
+    """Whoever does not share the deepest prefix of a branch is left alone."""
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        return super().shared_prefixes(handles)[-1:]
+
+
 BROKEN = [
     LosesAPageAtSplit,
     IgnoresNamespaces,
@@ -149,6 +183,12 @@ def test_a_broken_cache_fails(cache_class: type[RadixCache], check: bool, monkey
         monkeypatch.setattr(RadixCache, "check_integrity", lambda self: None)
     with pytest.raises(AssertionError):
         _suite(cache_class).test_agrees_with_a_dictionary(4, 1)
+
+
+@pytest.mark.parametrize("cache_class", [SharesByTheLastNode, SharesWithAllBelow, SharesWholeBranches])
+def test_wrong_groups_fail(cache_class: type[RadixCache]):
+    with pytest.raises(AssertionError):
+        _suite(cache_class).test_random_paths_share_as_much_as_they_can(4, 1)
 
 
 @pytest.mark.parametrize("cache_class", [RadixCache, ReferenceCache])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -9,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from dovetail.interfaces.cache import CacheContext, PrefixCache
+from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.plugins.specs import ComponentKind
 from dovetail.testing.cache_machine import PrefixCacheMachine, tokens_of
+from dovetail.testing.cache_sharing import check_groups, most_saved, saved
 from dovetail.testing.component import ComponentSuite
 from dovetail.types import IntArray
 
@@ -168,3 +171,57 @@ class PrefixCacheSuite(ComponentSuite):
         assert cache.evict(100).tolist() == [[12]]
         cache.unlock(found.handle)
         assert cache.evictable_pages == 4
+
+    def locked(self, cache: PrefixCache, kinds: Sequence[int], page_size: int, namespace: str = "") -> Match:
+        """Put one page for each of ``kinds`` into the cache, with pages nobody else has, and lock them."""
+        groups = cache.match(tokens_of([], page_size)).pages.shape[0]
+        first = 1 + cache.total_pages * 7
+        found = cache.insert(tokens_of(kinds, page_size), make_pages(first, len(kinds), groups), namespace)
+        cache.lock(found.handle)
+        return found
+
+    @each_layout
+    def test_random_paths_share_as_much_as_they_can(self, page_size: int, num_groups: int) -> None:
+        """Groups hold the same pages and save as much as any others, while paths are added and let go."""
+        self.require(Feature.CACHE_SHARED_PREFIXES)
+        rng = random.Random(page_size + num_groups)
+        for _ in range(self.examples):
+            cache = self.make(page_size, num_groups)
+            kinds = [[rng.choice([0, 0, 1, 2]) for _ in range(rng.randrange(7))] for _ in range(7)]
+            found = [self.locked(cache, path, page_size) for path in kinds]
+            for match in [found.pop(rng.randrange(len(found))) for _ in range(rng.randrange(4))]:
+                cache.unlock(match.handle)
+            cache.evict(rng.randrange(4))
+            paths = [match.pages for match in found]
+            groups = cache.shared_prefixes([match.handle for match in found])
+            check_groups(groups, paths, page_size)
+            assert saved(groups) == most_saved(paths, page_size), "other groups save more"
+
+    def test_a_path_joins_the_prefix_that_the_others_leave(self) -> None:
+        """Two rows have more in common with each other; those that are left share what is before."""
+        self.require(Feature.CACHE_SHARED_PREFIXES)
+        cache = self.make(4)
+        kinds = [[0, 0, 1, 1], [0, 2], [0, 0, 1, 2], [0, 1], [0, 0, 1, 1]]
+        handles = [self.locked(cache, path, 4).handle for path in kinds]
+        groups = sorted((sorted(rows), tokens) for rows, tokens in cache.shared_prefixes(handles))
+        assert groups == [([0, 2, 4], 12), ([1, 3], 4)]
+
+    def test_nothing_shares_nothing(self) -> None:
+        """No handles, one handle, empty prefixes."""
+        self.require(Feature.CACHE_SHARED_PREFIXES)
+        cache = self.make(4)
+        empty = [cache.match(tokens_of([1], 4)).handle for _ in range(2)]
+        one = self.locked(cache, [0, 0], 4).handle
+        assert list(cache.shared_prefixes([])) == []
+        assert list(cache.shared_prefixes([one])) == []
+        assert list(cache.shared_prefixes([*empty, one])) == []
+        ((rows, tokens),) = cache.shared_prefixes([empty[0], one, empty[1], one])
+        assert (list(rows), tokens) == ([1, 3], 8)
+
+    def test_namespaces_share_nothing(self) -> None:
+        """The same tokens in two namespaces lie in different pages."""
+        self.require(Feature.CACHE_SHARED_PREFIXES)
+        self.require(Feature.CACHE_NAMESPACES)
+        cache = self.make(4)
+        handles = [self.locked(cache, [0, 0], 4, namespace).handle for namespace in ("a", "b", "a")]
+        assert [(list(rows), tokens) for rows, tokens in cache.shared_prefixes(handles)] == [([0, 2], 8)]

@@ -14,7 +14,10 @@ RADIX = ComponentSpec(
     target="dovetail_cache.radix:RadixCache",
     config="dovetail_cache.config:RadixConfig",
     summary="Radix tree over token runs; evicts unlocked leaves by recency, frequency or priority.",
-    offers=frozenset({Feature.CACHE_REUSE, Feature.CACHE_NAMESPACES, Feature.CACHE_EVICT}),
+    offers=frozenset(
+        {Feature.CACHE_REUSE, Feature.CACHE_NAMESPACES, Feature.CACHE_EVICT, Feature.CACHE_SHARED_PREFIXES}
+    ),
+    api=(1, 1),
     priority=10,
 )
 

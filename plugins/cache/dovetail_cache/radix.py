@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
@@ -9,6 +11,7 @@ from dovetail.types import IntArray
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.eviction import EvictionQueue, evictable
 from dovetail_cache.node import Handle, Node, Root, child_key, common_length, split, truncate_back
+from dovetail_cache.sharing import shared_prefixes
 
 
 class RadixCache(PrefixCache):
@@ -99,6 +102,10 @@ class RadixCache(PrefixCache):
     def reset(self) -> IntArray:
         """Forget everything that is not locked."""
         return self.evict(self.evictable_pages)
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        """By the nodes that the paths have in common. Costs per node of the paths, not of the tree."""
+        return shared_prefixes(handles)
 
     def check_integrity(self) -> None:
         """Assert links, lengths, counters, lock counts, the eviction queue, and that no page is held twice."""

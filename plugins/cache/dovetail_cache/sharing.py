@@ -1,0 +1,110 @@
+"""Which locked paths of a radix tree are worth reading together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dovetail_cache.node import Handle, Node
+
+Gains = np.ndarray[Any, np.dtype[np.int64]]
+
+_NO_GAINS: Gains = np.zeros(1, np.int64)
+
+
+class Fork:
+    """A node at which paths part or end: the only places where a group can be worth most.
+
+    ``rows`` are the paths that no fork further down takes. ``gains`` and ``ends`` have an entry for the root, for each
+    fork above this one, and for this one: what is saved below it if rows that form no group here or below are read with
+    those of that place, and the tokens up to that place.
+    """
+
+    __slots__ = ("above", "ends", "gains", "opened", "rows")
+
+    def __init__(self, above: Fork | None, end: int) -> None:
+        self.above = above
+        self.rows: list[int] = []
+        self.ends: Gains = np.append(above.ends if above else _NO_GAINS, end)
+        self.gains: Gains = np.zeros(len(self.ends), np.int64)
+        self.opened = 0  # what is saved if there is a group here
+
+
+def shared_prefixes(handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+    """See ``PrefixCache.shared_prefixes``.
+
+    Opening a group at a node costs one read of its tokens and saves as much for each row that joins; a row joins the
+    deepest open group on its path. The best set of open groups is found from the leaves up, for every choice of the
+    place above that takes the rows left over: O(rows * depth) numbers, with one numpy operation for each fork.
+    """
+    rows: dict[Node, list[int]] = {}
+    for index, handle in enumerate(handles):
+        if handle.length:
+            assert handle.node is not None
+            assert handle.node.end == handle.length, "shared_prefixes needs handles that are locked"
+            rows.setdefault(handle.node, []).append(index)
+    forks = _forks(rows)
+    for fork in reversed(forks):
+        _add_up(fork)
+    return _chosen(forks)
+
+
+def _forks(rows: dict[Node, list[int]]) -> list[Fork]:
+    """The forks of all paths, each behind those above it, with the rows that are theirs."""
+    order, counts = _counted(rows)
+    passed = {node.parent for node in order if node.parent is not None and counts[node.parent] == counts[node]}
+    forks: list[Fork] = []
+    place: dict[Node, Fork | None] = {}
+    for node in reversed(order):
+        fork = place[node.parent] if node.parent is not None else None
+        if node.parent is not None and counts[node] > 1 and node not in passed:
+            fork = Fork(fork, node.end)
+            forks.append(fork)
+        place[node] = fork
+        if fork is not None:
+            fork.rows += rows.get(node, ())
+    return forks
+
+
+def _counted(rows: dict[Node, list[int]]) -> tuple[list[Node], dict[Node, int]]:
+    """All nodes on the paths of ``rows``, deepest ends first, and how many rows each has at it and below."""
+    counts: dict[Node, int] = {}
+    for node in rows:
+        step: Node | None = node
+        while step is not None and step not in counts:
+            counts[step] = len(rows.get(step, ()))
+            step = step.parent
+    order = sorted(counts, key=_end, reverse=True)
+    for node in order:
+        if node.parent is not None:
+            counts[node.parent] += counts[node]
+    return order, counts
+
+
+def _end(node: Node) -> int:
+    return node.end
+
+
+def _add_up(fork: Fork) -> None:
+    """Decide for each place above whether a group here is better, and tell the fork above."""
+    gains = fork.gains + len(fork.rows) * fork.ends
+    fork.opened = int(gains[-1] - fork.ends[-1])
+    fork.gains = gains[:-1]
+    if fork.above is not None:
+        fork.above.gains += np.maximum(fork.gains, fork.opened)
+
+
+def _chosen(forks: list[Fork]) -> list[tuple[list[int], int]]:
+    """The groups, where a group is better than none: from the root down, as each choice depends on those above."""
+    groups: dict[Fork, list[int]] = {}
+    taker: dict[Fork | None, Fork | None] = {None: None}  # the open fork that rows of this one join
+    for fork in forks:
+        open_above = taker[fork.above]
+        column = len(open_above.ends) - 1 if open_above is not None else 0
+        taker[fork] = fork if fork.opened > fork.gains[column] else open_above
+        joined = taker[fork]
+        if joined is not None:
+            groups.setdefault(joined, []).extend(fork.rows)
+    return [(sorted(rows), int(fork.ends[-1])) for fork, rows in groups.items()]
