@@ -1,4 +1,4 @@
-"""Sampling kernels, interpreted on the CPU, against the torch reference in float64.
+"""Sampling and mask kernels, interpreted on the CPU, against the torch references.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_sampling_triton.py
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.ops.bitmask import apply_bitmask, bitmask_width
 from dovetail.ops.sampling import Filters, sample_reference
+from dovetail.ops.triton import bitmask as mask_kernel
 from dovetail.ops.triton import sampling as kernels
 
 DTYPES = [torch.float32, torch.float16]
@@ -155,3 +157,19 @@ def test_rows_may_lie_apart_and_settings_be_views():
     got = kernels.sample(logits, temperature, None, table[:, 1:], None, numbers(4))
     filters = Filters(temperature, top_p=table[:, 1:], any_greedy=True)
     assert got.tolist() == sample_reference(logits.double(), filters, numbers(4)).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [31, 64, 2100])
+def test_masks_touch_the_forbidden_tokens_of_their_rows_alone(dtype: torch.dtype, vocab: int):
+    generator = torch.Generator().manual_seed(vocab)
+    words = torch.randint(-(2**31), 2**31, (4, bitmask_width(vocab) + 1), generator=generator).int()[:, :-1]
+    words[0], words[1] = 0, -1
+    wide = torch.randn(6, vocab + 3, generator=generator).to(dtype)
+    rows = torch.tensor([4, 0, 2, 5])
+    expected = wide.clone()
+    apply_bitmask(expected[:, :vocab], words, rows)
+    mask_kernel.apply_bitmask(wide[:, :vocab], words, rows)
+    mask_kernel.apply_bitmask(wide[:, :vocab], words[:0], rows[:0])
+    assert torch.equal(wide, expected)
+    assert (wide[4, :vocab] == float("-inf")).all()

@@ -1,4 +1,4 @@
-"""Apply packed grammar masks to logits. Torch reference."""
+"""Apply packed grammar masks to logits. One kernel on CUDA, torch elsewhere."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ def bitmask_width(vocab_size: int) -> int:
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
     """Set ``logits[rows[i], t]`` to -inf where bit t of ``bitmask[i]`` is 0. In place.
 
-    ``logits`` ``[n, V]``, ``bitmask`` int32 ``[m, ceil(V / 32)]`` (bit t % 32 of word t // 32), ``rows`` int64 ``[m]``.
+    ``logits`` ``[n, V]`` of any float dtype, ``bitmask`` int32 ``[m, ceil(V / 32)]`` (bit t % 32 of word t // 32), ``rows`` int64 ``[m]``,
+    all different.
     """
+    if logits.device.type == "cuda":
+        from dovetail.ops.triton.bitmask import apply_bitmask as kernel
+
+        return kernel(logits, bitmask, rows)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((bitmask[:, :, None] >> shifts) & 1).view(bitmask.shape[0], -1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill(allowed == 0, float("-inf"))

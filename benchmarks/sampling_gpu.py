@@ -1,0 +1,134 @@
+"""Microseconds of sampling on CUDA: graph replay, median, beside torch's sort, flashinfer.sampling and the byte floor.
+
+    python benchmarks/sampling_gpu.py [--vocab 128256] [--rows 1 16 64 256] [--dtype bfloat16] [--spread 1 3] [--quick]
+
+The floor reads the logits once at 4.45 TB/s. Logits are normal: at spread 1 top-p keeps tens of thousands of tokens (as
+random weights do), at spread 3 a few hundred or thousand. Replays rotate over several sets of logits, so that the cache is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from dovetail.ops.bitmask import apply_bitmask, bitmask_width
+from dovetail.ops.sampling import Filters, greedy, sample, sample_reference
+
+BYTES_PER_MICROSECOND = 4.45e6
+Action = Callable[[torch.Tensor], object]
+
+
+def microseconds(action: Action, sets: list[torch.Tensor], replays: int = 30) -> float:
+    """Median over replays of a graph that runs ``action`` on each set once, per set."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            action(sets[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for logits in sets:
+            action(logits)
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(sets))
+    return statistics.median(times)
+
+
+def make_filters(n: int, vocab: int, top_k: int | None, top_p: float | None, min_p: float | None) -> Filters:
+    def column(value: float | None, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if value is None else torch.full((n, 1), value, dtype=dtype, device="cuda")
+
+    temperature = torch.full((n, 1), 0.8, device="cuda")
+    return Filters(temperature, column(top_k, torch.int64), column(top_p, torch.float64), column(min_p, torch.float64))
+
+
+def flashinfer_action(n: int, filters: Filters) -> Action | None:
+    """The nearest that flashinfer has: softmax, then rejection sampling with its own random numbers."""
+    try:
+        from flashinfer import sampling
+    except ImportError:
+        return None
+    k = None if filters.top_k is None else filters.top_k[:, 0].int()
+    p = None if filters.top_p is None else filters.top_p[:, 0].float()
+    m = None if filters.min_p is None else filters.min_p[:, 0].float()
+
+    def action(logits: torch.Tensor) -> object:
+        probs = sampling.softmax(logits.float(), temperature=filters.temperature[:, 0])
+        if k is not None and p is not None:
+            return sampling.top_k_top_p_sampling_from_probs(probs, k, p, filter_apply_order="top_k_first")
+        if k is not None:
+            return sampling.top_k_sampling_from_probs(probs, k)
+        if p is not None:
+            return sampling.top_p_sampling_from_probs(probs, p)
+        if m is not None:
+            return sampling.min_p_sampling_from_probs(probs, m)
+        return sampling.sampling_from_probs(probs)
+
+    return action
+
+
+CASES: dict[str, tuple[int | None, float | None, float | None]] = {
+    "sample": (None, None, None),
+    "top_k 50": (50, None, None),
+    "top_k 5000": (5000, None, None),
+    "top_p 0.95": (None, 0.95, None),
+    "top_k 50, top_p 0.95": (50, 0.95, None),
+    "top_k 5000, top_p 0.95": (5000, 0.95, None),
+    "min_p 0.05": (None, None, 0.05),
+}
+
+
+def run(n: int, vocab: int, dtype: torch.dtype, spread: float, quick: bool) -> None:
+    size = n * vocab * dtype.itemsize
+    sets = [(torch.randn(n, vocab, device="cuda") * spread).to(dtype) for _ in range(min(32, 2 + 300_000_000 // size))]
+    uniform = torch.rand(n, dtype=torch.float64, device="cuda")
+    mask = torch.randint(-(2**31), 2**31, (n, bitmask_width(vocab)), device="cuda").int()
+    rows = torch.arange(n, device="cuda")
+    actions: dict[str, tuple[Action, Action | None, Action | None]] = {
+        "greedy": (greedy, lambda logits: logits.argmax(-1), None),
+    }
+    for name, settings in CASES.items():
+        filters = make_filters(n, vocab, *settings)
+        actions[name] = (
+            lambda logits, filters=filters: sample(logits, filters, uniform),
+            lambda logits, filters=filters: sample_reference(logits.float(), filters, uniform),
+            flashinfer_action(n, filters),
+        )
+    actions["bitmask"] = (lambda logits: apply_bitmask(logits, mask, rows), None, None)
+    for name, (ours, torch_, flashinfer) in actions.items():
+        columns = [microseconds(ours, sets)]
+        for peer in (torch_, flashinfer):
+            try:
+                columns.append(float("nan") if quick or peer is None else microseconds(peer, sets[:4], 5))
+            except Exception as error:  # a peer that cannot be captured or built
+                print(f"# {name}: {type(error).__name__}: {str(error)[:100]}")
+                columns.append(float("nan"))
+        figures = " ".join(f"{us:10.1f}" for us in [*columns, size / BYTES_PER_MICROSECOND])
+        print(f"{n:4} {spread:6} {name:24} {figures}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--spread", type=float, nargs="+", default=[1.0, 3.0])
+    parser.add_argument("--quick", action="store_true", help="leave the peers out")
+    args = parser.parse_args()
+    print(f"rows spread case {'dovetail':>25} {'torch':>10} {'flashinfer':>10} {'floor':>10}")
+    for n in args.rows:
+        for spread in args.spread:
+            run(n, args.vocab, getattr(torch, args.dtype), spread, args.quick)
+
+
+if __name__ == "__main__":
+    main()
