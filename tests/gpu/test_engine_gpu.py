@@ -51,6 +51,45 @@ def test_float32_tokens_equal_those_of_the_cpu(expected, overlap, page_size):
     assert run(llm, params, repeats=8) == expected * 8
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["flat", "tree"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("graphs", ["none", "idle", "start"])
+def test_graphs_overlap_and_shared_prefixes_change_no_token(expected, graphs, overlap, shared, monkeypatch):
+    if shared:
+        monkeypatch.setattr("dovetail_attention.triton.backend.TritonAttention.shares", lambda self, batch: True)
+    llm = LLM(
+        "tiny",
+        device="cuda",
+        model={"dtype": "float32"},
+        grammar="none",
+        attention="triton",
+        memory={"page_size": 4, "kv_gib": 0.5},
+        scheduler={"overlap": overlap, "shared_prefixes": shared, "max_running": 24, "chunk_size": 64},
+        graphs={"decode": graphs != "none", "piecewise_tokens": 0 if graphs == "none" else 64, "max_rows": 16}
+        | ({} if graphs == "none" else {"capture": graphs}),
+    )
+    params = SamplingParams(temperature=0, max_new_tokens=48)
+    assert run(llm, params) == expected
+    for _ in range(2):
+        assert run(llm, params, repeats=8) == expected * 8
+    assert (llm.loop.engine.graphs is not None) == (graphs != "none")
+    if graphs != "none":
+        assert llm.loop.engine.graphs.num_captured > 0
+
+
+def test_steps_in_graphs_wait_for_nothing():
+    """Under overlap the host waits for one event a step, and no kernel launch or copy of a decode step blocks it."""
+    llm = LLM("tiny", device="cuda", grammar="none", scheduler={"overlap": True})
+    prompts = [chat_ids(llm, text) for text in QUESTIONS]
+    params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, ignore_eos=True, max_new_tokens=64)
+    first = [o.token_ids for o in llm.generate(prompts, params)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert [o.token_ids for o in llm.generate(prompts, params)] == first
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_drafts_change_nothing(expected):
     llm = LLM("tiny", device="cuda", model={"dtype": "float32"}, grammar="none", speculative="ngram")
     assert run(llm, SamplingParams(temperature=0, max_new_tokens=48)) == expected

@@ -21,11 +21,13 @@ from dovetail.plugins.resolution import (
     Resolution,
     Resolved,
     ResolveRequest,
+    Rule,
     Stage,
     Verdict,
 )
 from dovetail.plugins.specs import ComponentKind
 from dovetail.plugins.stages import probe
+from dovetail.plugins.tuning import TuningRecord, record_for
 
 Slots = Mapping[str, Slot]
 
@@ -34,16 +36,18 @@ logger = logging.getLogger("dovetail.plugins")
 
 def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tuning | None = None) -> Resolved:
     """Choose every part for ``config`` on ``machine``; build nothing. ``tuning`` maps slots (``attention.decode``) to
-    the names that were measured best for this device and model, best first.
+    the names that were measured best, best first; by default it is the record that ships for this device, if there is one.
 
     Logs one INFO line per part. Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or
     ``ResolutionError`` with every reason.
     """
-    model = choose_model(config, registry, machine, tuning or {})
-    slots = _open_slots(config, registry, machine, model, tuning or {})
+    record = record_for(machine) if tuning is None else None
+    best = tuning if tuning is not None else record.slots if record is not None else {}
+    model = choose_model(config, registry, machine, best)
+    slots = _open_slots(config, registry, machine, model, best)
     combo = _search(slots, config, machine, model)
     _judge_the_others(slots, combo, _lags(config, machine), model)
-    resolved = _resolved(config, registry, machine, model, slots, combo)
+    resolved = _resolved(config, registry, machine, model, slots, combo, record)
     for resolution in resolved.resolutions:
         logger.info("%s: %s, %s%s", *_told(resolution))
     call_hook(registry.hooks, "on_resolved", resolved=resolved)
@@ -180,6 +184,7 @@ def _resolved(
     model: ModelChoice,
     slots: Slots,
     combo: fit.Combination,
+    record: TuningRecord | None,
 ) -> Resolved:
     parts = {name: _chosen(combo[name]) for name in slots}
     overlap, graphs = bool(combo[fit.OVERLAP]), bool(combo[fit.GRAPHS])
@@ -196,7 +201,7 @@ def _resolved(
         grammar=parts[fit.GRAMMAR],
         drafter=parts[fit.DRAFTER],
         runtime=fit.runtime_offers(overlap),
-        resolutions=(model.resolution, *(_resolution(slot, combo[name]) for name, slot in slots.items())),
+        resolutions=(model.resolution, *(_resolution(slot, combo[name], record) for name, slot in slots.items())),
         hooks=registry.hooks,
     )
 
@@ -213,13 +218,15 @@ def _required(option: fit.Option) -> Chosen:
     return chosen
 
 
-def _resolution(slot: Slot, option: fit.Option) -> Resolution:
+def _resolution(slot: Slot, option: fit.Option, record: TuningRecord | None) -> Resolution:
     chosen = option if isinstance(option, Candidate) else None
     note = ""
     if chosen is None:
         note = "switched off by config" if slot.disabled else "nothing installed can be used"
     elif chosen.spec.deprecated:
         note = f"deprecated: {chosen.spec.deprecated}"
+    elif record is not None and slot.rule(chosen) is Rule.TUNING:
+        note = record.why(slot.name)
     name = chosen.spec.name if chosen else None
     return Resolution(slot.name, slot.request.kind, name, slot.rule(chosen), tuple(slot.candidates), note)
 
