@@ -49,6 +49,8 @@ class Device:
     def forward(self, batch):
         slots, columns, pages = batch.page_updates
         self.table[slots, columns] = pages[0]
+        if batch.shared is not None:
+            self.check_shared(batch)
         rows = []
         for row, req in enumerate(batch.reqs):
             start, count, slot = int(batch.prefix_lens[row]), int(batch.extend_lens[row]), int(batch.slots[row])
@@ -68,6 +70,19 @@ class Device:
                 self.last[slot] = tokens[-1]
                 rows.append([int(t) for t in tokens])
         return HostOutput(rows)
+
+    def check_shared(self, batch):
+        """Groups cover the rows one after another, and each has its tokens in the same pages."""
+        starts, lens = batch.shared.starts.tolist(), batch.shared.lens.tolist()
+        assert batch.num_extend == 0
+        assert batch.shared.saved > 0
+        assert (starts[0], starts[-1], len(starts)) == (0, len(batch.reqs), len(lens) + 1)
+        for start, stop, length in zip(starts, starts[1:], lens, strict=False):
+            assert (length == 0) == (stop - start == 1)
+            assert length % self.page_size == 0
+            assert length < (batch.prefix_lens + batch.extend_lens)[start:stop].min()
+            rows = self.table[batch.slots[start:stop], : length // self.page_size]
+            assert (rows == rows[0]).all()
 
 
 def build(page_size=4, num_pages=40, cache="radix", **limits):
@@ -158,6 +173,7 @@ def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
     rng = random.Random(seed)
     limits = {"mixed": bool(seed % 2), "chunk_size": rng.choice([3, 9, 64])}
     limits["wait_for_prefix"] = seed < 2 and cache == "radix"
+    limits["shared_prefixes"] = cache == "radix"
     scheduler, device = build(page_size, 1 + 160 // page_size, cache, **limits)
     run = Run(scheduler, device, lag)
     stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dovetail.interfaces.cache import Match, PrefixCache
     from dovetail.memory.allocator import PageAllocator
     from dovetail.memory.table import RequestTable
-    from dovetail.types import Req
+    from dovetail.types import IntArray, Req
 
 
 class PageLedger:
@@ -53,16 +55,33 @@ class PageLedger:
         need = self.pages_for(length) - req.num_pages
         if need <= 0:
             return True
-        if need > self.allocator.num_free:
-            short = need - self.allocator.num_free
-            if short > self.cache.evictable_pages:
-                return False
-            self.allocator.free(self.cache.evict(short))
-        pages = self.allocator.alloc(need)
-        assert pages is not None, "the cache evicted fewer pages than it promised"
+        pages = self._take(need)
+        if pages is None:
+            return False
         self.table.write(req.slot, req.num_pages, pages)
         req.num_pages += need
         return True
+
+    def reserve_one_each(self, reqs: Sequence[Req]) -> bool:
+        """Extend each row by a page, as ``reserve`` does: all of them, or none (False)."""
+        pages = self._take(len(reqs))
+        if pages is None:
+            return False
+        self.table.write_each([req.slot for req in reqs], [req.num_pages for req in reqs], pages)
+        for req in reqs:
+            req.num_pages += 1
+        return True
+
+    def _take(self, count: int) -> IntArray | None:
+        """Pages ``[groups, count]``, evicting cached prefixes if needed; None if there are not enough."""
+        short = count - self.allocator.num_free
+        if short > 0:
+            if short > self.cache.evictable_pages:
+                return None
+            self.allocator.free(self.cache.evict(short))
+        pages = self.allocator.alloc(count)
+        assert pages is not None, "the cache evicted fewer pages than it promised"
+        return pages
 
     def share(self, req: Req) -> None:
         """Offer the request's full pages to the prefix cache, and read the cache's own copy where it had one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dovetail.types import IntArray, PageUpdates
@@ -19,7 +21,7 @@ class RequestTable:
     def __init__(self, num_slots: int, max_pages: int, num_groups: int = 1) -> None:
         self.pages: IntArray = np.zeros((num_groups, num_slots + 1, max_pages), np.int32)
         self._free = list(range(num_slots, PADDING_SLOT, -1))
-        self._updates: list[tuple[int, int, IntArray]] = []
+        self._updates: list[PageUpdates] = []
 
     @property
     def num_free(self) -> int:
@@ -36,27 +38,31 @@ class RequestTable:
 
     def write(self, slot: int, column: int, pages: IntArray) -> None:
         """Set ``pages [groups, n]`` from ``column`` on in a slot's row."""
-        self.pages[:, slot, column : column + pages.shape[1]] = pages
-        self._updates.append((slot, column, pages))
+        n = pages.shape[1]
+        self.pages[:, slot, column : column + n] = pages
+        columns = np.arange(column, column + n, dtype=np.int32)
+        self._updates.append(PageUpdates(np.full(n, slot, np.int32), columns, pages))
+
+    def write_each(self, slots: Sequence[int], columns: Sequence[int], pages: IntArray) -> None:
+        """Set ``pages [groups, n]`` at ``columns [n]`` of the rows of ``slots [n]``."""
+        update = PageUpdates(np.array(slots, np.int32), np.array(columns, np.int32), pages)
+        self.pages[:, update.slots, update.columns] = pages
+        self._updates.append(update)
 
     def take_updates(self) -> PageUpdates:
         """All that was written since the last call."""
         updates, self._updates = self._updates, []
+        if len(updates) == 1:
+            return updates[0]
         if not updates:
             return _NO_UPDATES
-        counts = [pages.shape[1] for _, _, pages in updates]
-        return PageUpdates(
-            slots=np.repeat(np.array([slot for slot, _, _ in updates], np.int32), counts),
-            columns=np.concatenate(
-                [np.arange(c, c + n, dtype=np.int32) for (_, c, _), n in zip(updates, counts, strict=True)]
-            ),
-            pages=np.concatenate([pages for _, _, pages in updates], axis=1),
-        )
+        slots, columns, pages = zip(*updates, strict=True)
+        return PageUpdates(np.concatenate(slots), np.concatenate(columns), np.concatenate(pages, axis=1))
 
     def put_back(self, updates: PageUpdates) -> None:
         """These may not have reached the device: hand them out again, before what was written since."""
-        columns = zip(updates.slots.tolist(), updates.columns.tolist(), updates.pages.T, strict=True)
-        self._updates[:0] = [(slot, column, pages[:, None]) for slot, column, pages in columns]
+        if len(updates.slots):
+            self._updates.insert(0, updates)
 
 
 _NO_UPDATES = PageUpdates(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((1, 0), np.int32))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The scheduler's bounds, from config and model. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0."""
+    """The scheduler's bounds, from config and model. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
+    ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``."""
 
     max_running: int
     max_waiting: int
@@ -17,6 +18,7 @@ class Limits:
     mixed: bool = True
     wait_for_prefix: bool = True
     draft_width: int = 0
+    shared_prefixes: bool = False
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ Cursors advance in ``schedule``, when work is handed out; ``commit`` brings the 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from dovetail.scheduler.admission import Admission
 from dovetail.scheduler.drafts import checked
 from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.limits import Limits, Totals
+from dovetail.scheduler.rows import DecodeRows
+from dovetail.scheduler.sharing import Sharing
 from dovetail.scheduler.stopping import finish_reason
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req, TokenLogprob
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from dovetail.memory.ledger import PageLedger
     from dovetail.scheduler.grammar import GrammarService
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import DraftTree
+    from dovetail.types import DraftTree, IntArray
 
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,8 @@ class Scheduler:
         self.waiting: list[Req] = []
         self.prefilling: list[Req] = []
         self.decoding: list[Req] = []
+        self._rows: DecodeRows | None = None  # None: someone has joined or left, or reads other pages of the cache
+        self._sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
         self._admission = Admission(limits, ledger, policy, self.totals)
         self._compiling: list[Req] = []
         self._departed: list[Req] = []
@@ -121,30 +126,44 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step's work, with pages reserved and cursors advanced; None if nothing can run now."""
-        decode = self._reserve_decodes()
+        rows = self._reserve_decodes()
         extend = self._admission.fill(self.waiting, self.prefilling, self.decoding)
-        if extend and not self.limits.mixed:
-            decode = []
-        if not extend and not decode:
-            return None
-        return self._batch(extend, decode)
+        if extend:
+            return self._mixed_batch(extend, rows if self.limits.mixed else DecodeRows([], self.ledger.page_size))
+        return self._decode_batch(rows) if rows.reqs else None
 
-    def _reserve_decodes(self) -> list[tuple[Req, int]]:
-        """Decode rows that have pages for their next tokens, with their room for drafts; retracts until they fit."""
-        width = self.limits.draft_width
-        rows: list[tuple[Req, int]] = []
-        for req in list(self.decoding):
-            if req.slot < 0 or req.remain_len < 1:
-                continue
-            room = min(width, req.remain_len - 1)
-            while req.slot >= 0 and not self.ledger.reserve(req, req.device_len + room):
-                self._retract_one()
-            if req.slot >= 0:
-                rows.append((req, room))
-        return [row for row in rows if row[0].slot >= 0]
+    def _reserve_decodes(self) -> DecodeRows:
+        """Decode rows, with pages for their next tokens and drafts; retracts until they fit."""
+        rows = self._decode_rows()
+        while not self._reserve(rows):
+            self._retract_one()
+            rows = self._decode_rows()
+        return rows
+
+    def _decode_rows(self) -> DecodeRows:
+        """All that can take another token."""
+        if self._rows is None or self._rows.steps_left < 1 or self.limits.draft_width:
+            self._rows = DecodeRows([r for r in self.decoding if r.remain_len > 0], self.ledger.page_size)
+        return self._rows
+
+    def _reserve(self, rows: DecodeRows) -> bool:
+        """Pages for the next token of each row, and its drafts. False if a row is left without: one must go."""
+        width, page_size = self.limits.draft_width, self.ledger.page_size
+        short = rows.short_of_pages(width)
+        reqs = [rows.reqs[row] for row in short]
+        if not reqs:
+            return True
+        if width or not self.ledger.reserve_one_each(reqs):
+            for req in reqs:
+                if not self.ledger.reserve(req, req.device_len + min(width, req.remain_len - 1)):
+                    self._rows = None
+                    return False
+        rows.capacity[short] = np.array([r.num_pages for r in reqs], np.int32) * page_size
+        return True
 
     def _retract_one(self) -> None:
         """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""
+        self._rows = None
         victim = max(self.running, key=lambda r: r.uid)
         (self.prefilling if victim in self.prefilling else self.decoding).remove(victim)
         self._release(victim)
@@ -153,26 +172,53 @@ class Scheduler:
         self.totals.retractions += 1
         self.waiting.insert(0, victim)
 
-    def _batch(self, extend: list[tuple[Req, int]], decode: list[tuple[Req, int]]) -> Batch:
-        reqs = [req for req, _ in extend] + [req for req, _ in decode]
-        rows, split = len(reqs), len(extend)
-        prefix = np.fromiter((r.cached_len for r in reqs), np.int32, rows)
-        lens = np.ones(rows, np.int32)
-        lens[:split] = [n for _, n in extend]
-        samples = np.ones(rows, np.bool_)
-        for i, req in enumerate(reqs):
-            req.cached_len += int(lens[i]) if i < split else 1
-            req.in_flight += 1
-            if req.cached_len < req.device_len:
-                samples[i] = False
-                continue
-            req.device_len += 1
-            if i < split:
-                self.prefilling.remove(req)
-                self.decoding.append(req)
-        room = np.array([0] * split + [r for _, r in decode], np.int32) if self.limits.draft_width else None
-        slots = np.fromiter((r.slot for r in reqs), np.int32, rows)
-        return Batch(reqs, split, slots, prefix, lens, samples, self.ledger.table.take_updates(), room)
+    def _decode_batch(self, rows: DecodeRows) -> Batch:
+        if self._sharing is not None and rows.grouping is None:
+            grouping = self._sharing.group(rows.reqs)
+            self._rows = rows = DecodeRows(grouping.reqs, self.ledger.page_size, grouping)
+        n, width = len(rows.reqs), self.limits.draft_width
+        batch = Batch(
+            reqs=rows.reqs,
+            num_extend=0,
+            slots=rows.slots,
+            prefix_lens=rows.lens - 1,
+            extend_lens=np.ones(n, np.int32),
+            samples=np.ones(n, np.bool_),
+            page_updates=self.ledger.table.take_updates(),
+            draft_room=rows.draft_room(width) if width else None,
+            shared=rows.grouping.shared if rows.grouping is not None else None,
+        )
+        rows.advance()
+        return batch
+
+    def _mixed_batch(self, extend: list[tuple[Req, int]], decode: DecodeRows) -> Batch:
+        prompts, counts = [req for req, _ in extend], [count for _, count in extend]
+        split, n, width = len(prompts), len(decode.reqs), self.limits.draft_width
+        batch = Batch(
+            reqs=prompts + decode.reqs,
+            num_extend=split,
+            slots=_joined([r.slot for r in prompts], decode.slots),
+            prefix_lens=_joined([r.cached_len for r in prompts], decode.lens - 1),
+            extend_lens=_joined(counts, np.ones(n, np.int32)),
+            samples=np.ones(split + n, np.bool_),
+            page_updates=self.ledger.table.take_updates(),
+            draft_room=_joined([0] * split, decode.draft_room(width)) if width else None,
+        )
+        decode.advance()
+        batch.samples[:split] = [self._enter(req, count) for req, count in extend]
+        return batch
+
+    def _enter(self, req: Req, count: int) -> bool:
+        """``count`` prompt tokens enter a step. True if these are the last: then the request decodes from now on."""
+        req.cached_len += count
+        req.in_flight += 1
+        if req.cached_len < req.device_len:
+            return False
+        req.device_len += 1
+        self.prefilling.remove(req)
+        self.decoding.append(req)
+        self._rows = None
+        return True
 
     def attach(self, batch: Batch, drafts: DraftTree) -> None:
         """Turn the decode rows of a batch into verify rows. Cursors advance as if every draft were accepted. Raises
@@ -192,70 +238,72 @@ class Scheduler:
         self.ledger.table.put_back(batch.page_updates)
         for req, count in zip(batch.reqs, batch.extend_lens.tolist(), strict=True):
             req.cached_len -= count
+        self._rows = None
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, output: HostOutput) -> list[Answer]:
         """Give the step's tokens to their requests, in place; finished ones return their pages."""
-        answers: list[Answer] = []
-        sampled = 0
-        drafted = batch.drafts.lens.tolist() if batch.drafts is not None else None
-        for row, req in enumerate(batch.reqs):
+        for req in batch.reqs:
             req.in_flight -= 1
-            if row in output.prompt_logprobs:
-                self._add_prompt_logprobs(req, int(batch.prefix_lens[row]), output.prompt_logprobs[row])
-            if not batch.samples[row]:
-                if req.finish is None and req.slot >= 0:
-                    self.ledger.share(req)
-                continue
-            index, sampled = sampled, sampled + 1
-            if req.finish is not None:
-                continue
-            tokens = output.token_ids[index]
-            if drafted is not None and drafted[row]:
-                self._settle_drafts(req, drafted[row], len(tokens))
-            logprobs = (
-                output.logprobs[index] if output.logprobs is not None and req.params.logprobs is not None else None
-            )
-            answers.append(self._commit_row(req, tokens, logprobs))
-            if row < batch.num_extend and req.slot >= 0:
-                self.ledger.share(req)
-        return answers
+        for row, entries in output.prompt_logprobs.items():
+            self._add_prompt_logprobs(batch.reqs[row], int(batch.prefix_lens[row]), entries)
+        if batch.drafts is not None:
+            self._settle_drafts(batch, batch.drafts, output)
+        logprobs = output.logprobs if output.logprobs is not None else itertools.repeat(None)
+        answers = [
+            self._commit_row(req, tokens, entries)
+            for req, tokens, entries in zip(_sampled(batch), output.token_ids, logprobs, strict=False)
+            if req.finish is None
+        ]
+        self._leave([self._by_rid[answer.rid] for answer in answers if answer.finish is not None])
+        for req in batch.reqs[: batch.num_extend]:
+            if req.finish is None and req.slot >= 0:
+                self._share(req)
+        return list[Answer](answers)
 
-    def _settle_drafts(self, req: Req, drafted: int, accept_len: int) -> None:
-        rejected = drafted + 1 - accept_len
-        req.cached_len -= rejected
-        req.device_len -= rejected
-        req.drafted += drafted
-        req.accepted += accept_len - 1
-        self.totals.drafted_tokens += drafted
-        self.totals.accepted_tokens += accept_len - 1
+    def _settle_drafts(self, batch: Batch, drafts: DraftTree, output: HostOutput) -> None:
+        """Take back what was not accepted."""
+        drafted = drafts.lens[batch.samples].tolist()
+        for req, count, tokens in zip(_sampled(batch), drafted, output.token_ids, strict=True):
+            if count == 0 or req.finish is not None:
+                continue
+            accepted = len(tokens) - 1
+            req.cached_len -= count - accepted
+            req.device_len -= count - accepted
+            req.drafted += count
+            req.accepted += accepted
+            self.totals.drafted_tokens += count
+            self.totals.accepted_tokens += accepted
 
     def _commit_row(self, req: Req, tokens: list[int], logprobs: list[TokenLogprob] | None) -> TokenOutput:
-        new: list[int] = []
+        before = known = req.known_len
         for token in tokens:
-            req.token_ids[req.known_len] = token
-            req.known_len += 1
-            new.append(token)
+            req.token_ids[known] = token
+            req.known_len = known = known + 1
             req.finish = self._finish_reason(req, token)
             if req.finish is not None:
                 break
-        self.totals.generated_tokens += len(new)
-        first = req.known_len - len(new) == req.prompt_len
-        if req.finish is not None:
-            self._leave(req)
+        count = known - before
+        self.totals.generated_tokens += count
         return TokenOutput(
-            rid=req.rid,
-            token_ids=new,
-            finish=req.finish,
-            prompt_tokens=req.prompt_len,
-            completion_tokens=req.known_len - req.prompt_len,
-            cached_tokens=req.prefix_hit_len,
-            logprobs=logprobs[: len(new)] if logprobs is not None else None,
-            prompt_logprobs=req.prompt_logprobs if first and req.params.prompt_logprobs is not None else None,
-            drafted=req.drafted,
-            accepted=req.accepted,
+            req.rid,
+            tokens[:count],
+            req.finish,
+            req.prompt_len,
+            known - req.prompt_len,
+            req.prefix_hit_len,
+            logprobs[:count] if logprobs is not None and req.params.logprobs is not None else None,
+            req.prompt_logprobs if before == req.prompt_len and req.params.prompt_logprobs is not None else None,
+            req.drafted,
+            req.accepted,
         )
+
+    def _share(self, req: Req) -> None:
+        """A part of its prompt is in the pool: others may read it."""
+        self.ledger.share(req)
+        if self._sharing is not None:
+            self._rows = None
 
     def _finish_reason(self, req: Req, token: int) -> FinishReason | None:
         """Why the request ends with ``token``. What its matcher or detokenizer raises ends this request alone."""
@@ -278,41 +326,43 @@ class Scheduler:
     def abort(self, rid: str, message: str) -> list[Answer]:
         """End a request now. Unknown ids are ignored: it may just have finished."""
         req = self._by_rid.get(rid)
-        if req is None:
-            return []
-        return [self._end(req, FinishReason(FinishKind.ABORT, message=message))]
+        return self._abort([req], message) if req is not None else []
 
     def abort_all(self, message: str) -> list[Answer]:
         """End every request now."""
-        return [answer for rid in list(self._by_rid) for answer in self.abort(rid, message)]
+        return self._abort(list(self._by_rid.values()), message)
+
+    def _abort(self, reqs: list[Req], message: str) -> list[Answer]:
+        for req in reqs:
+            req.finish = FinishReason(FinishKind.ABORT, message=message)
+            if req.ticket is not None:
+                req.ticket.cancel()
+                self._compiling.remove(req)
+        self._leave(reqs)
+        return [
+            TokenOutput(r.rid, [], r.finish, r.prompt_len, r.known_len - r.prompt_len, r.prefix_hit_len) for r in reqs
+        ]
 
     def fail(self, reqs: Sequence[Req], message: str) -> list[Answer]:
         """End the requests of a step that failed. Their pages are freed, not cached: what they hold is unknown."""
-        answers: list[Answer] = []
+        failed = [req for req in reqs if req.finish is None]
+        for req in failed:
+            req.finish = FinishReason(FinishKind.ERROR, message=message)
+        self._leave(failed, keep=False)
+        return [RequestFailed(req.rid, 500, message, "engine_error") for req in failed]
+
+    def _leave(self, reqs: list[Req], *, keep: bool = True) -> None:
+        """Requests that have just finished leave queues, table and books: one pass, however many they are."""
+        if any(req.slot >= 0 for req in reqs):
+            self._rows = None
+            self.decoding[:] = [r for r in self.decoding if r.finish is None]
+            self.prefilling[:] = [r for r in self.prefilling if r.finish is None]
+        if any(req.slot < 0 for req in reqs):
+            self.waiting[:] = [r for r in self.waiting if r.finish is None]
         for req in reqs:
-            if req.finish is None:
-                req.finish = FinishReason(FinishKind.ERROR, message=message)
-                self._leave(req, keep=False)
-                answers.append(RequestFailed(req.rid, 500, message, "engine_error"))
-        return answers
-
-    def _end(self, req: Req, reason: FinishReason) -> TokenOutput:
-        req.finish = reason
-        if req.ticket is not None:
-            req.ticket.cancel()
-            self._compiling.remove(req)
-        self._leave(req)
-        produced = req.known_len - req.prompt_len
-        return TokenOutput(req.rid, [], reason, req.prompt_len, produced, req.prefix_hit_len)
-
-    def _leave(self, req: Req, *, keep: bool = True) -> None:
-        for queue in (self.decoding, self.prefilling, self.waiting):
-            if req in queue:
-                queue.remove(req)
-                break
-        if req.slot >= 0:
-            self._release(req, keep=keep)
-        self._forget(req)
+            if req.slot >= 0:
+                self._release(req, keep=keep)
+            self._forget(req)
 
     def _release(self, req: Req, *, keep: bool = True) -> None:
         self.ledger.release(req, keep=keep)
@@ -328,3 +378,13 @@ class Scheduler:
         for req in self.running:
             assert 0 <= req.cached_len <= req.device_len <= req.max_device_len + 1, req.rid
             assert req.num_pages * self.ledger.page_size >= req.cached_len, req.rid
+
+
+def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
+    """Values of the extend rows, then those of the decode rows."""
+    return np.concatenate([np.array(prompts, np.int32), decode])
+
+
+def _sampled(batch: Batch) -> list[Req]:
+    """Requests of the rows for which there are tokens."""
+    return list(itertools.compress(batch.reqs, batch.samples.tolist())) if batch.num_extend else batch.reqs

@@ -1,0 +1,158 @@
+"""Decode rows that share a prefix stand together, and stay where they are until someone joins or leaves.
+
+.venv/bin/python -m pytest -q tests/core/test_scheduler_sharing.py
+"""
+
+import itertools
+
+import pytest
+
+from dovetail.interfaces.cache import CacheContext
+from dovetail.memory.allocator import PageAllocator
+from dovetail.memory.ledger import PageLedger
+from dovetail.memory.table import RequestTable
+from dovetail.messages import GenerateMsg
+from dovetail.scheduler.grammar import GrammarService
+from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.scheduler import Scheduler
+from dovetail.types import HostOutput, SamplingParams
+from dovetail_cache.config import RadixConfig
+from dovetail_cache.radix import RadixCache
+from dovetail_policies.config import FcfsConfig
+from dovetail_policies.simple import Fcfs
+
+PAGE = 4
+
+
+def build(num_pages=1000, **limits):
+    settings = {
+        "max_running": 64,
+        "max_waiting": 100,
+        "chunk_size": 512,
+        "context_len": 200,
+        "vocab_size": 1000,
+        "shared_prefixes": True,
+    } | limits
+    cache = RadixCache(RadixConfig(), CacheContext(PAGE))
+    ledger = PageLedger(PageAllocator(num_pages), cache, RequestTable(64, 60), PAGE)
+    return Scheduler(Limits(**settings), ledger, Fcfs(FcfsConfig(), None), GrammarService(None), None, frozenset())
+
+
+def add(scheduler, rid, prompt, new=50):
+    scheduler.add(GenerateMsg(rid, list(prompt), SamplingParams(max_new_tokens=new, ignore_eos=True), 0))
+
+
+class Steps:
+    """Steps of a scheduler, committed at once or one step late; every token is 1."""
+
+    def __init__(self, scheduler, lag):
+        self.scheduler, self.lag, self.launched = scheduler, lag, None
+
+    def step(self):
+        batch = self.scheduler.schedule()
+        done = self.launched if self.lag else batch
+        self.launched = batch
+        if done is not None:
+            self.scheduler.commit(done, HostOutput([[1]] * int(done.samples.sum())))
+        self.scheduler.check_integrity()
+        return batch
+
+    def decode_only(self):
+        """The first batch in which all that run decode, with everything committed before."""
+        while True:
+            batch = self.step()
+            if not self.scheduler.waiting and not self.scheduler.prefilling and self.launched.num_extend == 0:
+                return self.step() if self.lag else batch
+
+
+def groups_of(batch):
+    """The names of each group's rows, and its length."""
+    starts = batch.shared.starts.tolist()
+    names = [{r.rid for r in batch.reqs[a:b]} for a, b in itertools.pairwise(starts)]
+    return list(zip(names, batch.shared.lens.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_rows_stand_by_group_in_the_order_of_their_first(lag):
+    scheduler = build()
+    for i, stem in enumerate("axbabca"):
+        add(scheduler, f"{stem}{i}", [*[ord(stem)] * (22 if stem == "a" else 9), 500 + i])
+    batch = Steps(scheduler, lag).decode_only()
+    assert groups_of(batch) == [({"a0", "a3", "a6"}, 20), ({"x1"}, 0), ({"b2", "b4"}, 8), ({"c5"}, 0)]
+    assert [r.rid for r in batch.reqs] == ["a0", "a3", "a6", "x1", "b2", "b4", "c5"]
+    assert batch.slots.tolist() == [r.slot for r in batch.reqs]
+    assert batch.shared.saved == 2 * 20 + 8
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_nothing_is_asked_while_nothing_changes(lag):
+    scheduler = build()
+    steps = Steps(scheduler, lag)
+    for i in range(6):
+        add(scheduler, f"r{i}", [*[i % 2] * 9, 500 + i], new=30 + i)
+    first = steps.decode_only()
+    asked = []
+    ask = scheduler.ledger.cache.shared_prefixes
+    scheduler.ledger.cache.shared_prefixes = lambda handles: asked.append(len(handles)) or ask(handles)
+    for _ in range(10):
+        batch = steps.step()
+        assert batch.reqs is first.reqs, "the rows have moved"
+        assert batch.shared is not first.shared, "the engine writes to what it was given"
+        assert batch.shared.starts is first.shared.starts
+        assert batch.prefix_lens.tolist() == [r.cached_len - 1 for r in batch.reqs]
+    assert asked == []
+    scheduler.abort("r0", "")
+    assert groups_of(steps.step()) == [({"r2", "r4"}, 8), ({"r1", "r3", "r5"}, 8)][::-1]
+    assert asked == [5]
+    while scheduler.has_work:
+        steps.step()
+    assert max(asked) == 5
+    assert len(asked) <= 5, "asked more often than rows have left"
+
+
+def test_there_are_no_groups_without_a_shared_prefix():
+    scheduler = build()
+    for i in range(3):
+        add(scheduler, f"r{i}", [i] * 9)
+    assert Steps(scheduler, False).decode_only().shared is None
+
+
+@pytest.mark.parametrize("limits", [{"shared_prefixes": False}, {"draft_width": 2}])
+def test_there_are_no_groups_where_nobody_reads_them(limits, monkeypatch):
+    monkeypatch.setattr(RadixCache, "shared_prefixes", None)
+    scheduler = build(**limits)
+    for i in range(3):
+        add(scheduler, f"r{i}", [*[7] * 9, i])
+    assert Steps(scheduler, False).decode_only().shared is None
+
+
+def test_a_batch_with_prompts_has_no_groups():
+    scheduler = build(chunk_size=16)
+    steps = Steps(scheduler, False)
+    for i in range(3):
+        add(scheduler, f"r{i}", [*[7] * 9, i])
+    assert steps.decode_only().shared is not None
+    add(scheduler, "late", [8] * 60)
+    batch = steps.step()
+    assert batch.num_extend == 1
+    assert len(batch.reqs) == 4
+    assert batch.shared is None
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_groups_outlive_retraction(lag):
+    """In little memory rows come and go; the groups are always of those that are in the batch."""
+    scheduler = build(num_pages=46)
+    steps = Steps(scheduler, lag)
+    for i in range(8):
+        add(scheduler, f"r{i}", [*[i % 2] * 9, 500 + i], new=40)
+    grouped = 0
+    while scheduler.has_work:
+        batch = steps.step()
+        if batch is not None and batch.shared is not None:
+            grouped += 1
+            for names, length in groups_of(batch):
+                assert len({int(name[1:]) % 2 for name in names}) == 1
+                assert length == (8 if len(names) > 1 else 0) or length > 8
+    assert scheduler.totals.retractions > 0
+    assert grouped > 0
