@@ -21,7 +21,7 @@ from dovetail.messages import AbortAllMsg, GenerateMsg
 from gpubench.plan import Job
 from gpubench.subject import TEMPERATURE, Subject
 
-WARM_STEPS = 10
+WARM_STEPS = 24
 SPARE_TOKENS = 200
 """Output tokens beyond the measured ones: requests admitted early decode while the last prompts enter."""
 

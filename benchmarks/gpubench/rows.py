@@ -18,7 +18,7 @@ def decode(subject: Subject, job: Job, batch: int) -> list[Measure]:
     prompts = sizes.prompts(f"decode {batch}", [sizes.decode_prompt] * batch)
     few, many = sizes.decode_short, sizes.decode_long
     subject.run(prompts, [1] * batch)
-    subject.run(prompts, [few] * batch)
+    subject.run(prompts, [many] * batch)  # long enough for what is compiled or captured once a size is met often
     pairs = [
         (subject.run(prompts, [few] * batch).seconds, subject.run(prompts, [many] * batch).seconds)
         for _ in range(job.repeats)

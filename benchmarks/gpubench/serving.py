@@ -51,7 +51,7 @@ def measure(job: Job, in_process: float | None, deadline: Deadline) -> list[Meas
     with server(job, deadline) as url:
         for api in ("native", "completions"):
             asyncio.run(streams(url, api, prompts, 2, deadline))  # the prompts are cached, as for the decode rows
-            asyncio.run(streams(url, api, prompts, 9, deadline))
+            asyncio.run(streams(url, api, prompts, output, deadline))
             runs = [asyncio.run(streams(url, api, prompts, output, deadline)) for _ in range(job.repeats)]
             tpots = [statistics.mean(s.tpot for s in run) for run in runs]
             facts = {"median_ttft_ms": statistics.median(s.first for s in runs[-1]) * 1e3}

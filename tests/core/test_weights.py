@@ -5,15 +5,20 @@ Run: python -m pytest tests/core/test_weights.py
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
+from dovetail.engine.progress import bytes_progress
+from dovetail.engine.shards import StoredTensor, stored_tensors
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import WeightsError
 from dovetail.interfaces.cache import CacheGroup
@@ -262,3 +267,100 @@ def test_building_leaves_torchs_defaults_alone() -> None:
     assert torch.get_default_dtype() == torch.float32
     assert new_model(torch.bfloat16).embed.weight.dtype == torch.bfloat16  # type: ignore[attr-defined]
     assert torch.get_default_dtype() == torch.float32
+
+
+class Wide(nn.Module, ModelArchitecture):
+    """Many tensors, some of them longer than what is read at a time."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        super().__init__()
+        self.info = info
+        self.layers = nn.ModuleList(FusedLinear(5, {"a": 3 + i, "b": 70}) for i in range(20))
+
+    forward = logits = Toy.forward
+
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        return {
+            f"{i}.{part}": WeightTarget(f"layers.{i}.weight", *layer.rows(part))  # type: ignore[operator]
+            for i, layer in enumerate(self.layers)
+            for part in "ab"
+        }
+
+
+@pytest.fixture
+def several_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a GPU: several threads, and tensors that do not fit into a buffer."""
+    monkeypatch.setattr("dovetail.engine.weights._num_readers", lambda device: 4)
+    monkeypatch.setattr("dovetail.engine.shards.CHUNK_BYTES", 64)
+
+
+@pytest.mark.usefixtures("several_readers")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64])
+def test_several_threads_fill_what_one_would(tmp_path: Path, dtype: torch.dtype, stored: torch.dtype) -> None:
+    model, seen = new_model(dtype, Wide), list[tuple[int, int]]()
+    tensors = {name: torch.randn(rows or 0, 5).to(stored) for name, (_, _, rows) in model.weights_map().items()}
+    write_shards(tmp_path, *split(tensors))
+    for parameter in as_module(model).parameters():
+        parameter.fill_(float("nan"))
+    load_weights(model, tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(i, 40) for i in range(1, 41)]
+    for i in range(20):
+        given = torch.cat((tensors[f"{i}.a"], tensors[f"{i}.b"])).to(dtype)
+        assert as_module(model).get_parameter(f"layers.{i}.weight").equal(given)
+
+
+@pytest.mark.usefixtures("several_readers")
+def test_an_error_in_a_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_single(tmp_path, make_tensors())
+
+    def shorter(file: Path) -> list[StoredTensor]:
+        return [replace(t, offset=t.offset + 10**6) if t.name == "norm" else t for t in stored_tensors(file)]
+
+    monkeypatch.setattr("dovetail.engine.weights.stored_tensors", shorter)
+    refused(tmp_path, "model.safetensors", "ended within tensor norm")
+
+
+def test_nothing_is_written_where_something_does_not_fit(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"tokens": torch.ones(6, 4)}, {"norm": torch.zeros(5)})
+    model = new_model()
+    as_module(model).get_parameter("embed.weight").fill_(7.0)
+    with pytest.raises(WeightsError, match="norm"):
+        load_weights(model, tmp_path)
+    assert as_module(model).get_parameter("embed.weight").eq(7.0).all()
+
+
+def test_stored_tensors_say_where_their_bytes_are(tmp_path: Path) -> None:
+    tensors = make_tensors(torch.float16)
+    write_single(tmp_path, tensors)
+    found = stored_tensors(tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    assert {t.name for t in found} == set(tensors)
+    for t in found:
+        given = tensors[t.name]
+        assert (t.shape, t.dtype) == (tuple(given.shape), given.dtype)
+        assert data[t.offset : t.offset + t.nbytes] == given.numpy().tobytes()
+
+
+def test_a_dtype_that_torch_does_not_know_is_named(tmp_path: Path) -> None:
+    write_single(tmp_path, {**make_tensors(), "norm": torch.ones(4, dtype=torch.float8_e4m3fn)})
+    refused(tmp_path, "norm", "F8_E4M3", "bfloat16")
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    screen = io.StringIO()
+    with bytes_progress("weights", 3 << 30, Console(file=screen, force_terminal=True)) as advance:
+        advance(1 << 30)
+    assert "weights" in screen.getvalue()
+    assert [r.message.partition(" in ")[0] for r in caplog.records] == ["weights: 3.0 GiB"]
+    caplog.clear()
+    monkeypatch.setattr("dovetail.engine.progress.LOG_SECONDS", 0.0)
+    with bytes_progress("weights", 3 << 30, Console(file=io.StringIO())) as advance:
+        advance(1 << 20)
+        advance(2 << 30)
+    first, second, last = (r.message for r in caplog.records)
+    assert (first, second) == ("weights: 1.0 MiB of 3.0 GiB", "weights: 2.0 GiB of 3.0 GiB")
+    assert "GiB/s" in last

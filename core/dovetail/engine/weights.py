@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from dovetail.engine.progress import Advance, bytes_progress, size_text
+from dovetail.engine.shards import Reader, StoredTensor, stored_tensors
 from dovetail.errors import WeightsError
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.layers.base import prepare_layers
@@ -23,6 +30,17 @@ Progress = Callable[[int, int], None]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DUMMY_STD = 0.02
+MAX_READERS = 8
+"""Threads that read a checkpoint for a GPU. A CPU has one: the conversion of dtypes is itself done by several."""
+
+log = logging.getLogger(__name__)
+
+
+class _Move(NamedTuple):
+    """A tensor of the checkpoint and the rows of a parameter that it fills."""
+
+    tensor: StoredTensor
+    place: torch.Tensor
 
 
 @torch.no_grad()
@@ -35,7 +53,8 @@ def load_weights(
 ) -> None:
     """Fill every parameter of ``model``, from the checkpoint in ``directory`` or (``dummy``) with random numbers.
 
-    Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Raises ``WeightsError``.
+    Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. What the tensors are is
+    checked before the first is read; ``progress`` is called by one thread at a time. Raises ``WeightsError``.
     """
     if load_format == "dummy":
         _fill_dummy(as_module(model), seed)
@@ -60,26 +79,66 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progress | None) -> None:
     filler = WeightFiller(model)
-    device = str(next(as_module(model).parameters()).device)
-    seen: dict[str, Path] = {}
-    for file in checkpoint_files(directory):
-        for name, read in _tensors(file, device):
-            if name in seen:
-                raise WeightsError(f"tensor {name} is in {seen[name].name} and again in {file.name}")
-            seen[name] = file
-            filler.fill(name, read)
-            if progress is not None:
-                progress(len(filler.used), len(filler.targets))
+    device = next(as_module(model).parameters()).device
+    moves = _moves(filler, checkpoint_files(directory))
+    lock = threading.Lock()
+    with bytes_progress("weights", sum(move.tensor.nbytes for move in moves)) as advance:
+
+        def arrived(move: _Move) -> None:
+            with lock:
+                filler.used.add(move.tensor.name)
+                if progress is not None:
+                    progress(len(filler.used), len(filler.targets))
+
+        def advanced(count: int) -> None:
+            with lock:
+                advance(count)
+
+        _read_all(moves, device, advanced, arrived)
     filler.finish()
 
 
-def _tensors(file: Path, device: str) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    try:
-        with safe_open(file, framework="pt", device=device) as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                yield name, lambda name=name: opened.get_tensor(name)
-    except SafetensorError as error:
-        raise WeightsError(f"{file} is no valid safetensors file ({error}); download or convert it again") from error
+def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
+    """All that is to be read, in the order of the files. Raises ``WeightsError`` for what does not fit the model."""
+    seen: dict[str, Path] = {}
+    moves: list[_Move] = []
+    for tensor in (tensor for file in files for tensor in stored_tensors(file)):
+        if tensor.name in seen:
+            raise WeightsError(f"tensor {tensor.name} is in {seen[tensor.name].name} and again in {tensor.file.name}")
+        seen[tensor.name] = tensor.file
+        if filler.wants(tensor.name):
+            moves.append(_Move(tensor, filler.place_for(tensor.name, tensor.shape, tensor.dtype)))
+    return moves
+
+
+def _read_all(moves: Sequence[_Move], device: torch.device, advance: Advance, arrived: Callable[[_Move], None]) -> None:
+    """Read the tensors, in several threads for a GPU; ``advance`` and ``arrived`` are called by all of them. The first
+    error ends it and is raised."""
+    own = threading.local()
+
+    def read(move: _Move) -> None:
+        if not hasattr(own, "reader"):
+            own.reader = Reader(device)
+        own.reader.copy(*move, advance)
+        arrived(move)
+
+    if (count := _num_readers(device)) == 1:
+        for move in moves:
+            read(move)
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="weights") as pool:
+        try:
+            for _ in pool.map(read, moves):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _num_readers(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else min(MAX_READERS, os.cpu_count() or 1)
 
 
 def _read_index(file: Path) -> dict[str, str]:
@@ -107,6 +166,7 @@ def _no_weights(directory: Path) -> str:
 
 def _fill_dummy(module: nn.Module, seed: int) -> None:
     """Matrices and biases from N(0, 0.02), norms 1: activations stay finite. The same on every run of a device type."""
+    start = time.perf_counter()
     generators: dict[torch.device, torch.Generator] = {}
     for name, parameter in module.named_parameters():
         device = parameter.device
@@ -116,3 +176,8 @@ def _fill_dummy(module: nn.Module, seed: int) -> None:
             parameter.normal_(0.0, DUMMY_STD, generator=generators[device])
         else:
             parameter.fill_(1.0)
+    for device in generators:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    total = sum(parameter.nbytes for parameter in module.parameters())
+    log.info("dummy weights: %s in %.1f s", size_text(total), time.perf_counter() - start)

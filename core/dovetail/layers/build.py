@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -49,23 +49,33 @@ class WeightFiller:
     def fill(self, name: str, read: Callable[[], torch.Tensor]) -> None:
         """Copy the tensor that ``read`` returns, converting its dtype. A name that the model ignores is not read.
         Raises ``WeightsError``."""
-        target = self.targets.get(name)
-        if target is None:
-            if not any(pattern.fullmatch(name) for pattern in self._ignored):
-                raise WeightsError(
-                    f"the checkpoint has tensor {name}, which the model does not know; is config.json of this checkpoint?"
-                )
-            return
-        place, tensor = self.place(name), read()
-        if tensor.shape != place.shape:
+        if self.wants(name):
+            tensor = read()
+            self.place_for(name, tensor.shape, tensor.dtype).copy_(tensor)
+            self.used.add(name)
+
+    def wants(self, name: str) -> bool:
+        """False if the model ignores the checkpoint's tensor ``name``. Raises ``WeightsError`` if it does not know it."""
+        if name in self.targets:
+            return True
+        if any(pattern.fullmatch(name) for pattern in self._ignored):
+            return False
+        raise WeightsError(
+            f"the checkpoint has tensor {name}, which the model does not know; is config.json of this checkpoint?"
+        )
+
+    def place_for(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> torch.Tensor:
+        """``place(name)``, for a tensor of this shape and dtype. Raises ``WeightsError`` if that does not fit. Whoever
+        fills it adds ``name`` to ``used``."""
+        place = self.place(name)
+        if tuple(shape) != tuple(place.shape):
             raise WeightsError(
-                f"tensor {name} has shape {list(tensor.shape)}; the model expects {list(place.shape)} (parameter "
-                f"{target.parameter}); is config.json of this checkpoint?"
+                f"tensor {name} has shape {list(shape)}; the model expects {list(place.shape)} (parameter "
+                f"{self.targets[name].parameter}); is config.json of this checkpoint?"
             )
-        if tensor.dtype not in FLOATS:
-            raise WeightsError(f"tensor {name} is {tensor.dtype}; supported: {', '.join(map(str, FLOATS))}")
-        place.copy_(tensor)
-        self.used.add(name)
+        if dtype not in FLOATS:
+            raise WeightsError(f"tensor {name} is {dtype}; supported: {', '.join(map(str, FLOATS))}")
+        return place
 
     def finish(self) -> None:
         """Make sure that nothing is missing, and ready the layers. Raises ``WeightsError``."""

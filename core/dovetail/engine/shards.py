@@ -1,0 +1,121 @@
+"""The files of a checkpoint and their tensors, as they lie on disk: safetensors, read without pickle and without code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dovetail.errors import WeightsError
+
+CHUNK_BYTES = 16 << 20
+"""Read from the file and sent to the device at a time; a reader holds two."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: ``nbytes`` bytes from ``offset``. A dtype that is not in ``DTYPES`` keeps the file's name."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    offset: int
+    nbytes: int
+
+
+def stored_tensors(file: Path) -> list[StoredTensor]:
+    """What a file holds, in the order of its bytes. Raises ``WeightsError`` for one that is damaged."""
+    try:
+        with safe_open(file, framework="pt"):  # checks that the header and the bytes agree
+            pass
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{file} is no valid safetensors file ({error}); download or convert it again") from error
+    found = [
+        StoredTensor(
+            file,
+            name,
+            tuple(entry["shape"]),
+            DTYPES.get(entry["dtype"]) or str(entry["dtype"]),
+            8 + size + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
+    return sorted(found, key=lambda tensor: tensor.offset)
+
+
+@dataclass(slots=True)
+class Reader:
+    """Copies stored tensors to where they belong. One for each thread.
+
+    The bytes go through two staging buffers, pinned for CUDA: one is read into while the other is on its way, so the
+    device never holds more of a tensor twice than ``CHUNK_BYTES``, and the host no more than the buffers.
+    """
+
+    device: torch.device
+    _buffers: list[torch.Tensor] = field(default_factory=list)
+    _sent: list[torch.cuda.Event] = field(default_factory=list)
+    _turn: int = 0
+
+    def __post_init__(self) -> None:
+        pinned = self.device.type == "cuda"
+        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in self._buffers] if pinned else []
+
+    @torch.no_grad()
+    def copy(self, tensor: StoredTensor, place: torch.Tensor, advance: Callable[[int], None]) -> None:
+        """Fill ``place``, which has the tensor's shape and is contiguous, converting the dtype; ``advance`` is told of
+        the bytes. The copies end in the order of the current stream. Raises ``WeightsError`` if the file ends early."""
+        assert isinstance(tensor.dtype, torch.dtype)
+        flat = place.view(-1)
+        width = tensor.dtype.itemsize
+        with tensor.file.open("rb", buffering=0) as file:
+            file.seek(tensor.offset)
+            for start in range(0, tensor.nbytes, CHUNK_BYTES):
+                count = min(CHUNK_BYTES, tensor.nbytes - start)
+                chunk = self._read(file, tensor, count).view(tensor.dtype)
+                target = flat[start // width : (start + count) // width]
+                if chunk.dtype != target.dtype:  # converted on the device, where it is fast
+                    chunk = chunk.to(target.device, non_blocking=True)
+                target.copy_(chunk, non_blocking=True)
+                if self._sent:
+                    self._sent[self._turn].record(torch.cuda.current_stream(self.device))
+                advance(count)
+
+    def _read(self, file: RawIOBase, tensor: StoredTensor, count: int) -> torch.Tensor:
+        """The next bytes of the file, in the buffer whose turn it is."""
+        self._turn = 1 - self._turn
+        if self._sent:
+            self._sent[self._turn].synchronize()
+        buffer = self._buffers[self._turn][:count]
+        view, done = memoryview(cast("Any", buffer.numpy())), 0
+        while done < count:
+            got = file.readinto(view[done:])
+            if not got:
+                raise WeightsError(f"{tensor.file} ended within tensor {tensor.name}; download it again")
+            done += got
+        return buffer
