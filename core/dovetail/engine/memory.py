@@ -1,41 +1,175 @@
-"""How many pages the KV pool gets."""
+"""Where the device's memory goes: weights, activations as measured, graphs, and all that is left to the KV pool."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.engine.progress import size_text
 from dovetail.errors import ConfigError
 from dovetail.memory.pool import PagedKVPool
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dovetail.config.sections import Config
     from dovetail.interfaces.cache import CacheGroup
 
 GIB = 1 << 30
+CPU_POOL_BYTES = GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that are not the pool's. ``activations`` is what a step takes beyond weights and pool, measured with
+    ``tokens`` tokens (0: not measured); ``graphs`` is kept back for graphs that are captured later."""
+
+    weights: int = 0
+    activations: int = 0
+    tokens: int = 0
+    graphs: int = 0
+
+    def text(self) -> str:
+        """For messages."""
+        measured = f"measured with {self.tokens} tokens" if self.tokens else "not measured"
+        parts = f"weights {size_text(self.weights)}, activations {size_text(self.activations)} ({measured})"
+        return f"{parts}, graphs {size_text(self.graphs)} reserved"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How the memory of a device is divided. Bytes, but for the pool's ``num_pages``, page 0 included, and its
+    ``pool_tokens``. ``free`` is left over once everything is in use. On a CPU only the pool is counted: ``total`` and
+    ``free`` are 0."""
+
+    total: int
+    needs: Needs
+    pool: int
+    num_pages: int
+    pool_tokens: int
+    free: int
+
+    def __str__(self) -> str:
+        """The line for the log."""
+        left = f", {size_text(self.free)} left free" if self.total else ""
+        return f"memory: {self.needs.text()}, KV pool {size_text(self.pool)} = {self.pool_tokens:,} tokens{left}"
+
+    def to_json(self) -> dict[str, int]:
+        """The same for /server_info."""
+        needs = asdict(self.needs)
+        measured = needs.pop("tokens")
+        return {
+            "total_bytes": self.total,
+            **{f"{name}_bytes": value for name, value in needs.items()},
+            "measured_tokens": measured,
+            "kv_pool_bytes": self.pool,
+            "kv_pool_tokens": self.pool_tokens,
+            "free_bytes": self.free,
+        }
+
+
+def measure_peak(run: Callable[[], None], device: torch.device) -> int:
+    """Bytes that ``run`` needs on a CUDA device beyond what is allocated now and beyond what it leaves behind, with the
+    allocator's own waste; 0 on a CPU, where ``run`` is not called.
+
+    ``run`` is the largest step there will be: a prompt chunk of ``scheduler.chunk`` tokens and its logits, and a decode
+    step of ``scheduler.rows``, sampled. It runs twice: what the first time loads or keeps for good (kernels, workspaces)
+    is used memory from then on, which ``budget_for`` finds in use.
+    """
+    if device.type == "cpu":
+        return 0
+    run()
+    _release(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    # what was reserved and unused before hides a part of the first, the allocator's waste is not in the second
+    peak = max(torch.cuda.max_memory_reserved(device) - reserved, torch.cuda.max_memory_allocated(device) - allocated)
+    _release(device)
+    return peak
+
+
+def _release(device: torch.device) -> None:
+    """Give what torch has allocated and does not use back to the device."""
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers, each counted once."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def budget_for(
+    config: Config,
+    group: CacheGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    context_len: int,
+    needs: Needs,
+) -> Budget:
+    """Divide the device's memory, as it is now: the weights are loaded, the pool is not there. The pool gets
+    ``memory.num_pages``, or as many pages as ``memory.kv_gib`` or else ``memory.fraction`` allows, but no more than every
+    running request could fill. Raises ``ConfigError`` if not even one page fits, or not what was asked for."""
+    memory = config.memory
+    page = PagedKVPool.bytes_per_page(group, memory.page_size, dtype)
+    free, total = (0, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
+    room = free - needs.activations - needs.graphs
+    if memory.num_pages is not None:
+        pages = memory.num_pages
+    else:
+        allowed = CPU_POOL_BYTES if device.type == "cpu" else room - int((1 - memory.fraction) * total)
+        allowed = allowed if memory.kv_gib is None else int(memory.kv_gib * GIB)
+        useful = config.scheduler.rows * (-(-context_len // memory.page_size) + 1) + 1
+        pages = min(allowed // page, useful)
+        if pages < 2:
+            raise ConfigError(_too_little(config, needs, allowed, page, free, total))
+    if total and pages * page > room:
+        raise ConfigError(_too_much(config, needs, pages * page, free, total))
+    left = room - pages * page if total else 0
+    return Budget(total, needs, pages * page, pages, (pages - 1) * memory.page_size, left)
 
 
 def num_pages_for(config: Config, group: CacheGroup, dtype: torch.dtype, device: torch.device, context_len: int) -> int:
-    """Pages of the pool, page 0 included: ``memory.num_pages``, or as many as the memory budget holds, but no more than
-    every running request could fill. Raises ``ConfigError`` if not even one page fits."""
+    """The pages of ``budget_for`` where nothing was measured."""
+    return budget_for(config, group, dtype, device, context_len, Needs()).num_pages
+
+
+def _too_little(config: Config, needs: Needs, allowed: int, page: int, free: int, total: int) -> str:
     memory = config.memory
-    if memory.num_pages is not None:
-        return memory.num_pages
-    budget = memory.kv_gib * GIB if memory.kv_gib is not None else _budget(device, memory.fraction)
-    page_bytes = PagedKVPool.bytes_per_page(group, memory.page_size, dtype)
-    useful = config.scheduler.rows * (-(-context_len // memory.page_size) + 1) + 1
-    pages = min(int(budget // page_bytes), useful)
-    if pages < 2:
-        raise ConfigError(
-            f"memory for the KV pool is {budget / GIB:.2f} GiB and one page of {memory.page_size} tokens takes "
-            f"{page_bytes / GIB:.4f} GiB; raise memory.kv_gib or memory.fraction, or lower memory.page_size"
-        )
-    return pages
+    text = (
+        f"memory for the KV pool is {max(allowed, 0) / GIB:.2f} GiB, and its least is two pages of {memory.page_size} "
+        f"tokens, {2 * page / GIB:.4f} GiB"
+    )
+    if memory.kv_gib is not None:
+        return f"{text}; raise memory.kv_gib ({memory.kv_gib:g}), or lower memory.page_size"
+    return f"{text}{_spent(config, needs, free, total)}" if total else f"{text}; set memory.kv_gib"
 
 
-def _budget(device: torch.device, fraction: float) -> float:
-    if device.type == "cpu":
-        return GIB
-    free, total = torch.cuda.mem_get_info(device)
-    return free - (1 - fraction) * total
+def _too_much(config: Config, needs: Needs, pool: int, free: int, total: int) -> str:
+    memory = config.memory
+    given = (
+        f"memory.num_pages is {memory.num_pages}"
+        if memory.num_pages is not None
+        else f"memory.kv_gib is {memory.kv_gib}"
+    )
+    return (
+        f"{given}, a KV pool of {pool / GIB:.2f} GiB, which does not fit; lower it{_spent(config, needs, free, total)}"
+    )
+
+
+def _spent(config: Config, needs: Needs, free: int, total: int) -> str:
+    """Where the memory is, and what would free some."""
+    others = total - free - needs.weights
+    return (
+        f" (of {total / GIB:.1f} GiB, {free / GIB:.1f} GiB are free: {needs.text()}, {size_text(others)} in use by CUDA and "
+        f"others on this device). What would give more: stop other processes on the device; raise memory.fraction "
+        f"({config.memory.fraction:g}); lower scheduler.chunk_size ({config.scheduler.chunk_size}) for smaller activations, or "
+        "graphs.max_rows for fewer graphs"
+    )
