@@ -108,10 +108,19 @@ class Loop:
             vocab_size=engine.info.vocab_size,
             mixed=section.mixed,
             wait_for_prefix=section.wait_for_prefix and Feature.CACHE_REUSE in resolved.cache.spec.offers,
+            shared_prefixes=section.shared_prefixes and self._shares_prefixes(),
             draft_width=self.drafter.max_draft_tokens if self.drafter else 0,
         )
         policy = resolved.policy.build(PolicyContext(cache))
         return Scheduler(limits, ledger, policy, self.grammars, tokenizer, eos)
+
+    def _shares_prefixes(self) -> bool:
+        """Whether decode rows are worth ordering by what they share: somebody knows it, and somebody makes use of it."""
+        resolved = self.resolved
+        return (
+            Feature.CACHE_SHARED_PREFIXES in resolved.cache.spec.offers
+            and Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
+        )
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -334,7 +343,7 @@ class Loop:
             "context_len": engine.context_len,
             "page_size": engine.page_size,
             "num_pages": engine.num_pages - 1,
-            "kv_pool_bytes": engine.pool.k.nbytes + engine.pool.v.nbytes,
+            "memory": engine.budget.to_json(),
             "overlap": self.overlap,
             "graphs": engine.graphs is not None and engine.graphs.sizes,
             "resolved": self.resolved.to_json(),

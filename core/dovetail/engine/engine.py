@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,15 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dovetail.engine.graphs import DecodeGraph, DecodeGraphs, capture_all, capture_next
+from dovetail.engine.dry_run import dry_run
+from dovetail.engine.graphs import DecodeGraph, DecodeGraphs, capture_all, capture_next, ladder
 from dovetail.engine.inputs import Inputs
-from dovetail.engine.memory import num_pages_for
+from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
 from dovetail.engine.pieces import PiecewiseGraphs
+from dovetail.engine.pieces import ladder as token_ladder
 from dovetail.engine.sampler import Sampler, decode_numbers, logprobs_of
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
+from dovetail.layers.build import as_module
 from dovetail.memory.pool import PagedKVPool
 from dovetail.ops.transfer import to_device, to_host
 from dovetail.types import ForwardOutput, HostOutput, Logprobs, TokenLogprob
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.plugins.resolver import Chosen, Resolved
     from dovetail.types import Batch, IntArray
+
+log = logging.getLogger(__name__)
 
 NEEDED_BEFORE_CAPTURE = 8
 """Steps of one size that are launched kernel by kernel before the size is captured: a capture costs as much as a hundred
@@ -55,16 +61,21 @@ class Engine:
         load_weights(self.model, resolved.model_dir, config.model.load_format, config.model.seed)
         group = info.cache_groups[0]
         self.page_size = config.memory.page_size
-        self.num_pages = num_pages_for(config, group, kv_dtype, self.device, self.context_len)
+        needs = self._measure(resolved, PagedKVPool(group, 2, self.page_size, kv_dtype, self.device), dtype)
+        self.budget = budget_for(config, group, kv_dtype, self.device, self.context_len, needs)
+        log.info("%s", self.budget)
+        self.num_pages = self.budget.num_pages
         self.pool = PagedKVPool(group, self.num_pages, self.page_size, kv_dtype, self.device)
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
         self.inputs = Inputs(config.scheduler.rows, max_pages, self.page_size, self.device)
         self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
-        self._prefill = self._attention(resolved.attention_prefill, dtype, config.scheduler.rows)
+        self._prefill = self._attention(resolved.attention_prefill, dtype, self.pool, config.scheduler.rows)
         same = resolved.attention_decode == resolved.attention_prefill
         self._decode = (
-            self._prefill if same else self._attention(resolved.attention_decode, dtype, config.scheduler.rows)
+            self._prefill
+            if same
+            else self._attention(resolved.attention_decode, dtype, self.pool, config.scheduler.rows)
         )
         self._shares = Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
         self.graphs = self._build_graphs(config) if config.graphs.decode is True else None
@@ -73,6 +84,24 @@ class Engine:
         self._graph: DecodeGraph | None = None
         self._logits: torch.Tensor | None = None
         self._prompt_logprobs: list[tuple[int, IntArray, Logprobs]] = []
+
+    def _measure(self, resolved: Resolved, pool: PagedKVPool, dtype: torch.dtype) -> Needs:
+        """What the largest step takes beside weights and pool, run over a pool of one page."""
+        config, weights = resolved.config, module_bytes(as_module(self.model))
+        if self.device.type == "cpu":
+            return Needs(weights)
+        rows, tokens = config.scheduler.rows, min(config.scheduler.chunk, self.context_len)
+        backend = self._attention(resolved.attention_prefill, dtype, pool, rows)
+        peak = measure_peak(lambda: dry_run(self.model, backend, pool, tokens, rows), self.device)
+        return Needs(weights, peak, tokens, self._graph_bytes(config, dtype))
+
+    def _graph_bytes(self, config: Config, dtype: torch.dtype) -> int:
+        """What captured steps keep: logits of decode steps, queries of every layer of pieces; a quarter more for the rest."""
+        info, rows = self.info, sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
+        logits = 2 * rows * info.vocab_size if config.graphs.decode is True else 0
+        tokens = sum(token_ladder(config.graphs.piecewise_tokens))
+        queries = tokens * info.num_layers * info.num_heads * info.head_dim
+        return int((logits + queries) * dtype.itemsize * 1.25)
 
     def _build_graphs(self, config: Config) -> DecodeGraphs:
         rows = min(config.scheduler.rows, config.graphs.max_rows)
@@ -90,7 +119,7 @@ class Engine:
             capture_all(pieces, "steps with prompts")
         return pieces
 
-    def _attention(self, chosen: Chosen, dtype: torch.dtype, max_rows: int) -> AttentionBackend:
+    def _attention(self, chosen: Chosen, dtype: torch.dtype, pool: PagedKVPool, max_rows: int) -> AttentionBackend:
         info = self.info
         return chosen.build(
             AttentionContext(
@@ -99,7 +128,7 @@ class Engine:
                 num_heads=info.num_heads,
                 num_kv_heads=info.num_kv_heads,
                 head_dim=info.head_dim,
-                pool=self.pool,
+                pool=pool,
                 max_rows=max_rows,
                 max_context=self.context_len,
             )
