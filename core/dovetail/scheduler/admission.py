@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dovetail.interfaces.cache import Match
+from dovetail.scheduler.waits import PrefixWaits
 
 if TYPE_CHECKING:
     from dovetail.interfaces.policy import SchedulePolicy
@@ -27,6 +26,7 @@ class Admission:
         self.ledger = ledger
         self.policy = policy
         self.totals = totals
+        self._waits = PrefixWaits(ledger.page_size)
 
     def fill(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Requests and the prompt tokens of each that enter this step, ``limits.chunk_size`` in all. Mutates
@@ -41,11 +41,18 @@ class Admission:
             return rows
         return rows + self._admit(waiting, prefilling, decoding, budget)
 
+    def forget(self, req: Req) -> None:
+        """A request has left the waiting queue by another way than admission."""
+        self._waits.forget(req)
+
     def _admit(
         self, waiting: list[Req], prefilling: list[Req], decoding: list[Req], budget: int
     ) -> list[tuple[Req, int]]:
         rows: list[tuple[Req, int]] = []
-        computing = [r for r in decoding if r.known_len == r.prompt_len] if self.limits.wait_for_prefix else []
+        waits = self._waits if self.limits.wait_for_prefix else None
+        if waits is not None:
+            waits.begin(prefilling + [r for r in decoding if r.known_len == r.prompt_len])
+        claims: int | None = None
         for req in self._candidates(waiting, prefilling + decoding):
             if (
                 budget <= 0
@@ -53,15 +60,23 @@ class Admission:
                 or not self.ledger.table.num_free
             ):
                 break
-            match = self._match(req)
-            if self.limits.wait_for_prefix and self._is_computed_now(req, match, prefilling + computing):
+            if waits is not None and waits.still(req):
                 continue
-            if not self._take(req, match, prefilling + decoding):
+            match = self._match(req)
+            if waits is not None and not _scores_prompt(req) and waits.start(req, match.length):
+                continue
+            if claims is None:
+                claims = sum(map(self._claim, prefilling)) + sum(map(self._claim, decoding))
+            if not self._take(req, match, claims):
                 break
-            waiting.remove(req)
+            claims += self._claim(req)
+            if waits is not None:
+                waits.add(req)
             prefilling.append(req)
             rows.append((req, min(req.extend_len, budget)))
             budget -= rows[-1][1]
+        if rows:
+            waiting[:] = [req for req in waiting if req.slot < 0]
         return rows
 
     def _candidates(self, waiting: list[Req], running: list[Req]) -> list[Req]:
@@ -82,25 +97,14 @@ class Admission:
         length = 0 if _scores_prompt(req) else req.device_len - 1
         return self.ledger.cache.match(req.token_ids[:length], req.namespace)
 
-    def _is_computed_now(self, req: Req, match: Match, computing: list[Req]) -> bool:
-        """True if a running prompt will soon have put a longer prefix of this request into the cache."""
-        if _scores_prompt(req):
-            return False
-        page = self.ledger.page_size
-        more = match.length + page
-        return any(
-            other.namespace == req.namespace
-            and more <= min(req.device_len - 1, other.prompt_len)
-            and np.array_equal(req.token_ids[:more], other.token_ids[:more])
-            for other in computing
-        )
+    def _claim(self, req: Req) -> int:
+        """Pages that a running request is likely to need soon, beyond those it has."""
+        length = req.device_len + min(req.remain_len, DECODE_HEADROOM)
+        return max(0, self.ledger.pages_for(length) - req.num_pages)
 
-    def _take(self, req: Req, match: Match, running: list[Req]) -> bool:
-        """Admit the request if its whole text fits beside what the running ones are likely to need soon."""
+    def _take(self, req: Req, match: Match, claims: int) -> bool:
+        """Admit the request if its whole text fits beside what the running ones claim."""
         ledger = self.ledger
-        claims = sum(
-            max(0, ledger.pages_for(r.device_len + min(r.remain_len, DECODE_HEADROOM)) - r.num_pages) for r in running
-        )
         need = ledger.pages_for(req.device_len) - match.pages.shape[1]
         ledger.cache.lock(match.handle)
         fits = need + claims <= ledger.available

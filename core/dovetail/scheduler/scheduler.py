@@ -362,6 +362,8 @@ class Scheduler:
         for req in reqs:
             if req.slot >= 0:
                 self._release(req, keep=keep)
+            else:
+                self._admission.forget(req)
             self._forget(req)
 
     def _release(self, req: Req, *, keep: bool = True) -> None:

@@ -1,0 +1,98 @@
+"""Requests wait for a prefix that another request's prompt is computing right now, instead of computing it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dovetail.types import IntArray, Req
+
+LOOK_BACK = 256
+"""Tokens at the end of a prefix that it is looked up by. Texts that differ further back are told apart by comparing them,
+one by one: a larger value makes that rarer, and every look-up dearer."""
+
+Key = tuple[str, bytes]
+"""A namespace, and the last tokens of a prefix."""
+
+
+class PrefixWaits:
+    """Who waits for whom. A wait is found once and then costs a look at the one that is waited for.
+
+    Nobody waits for ever: a wait ends when the other's prompt has put the common prefix into the cache, has been
+    computed, or has left; the next wait of the same request can only be for a longer prefix, or for one that the cache
+    has lost meanwhile.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._waits: dict[int, tuple[Req, int]] = {}  # by uid: who is waited for, and the pages in common
+        self._computing: list[Req] = []
+        self._uids: set[int] = set()
+        self._by_end: dict[int, dict[Key, list[Req]]] = {}  # those that are computing, by the end of a prefix and by it
+
+    def begin(self, computing: Sequence[Req]) -> None:
+        """A new step; ``computing`` are the requests of whose prompts some tokens are not in the cache yet."""
+        self._computing = list(computing)
+        self._uids = {req.uid for req in computing}
+        self._by_end = {}
+
+    def add(self, req: Req) -> None:
+        """The prompt of ``req`` is computed from this step on."""
+        self._computing.append(req)
+        self._uids.add(req.uid)
+        for end, index in self._by_end.items():
+            if end <= req.prompt_len:
+                index.setdefault(_key(req, end), []).append(req)
+
+    def forget(self, req: Req) -> None:
+        """``req`` waits no longer."""
+        self._waits.pop(req.uid, None)
+
+    def still(self, req: Req) -> bool:
+        """True if ``req`` waits, and what it waits for has not come."""
+        wait = self._waits.get(req.uid)
+        if wait is None:
+            return False
+        other, pages = wait
+        if other.uid in self._uids and other.shared_pages < pages:
+            return True
+        del self._waits[req.uid]
+        return False
+
+    def start(self, req: Req, cached: int) -> bool:
+        """True if a prompt that is being computed has more of this request's prefix than the ``cached`` tokens that the
+        cache has: then ``req`` waits from now on."""
+        end = cached + self._page_size
+        if end > req.device_len - 1:
+            return False
+        for other in self._index(end).get(_key(req, end), ()):
+            if np.array_equal(req.token_ids[:end], other.token_ids[:end]):
+                mine, theirs = req.token_ids[: req.device_len - 1], other.token_ids[: other.prompt_len]
+                self._waits[req.uid] = other, _common(mine, theirs) // self._page_size
+                return True
+        return False
+
+    def _index(self, end: int) -> dict[Key, list[Req]]:
+        """Those whose prompts have ``end`` tokens and more, by the last of these."""
+        index = self._by_end.get(end)
+        if index is None:
+            index = self._by_end[end] = {}
+            for req in self._computing:
+                if end <= req.prompt_len:
+                    index.setdefault(_key(req, end), []).append(req)
+        return index
+
+
+def _key(req: Req, end: int) -> Key:
+    return req.namespace, req.token_ids[max(0, end - LOOK_BACK) : end].tobytes()
+
+
+def _common(a: IntArray, b: IntArray) -> int:
+    """How many tokens two texts have in common."""
+    n = min(len(a), len(b))
+    equal = a[:n] == b[:n]
+    return n if equal.all() else int(np.argmin(equal))
