@@ -109,7 +109,7 @@ class Planner:
         """The groups that together attend once for every token but those of ``paged``, which is set anew. A single group,
         with nothing paged, holds them all in order. ``may_share`` allows groups with a ``shared`` part."""
         batch, limit = self._batch, self._limits.short
-        first_tree = len(batch.reqs) if batch.tree_mask is None else batch.num_extend
+        first_tree = len(batch.slots) if batch.tree_mask is None else batch.num_extend
         groups: list[Group] = []
         self.paged = []
         short: dict[tuple[int, bool], list[Span]] = {}
