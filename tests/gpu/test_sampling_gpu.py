@@ -42,10 +42,16 @@ def make_filters(n: int, vocab: int, name: str) -> Filters:
 
 
 def assert_like_reference(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor, got: torch.Tensor) -> None:
-    """Equal, or what the reference draws a millionth to either side."""
-    right = torch.zeros_like(got, dtype=torch.bool)
-    for shift in (0, -1e-6, 1e-6):
-        right |= got == sample_reference(logits.double(), filters, (uniform + shift).clamp(0, 1 - 2**-53))
+    """Equal nearly everywhere, else between what the reference draws 0.00002 to either side.
+
+    Weights are float32: among 100,000 tokens of like probability a row in ten may draw a neighbour, or keep one token
+    more or less behind top-p, whose probability is of that size.
+    """
+    exact, low, high = (
+        sample_reference(logits.double(), filters, (uniform + shift).clamp(0, 1 - 2**-53)) for shift in (0, -2e-5, 2e-5)
+    )
+    right = (got >= low) & (got <= high)
+    assert (got == exact).double().mean() > 0.8 or len(got) < 20
     assert right.all(), f"rows {(~right).nonzero()[:, 0].tolist()}"
 
 
@@ -118,7 +124,8 @@ def test_many_draws_follow_the_distribution(top_p: float):
         logits.expand(rows, vocab).contiguous(), filters, torch.rand(rows, dtype=torch.float64, device="cuda")
     )
     probs, order = (logits[0].double() / 0.8).softmax(-1).sort(descending=True)
-    probs[probs.cumsum(0) - probs >= top_p] = 0 if top_p < 1 else probs[-1]
+    if top_p < 1:
+        probs[probs.cumsum(0) - probs >= top_p] = 0
     expected = torch.zeros_like(probs).scatter_(0, order, probs / probs.sum()) * rows
     seen = torch.bincount(drawn, minlength=vocab).double()
     assert seen[expected == 0].sum() == 0

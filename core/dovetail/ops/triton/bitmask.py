@@ -5,27 +5,35 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK = 2048
+from dovetail.ops.triton.launch import launch
+
+WORDS = 64  # of one program
 
 
 @triton.jit
-def _bitmask_kernel(logits, row_stride, vocab, bitmask, mask_stride, rows, BLOCK: tl.constexpr):
+def _bitmask_kernel(logits, row_stride, vocab, bitmask, mask_stride, rows, WORDS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     index = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(bitmask + index * mask_stride + token // 32, mask=token < vocab, other=-1)
-    forbidden = ((word >> (token % 32)) & 1) == 0
-    row = tl.load(rows + index).to(tl.int64)
-    tl.store(logits + row * row_stride + token, float("-inf"), mask=forbidden & (token < vocab))
+    at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    bit = tl.arange(0, 32)[None, :]
+    word = tl.load(bitmask + index * mask_stride + at, mask=at * 32 < vocab, other=-1)[:, None]
+    token = at[:, None] * 32 + bit
+    inside = token < vocab
+    here = logits + tl.load(rows + index).to(tl.int64) * row_stride + token
+    x = tl.load(here, mask=inside & (word != 0), other=float("-inf"))  # what is all forbidden is not read,
+    x = tl.where(((word >> bit) & 1) != 0, x, float("-inf"))
+    tl.store(here, x, mask=inside & (word != -1))  # what is all allowed not written
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """``dovetail.ops.bitmask.apply_bitmask``; only forbidden logits are written, none is read."""
+    """``dovetail.ops.bitmask.apply_bitmask``."""
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
     assert bitmask.stride(1) == 1, "a row of the bitmask must be contiguous"
     if len(rows):
         vocab = logits.shape[1]
-        grid = (triton.cdiv(vocab, BLOCK), len(rows))
-        _bitmask_kernel[grid](
-            logits, logits.stride(0), vocab, bitmask, bitmask.stride(0), rows, BLOCK=BLOCK, num_warps=4
-        )
+        sizes = (logits, logits.stride(0), vocab, bitmask, bitmask.stride(0), rows)
+        launch(_bitmask_kernel, (triton.cdiv(vocab, WORDS * 32), len(rows)), *sizes, WORDS=WORDS)

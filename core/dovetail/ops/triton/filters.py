@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 4096  # tokens of one program of the first step
 SUB = 16  # tokens of a group: 32 bytes of bfloat16
@@ -26,8 +27,7 @@ def value_bits(dtype: torch.dtype) -> int:
 @triton.jit
 def clean(x):
     """Float32 without NaN (as -inf) and +inf."""
-    x = x.to(tl.float32)
-    return tl.minimum(tl.where(x == x, x, float("-inf")), 3.3895313892515355e38)
+    return tl.minimum(tl.maximum(x.to(tl.float32), float("-inf")), 3.3895313892515355e38)
 
 
 @triton.jit
@@ -38,14 +38,22 @@ def exponent_scale(temperature):
 
 
 @triton.jit
-def combine(values, ids, row, blocks, scale, BLOCKS: tl.constexpr):
-    """Best value (0 if all are -inf), best token, and the mass float64 ``[BLOCKS]`` and maxima of a row's blocks."""
-    block = tl.arange(0, BLOCKS)
-    maxima = tl.load(values + row * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
-    sums = tl.load(values + (row * 2 + 1) * blocks + block, mask=block < blocks, other=0.0)
-    first = tl.load(ids + row * blocks + block, mask=block < blocks, other=2**30)
+def best_token(row, vocab, maxima, groups, SUB: tl.constexpr):
+    """The first token that has the maximum of ``maxima``, from the first group of each block that has its maximum."""
     best = tl.max(maxima, axis=0)
-    token = tl.min(tl.where(maxima == best, first, 2**30), axis=0)
+    token = tl.min(tl.where(maxima == best, groups, 2**30), axis=0) * SUB + tl.arange(0, SUB)
+    x = clean(tl.load(row + token, mask=token < vocab, other=float("-inf")))
+    return tl.minimum(tl.min(tl.where(x == best, token, vocab), axis=0), vocab - 1)
+
+
+@triton.jit
+def combine(row, n, vocab, values, ids, blocks, scale, BLOCKS: tl.constexpr, SUB: tl.constexpr):
+    """Best value (0 if all are -inf), best token, and the mass float64 ``[BLOCKS]`` and maxima of row ``n``'s blocks."""
+    block = tl.arange(0, BLOCKS)
+    maxima = tl.load(values + n * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+    sums = tl.load(values + (n * 2 + 1) * blocks + block, mask=block < blocks, other=0.0)
+    token = best_token(row, vocab, maxima, tl.load(ids + n * blocks + block, mask=block < blocks, other=2**20), SUB)
+    best = tl.max(maxima, axis=0)
     best = tl.where(best == float("-inf"), 0.0, best)
     mass = sums.to(tl.float64) * tl.exp2((maxima - best) * scale).to(tl.float64)
     return best, token, mass, maxima
@@ -104,37 +112,25 @@ def _tile(row, groups, start, limit, vocab, FULL: tl.constexpr, SUB: tl.constexp
 
 
 @triton.jit
-def _amount(
-    row,
-    groups,
-    limit,
-    vocab,
-    bound,
-    best,
-    scale,
-    MASS: tl.constexpr,
-    STRICT: tl.constexpr,
-    FULL: tl.constexpr,
-    SUB: tl.constexpr,
-    TILE: tl.constexpr,
+def _split(
+    row, groups, limit, vocab, bound, least, best, scale, FULL: tl.constexpr, SUB: tl.constexpr, TILE: tl.constexpr
 ):
-    """Mass or number of the tokens not below ``bound``; ``STRICT``: above it."""
-    amount = tl.full((), 0, tl.float64)
+    """Number and mass of the tokens above ``bound`` whose weight is not below ``least``; how many equal ``bound``."""
+    above = tl.zeros((TILE,), tl.int32)
+    equal = tl.zeros((TILE,), tl.int32)
+    mass = tl.zeros((TILE,), tl.float32)
     for start in range(0, limit, TILE):
         _, x = _tile(row, groups, start, limit, vocab, FULL, SUB, TILE)
-        inside = x >= bound
-        if STRICT:
-            inside = x > bound
-        if MASS:
-            part = tl.sum(tl.where(inside, tl.exp2((x - best) * scale), 0.0), axis=0)
-        else:
-            part = tl.sum(inside.to(tl.int32), axis=0)
-        amount += part.to(tl.float64)
-    return amount
+        weight = tl.exp2((x - best) * scale)
+        inside = (x > bound) & (weight >= least)
+        above += inside.to(tl.int32)
+        equal += (x == bound).to(tl.int32)
+        mass += tl.where(inside, weight, 0.0)
+    return tl.sum(above, axis=0), tl.sum(mass, axis=0).to(tl.float64), tl.sum(equal, axis=0)
 
 
 @triton.jit
-def _bisect(
+def _search(
     row,
     groups,
     limit,
@@ -150,14 +146,33 @@ def _bisect(
     TILE: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The largest key in ``[low, high)`` at which the amount reaches ``target``; at ``low`` it is taken to."""
+    """The largest key in ``[low, high)`` such that the number (or mass) of the tokens not below it reaches ``target``.
+
+    At ``low`` it is taken to. Every pass over the tokens cuts the interval in four.
+    """
     while low + 1 < high:
-        middle = _middle(low, high)
-        bound = _value(middle, SHIFT)
-        if _amount(row, groups, limit, vocab, bound, best, scale, MASS, False, FULL, SUB, TILE) >= target:
-            low = middle
-        else:
-            high = middle
+        half = _middle(low, high)
+        quarter = _middle(low, half)
+        last = _middle(half, high)
+        bound1 = _value(quarter, SHIFT)
+        bound2 = _value(half, SHIFT)
+        bound3 = _value(last, SHIFT)
+        sum1 = tl.zeros((TILE,), tl.float32)  # counts are exact in it
+        sum2 = tl.zeros((TILE,), tl.float32)
+        sum3 = tl.zeros((TILE,), tl.float32)
+        for start in range(0, limit, TILE):
+            _, x = _tile(row, groups, start, limit, vocab, FULL, SUB, TILE)
+            weight = tl.full((TILE,), 1, tl.float32)
+            if MASS:
+                weight = tl.exp2((x - best) * scale)
+            sum1 += tl.where(x >= bound1, weight, 0.0)
+            sum2 += tl.where(x >= bound2, weight, 0.0)
+            sum3 += tl.where(x >= bound3, weight, 0.0)
+        reach1 = tl.sum(sum1, axis=0) >= target
+        reach2 = tl.sum(sum2, axis=0) >= target
+        reach3 = tl.sum(sum3, axis=0) >= target
+        high = tl.where(reach3, high, tl.where(reach2, last, tl.where(reach1, half, quarter)))
+        low = tl.where(reach3, last, tl.where(reach2, half, tl.where(reach1, quarter, low)))
     return low
 
 
@@ -190,30 +205,27 @@ def _draw(
     TILE: tl.constexpr,
 ):
     """The first token, by id, whose cumulative kept mass exceeds ``uniform`` of all that is kept."""
-    total = tl.full((), 0, tl.float64)
-    seen = tl.full((), 0, tl.int32)
-    for start in range(0, limit, TILE):
-        _, x = _tile(row, groups, start, limit, vocab, FULL, SUB, TILE)
-        weight, equal = _kept(x, bound, ties, seen, min_p, best, scale)
-        total += tl.sum(weight, axis=0).to(tl.float64)
-        seen += equal
+    equal = tl.exp2((bound - best) * scale)
+    _, total, _ = _split(row, groups, limit, vocab, bound, min_p, best, scale, FULL, SUB, TILE)
+    total += tl.where(equal >= min_p, ties * equal.to(tl.float64), 0.0)
     target = uniform * total
     before = tl.full((), 0, tl.float64)
     seen = tl.full((), 0, tl.int32)
-    found = tl.full((), 2**30, tl.int32)
-    last = tl.full((), -1, tl.int32)
-    for start in range(0, limit, TILE):
+    start = tl.full((), 0, tl.int32)
+    found = tl.full((), -1, tl.int32)
+    while (start < limit) & (before <= target):
         token, x = _tile(row, groups, start, limit, vocab, FULL, SUB, TILE)
-        weight, equal = _kept(x, bound, ties, seen, min_p, best, scale)
-        seen += equal
+        weight, count = _kept(x, bound, ties, seen, min_p, best, scale)
+        seen += count
+        start += TILE
         mass = tl.sum(weight, axis=0).to(tl.float64)
-        last = tl.maximum(last, tl.max(tl.where(weight > 0, token, -1), axis=0))
-        if (before <= target) & (before + mass > target):
+        if mass > 0:  # the last of these, should rounding make the target more than all there is
+            found = tl.max(tl.where(weight > 0, token, -1), axis=0)
+        if before + mass > target:
             reached = before + tl.cumsum(weight.to(tl.float64), axis=0)
-            found = tl.min(tl.where((reached > target) & (weight > 0), token, 2**30), axis=0)
-            found = tl.minimum(found, last)
+            found = tl.minimum(found, tl.min(tl.where((reached > target) & (weight > 0), token, 2**30), axis=0))
         before += mass
-    return tl.minimum(found, last)
+    return found
 
 
 @triton.jit
@@ -241,34 +253,33 @@ def _attempt(
     ``whole``: nothing of any weight lies below ``floor``, ``total`` is the mass of the row.
     """
     high = _key(best, SHIFT) + 1
-    least = _value(floor, SHIFT)
-    known = _amount(row, groups, limit, vocab, least, best, scale, False, False, FULL, SUB, TILE)
+    lowest = _value(floor, SHIFT)
+    each = tl.exp2((lowest - best) * scale)
+    above, mass, ties = _split(row, groups, limit, vocab, lowest, 0.0, best, scale, FULL, SUB, TILE)
+    known = above + ties
+    reach = mass + ties * each.to(tl.float64)
     cut = floor
-    ties = tl.full((), 2**30, tl.int32)
     left = total
-    inside = whole | (tl.exp2((least - best) * scale) < min_p)
     ranked = top_k <= known
+    inside = whole | (each < min_p)
     if ranked:
-        cut = _bisect(row, groups, limit, vocab, floor, high, top_k, best, scale, False, FULL, SUB, TILE, SHIFT)
+        cut = _search(row, groups, limit, vocab, floor, high, top_k, best, scale, False, FULL, SUB, TILE, SHIFT)
         bound = _value(cut, SHIFT)
-        above = _amount(row, groups, limit, vocab, bound, best, scale, False, True, FULL, SUB, TILE)
+        above, mass, _ = _split(row, groups, limit, vocab, bound, 0.0, best, scale, FULL, SUB, TILE)
         ties = (top_k - above).to(tl.int32)
-        left = _amount(row, groups, limit, vocab, bound, best, scale, True, True, FULL, SUB, TILE)
-        left += ties.to(tl.float64) * tl.exp2((bound - best) * scale).to(tl.float64)
+        left = mass + ties * tl.exp2((bound - best) * scale).to(tl.float64)
         inside = whole | ranked
     if top_p < 1:
         target = top_p * left
-        reach = _amount(row, groups, limit, vocab, least, best, scale, True, False, FULL, SUB, TILE)
         # the total is not known where top-k reaches below the floor
         renormalised = ranked | whole | (top_k >= vocab)
-        if renormalised & (known > 0) & (ranked | whole | (reach >= target)):
-            lower = _bisect(row, groups, limit, vocab, cut, high, target, best, scale, True, FULL, SUB, TILE, SHIFT)
+        if renormalised & (limit > 0) & (ranked | whole | (reach >= target)):
+            lower = _search(row, groups, limit, vocab, cut, high, target, best, scale, True, FULL, SUB, TILE, SHIFT)
             bound = _value(lower, SHIFT)
-            above = _amount(row, groups, limit, vocab, bound, best, scale, True, True, FULL, SUB, TILE)
-            each = tl.exp2((bound - best) * scale).to(tl.float64)
-            stay = (target - above) / tl.maximum(each, 1e-300)
+            _, mass, equal = _split(row, groups, limit, vocab, bound, 0.0, best, scale, FULL, SUB, TILE)
+            stay = (target - mass) / tl.maximum(tl.exp2((bound - best) * scale).to(tl.float64), 1e-300)
             stay = tl.minimum(tl.maximum(tl.ceil(stay), 1.0), 1073741824.0).to(tl.int32)
-            ties = tl.where(lower == cut, tl.minimum(ties, stay), stay)
+            ties = tl.minimum(stay, tl.where(lower == cut, ties, equal))
             cut = lower
             inside = inside | True
         else:
@@ -332,8 +343,12 @@ def filtered_kernel(
     SUB: tl.constexpr,
     PEAKS: tl.constexpr,
     SHIFT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Draws one row's token. Settings that are None are off."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     n = tl.program_id(0).to(tl.int64)
     TILE: tl.constexpr = SLOTS * SUB
     row = logits + n * row_stride
@@ -349,7 +364,7 @@ def filtered_kernel(
         p = tl.load(top_p + n * top_p_stride)
     if min_p is not None:
         m = tl.load(min_p + n * min_p_stride).to(tl.float32)
-    best, token, mass, maxima = combine(values, ids, n, blocks, scale, BLOCKS)
+    best, token, mass, maxima = combine(row, n, vocab, values, ids, blocks, scale, BLOCKS, SUB)
     total = tl.sum(mass, axis=0)
     if (heat != 0) & (total > 0):
         if (k >= vocab) & (p >= 1) & (m <= 0):

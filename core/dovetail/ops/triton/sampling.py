@@ -11,11 +11,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.filters import (
     BLOCK,
     SLOTS,
     SUB,
+    best_token,
     clean,
     combine,
     exponent_scale,
@@ -23,6 +25,7 @@ from dovetail.ops.triton.filters import (
     invert_blocks,
     value_bits,
 )
+from dovetail.ops.triton.launch import launch
 
 
 @triton.jit
@@ -33,13 +36,17 @@ def _stats_kernel(
     temperature,
     temperature_stride,
     values,  # float32 [n, 2, blocks]: maximum, sum
-    ids,  # int32 [n, blocks]: first id of the maximum
+    ids,  # int32 [n, blocks]: first group of SUB tokens that has the maximum
     peaks,  # [n, ceil(vocab / SUB)]: maximum of each SUB tokens, in the logits' dtype
     SUMS: tl.constexpr,
     PEAKS: tl.constexpr,
     BLOCK: tl.constexpr,
     SUB: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
@@ -48,9 +55,9 @@ def _stats_kernel(
     x = clean(tl.load(logits + row * row_stride + token, mask=token < vocab, other=float("-inf")))
     peak = tl.max(x, axis=1)
     best = tl.max(peak, axis=0)
-    first = tl.min(tl.min(tl.where(x == best, token, vocab), axis=1), axis=0)
+    first = tl.min(tl.where(peak == best, group, BLOCK // SUB), axis=0)
     tl.store(values + row * 2 * blocks + block, best)
-    tl.store(ids + row * blocks + block, tl.minimum(first, vocab - 1))
+    tl.store(ids + row * blocks + block, block * (BLOCK // SUB) + first)
     if SUMS:
         scale = exponent_scale(tl.load(temperature + row * temperature_stride))
         base = tl.where(best == float("-inf"), 0.0, best)
@@ -63,12 +70,26 @@ def _stats_kernel(
 
 
 @triton.jit
-def _greedy_kernel(values, ids, out, blocks, BLOCKS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _greedy_kernel(
+    logits,
+    row_stride,
+    vocab,
+    values,
+    ids,
+    out,
+    blocks,
+    BLOCKS: tl.constexpr,
+    SUB: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    n = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
-    best = tl.load(values + row * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
-    first = tl.load(ids + row * blocks + block, mask=block < blocks, other=2**30)
-    tl.store(out + row, tl.min(tl.where(best == tl.max(best, axis=0), first, 2**30), axis=0).to(tl.int64))
+    maxima = tl.load(values + n * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+    groups = tl.load(ids + n * blocks + block, mask=block < blocks, other=2**20)
+    tl.store(out + n, best_token(logits + n * row_stride, vocab, maxima, groups, SUB).to(tl.int64))
 
 
 @triton.jit
@@ -85,25 +106,21 @@ def _sample_kernel(
     blocks,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    heat = tl.load(temperature + row * temperature_stride)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    n = tl.program_id(0).to(tl.int64)
+    row = logits + n * row_stride
+    heat = tl.load(temperature + n * temperature_stride)
     scale = exponent_scale(heat)
-    best, token, mass, maxima = combine(values, ids, row, blocks, scale, BLOCKS)
+    best, token, mass, maxima = combine(row, n, vocab, values, ids, blocks, scale, BLOCKS, SUB)
     if heat != 0:
-        token = invert_blocks(
-            logits + row * row_stride,
-            vocab,
-            tl.load(uniform + row),
-            scale,
-            best,
-            token,
-            mass,
-            maxima,
-            BLOCKS,
-            BLOCK,
-        )
-    tl.store(out + row, token.to(tl.int64))
+        number = tl.load(uniform + n)
+        token = invert_blocks(row, vocab, number, scale, best, token, mass, maxima, BLOCKS, BLOCK)
+    tl.store(out + n, token.to(tl.int64))
 
 
 def _statistics(
@@ -115,7 +132,9 @@ def _statistics(
     values = torch.empty((n, 2, blocks), dtype=torch.float32, device=logits.device)
     ids = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
     peaks = logits.new_empty((n, triton.cdiv(vocab, SUB))) if with_peaks else logits
-    _stats_kernel[(blocks, n)](
+    launch(
+        _stats_kernel,
+        (blocks, n),
         logits,
         logits.stride(0),
         vocab,
@@ -147,7 +166,20 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
     if len(logits):
         values, ids, _ = _statistics(logits, None, False)
         blocks = ids.shape[1]
-        _greedy_kernel[(len(logits),)](values, ids, out, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+        launch(
+            _greedy_kernel,
+            (len(logits),),
+            logits,
+            logits.stride(0),
+            logits.shape[1],
+            values,
+            ids,
+            out,
+            blocks,
+            BLOCKS=triton.next_power_of_2(blocks),
+            SUB=SUB,
+            num_warps=1,
+        )
     return out
 
 
@@ -172,15 +204,17 @@ def sample(
     values, ids, peaks = _statistics(logits, temperature, filtered)
     blocks = ids.shape[1]
     uniform = uniform.contiguous()
-    sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK}
+    sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK, "SUB": SUB}
     row = (logits, logits.stride(0), vocab, temperature, temperature.stride(0))
     if not filtered:
-        _sample_kernel[(n,)](*row, uniform, values, ids, out, blocks, **sizes, num_warps=8)
+        launch(_sample_kernel, (n,), *row, uniform, values, ids, out, blocks, **sizes, num_warps=8)
         return out
     columns = [
         c for tensor in (top_k, top_p, min_p) for c in ((tensor, 0) if tensor is None else (tensor, tensor.stride(0)))
     ]
-    filtered_kernel[(n,)](
+    launch(
+        filtered_kernel,
+        (n,),
         *row,
         *columns,
         uniform,
@@ -192,7 +226,6 @@ def sample(
         blocks,
         **sizes,
         SLOTS=SLOTS,
-        SUB=SUB,
         PEAKS=triton.next_power_of_2(peaks.shape[1]),
         SHIFT=value_bits(logits.dtype),
         num_warps=16,
