@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
+from dovetail.ops.penalties import apply_penalties
 from dovetail.ops.sampling import Filters, greedy, sample, sample_reference
 
 BYTES_PER_MICROSECOND = 4.45e6
@@ -93,6 +94,8 @@ def run(n: int, vocab: int, dtype: torch.dtype, spread: float, quick: bool) -> N
     uniform = torch.rand(n, dtype=torch.float64, device="cuda")
     mask = torch.randint(-(2**31), 2**31, (n, bitmask_width(vocab)), device="cuda").int()
     rows = torch.arange(n, device="cuda")
+    in_prompt, counts = torch.rand(n, vocab, device="cuda") < 0.005, torch.zeros(n, vocab, device="cuda")
+    ones = torch.ones(n, device="cuda")
     actions: dict[str, tuple[Action, Action | None, Action | None]] = {
         "greedy": (greedy, lambda logits: logits.argmax(-1), None),
     }
@@ -104,6 +107,7 @@ def run(n: int, vocab: int, dtype: torch.dtype, spread: float, quick: bool) -> N
             flashinfer_action(n, filters),
         )
     actions["bitmask"] = (lambda logits: apply_bitmask(logits, mask, rows), None, None)
+    actions["penalties"] = (lambda logits: apply_penalties(logits, in_prompt, counts, ones, ones, ones), None, None)
     for name, (ours, torch_, flashinfer) in actions.items():
         columns = [microseconds(ours, sets)]
         for peer in (torch_, flashinfer):

@@ -1,4 +1,4 @@
-"""Sampling and masks on CUDA against the torch reference in float64, on the vocabularies of real models.
+"""Sampling, masks and penalties on CUDA against the torch reference in float64, on the vocabularies of real models.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_sampling_gpu.py
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
+from dovetail.ops.penalties import apply_penalties
 from dovetail.ops.sampling import Filters, greedy, sample, sample_reference
 
 pytestmark = [
@@ -156,3 +157,25 @@ def test_masks_touch_the_forbidden_tokens_of_their_rows_alone(vocab: int, dtype:
     apply_bitmask(expected, words.cpu(), rows)
     apply_bitmask(logits, words, rows.cuda())
     assert torch.equal(logits.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_penalties_follow_their_formula(vocab: int, dtype: torch.dtype):
+    torch.manual_seed(vocab)
+    logits = (torch.randn(4, vocab, device="cuda") * 4).to(dtype)
+    in_prompt = torch.rand(4, vocab, device="cuda") < 0.01
+    counts = torch.where(torch.rand(4, vocab, device="cuda") < 0.01, 3.0, 0.0)
+    in_prompt[3], counts[3] = False, 0
+    repetition, presence, frequency = torch.tensor(
+        [[1.4, 1.0, 0.7, 9.0], [0.5, 0.0, 0.1, 9.0], [0.0, 0.3, 0.2, 9.0]].cuda()
+    )
+    x, (r, p, f) = logits.double(), (v[:, None].double() for v in (repetition, presence, frequency))
+    expected = (
+        torch.where(in_prompt | (counts > 0), torch.where(x > 0, x / r, x * r), x) - (counts > 0) * p - counts * f
+    )
+    untouched = logits[3].clone()
+    apply_penalties(logits, in_prompt, counts, repetition, presence, frequency)
+    assert torch.equal(logits[3], untouched)
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(logits.double(), expected, rtol=tolerance, atol=tolerance)
