@@ -130,9 +130,10 @@ class PrefixCache(ABC):
         """Forget everything that is not locked; returns its pages ``[groups, n]``."""
 
     def shared_prefixes(self, handles: Sequence[Any]) -> list[tuple[list[int], int]]:
-        """Which of these locked paths begin alike: groups of two and more indices into ``handles``, each with the number of
-        tokens (a multiple of ``page_size``) that all of the group hold in the same pages. An index is in one group at most;
-        the groups are those that save most: the sum of (rows - 1) * tokens. Needs ``cache.shared_prefixes``."""
+        """Which of these paths begin alike, each of them locked once for its place in ``handles``: groups of two and more
+        indices into ``handles``, each with the number of tokens (a multiple of ``page_size``) that all of the group hold in
+        the same pages. An index is in one group at most; the groups are those that save most: the sum of (rows - 1) *
+        tokens. Needs ``cache.shared_prefixes``."""
         return []
 
     @property

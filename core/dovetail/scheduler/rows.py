@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.types import Batch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dovetail.scheduler.sharing import Grouping
-    from dovetail.types import IntArray, Req
+    from dovetail.types import IntArray, PageUpdates, Req
 
 
 class DecodeRows:
@@ -51,3 +53,39 @@ class DecodeRows:
             req.cached_len += 1
             req.device_len += 1
             req.in_flight += 1
+
+
+def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
+    """The next token of each row enters."""
+    n = len(rows.reqs)
+    return Batch(
+        reqs=rows.reqs,
+        num_extend=0,
+        slots=rows.slots,
+        prefix_lens=rows.lens - 1,
+        extend_lens=np.ones(n, np.int32),
+        samples=np.ones(n, np.bool_),
+        page_updates=updates,
+        draft_room=rows.draft_room(draft_width) if draft_width else None,
+        shared=rows.grouping.shared if rows.grouping is not None else None,
+    )
+
+
+def mixed_batch(extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
+    """Prompt tokens of ``extend``, so many of each, then the next token of each row."""
+    prompts, counts = [req for req, _ in extend], [count for _, count in extend]
+    n = len(rows.reqs)
+    return Batch(
+        reqs=prompts + rows.reqs,
+        num_extend=len(prompts),
+        slots=_joined([r.slot for r in prompts], rows.slots),
+        prefix_lens=_joined([r.cached_len for r in prompts], rows.lens - 1),
+        extend_lens=_joined(counts, np.ones(n, np.int32)),
+        samples=np.ones(len(prompts) + n, np.bool_),
+        page_updates=updates,
+        draft_room=_joined([0] * len(prompts), rows.draft_room(draft_width)) if draft_width else None,
+    )
+
+
+def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
+    return np.concatenate([np.array(prompts, np.int32), decode])

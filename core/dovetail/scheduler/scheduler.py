@@ -23,7 +23,7 @@ from dovetail.scheduler.admission import Admission
 from dovetail.scheduler.drafts import checked
 from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.limits import Limits, Totals
-from dovetail.scheduler.rows import DecodeRows
+from dovetail.scheduler.rows import DecodeRows, decode_batch, mixed_batch
 from dovetail.scheduler.sharing import Sharing
 from dovetail.scheduler.stopping import finish_reason
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req, TokenLogprob
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dovetail.memory.ledger import PageLedger
     from dovetail.scheduler.grammar import GrammarService
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import DraftTree, IntArray
+    from dovetail.types import DraftTree
 
 
 log = logging.getLogger(__name__)
@@ -176,36 +176,14 @@ class Scheduler:
         if self._sharing is not None and rows.grouping is None:
             grouping = self._sharing.group(rows.reqs)
             self._rows = rows = DecodeRows(grouping.reqs, self.ledger.page_size, grouping)
-        n, width = len(rows.reqs), self.limits.draft_width
-        batch = Batch(
-            reqs=rows.reqs,
-            num_extend=0,
-            slots=rows.slots,
-            prefix_lens=rows.lens - 1,
-            extend_lens=np.ones(n, np.int32),
-            samples=np.ones(n, np.bool_),
-            page_updates=self.ledger.table.take_updates(),
-            draft_room=rows.draft_room(width) if width else None,
-            shared=rows.grouping.shared if rows.grouping is not None else None,
-        )
+        batch = decode_batch(rows, self.ledger.table.take_updates(), self.limits.draft_width)
         rows.advance()
         return batch
 
     def _mixed_batch(self, extend: list[tuple[Req, int]], decode: DecodeRows) -> Batch:
-        prompts, counts = [req for req, _ in extend], [count for _, count in extend]
-        split, n, width = len(prompts), len(decode.reqs), self.limits.draft_width
-        batch = Batch(
-            reqs=prompts + decode.reqs,
-            num_extend=split,
-            slots=_joined([r.slot for r in prompts], decode.slots),
-            prefix_lens=_joined([r.cached_len for r in prompts], decode.lens - 1),
-            extend_lens=_joined(counts, np.ones(n, np.int32)),
-            samples=np.ones(split + n, np.bool_),
-            page_updates=self.ledger.table.take_updates(),
-            draft_room=_joined([0] * split, decode.draft_room(width)) if width else None,
-        )
+        batch = mixed_batch(extend, decode, self.ledger.table.take_updates(), self.limits.draft_width)
         decode.advance()
-        batch.samples[:split] = [self._enter(req, count) for req, count in extend]
+        batch.samples[: len(extend)] = [self._enter(req, count) for req, count in extend]
         return batch
 
     def _enter(self, req: Req, count: int) -> bool:
@@ -281,7 +259,12 @@ class Scheduler:
         for token in tokens:
             req.token_ids[known] = token
             req.known_len = known = known + 1
-            req.finish = self._finish_reason(req, token)
+            try:
+                req.finish = finish_reason(req, token, self.eos_token_ids)
+            except Exception as error:  # of its matcher or detokenizer: it ends this request alone
+                log.exception("request %s could not take token %d", req.rid, token)
+                text = f"token {token}: {type(error).__name__}: {error}"
+                req.finish = FinishReason(FinishKind.ERROR, message=text)
             if req.finish is not None:
                 break
         count = known - before
@@ -304,16 +287,6 @@ class Scheduler:
         self.ledger.share(req)
         if self._sharing is not None:
             self._rows = None
-
-    def _finish_reason(self, req: Req, token: int) -> FinishReason | None:
-        """Why the request ends with ``token``. What its matcher or detokenizer raises ends this request alone."""
-        if req.error is not None:
-            return FinishReason(FinishKind.ERROR, message=req.error)
-        try:
-            return finish_reason(req, token, self.eos_token_ids)
-        except Exception as error:
-            log.exception("request %s could not take token %d", req.rid, token)
-            return FinishReason(FinishKind.ERROR, message=f"token {token}: {type(error).__name__}: {error}")
 
     @staticmethod
     def _add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> None:
@@ -380,11 +353,6 @@ class Scheduler:
         for req in self.running:
             assert 0 <= req.cached_len <= req.device_len <= req.max_device_len + 1, req.rid
             assert req.num_pages * self.ledger.page_size >= req.cached_len, req.rid
-
-
-def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
-    """Values of the extend rows, then those of the decode rows."""
-    return np.concatenate([np.array(prompts, np.int32), decode])
 
 
 def _sampled(batch: Batch) -> list[Req]:

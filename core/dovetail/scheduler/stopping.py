@@ -17,6 +17,8 @@ def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> Fin
 
     Advances the request's grammar matcher and stop-string detokenizer.
     """
+    if req.error is not None:
+        return FinishReason(FinishKind.ERROR, message=req.error)
     params = req.params
     if req.matcher is not None:
         if not req.matcher.accept(token_id):
@@ -31,4 +33,4 @@ def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> Fin
         req.detokenizer.push([token_id])
         if req.detokenizer.matched is not None:
             return FinishReason(FinishKind.STOP, req.detokenizer.matched)
-    return _LENGTH if req.known_len >= req.max_device_len else None
+    return _LENGTH if req.known_len >= len(req.token_ids) else None

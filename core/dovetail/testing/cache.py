@@ -211,11 +211,11 @@ class PrefixCacheSuite(ComponentSuite):
         self.require(Feature.CACHE_SHARED_PREFIXES)
         cache = self.make(4)
         empty = [cache.match(tokens_of([1], 4)).handle for _ in range(2)]
-        one = self.locked(cache, [0, 0], 4).handle
+        one, two = (self.locked(cache, [0, 0], 4).handle for _ in range(2))
         assert list(cache.shared_prefixes([])) == []
         assert list(cache.shared_prefixes([one])) == []
         assert list(cache.shared_prefixes([*empty, one])) == []
-        ((rows, tokens),) = cache.shared_prefixes([empty[0], one, empty[1], one])
+        ((rows, tokens),) = cache.shared_prefixes([empty[0], one, empty[1], two])
         assert (list(rows), tokens) == ([1, 3], 8)
 
     def test_namespaces_share_nothing(self) -> None:

@@ -44,7 +44,11 @@ def shared_prefixes(handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         if handle.length:
             assert handle.node is not None
             assert handle.node.end == handle.length, "shared_prefixes needs handles that are locked"
-            rows.setdefault(handle.node, []).append(index)
+            node = handle.node
+            while node.locks == 1 and node.parent is not None:  # nobody else's path leads here
+                node = node.parent
+            if node.parent is not None:
+                rows.setdefault(node, []).append(index)
     forks = _forks(rows)
     for fork in reversed(forks):
         _add_up(fork)
