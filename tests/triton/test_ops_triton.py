@@ -12,8 +12,10 @@ from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
 from dovetail.ops.triton.activation import silu_mul
 from dovetail.ops.triton.kv import store
+from dovetail.ops.triton.matmul import Workspace, matmul
 from dovetail.ops.triton.norm import rms_norm
 from dovetail.ops.triton.rotary import rotate_and_store
+from dovetail.ops.triton.tuning import MEASURED, Tile, guess, tile_of
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3}
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
@@ -114,3 +116,33 @@ def test_nothing_to_do_launches_nothing() -> None:
     assert silu_mul(torch.zeros(0, 8)).shape == (0, 4)
     store(empty[:, :1], empty[:, 1:2], pool, pool, at)
     assert rotate_and_store(empty, 2, 1, torch.zeros(4, 2, 8), at, None, pool, pool, at).shape == (0, 2, 8)
+
+
+@each_dtype
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 12, 96), (1, 10, 192), (5, 40, 192), (16, 32, 576)])
+@pytest.mark.parametrize("split", [1, 3])
+def test_products_of_few_rows(
+    dtype: torch.dtype, tolerance: float, with_bias: bool, m: int, n: int, k: int, split: int
+) -> None:
+    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    bias, space = torch.randn(n).to(dtype) if with_bias else None, Workspace(torch.device("cpu"))
+    space.parts.fill_(torch.nan)
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    bound = 4 * tolerance * k**0.5
+    for _ in range(2):  # the second finds what the first left in the workspace
+        close(matmul(x, weight, bias, Tile(16, 16, 32, 4, 1, split), space), exact, bound)
+        assert not space.arrived.any()
+    if m == 1:
+        close(matmul(x, weight, bias, Tile(1, 4, 32, 1), space), exact, bound)
+
+
+def test_every_choice_fits_its_shape() -> None:
+    shapes = {**MEASURED, **{(n, k): {} for n in (1, 1000, 4096, 200000) for k in (1, 96, 256, 1536, 5120)}}
+    for n, k in shapes:
+        for rows in range(1, 65):
+            tile = tile_of(rows, n, k)
+            if tile is not None:
+                assert tile.block_m == 1 if rows == 1 and tile.split == 1 and tile.stages == 1 else tile.block_m >= rows
+                assert k % (tile.block_k * tile.split) == 0
+    assert guess(1, 4096, 100) is None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from dovetail.layers.base import Layer, parameter
 from dovetail.ops.cpu.kernels import Kernels, kernels
-from dovetail.ops.linear import linear, packed, packed_linear
+from dovetail.ops.linear import few_rows, linear, packed, packed_linear
+from dovetail.ops.triton.tuning import MAX_ROWS
+
+if TYPE_CHECKING:
+    from dovetail.ops.triton.matmul import FewRows
 
 
 class Linear(Layer):
@@ -21,13 +26,16 @@ class Linear(Layer):
         self._operands: tuple[torch.Tensor, torch.Tensor | None]
         self._packed: torch.Tensor | None = None
         self._compiled: Kernels | None = None
+        self._few_rows: FewRows | None = None
 
     def prepare(self) -> None:
-        """See ``Layer.prepare``. On the CPU it keeps a second copy of the weight, in the order its kernels read."""
+        """See ``Layer.prepare``. On the CPU it keeps a second copy of the weight, in the order its kernels read; on CUDA it
+        chooses the kernels for few rows."""
         weight = self.weight
         self._operands = (weight, self.bias)
         self._packed = packed(weight)
         self._compiled = kernels(weight.dtype) if weight.device.type == "cpu" else None
+        self._few_rows = few_rows(weight)
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -37,6 +45,8 @@ class Linear(Layer):
         weight, bias = self._operands
         if self._compiled is not None and x.shape[0] == 1:
             return self._compiled.matvec(x, weight, bias)
+        if self._few_rows is not None and x.shape[0] <= MAX_ROWS:
+            return self._few_rows(x, bias)
         return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
 

@@ -1,0 +1,295 @@
+"""Microseconds of the kernels of a decode step on one GPU, without a model, correctness first.
+
+    python benchmarks/ops_gpu.py [--models 8b small] [--rows 1 16 64]
+
+Three tables. The small ops, beside torch's. Matrix products on cold weights, beside cuBLAS and the time that reading the
+weight takes at ``READ``. Steps: all layers of a model but attention, as one graph, with cuBLAS, with the
+products of ``ops.linear.few_rows``, and with those but without programmatic dependent launch (``ops.triton.launch``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from dovetail.layers.rope import RopeConfig
+from dovetail.layers.rotary import rotary_table
+from dovetail.ops.activation import silu_mul
+from dovetail.ops.linear import few_rows
+from dovetail.ops.norm import add_rms_norm, rms_norm
+from dovetail.ops.rotary import apply_rotary, rotate_and_store
+from dovetail.ops.triton import launch, tuning
+
+READ = 4.45e12
+"""Bytes a second of plain reading, measured on an H200."""
+COLD = 400e6
+"""Bytes of weights to rotate over: several times the L2 cache."""
+Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Model(NamedTuple):
+    """Sizes of a dense decoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    qk_norm: bool
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of a layer's matrices and of the head."""
+        width = self.heads * self.head_dim
+        return {
+            "qkv": (width + 2 * self.kv_heads * self.head_dim, self.hidden),
+            "o": (self.hidden, width),
+            "gate_up": (2 * self.inner, self.hidden),
+            "down": (self.hidden, self.inner),
+            "head": (self.vocab, self.hidden),
+        }
+
+
+MODELS = {
+    "8b": Model(32, 4096, 32, 8, 128, 14336, 128256, False),
+    "small": Model(28, 1024, 16, 8, 128, 3072, 151936, True),
+}
+
+
+def per_call(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
+    """Microseconds of one call, all of ``calls`` captured in one graph, which is replayed; the median."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(rounds):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2] * 1000 / len(calls)
+
+
+def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Random bfloat16 numbers on the GPU."""
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+class Step:
+    """A decode step without attention: what attention would get is handed to the projection after it."""
+
+    def __init__(self, model: Model, layers: int) -> None:
+        self.model = model
+        self.weights = [
+            {name: randn(*shape, scale=0.02) for name, shape in model.matrices.items() if name != "head"}
+            for _ in range(layers)
+        ]
+        self.head = randn(*model.matrices["head"], scale=0.02)
+        self.norm = torch.ones(model.hidden, device="cuda", dtype=torch.bfloat16)
+        head_norm = torch.ones(model.head_dim, device="cuda", dtype=torch.bfloat16)
+        self.qk_norm = (head_norm, head_norm, 1e-6) if model.qk_norm else None
+        rope = RopeConfig(head_dim=model.head_dim, theta=1e4, original_len=4096, context_len=4096)
+        self.table = rotary_table(rope, torch.device("cuda"))
+        self.keys, self.values = torch.zeros(
+            2, 128, model.kv_heads, model.head_dim, device="cuda", dtype=torch.bfloat16
+        )
+        self.places = torch.arange(128, device="cuda")
+        self.inputs = randn(64, model.hidden)
+
+    def run(self, rows: int, product: Product, head: bool = True) -> torch.Tensor:
+        """Logits (or hidden states) of ``rows`` rows."""
+        model, places = self.model, self.places[:rows]
+        x, residual = self.inputs[:rows], None
+        for layer in self.weights:
+            if residual is None:
+                x, residual = rms_norm(x, self.norm, 1e-5), x
+            else:
+                x, residual = add_rms_norm(x, residual, self.norm, 1e-5), x
+            qkv = product("qkv", x, layer["qkv"]).view(rows, -1, model.head_dim)
+            q = rotate_and_store(
+                qkv, model.heads, model.kv_heads, self.table, places, self.qk_norm, self.keys, self.values, places
+            )
+            x = product("o", q.view(rows, -1), layer["o"])
+            x, residual = add_rms_norm(x, residual, self.norm, 1e-5), x
+            x = product("down", silu_mul(product("gate_up", x, layer["gate_up"])), layer["down"])
+        assert residual is not None
+        x = add_rms_norm(x, residual, self.norm, 1e-5)
+        return product("head", x, self.head) if head else x
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(w.nbytes for layer in self.weights for w in layer.values()) + self.head.nbytes
+
+
+def torch_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """cuBLAS."""
+    return functional.linear(x, weight)
+
+
+def our_product() -> Product:
+    """What the layers use."""
+    kept: dict[int, Callable[..., torch.Tensor]] = {}
+
+    def product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        call = kept.get(weight.data_ptr())
+        if call is None:
+            call = kept[weight.data_ptr()] = few_rows(weight) or (lambda x, bias: functional.linear(x, weight, bias))
+        return call(x, None)
+
+    return product
+
+
+class Independent:
+    """Within this context no kernel starts before the one before it has ended."""
+
+    def __enter__(self) -> None:
+        self.options = launch._options
+        launch._options = lambda warps, stages: {"PDL": False, "num_warps": warps, "num_stages": stages}
+
+    def __exit__(self, *error: object) -> None:
+        launch._options = self.options
+
+
+def small_ops(model: Model, rows: int) -> None:
+    """Print the table of the small ops, inputs warm as in a step."""
+    x, residual, gate_up = randn(rows, model.hidden), randn(rows, model.hidden), randn(rows, 2 * model.inner)
+    weight, heads = randn(model.hidden), model.heads + 2 * model.kv_heads
+    qkv, half = randn(rows, heads, model.head_dim), model.inner
+    rope = RopeConfig(head_dim=model.head_dim, theta=1e4, original_len=8192, context_len=8192)
+    table = rotary_table(rope, torch.device("cuda"))
+    places = torch.arange(rows, device="cuda")
+    keys, values = randn(2, rows, model.kv_heads, model.head_dim)
+    norms = (randn(model.head_dim), randn(model.head_dim), 1e-6) if model.qk_norm else None
+    cos, sin = table.index_select(0, places).bfloat16().split(1, 1)
+
+    def torch_rotate() -> None:
+        qk, v = torch.split_with_sizes(qkv, [heads - model.kv_heads, model.kv_heads], 1)
+        if norms is not None:
+            qk = functional.rms_norm(qk, (model.head_dim,), norms[0], 1e-6)
+        turned = apply_rotary(qk, cos, sin)
+        keys.index_copy_(0, places, turned[:, model.heads :])
+        values.index_copy_(0, places, v)
+
+    rotate_bytes = 2 * qkv.nbytes
+    cases: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {
+        "rms_norm": (
+            lambda: rms_norm(x, weight, 1e-5),
+            lambda: functional.rms_norm(x, weight.shape, weight, 1e-5),
+            2 * x.nbytes,
+        ),
+        "add_rms_norm": (
+            lambda: add_rms_norm(x, residual, weight, 1e-5),
+            lambda: functional.rms_norm(x.add_(residual), weight.shape, weight, 1e-5),
+            4 * x.nbytes,
+        ),
+        "silu_mul": (
+            lambda: silu_mul(gate_up),
+            lambda: functional.silu(gate_up[:, :half]).mul_(gate_up[:, half:]),
+            gate_up.nbytes * 3 // 2,
+        ),
+        "rotate_and_store": (
+            lambda: rotate_and_store(qkv, model.heads, model.kv_heads, table, places, norms, keys, values, places),
+            torch_rotate,
+            rotate_bytes,
+        ),
+    }
+    for name, (ours, theirs, size) in cases.items():
+        us, torch_us = per_call([ours] * 20), per_call([theirs] * 20)
+        print(
+            f"  {name:18} m={rows:<5} {us:8.2f} us {size / us / 1e6:6.2f} TB/s   torch {torch_us:8.2f} us", flush=True
+        )
+
+
+def products(model: Model, rows: Sequence[int]) -> None:
+    """Check and print the table of the matrix products, weights cold."""
+    for name, (n, k) in model.matrices.items():
+        copies = max(2, -(-int(COLD) // (2 * n * k)))
+        weights = [randn(n, k, scale=0.02) for _ in range(copies)]
+        ours, floor = our_product(), 2 * n * k / READ * 1e6
+        for m in rows:
+            x = randn(m, k)
+            exact = x.float() @ weights[0].float().t()
+            error = float((ours(name, x, weights[0]).float() - exact).norm() / exact.norm())
+            assert error < 5e-3, (name, m, error)
+            us = per_call([lambda w=w, x=x, ours=ours: ours("", x, w) for w in weights])
+            cublas = per_call([lambda w=w, x=x: functional.linear(x, w) for w in weights])
+            print(
+                f"  {name:8} [{n}, {k}] m={m:<3} {us:7.2f} us {2 * n * k / us / 1e6:5.2f} TB/s  cuBLAS {cublas:7.2f} us"
+                f"  floor {floor:7.2f}  {tuning.tile_of(m, n, k) or 'cuBLAS'}",
+                flush=True,
+            )
+
+
+def steps(model: Model, rows: Sequence[int]) -> None:
+    """Check and print the table of whole steps without attention."""
+    step = Step(model, model.layers)
+    for m in rows:
+        ours = our_product()
+        ways: dict[str, Product] = {"cuBLAS": torch_product, "ours": ours}
+        exact, once = step.run(m, torch_product).float(), step.run(m, ours)
+        torch.cuda.synchronize()
+        error = float((once.float() - exact).norm() / exact.norm())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step.run(m, ours)
+        for _ in range(20):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert out.equal(once), "a replay differs from the run before"
+        times = {name: per_call([lambda way=way, m=m: step.run(m, way)]) for name, way in ways.items()}
+        with Independent():
+            times["ours, each after the other"] = per_call([lambda ours=ours, m=m: step.run(m, ours)])
+        matrices = {name: per_call([lambda way=way, m=m: matrices_only(step, m, way)]) for name, way in ways.items()}
+        print(
+            f"  m={m:<3} floor {step.bytes / READ * 1e6:7.0f} us;",
+            ", ".join(f"{name} {us:.0f}" for name, us in times.items()),
+            "; matrices alone:",
+            ", ".join(f"{name} {us:.0f}" for name, us in matrices.items()),
+            f"; difference to cuBLAS {error:.4f}",
+            flush=True,
+        )
+
+
+def matrices_only(step: Step, rows: int, product: Product) -> None:
+    """The products of a step, of inputs that do not depend on each other."""
+    inputs = {name: step.inputs.new_ones(rows, shape[1]) for name, shape in step.model.matrices.items()}
+    for layer in step.weights:
+        for name, weight in layer.items():
+            product(name, inputs[name], weight)
+    product("head", inputs["head"], step.head)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for name in args.models:
+            print(f"{name}: small ops")
+            for rows in (1, 16, 64, 8192):
+                small_ops(MODELS[name], rows)
+            print(f"{name}: matrix products")
+            products(MODELS[name], args.rows)
+            print(f"{name}: steps without attention")
+            steps(MODELS[name], args.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Finds the table of ``dovetail.ops.triton.tuning``: tiles of matrix products of few rows, beside cuBLAS.
+
+    python benchmarks/tune_matmul.py [--models 8b small] [--top 8]
+
+Every tile that fits a shape is checked against float32 and timed on cold weights. The fastest ones then compete in the step
+of ``ops_gpu.Step``, one matrix after the other, as what is asked for ahead of time shows only among other kernels.
+Prints both, and the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch.nn import functional
+
+from dovetail.ops.triton.matmul import Workspace, matmul
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, Tile
+from ops_gpu import COLD, MODELS, Independent, Model, Step, per_call, randn
+
+BUCKETS = (1, 16, 32, 64)
+SHARED_MEMORY = 227 * 1024
+SMS = 132
+GAIN = 0.997
+"""A tile replaces another in a step where it makes the step this much faster, cuBLAS by half of that."""
+
+ONE_ROW = [
+    (2, 256, 1), (4, 256, 1), (8, 256, 1), (2, 512, 1), (4, 512, 1), (1, 512, 2), (2, 512, 2), (4, 512, 2), (8, 512, 2),
+    (2, 1024, 2), (4, 1024, 2), (1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (1, 2048, 4), (2, 2048, 4),
+    (1, 2048, 8), (2, 2048, 8), (4, 2048, 8), (1, 4096, 8), (2, 4096, 8),
+]  # fmt: skip
+FEW_ROWS = [
+    (32, 128, 4, 6), (32, 128, 4, 8), (32, 256, 4, 4), (32, 256, 4, 6), (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6),
+    (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 5),
+    (128, 128, 8, 4), (256, 64, 8, 4),
+]  # fmt: skip
+AHEAD = (0, 8, 16, 32)
+Choice = Tile | None
+
+
+def candidates(block_m: int, n: int, k: int) -> list[Tile]:
+    """The tiles to try."""
+    if block_m == 1:
+        return [Tile(1, rows, width, warps) for rows, width, warps in ONE_ROW if k % width == 0]
+    found = []
+    for (block_n, block_k, warps, stages), split in itertools.product(FEW_ROWS, (1, 2, 3, 4, 7, 8)):
+        programs = -(-n // block_n) * split
+        if (
+            k % (block_k * split) == 0
+            and 2 * (block_n + block_m) * block_k * stages <= SHARED_MEMORY
+            and (programs >= SMS // 2 or split == 8)
+            and (
+                split == 1
+                or (programs <= SMS * 8 and programs * block_n * block_m <= MAX_PARTS and programs <= MAX_TILES)
+            )
+        ):
+            found.append(Tile(block_m, block_n, block_k, warps, stages, split))
+    return found
+
+
+def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: Tile, space: Workspace) -> bool:
+    """Whether the product agrees with float32, twice in a row, in memory that was poisoned."""
+    for _ in range(2):
+        torch.full(
+            (x.shape[0], weight.shape[0]), torch.nan, dtype=x.dtype, device=x.device
+        )  # freed: the output's memory
+        got = matmul(x, weight, None, tile, space).float()
+        if not (got - exact).norm() < 5e-3 * exact.norm():
+            return False
+    return True
+
+
+def compile_all(models: Iterable[Model], space: Workspace) -> None:
+    """Compile every candidate, on all cores."""
+    x, w = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in (1 << 20, 1 << 22))
+    shapes = {shape for model in models for shape in model.matrices.values()}
+    wanted = {
+        tile._replace(split=min(tile.split, 2), ahead=ahead)
+        for m, (n, k), ahead in itertools.product(BUCKETS, shapes, AHEAD)
+        for tile in candidates(m, n, k)
+    }
+
+    def compile_one(tile: Tile) -> None:
+        k = tile.block_k * tile.split * 2
+        try:
+            matmul(x[: 2 * k].view(2, k)[: tile.block_m], w[: 256 * k].view(256, k), None, tile, space)
+        except Exception as error:
+            print("FAILED", tile, repr(error)[:200])
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(compile_one, sorted(wanted)))
+    torch.cuda.synchronize()
+    print(f"{len(wanted)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def tune_alone(name: str, n: int, k: int, space: Workspace, top: int) -> dict[int, list[Choice]]:
+    """The best tiles of one shape by number of rows; None stands for cuBLAS."""
+    weights = [randn(n, k, scale=0.02) for _ in range(max(2, -(-int(COLD) // (2 * n * k))))]
+    inputs, best = randn(64, k), {}
+    exact = inputs.float() @ weights[0].float().t()
+    for m in BUCKETS:
+        x = inputs[:m].contiguous()
+        found: list[tuple[float, Choice]] = [
+            (per_call([lambda x=x, w=w: functional.linear(x, w) for w in weights]), None)
+        ]
+        for tile in candidates(m, n, k) + (candidates(16, n, k) if m == 1 else []):
+            if not right(x, weights[0], exact[:m], tile, space):
+                print("WRONG", name, m, tile, flush=True)
+                continue
+            calls = [lambda x=x, w=w, tile=tile: matmul(x, w, None, tile, space) for w in weights]
+            found.append((per_call(calls, 3), tile))
+        found.sort(key=lambda pair: pair[0])
+        cublas = next(us for us, tile in found if tile is None)
+        text = ", ".join(f"{us:.2f} {tile and tuple(tile)}" for us, tile in found[:3])
+        print(f"{name} [{n}, {k}] m={m}: cuBLAS {cublas:.2f} us; {text}", flush=True)
+        best[m] = [tile for _, tile in found[:top]]
+        if None not in best[m]:
+            best[m].append(None)
+    return best
+
+
+def tune_together(
+    model: Model, m: int, best: dict[str, list[Choice]], space: Workspace, step: Step
+) -> dict[str, Choice]:
+    """The choice for each matrix of a layer, made where it is used."""
+    chosen = {name: choices[0] for name, choices in best.items()}
+
+    def measure(name: str, choice: Choice) -> float:
+        return whole({**chosen, name: choice}, name == "head")
+
+    def whole(trial: dict[str, Choice], head: bool) -> float:
+        def product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            tile = trial[name]
+            return functional.linear(x, weight) if tile is None else matmul(x, weight, None, tile, space)
+
+        return per_call([lambda: step.run(m, product, head=head)], 7)
+
+    for turn, (name, choices) in itertools.product(range(2), best.items()):
+        if name == "head" and turn:
+            continue
+        now = measure(name, chosen[name])
+        for choice in choices:
+            for ahead in AHEAD if choice is not None else (0,):
+                tile = choice and choice._replace(ahead=ahead)
+                us = measure(name, tile)
+                if us < now * GAIN or (chosen[name] is None and us < now):
+                    now, chosen[name] = us, tile
+        print(f"  m={m} {name}: {now:.1f} us, {chosen[name] and tuple(chosen[name])}", flush=True)
+    with Independent():
+        alone = whole(chosen, True)
+    cublas = whole(dict.fromkeys(chosen), True)
+    print(
+        f"  m={m}: chosen {whole(chosen, True):.1f} us, each kernel after the other {alone:.1f}, all cuBLAS {cublas:.1f}"
+    )
+    return chosen
+
+
+def main() -> None:
+    """Tune the shapes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--top", type=int, default=8)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    space, table = Workspace(torch.device("cuda")), {}
+    with torch.inference_mode():
+        compile_all([MODELS[name] for name in args.models], space)
+        for name in args.models:
+            model = MODELS[name]
+            best = {
+                part: tune_alone(f"{name} {part}", *shape, space, args.top) for part, shape in model.matrices.items()
+            }
+            step = Step(model, 8 if model.hidden >= 4096 else model.layers)
+            for m in BUCKETS:
+                chosen = tune_together(model, m, {part: found[m] for part, found in best.items()}, space, step)
+                for part, tile in chosen.items():
+                    table.setdefault(model.matrices[part], {})[m] = tile and tuple(tile)
+    for shape, tiles in table.items():
+        print(f"    {shape}: {tiles},")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""How the products of few rows are cut, as measured by ``benchmarks/tune_matmul.py``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MAX_ROWS = 64
+"""Rows up to which the kernels are asked; from there on torch's product is the faster one."""
+MAX_PARTS = 1 << 22
+"""float32 numbers in the workspace of split products: parts of a tile times tiles times their rows and columns."""
+MAX_TILES = 1 << 14
+"""Tiles of a split product."""
+
+
+class Tile(NamedTuple):
+    """How a product is cut. ``block_m`` 1 is the kernel of one row, which has no stages and no split. ``ahead``: lines of 128
+    bytes per row of the weight to ask for before waiting for the kernel before (a power of two, or 0)."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int = 1
+    split: int = 1
+    ahead: int = 0
+
+
+MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
+    (6144, 4096): {
+        1: Tile(1, 1, 2048, 4),
+        16: Tile(16, 64, 128, 4, 4),
+        32: Tile(32, 64, 256, 4, 3),
+        64: None,
+    },
+    (4096, 4096): {
+        1: Tile(1, 8, 512, 2),
+        16: Tile(16, 64, 128, 4, 6, split=2, ahead=8),
+        32: Tile(32, 64, 256, 4, 3, split=2, ahead=8),
+        64: None,
+    },
+    (28672, 4096): {
+        1: Tile(1, 2, 1024, 4),
+        16: None,
+        32: None,
+        64: Tile(64, 128, 128, 8, 4),
+    },
+    (4096, 14336): {
+        1: Tile(1, 4, 1024, 4, ahead=16),
+        16: Tile(16, 64, 128, 4, 6, split=2, ahead=8),
+        32: Tile(32, 64, 128, 4, 6, split=2, ahead=8),
+        64: Tile(64, 64, 64, 4, 8, split=2, ahead=8),
+    },
+    (128256, 4096): {
+        1: Tile(16, 128, 128, 4, 3),
+        16: Tile(16, 128, 128, 4, 3),
+        32: Tile(32, 128, 128, 8, 4),
+        64: Tile(64, 256, 64, 8, 4),
+    },
+    (4096, 1024): {
+        1: Tile(1, 4, 512, 2, ahead=16),
+        16: Tile(16, 64, 128, 4, 6, split=2, ahead=8),
+        32: None,
+        64: None,
+    },
+    (1024, 2048): {
+        1: Tile(1, 2, 2048, 4, ahead=16),
+        16: Tile(16, 64, 256, 4, 3, split=8, ahead=8),
+        32: Tile(32, 32, 256, 4, 4, split=8, ahead=8),
+        64: Tile(64, 32, 256, 4, 4, split=4, ahead=8),
+    },
+    (6144, 1024): {
+        1: Tile(1, 8, 256, 1, ahead=16),
+        16: Tile(16, 64, 128, 4, 6),
+        32: Tile(32, 64, 128, 4, 6),
+        64: Tile(64, 64, 64, 4, 8),
+    },
+    (1024, 3072): {
+        1: Tile(1, 2, 1024, 4, ahead=16),
+        16: Tile(16, 64, 128, 4, 6, split=8, ahead=8),
+        32: Tile(32, 32, 128, 4, 6, split=8, ahead=8),
+        64: Tile(64, 32, 128, 4, 6, split=4, ahead=8),
+    },
+    (151936, 1024): {
+        1: Tile(1, 4, 256, 1),
+        16: Tile(16, 128, 128, 4, 3),
+        32: Tile(32, 64, 128, 4, 4),
+        64: Tile(64, 128, 64, 4, 6, ahead=8),
+    },
+}
+"""By (n, k) of the weight, the tile for up to 1, 16, 32 and 64 rows; None where torch's product (cuBLAS) is faster."""
+
+
+def tile_of(rows: int, n: int, k: int) -> Tile | None:
+    """The tile for ``rows`` rows and a weight ``[n, k]``; None: torch's product."""
+    bucket = next(bucket for bucket in (1, 16, 32, 64) if rows <= bucket)
+    measured = MEASURED.get((n, k))
+    return guess(bucket, n, k) if measured is None else measured[bucket]
+
+
+def guess(bucket: int, n: int, k: int) -> Tile | None:
+    """For shapes that were not measured: one row as the others of its kind, several by torch."""
+    if bucket > 1:
+        return None
+    warps = next((warps for warps in (4, 2, 1) if k % (256 * warps) == 0), None)
+    return None if warps is None else Tile(1, 2 if n < 65536 else 4, 256 * warps, warps, ahead=16)
+
+
+def describe(n: int, k: int) -> str:
+    """The choices for a weight ``[n, k]``, for people."""
+    source = "measured" if (n, k) in MEASURED else "not measured"
+    choices = ((bucket, tile_of(bucket, n, k)) for bucket in (1, 16, 32, 64))
+    texts = [f"up to {bucket} rows {'torch' if tile is None else _text(tile)}" for bucket, tile in choices]
+    return f"[{n}, {k}] {source}: {', '.join(texts)}, more torch"
+
+
+def _text(tile: Tile) -> str:
+    split = f" in {tile.split} parts" if tile.split > 1 else ""
+    return f"triton {tile.block_m}x{tile.block_n}x{tile.block_k}{split}"
