@@ -115,11 +115,13 @@ class Loop:
         return Scheduler(limits, ledger, policy, self.grammars, tokenizer, eos)
 
     def _shares_prefixes(self) -> bool:
-        """Whether decode rows are worth ordering by what they share: somebody knows it, and somebody makes use of it."""
+        """Whether decode rows are worth ordering by what they share: somebody knows it, somebody makes use of it, and every
+        layer reads the whole past."""
         resolved = self.resolved
         return (
             Feature.CACHE_SHARED_PREFIXES in resolved.cache.spec.offers
             and Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
+            and Feature.ATTN_SLIDING_WINDOW not in resolved.model_info.needs
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------

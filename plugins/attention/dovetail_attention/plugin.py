@@ -29,8 +29,39 @@ TORCH_NATIVE = ComponentSpec(
     constraints=Constraints(devices=("cpu", "cuda"), dtypes=("float32", "bfloat16", "float16")),
 )
 
+FLASH_ATTN = ComponentSpec(
+    kind=ComponentKind.ATTENTION,
+    name="flash_attn",
+    target="dovetail_attention.flash_attn.backend:FlashAttention",
+    config="dovetail_attention.config:FlashAttnConfig",
+    summary="FlashAttention-3 on Hopper, from whichever distribution is installed; FlashAttention-2 on Ampere and later.",
+    api=(1, 1),
+    offers=frozenset(
+        {
+            Feature.ATTN_EXTEND,
+            Feature.ATTN_DECODE,
+            Feature.ATTN_VERIFY,
+            Feature.ATTN_MIXED,
+            Feature.ATTN_SLIDING_WINDOW,
+            Feature.ATTN_SOFT_CAP,
+            Feature.ATTN_GRAPH,
+            Feature.ATTN_SHARED_PREFIX,
+        }
+    ),
+    constraints=Constraints(
+        devices=("cuda",),
+        min_compute_capability=(8, 0),
+        max_compute_capability=(9, 0),
+        dtypes=("bfloat16", "float16"),
+        kv_dtypes=("bfloat16", "float16"),
+        head_dims=(64, 96, 128, 192, 256),
+    ),
+    priority=30,
+    probe="dovetail_attention.flash_attn.backend:probe",
+)
+
 
 @hookimpl
 def register_attention_backends() -> Sequence[ComponentSpec]:
     """The backends of this distribution."""
-    return (TORCH_NATIVE,)
+    return (TORCH_NATIVE, FLASH_ATTN)

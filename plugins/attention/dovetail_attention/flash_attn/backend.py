@@ -1,0 +1,148 @@
+"""The backend: which rows go into which call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail.ops.merge import merge_states
+from dovetail_attention.flash_attn.providers import Call, usable
+
+if TYPE_CHECKING:
+    from dovetail.types import Batch
+    from dovetail_attention.config import FlashAttnConfig
+
+MAX_SPLITS = 32
+
+SHARED_SPLITS = 8
+"""Parts that a group's keys may be read in at the same time: few groups must still keep the device busy, and how many
+there are is not known when a graph is captured."""
+
+BYTES_PER_SECOND = 3.6e12
+SHARING_SECONDS = 14e-6
+"""What reading shared prefixes costs beyond the bytes it reads: one more call and the merge. Seconds a layer, H200."""
+
+
+class Rows(NamedTuple):
+    """Rows of a batch that one call serves: their tokens, and the arguments of ``Call``."""
+
+    tokens: slice
+    cu_q: torch.Tensor
+    used_k: torch.Tensor
+    table: torch.Tensor
+    max_q: int
+    max_k: int
+    splits: int = 0
+
+
+class FlashAttention(AttentionBackend):
+    """Prompt rows in one call and decode rows in another, as the kernel for one query a row is a different one."""
+
+    def __init__(self, config: FlashAttnConfig, context: AttentionContext) -> None:
+        capability = torch.cuda.get_device_capability(context.device)
+        provider, reasons = usable(capability, config.provider, config.library)
+        if provider is None:
+            raise ConfigError(f"attention flash_attn has no kernels: {'; '.join(reasons)}")
+        if context.pool.page_size % provider.page_multiple:
+            raise ConfigError(
+                f"memory.page_size is {context.pool.page_size}; {provider.name} allows multiples of {provider.page_multiple}"
+            )
+        self.provider = provider.name
+        self._attend = provider.open(config.library)
+        self._pool = context.pool
+        self._heads, self._kv_heads, self._head_dim = context.num_heads, context.num_kv_heads, context.head_dim
+        self._max_context = context.max_context
+        self._processors = torch.cuda.get_device_properties(context.device).multi_processor_count
+        self._parts: list[Rows] = []
+        self._graphs: dict[tuple[int, bool], list[Rows]] = {}
+
+    def shares(self, batch: Batch) -> bool:
+        """True if the bytes saved take longer to read than one more call and the merge."""
+        assert batch.shared is not None
+        token_bytes = 2 * self._kv_heads * self._head_dim * self._pool.keys(0).element_size()
+        return batch.shared.saved * token_bytes / BYTES_PER_SECOND > SHARING_SECONDS
+
+    def plan(self, batch: Batch) -> None:
+        """Divide the rows. No copy, no wait."""
+        rows, split = len(batch.slots), batch.num_extend
+        kv_lens = batch.prefix_lens + batch.extend_lens
+        if batch.extend_lens.max() > 1 and 0 < split < rows and batch.extend_lens[split:].max() == 1:
+            tokens = int(batch.extend_lens[:split].sum())
+            self._parts = [
+                self._rows(batch, slice(0, split), slice(0, tokens), batch.qo_indptr[: split + 1], kv_lens),
+                self._rows(batch, slice(split, rows), slice(tokens, None), batch.qo_indptr[split:] - tokens, kv_lens),
+            ]
+        else:
+            self._parts = [self._rows(batch, slice(0, rows), slice(None), batch.qo_indptr, kv_lens)]
+
+    @staticmethod
+    def _rows(batch: Batch, rows: slice, tokens: slice, cu_q: torch.Tensor, kv_lens) -> Rows:
+        max_q, max_k = int(batch.extend_lens[rows].max()), int(kv_lens[rows].max())
+        return Rows(tokens, cu_q, batch.kv_lens[rows], batch.page_table[rows], max_q, max_k)
+
+    def plan_capture(self, batch: Batch) -> None:
+        """The longest context, and as many splits as keep the device busy."""
+        rows = len(batch.slots)
+        splits = min(MAX_SPLITS, max(1, -(-self._processors // (rows * self._kv_heads))))
+        whole = Rows(slice(None), batch.qo_indptr, batch.kv_lens, batch.page_table, 1, self._max_context, splits)
+        self._parts = [whole]
+
+    def plan_replay(self, batch: Batch) -> None:
+        """Nothing: the kernels read lengths and tables on the device."""
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        """See ``AttentionBackend.forward``."""
+        if batch.shared is not None:
+            return self._forward_shared(q, layer, batch)
+        outs = [self._call(q[rows.tokens], layer, rows, causal=True)[0] for rows in self._parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _forward_shared(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        groups, (whole,) = batch.shared, self._parts
+        assert groups is not None
+        shared = Rows(
+            slice(None),
+            groups.indptr,
+            groups.group_lens,
+            groups.group_table,
+            len(batch.slots),
+            whole.max_k,
+            SHARED_SPLITS,
+        )
+        own = whole._replace(used_k=groups.own_lens, table=groups.own_table)
+        of_shared, of_own = (
+            self._call(q, layer, shared, causal=False, sinks=False),
+            self._call(q, layer, own, causal=True),
+        )
+        return merge_states(*of_shared, *of_own)
+
+    def _call(
+        self, q: torch.Tensor, layer: AttentionLayer, rows: Rows, *, causal: bool, sinks: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._attend(
+            Call(
+                q,
+                self._pool.keys(layer.layer_id),
+                self._pool.values(layer.layer_id),
+                rows.cu_q,
+                rows.used_k,
+                rows.table,
+                rows.max_q,
+                rows.max_k,
+                layer.scale,
+                causal,
+                layer.window,
+                layer.soft_cap,
+                layer.sinks.to(q.dtype) if sinks and layer.sinks is not None else None,
+                rows.splits,
+            )
+        )
+
+
+def probe() -> str | None:
+    """Why no provider can be used on the current device; None if one can."""
+    provider, reasons = usable(torch.cuda.get_device_capability(), "auto", None)
+    return None if provider else "; ".join(reasons)

@@ -1,0 +1,213 @@
+"""Where FlashAttention's kernels come from. Several distributions ship them, under different names and signatures.
+
+A provider's ``attend`` takes one call's tensors and returns ``out [tokens, heads, head_dim]`` and its log-sum-exp, float32
+``[heads, tokens]``. Queries without a key get an infinite log-sum-exp and any output.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+LIBRARY = "_vllm_fa3_C.abi3.so"
+
+
+class Call(NamedTuple):
+    """One attention call over a paged pool, ``keys`` and ``values [pages, page_size, kv_heads, head_dim]``.
+
+    Row r has queries ``[cu_q[r], cu_q[r + 1])``, the first ``used_k[r]`` keys of its pages ``table[r]``, and at most
+    ``max_q`` queries and ``max_k`` keys. ``window`` is that of ``AttentionLayer``. ``splits`` bounds the parts that a
+    row's keys are read in at the same time; 0 lets the kernel decide.
+    """
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    cu_q: torch.Tensor
+    used_k: torch.Tensor
+    table: torch.Tensor
+    max_q: int
+    max_k: int
+    scale: float
+    causal: bool
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    splits: int = 0
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Keys to the left and to the right that a query sees; -1: all."""
+        return (-1, -1) if self.window is None else (self.window - 1, 0)
+
+
+Attend = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A distribution that may be there. ``open`` returns its ``attend``; ``missing`` says why it cannot be used here."""
+
+    name: str
+    install: str
+    missing: Callable[[Path | None], str | None]
+    open: Callable[[Path | None], Attend]
+    min_capability: tuple[int, int] = (9, 0)
+    max_capability: tuple[int, int] = (9, 0)
+    page_multiple: int = 1
+
+
+def providers() -> Iterator[Provider]:
+    """All that are known, best first."""
+    yield Provider(
+        "flash_attn_interface",
+        "build FlashAttention-3 from the `hopper` folder of the flash-attention repository",
+        lambda _: _no_module("flash_attn_interface"),
+        lambda _: _kvcache_function("flash_attn_interface"),
+    )
+    yield Provider("vllm", "pip install vllm", _no_library, _open_library)
+    yield Provider(
+        "sgl_kernel",
+        "pip install sglang-kernel",
+        lambda _: _no_module("sgl_kernel"),
+        lambda _: _kvcache_function("sgl_kernel.flash_attn"),
+    )
+    yield Provider(
+        "flash_attn",
+        "pip install flash-attn --no-build-isolation",
+        lambda _: _no_module("flash_attn"),
+        lambda _: _flash_attn_2(),
+        min_capability=(8, 0),
+        max_capability=(9, 0),
+        page_multiple=256,
+    )
+
+
+def usable(capability: tuple[int, int], name: str, library: Path | None) -> tuple[Provider | None, list[str]]:
+    """The first provider that can be used on a device of this compute capability, of all (``auto``) or the one that is
+    named; and why each one before it cannot."""
+    reasons: list[str] = []
+    for provider in providers():
+        if name not in ("auto", provider.name):
+            continue
+        if not provider.min_capability <= capability <= provider.max_capability:
+            low, high = (".".join(map(str, c)) for c in (provider.min_capability, provider.max_capability))
+            reasons.append(f"{provider.name} needs compute capability {low} to {high}")
+        elif (missing := provider.missing(library)) is not None:
+            reasons.append(f"{provider.name}: {missing} ({provider.install})")
+        else:
+            return provider, reasons
+    return None, reasons
+
+
+def _no_module(name: str) -> str | None:
+    return None if importlib.util.find_spec(name) else f"module {name} is not installed"
+
+
+def _library_file(library: Path | None) -> Path | None:
+    if library is not None:
+        return library if library.is_file() else None
+    folders = [Path(folder or ".") for folder in sys.path]
+    candidates = [*(f / LIBRARY for f in folders), *(f / "vllm" / "vllm_flash_attn" / LIBRARY for f in folders)]
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _no_library(library: Path | None) -> str | None:
+    if _library_file(library) is not None:
+        return None
+    return f"there is no {library}" if library else f"no folder of the Python path holds {LIBRARY}"
+
+
+def _open_library(library: Path | None) -> Attend:
+    file = _library_file(library)
+    assert file is not None, "asked after `missing`"
+    torch.ops.load_library(str(file))
+    fwd: Any = torch.ops._vllm_fa3_C.fwd
+
+    def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = call.window_size
+        rotary = (None, None, None)
+        scales = (None, None, None)
+        out, lse, *_ = fwd(
+            call.q, call.keys, call.values, None, None, None, None, call.cu_q, None, None, None, call.used_k,
+            call.max_q, call.max_k, call.table, None, None, *rotary, *scales, call.scale, call.causal, left, right,
+            call.soft_cap or 0.0, False, None, call.splits, None, 0, call.sinks, 1, 0, None,
+        )  # fmt: skip
+        return out, lse
+
+    return attend
+
+
+def _kvcache_function(module: str) -> Attend:
+    """``flash_attn_with_kvcache`` of the official package; sglang-kernel's has the same keywords."""
+    function: Any = importlib.import_module(module).flash_attn_with_kvcache
+
+    def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        extra = {} if call.sinks is None else {"sinks": call.sinks}
+        out, lse, *_ = function(
+            call.q,
+            call.keys,
+            call.values,
+            cache_seqlens=call.used_k,
+            page_table=call.table,
+            cu_seqlens_q=call.cu_q,
+            max_seqlen_q=call.max_q,
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size=call.window_size,
+            softcap=call.soft_cap or 0.0,
+            num_splits=call.splits,
+            return_softmax_lse=True,
+            **extra,
+        )
+        return out, lse
+
+    return attend
+
+
+def _flash_attn_2() -> Attend:
+    """FlashAttention-2: one query a row, or ragged queries with the cumulated lengths of all keys."""
+    package: Any = importlib.import_module("flash_attn")
+
+    def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {
+            "softmax_scale": call.scale,
+            "causal": call.causal,
+            "window_size": call.window_size,
+            "softcap": call.soft_cap or 0.0,
+            "block_table": call.table,
+        }
+        if call.max_q == 1:
+            q = call.q[:, None]
+            out, lse = package.flash_attn_with_kvcache(
+                q,
+                call.keys,
+                call.values,
+                cache_seqlens=call.used_k,
+                num_splits=call.splits,
+                return_softmax_lse=True,
+                **options,
+            )
+            return out[:, 0], lse[:, :, 0].t()
+        cu_k = torch.nn.functional.pad(call.used_k.cumsum(0, dtype=torch.int32), (1, 0))
+        out, lse, _ = package.flash_attn_varlen_func(
+            call.q,
+            call.keys,
+            call.values,
+            cu_seqlens_q=call.cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=call.max_q,
+            max_seqlen_k=call.max_k,
+            return_attn_probs=True,
+            **options,
+        )
+        return out, lse
+
+    return attend
