@@ -167,9 +167,8 @@ def test_penalties_follow_their_formula(vocab: int, dtype: torch.dtype):
     in_prompt = torch.rand(4, vocab, device="cuda") < 0.01
     counts = torch.where(torch.rand(4, vocab, device="cuda") < 0.01, 3.0, 0.0)
     in_prompt[3], counts[3] = False, 0
-    repetition, presence, frequency = torch.tensor(
-        [[1.4, 1.0, 0.7, 9.0], [0.5, 0.0, 0.1, 9.0], [0.0, 0.3, 0.2, 9.0]].cuda()
-    )
+    settings = [[1.4, 1.0, 0.7, 9.0], [0.5, 0.0, 0.1, 9.0], [0.0, 0.3, 0.2, 9.0]]
+    repetition, presence, frequency = torch.tensor(settings, device="cuda")
     x, (r, p, f) = logits.double(), (v[:, None].double() for v in (repetition, presence, frequency))
     expected = (
         torch.where(in_prompt | (counts > 0), torch.where(x > 0, x / r, x * r), x) - (counts > 0) * p - counts * f

@@ -14,71 +14,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK = 4096  # tokens of one program of the first step
-SUB = 16  # tokens of a group: 32 bytes of bfloat16
+from dovetail.ops.triton.rows import clean, combine, exponent_scale, invert_blocks
+
 SLOTS = 512  # groups whose tokens are candidates
 
 
 def value_bits(dtype: torch.dtype) -> int:
     """Low bits of a float32 in which numbers of ``dtype`` cannot differ."""
     return {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[dtype]
-
-
-@triton.jit
-def clean(x):
-    """Float32 without NaN (as -inf) and +inf."""
-    return tl.minimum(tl.maximum(x.to(tl.float32), float("-inf")), 3.3895313892515355e38)
-
-
-@triton.jit
-def exponent_scale(temperature):
-    """What logits are multiplied by before ``exp2``, bounded so that 0 times it and inf times it stay what they mean."""
-    scale = 1.4426950408889634 / tl.where(temperature == 0, 1.0, temperature)
-    return tl.minimum(tl.maximum(scale, 1e-37), 1e37)
-
-
-@triton.jit
-def best_token(row, vocab, maxima, groups, SUB: tl.constexpr):
-    """The first token that has the maximum of ``maxima``, from the first group of each block that has its maximum."""
-    best = tl.max(maxima, axis=0)
-    token = tl.min(tl.where(maxima == best, groups, 2**30), axis=0) * SUB + tl.arange(0, SUB)
-    x = clean(tl.load(row + token, mask=token < vocab, other=float("-inf")))
-    return tl.minimum(tl.min(tl.where(x == best, token, vocab), axis=0), vocab - 1)
-
-
-@triton.jit
-def combine(row, n, vocab, values, ids, blocks, scale, BLOCKS: tl.constexpr, SUB: tl.constexpr):
-    """Best value (0 if all are -inf), best token, and the mass float64 ``[BLOCKS]`` and maxima of row ``n``'s blocks."""
-    block = tl.arange(0, BLOCKS)
-    maxima = tl.load(values + n * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
-    sums = tl.load(values + (n * 2 + 1) * blocks + block, mask=block < blocks, other=0.0)
-    token = best_token(row, vocab, maxima, tl.load(ids + n * blocks + block, mask=block < blocks, other=2**20), SUB)
-    best = tl.max(maxima, axis=0)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    mass = sums.to(tl.float64) * tl.exp2((maxima - best) * scale).to(tl.float64)
-    return best, token, mass, maxima
-
-
-@triton.jit
-def invert_blocks(row, vocab, uniform, scale, best, token, mass, maxima, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The first token whose cumulative mass exceeds ``uniform`` of the total; ``token`` where there is no mass at all."""
-    block = tl.arange(0, BLOCKS)
-    total = tl.sum(mass, axis=0)
-    target = uniform * total
-    cumulative = tl.cumsum(mass, axis=0)
-    chosen = tl.min(tl.where((cumulative > target) & (mass > 0), block, BLOCKS), axis=0)
-    chosen = tl.minimum(chosen, tl.max(tl.where(mass > 0, block, 0), axis=0))  # rounding may make the target the total
-    before = tl.max(tl.where(block < chosen, cumulative, 0.0), axis=0)
-    peak = tl.max(tl.where(block == chosen, maxima, float("-inf")), axis=0)
-    if total > 0:
-        at = chosen * BLOCK + tl.arange(0, BLOCK)
-        x = clean(tl.load(row + at, mask=at < vocab, other=float("-inf")))
-        weight = tl.exp2((x - peak) * scale)
-        factor = tl.exp2((peak - best) * scale).to(tl.float64)
-        reached = before + tl.cumsum(weight.to(tl.float64), axis=0) * factor
-        token = tl.min(tl.where((reached > target) & (weight > 0), at, 2**30), axis=0)
-        token = tl.minimum(token, tl.max(tl.where(weight > 0, at, 0), axis=0))
-    return token
 
 
 @triton.jit

@@ -13,19 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.triton.filters import (
-    BLOCK,
-    SLOTS,
-    SUB,
-    best_token,
-    clean,
-    combine,
-    exponent_scale,
-    filtered_kernel,
-    invert_blocks,
-    value_bits,
-)
+from dovetail.ops.triton.filters import SLOTS, filtered_kernel, value_bits
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.rows import BLOCK, SUB, best_token, clean, combine, exponent_scale, invert_blocks
 
 
 @triton.jit
