@@ -24,6 +24,7 @@ from rich.table import Table
 from dovetail import LLM, Resolved, SamplingParams
 from dovetail.engine.engine import Engine
 from dovetail.engine.inputs import Inputs
+from dovetail.engine.memory import Needs, budget_for
 from dovetail.loop import Loop
 from dovetail.memory.pool import PagedKVPool
 from dovetail.messages import AbortAllMsg, GenerateMsg
@@ -46,11 +47,15 @@ class StubEngine(Engine):
         self.context_len = self.info.context_len
         self.page_size = config.memory.page_size
         pages = -(-self.context_len // self.page_size) + 1
-        self.num_pages = config.scheduler.max_running * pages
+        self.num_pages = config.scheduler.rows * pages
         self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
-        self.inputs = Inputs(config.scheduler.max_running, pages, self.page_size, self.device)
+        self.inputs = Inputs(config.scheduler.rows, pages, self.page_size, self.device)
+        self.graphs = None
+        self.budget = budget_for(
+            config, self.info.cache_groups[0], torch.float32, self.device, self.context_len, Needs()
+        )
         self.prepare_seconds = 0.0
-        self._tokens = torch.ones(config.scheduler.max_running, 1, dtype=torch.int64)
+        self._tokens = torch.ones(config.scheduler.rows, 1, dtype=torch.int64)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardOutput:

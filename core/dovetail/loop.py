@@ -10,6 +10,7 @@ advances grammars and answers clients.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -85,6 +86,8 @@ class Loop:
         self._outbox: list[Answer] = []
         self._steps = 0
         self._seconds = {"step": 0.0, "schedule": 0.0, "commit": 0.0}
+        gc.collect()
+        gc.freeze()  # what lives as long as the loop need not be looked at again: a full collection takes tens of milliseconds
 
     def _build_drafter(self) -> Drafter | None:
         if self.resolved.drafter is None:

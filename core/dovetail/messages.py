@@ -57,7 +57,7 @@ class ShutdownMsg(msgspec.Struct, tag=True, frozen=True):
     drain: bool = True
 
 
-class TokenOutput(msgspec.Struct, tag=True, frozen=True):
+class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     """New tokens of one request. ``finish`` is set in the last one; nothing follows it.
 
     ``logprobs`` has one entry per new token where the request asked for them; ``prompt_logprobs`` comes once, with the

@@ -136,11 +136,6 @@ def budget_for(
     return Budget(total, needs, pages * page, pages, (pages - 1) * memory.page_size, left)
 
 
-def num_pages_for(config: Config, group: CacheGroup, dtype: torch.dtype, device: torch.device, context_len: int) -> int:
-    """The pages of ``budget_for`` where nothing was measured."""
-    return budget_for(config, group, dtype, device, context_len, Needs()).num_pages
-
-
 def _too_little(config: Config, needs: Needs, allowed: int, page: int, free: int, total: int) -> str:
     memory = config.memory
     text = (
