@@ -21,6 +21,10 @@ SHARED_SPLITS = 8
 """Parts that a group's keys may be read in at the same time: few groups must still keep the device busy, and how many
 there are is not known when a graph is captured."""
 
+QUERY_TILE = 128
+BUSY_TILES = 2
+"""With so many tiles of queries for each multiprocessor, keys are not split: the kernel's own rule splits long prompts."""
+
 BYTES_PER_SECOND = 3.6e12
 SHARING_SECONDS = 14e-6
 """What reading shared prefixes costs beyond the bytes it reads: one more call and the merge. Seconds a layer, H200."""
@@ -30,7 +34,7 @@ class Rows(NamedTuple):
     """Rows of a batch that one call serves: their tokens, and the arguments of ``Call``."""
 
     tokens: slice
-    cu_q: torch.Tensor
+    cu_q: torch.Tensor | None
     used_k: torch.Tensor
     table: torch.Tensor
     max_q: int
@@ -57,7 +61,6 @@ class FlashAttention(AttentionBackend):
         self._max_context = context.max_context
         self._processors = torch.cuda.get_device_properties(context.device).multi_processor_count
         self._parts: list[Rows] = []
-        self._graphs: dict[tuple[int, bool], list[Rows]] = {}
 
     def shares(self, batch: Batch) -> bool:
         """True if the bytes saved take longer to read than one more call and the merge."""
@@ -68,27 +71,42 @@ class FlashAttention(AttentionBackend):
     def plan(self, batch: Batch) -> None:
         """Divide the rows. No copy, no wait."""
         rows, split = len(batch.slots), batch.num_extend
-        kv_lens = batch.prefix_lens + batch.extend_lens
-        if batch.extend_lens.max() > 1 and 0 < split < rows and batch.extend_lens[split:].max() == 1:
-            tokens = int(batch.extend_lens[:split].sum())
-            self._parts = [
-                self._rows(batch, slice(0, split), slice(0, tokens), batch.qo_indptr[: split + 1], kv_lens),
-                self._rows(batch, slice(split, rows), slice(tokens, None), batch.qo_indptr[split:] - tokens, kv_lens),
-            ]
-        else:
-            self._parts = [self._rows(batch, slice(0, rows), slice(None), batch.qo_indptr, kv_lens)]
+        if 0 < split < rows and batch.extend_lens[split:].max() > 1:
+            split = rows  # drafts are verified beside prompts: one ragged call for all
+        tokens = int(batch.extend_lens[:split].sum())
+        self._parts = []
+        if split:
+            self._parts.append(self._ragged(batch, split, tokens))
+        if split < rows:
+            one_each = batch.extend_lens[split:].max() == 1
+            max_k = int((batch.prefix_lens + batch.extend_lens)[split:].max())
+            self._parts.append(
+                Rows(
+                    slice(tokens, None),
+                    None if one_each else batch.qo_indptr,
+                    batch.kv_lens[split:],
+                    batch.page_table[split:],
+                    int(batch.extend_lens[split:].max()),
+                    max_k,
+                    self._splits(rows - split) if one_each else 0,
+                )
+            )
 
-    @staticmethod
-    def _rows(batch: Batch, rows: slice, tokens: slice, cu_q: torch.Tensor, kv_lens) -> Rows:
-        max_q, max_k = int(batch.extend_lens[rows].max()), int(kv_lens[rows].max())
-        return Rows(tokens, cu_q, batch.kv_lens[rows], batch.page_table[rows], max_q, max_k)
+    def _ragged(self, batch: Batch, rows: int, tokens: int) -> Rows:
+        """The first rows, of many queries each. Enough queries keep the device busy without splitting their keys."""
+        max_q, max_k = (int(lens[:rows].max()) for lens in (batch.extend_lens, batch.prefix_lens + batch.extend_lens))
+        splits = 1 if tokens * self._heads >= BUSY_TILES * QUERY_TILE * self._processors else 0
+        cu_q, used_k, table = batch.qo_indptr[: rows + 1], batch.kv_lens[:rows], batch.page_table[:rows]
+        return Rows(slice(0, tokens), cu_q, used_k, table, max_q, max_k, splits)
+
+    def _splits(self, rows: int) -> int:
+        """Parts of the keys of rows with one query each: as many as keep the device busy."""
+        return min(MAX_SPLITS, max(1, self._processors // (rows * self._kv_heads)))
 
     def plan_capture(self, batch: Batch) -> None:
-        """The longest context, and as many splits as keep the device busy."""
-        rows = len(batch.slots)
-        splits = min(MAX_SPLITS, max(1, -(-self._processors // (rows * self._kv_heads))))
-        whole = Rows(slice(None), batch.qo_indptr, batch.kv_lens, batch.page_table, 1, self._max_context, splits)
-        self._parts = [whole]
+        """One call for all rows, and the longest context."""
+        table, splits = batch.page_table, self._splits(len(batch.slots))
+        self._parts = [Rows(slice(None), None, batch.kv_lens, table, 1, self._max_context, splits)]
 
     def plan_replay(self, batch: Batch) -> None:
         """Nothing: the kernels read lengths and tables on the device."""
@@ -112,7 +130,7 @@ class FlashAttention(AttentionBackend):
             whole.max_k,
             SHARED_SPLITS,
         )
-        own = whole._replace(used_k=groups.own_lens, table=groups.own_table)
+        own = whole._replace(cu_q=batch.qo_indptr, used_k=groups.own_lens, table=groups.own_table)
         of_shared, of_own = (
             self._call(q, layer, shared, causal=False, sinks=False),
             self._call(q, layer, own, causal=True),

@@ -22,7 +22,7 @@ LIBRARY = "_vllm_fa3_C.abi3.so"
 class Call(NamedTuple):
     """One attention call over a paged pool, ``keys`` and ``values [pages, page_size, kv_heads, head_dim]``.
 
-    Row r has queries ``[cu_q[r], cu_q[r + 1])``, the first ``used_k[r]`` keys of its pages ``table[r]``, and at most
+    Row r has queries ``[cu_q[r], cu_q[r + 1])`` (None: one query a row, ``max_q`` 1), the first ``used_k[r]`` keys of its pages ``table[r]``, and at most
     ``max_q`` queries and ``max_k`` keys. ``window`` is that of ``AttentionLayer``. ``splits`` bounds the parts that a
     row's keys are read in at the same time; 0 lets the kernel decide.
     """
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     q: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    cu_q: torch.Tensor
+    cu_q: torch.Tensor | None
     used_k: torch.Tensor
     table: torch.Tensor
     max_q: int
@@ -41,6 +41,11 @@ class Call(NamedTuple):
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     splits: int = 0
+
+    @property
+    def queries(self) -> torch.Tensor:
+        """``q`` as the kernels want it: ``[rows, 1, heads, head_dim]`` where each row has one."""
+        return self.q[:, None] if self.cu_q is None else self.q
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -135,14 +140,21 @@ def _open_library(library: Path | None) -> Attend:
         left, right = call.window_size
         rotary = (None, None, None)
         scales = (None, None, None)
+        ragged = call.cu_q is not None
+        bounds = (call.max_q, call.max_k) if ragged else (None, None)
         out, lse, *_ = fwd(
-            call.q, call.keys, call.values, None, None, None, None, call.cu_q, None, None, None, call.used_k,
-            call.max_q, call.max_k, call.table, None, None, *rotary, *scales, call.scale, call.causal, left, right,
+            call.queries, call.keys, call.values, None, None, None, None, call.cu_q, None, None, None, call.used_k,
+            *bounds, call.table, None, None, *rotary, *scales, call.scale, call.causal, left, right,
             call.soft_cap or 0.0, False, None, call.splits, None, 0, call.sinks, 1, 0, None,
         )  # fmt: skip
-        return out, lse
+        return _by_token(call, out, lse)
 
     return attend
+
+
+def _by_token(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[tokens, heads, d]`` and ``[heads, tokens]``, also where each row has one query."""
+    return (out[:, 0], lse[:, :, 0].t()) if call.cu_q is None else (out, lse)
 
 
 def _kvcache_function(module: str) -> Attend:
@@ -152,13 +164,13 @@ def _kvcache_function(module: str) -> Attend:
     def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         extra = {} if call.sinks is None else {"sinks": call.sinks}
         out, lse, *_ = function(
-            call.q,
+            call.queries,
             call.keys,
             call.values,
             cache_seqlens=call.used_k,
             page_table=call.table,
             cu_seqlens_q=call.cu_q,
-            max_seqlen_q=call.max_q,
+            max_seqlen_q=None if call.cu_q is None else call.max_q,
             softmax_scale=call.scale,
             causal=call.causal,
             window_size=call.window_size,
@@ -167,7 +179,7 @@ def _kvcache_function(module: str) -> Attend:
             return_softmax_lse=True,
             **extra,
         )
-        return out, lse
+        return _by_token(call, out, lse)
 
     return attend
 
@@ -184,10 +196,9 @@ def _flash_attn_2() -> Attend:
             "softcap": call.soft_cap or 0.0,
             "block_table": call.table,
         }
-        if call.max_q == 1:
-            q = call.q[:, None]
+        if call.cu_q is None:
             out, lse = package.flash_attn_with_kvcache(
-                q,
+                call.queries,
                 call.keys,
                 call.values,
                 cache_seqlens=call.used_k,
@@ -195,7 +206,7 @@ def _flash_attn_2() -> Attend:
                 return_softmax_lse=True,
                 **options,
             )
-            return out[:, 0], lse[:, :, 0].t()
+            return _by_token(call, out, lse)
         cu_k = torch.nn.functional.pad(call.used_k.cumsum(0, dtype=torch.int32), (1, 0))
         out, lse, _ = package.flash_attn_varlen_func(
             call.q,

@@ -1,0 +1,167 @@
+"""Attention of one query a row over a paged pool, the keys of a row read in parts at the same time (flash-decoding).
+
+The query heads that read one key head are one tile, so each key is read once. How many parts there are is fixed by the
+number of rows; how long they are follows from ``kv_lens`` on the device, so that a captured launch serves any lengths.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import launch
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 64
+LEAST_TILE = 16  # rows of the smallest tile that tensor cores multiply
+
+
+def decode_splits(rows: int, kv_heads: int, processors: int) -> int:
+    """Parts that keep ``processors`` multiprocessors busy with ``rows`` rows."""
+    return max(1, min(MAX_SPLITS, 2 * processors // (rows * kv_heads)))
+
+
+@triton.jit
+def _decode(
+    q, keys, values, table, kv_lens, sinks, out, lse, parts, scale, soft_cap, window,
+    q_row, q_head, table_row, splits, heads, rows,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    end = tl.load(kv_lens + row)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(end - window, 0)
+    if SPLIT:
+        span = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
+        begin += part * span
+        end = tl.minimum(end, begin + span)
+    member = tl.arange(0, BLOCK_HEADS)
+    head = kv_head * GROUP + member
+    at, at_v = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_V)
+    real = member < GROUP
+    query = tl.load(q + row * q_row + head[:, None] * q_head + at[None, :], real[:, None] & (at < SIZE)[None, :], 0.0)
+    top = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    result = tl.zeros([BLOCK_HEADS, BLOCK_V], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N)
+        there = token < end
+        page = tl.load(table + row * table_row + token // PAGE, there, 0)
+        place = (page.to(tl.int64) * PAGE + token % PAGE) * KV_HEADS + kv_head
+        key = tl.load(keys + place[None, :] * SIZE + at[:, None], there[None, :] & (at < SIZE)[:, None], 0.0)
+        score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+        if SOFT_CAP:
+            score = soft_cap * (1 - 2 / (tl.exp(2 * score / soft_cap) + 1))
+        score = tl.where(there[None, :], score * 1.4426950408889634, float("-inf"))
+        best = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - best[:, None])
+        factor = tl.exp2(top - best)
+        value = tl.load(
+            values + place[:, None] * V_SIZE + at_v[None, :], there[:, None] & (at_v < V_SIZE)[None, :], 0.0
+        )
+        result = result * factor[:, None]
+        result = tl.dot(weight.to(query.dtype), value.to(query.dtype), result, input_precision="ieee")
+        total = total * factor + tl.sum(weight, 1)
+        top = best
+    if SINKS:  # noqa: SIM102 (a constant decides whether the code is compiled)
+        if part == 0:
+            sink = tl.load(sinks + head, real, 0.0) * 1.4426950408889634
+            best = tl.maximum(top, sink)
+            factor = tl.exp2(top - best)
+            result = result * factor[:, None]
+            total = total * factor + tl.exp2(sink - best)
+            top = best
+    seen = total > 0
+    result = result / tl.where(seen, total, 1.0)[:, None]
+    log_sum = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")) / 1.4426950408889634
+    inside = real[:, None] & (at_v < V_SIZE)[None, :]
+    if SPLIT:
+        place = (row * heads + head) * splits + part
+        tl.store(parts + place[:, None] * V_SIZE + at_v[None, :], result, inside)
+        tl.store(lse + place, log_sum, real)
+    else:
+        tl.store(out + (row * heads + head)[:, None] * V_SIZE + at_v[None, :], result.to(out.dtype.element_ty), inside)
+        tl.store(lse + head * rows + row, log_sum, real)
+
+
+@triton.jit
+def _combine(
+    parts, part_lse, out, lse, splits, heads, rows,
+    V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    part, at = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_V)
+    place = (row * heads + head) * splits + part
+    logs = tl.load(part_lse + place, part < splits, float("-inf"))
+    top = tl.maximum(tl.max(logs, 0), -1e30)  # finite, also where no part has a key
+    weight = tl.exp(logs - top)
+    total = tl.sum(weight, 0)
+    inside = (weight > 0)[:, None] & (at < V_SIZE)[None, :]
+    result = tl.sum(tl.load(parts + place[:, None] * V_SIZE + at[None, :], inside, 0.0) * weight[:, None], 0)
+    seen = total > 0
+    result = result / tl.where(seen, total, 1.0)
+    tl.store(out + (row * heads + head) * V_SIZE + at, result.to(out.dtype.element_ty), at < V_SIZE)
+    tl.store(lse + head * rows + row, tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("-inf")))
+
+
+def paged_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    *,
+    splits: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with ``q [rows, heads, d]``: row r sees its last ``window`` of ``kv_lens[r]`` (int32) keys, which lie in pages
+    ``table[r]`` (int32 ``[rows, >= pages]``) of contiguous ``keys [pages, page_size, kv_heads, d]`` and ``values``, whose d may
+    differ. ``soft_cap`` and ``sinks`` are those of ``AttentionLayer``.
+
+    Returns the output ``[rows, heads, d of values]`` and the log-sum-exp, float32 ``[heads, rows]``; a row without a key gets
+    -inf there, and zeros.
+    """
+    rows, heads, size = q.shape
+    page_size, kv_heads, v_size = values.shape[1:]
+    group = heads // kv_heads
+    assert q.stride(2) == 1
+    assert table.stride(1) == 1
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    out = torch.empty(rows, heads, v_size, dtype=q.dtype, device=q.device)
+    lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = torch.empty(rows, heads, splits, v_size, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
+    block_v = triton.next_power_of_2(v_size)
+    wide = q.element_size() == 4 or max(size, v_size) > 128
+    launch(
+        _decode, (rows, kv_heads, splits),
+        q, keys, values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,
+        q.stride(0), q.stride(1), table.stride(0), splits, heads, rows,
+        PAGE=page_size, GROUP=group, KV_HEADS=kv_heads, SIZE=size, V_SIZE=v_size,
+        BLOCK_HEADS=max(LEAST_TILE, triton.next_power_of_2(group)), BLOCK_SIZE=max(16, triton.next_power_of_2(size)),
+        BLOCK_V=max(16, block_v), BLOCK_N=32 if wide else 64, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
+        SINKS=sinks is not None, SPLIT=splits > 1, num_warps=4, num_stages=2 if wide else 3,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            _combine, (rows, heads), parts, part_lse, out, lse, splits, heads, rows,
+            V_SIZE=v_size, BLOCK_V=block_v, BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=1 if splits < 16 else 4,
+        )  # fmt: skip
+    return out, lse
