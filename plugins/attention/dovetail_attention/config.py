@@ -16,6 +16,12 @@ class TorchNativeConfig(PluginConfig):
     kind: Literal["torch_native"] = "torch_native"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+class TritonConfig(PluginConfig):
+    """``triton`` chooses its tiles by shape and has nothing to set."""
+
+    kind: Literal["triton"] = "triton"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class FlashAttnConfig(PluginConfig):
     """``flash_attn`` finds its kernels in what is installed."""
 
@@ -25,4 +31,17 @@ class FlashAttnConfig(PluginConfig):
     )
     library: Path | None = Field(
         default=None, description="File of vLLM's FlashAttention-3 library, where vLLM itself is not installed."
+    )
+
+
+class FlashInferConfig(PluginConfig):
+    """``flashinfer`` takes the kernels of the library that is installed, which compiles those it has not built."""
+
+    kind: Literal["flashinfer"] = "flashinfer"  # pyright: ignore[reportIncompatibleVariableOverride]
+    variant: Literal["auto", "fa2", "fa3"] = Field(
+        default="auto",
+        description="Kernels for prompts; `auto` leaves it to the library, `fa3` needs Hopper. Decode rows take fa2.",
+    )
+    workspace_mib: int = Field(
+        default=256, ge=16, description="Memory in which the parts of long rows are put together, MiB of the device."
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dovetail.interfaces.features import Feature
 from dovetail.plugins.hookspecs import hookimpl
-from dovetail.plugins.specs import ComponentKind, ComponentSpec, Constraints
+from dovetail.plugins.specs import ComponentKind, ComponentSpec, Constraints, Requirement
 
 TORCH_NATIVE = ComponentSpec(
     kind=ComponentKind.ATTENTION,
@@ -61,7 +61,67 @@ FLASH_ATTN = ComponentSpec(
 )
 
 
+TRITON = ComponentSpec(
+    kind=ComponentKind.ATTENTION,
+    name="triton",
+    target="dovetail_attention.triton.backend:TritonAttention",
+    config="dovetail_attention.config:TritonConfig",
+    summary="Our own kernels, for any head dim, page size and mask, on every GPU that Triton knows from Ampere on.",
+    api=(1, 1),
+    requires=(Requirement("triton", install="pip install triton"),),
+    offers=frozenset(
+        {
+            Feature.ATTN_EXTEND,
+            Feature.ATTN_DECODE,
+            Feature.ATTN_VERIFY,
+            Feature.ATTN_MIXED,
+            Feature.ATTN_TREE_MASK,
+            Feature.ATTN_SLIDING_WINDOW,
+            Feature.ATTN_SOFT_CAP,
+            Feature.ATTN_SINKS,
+            Feature.ATTN_GRAPH,
+            Feature.ATTN_SHARED_PREFIX,
+        }
+    ),
+    constraints=Constraints(
+        devices=("cuda",), min_compute_capability=(8, 0), dtypes=("float32", "bfloat16", "float16")
+    ),
+    priority=10,
+)
+
+
+FLASHINFER = ComponentSpec(
+    kind=ComponentKind.ATTENTION,
+    name="flashinfer",
+    target="dovetail_attention.flashinfer.backend:FlashInfer",
+    config="dovetail_attention.config:FlashInferConfig",
+    summary="FlashInfer's kernels on Ampere and later; it compiles what its cache of built kernels lacks when first used.",
+    api=(1, 1),
+    requires=(Requirement("flashinfer-python", ">=0.6.15", "pip install flashinfer-python flashinfer-jit-cache"),),
+    offers=frozenset(
+        {
+            Feature.ATTN_EXTEND,
+            Feature.ATTN_DECODE,
+            Feature.ATTN_VERIFY,
+            Feature.ATTN_MIXED,
+            Feature.ATTN_TREE_MASK,
+            Feature.ATTN_SLIDING_WINDOW,
+            Feature.ATTN_SOFT_CAP,
+            Feature.ATTN_GRAPH,
+        }
+    ),
+    constraints=Constraints(
+        devices=("cuda",),
+        min_compute_capability=(8, 0),
+        dtypes=("bfloat16", "float16"),
+        kv_dtypes=("bfloat16", "float16"),
+        head_dims=(64, 128, 256),
+    ),
+    priority=20,
+)
+
+
 @hookimpl
 def register_attention_backends() -> Sequence[ComponentSpec]:
     """The backends of this distribution."""
-    return (TORCH_NATIVE, FLASH_ATTN)
+    return (TORCH_NATIVE, TRITON, FLASH_ATTN, FLASHINFER)

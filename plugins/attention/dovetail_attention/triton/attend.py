@@ -1,0 +1,232 @@
+"""The attention kernel: flash attention (arXiv 2205.14135, 2307.08691) over pages, one item of a schedule a program.
+
+The query heads of a key head are rows of one tile. Logits are in units of log2(e), so that exponentials are powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.ops.triton.launch import launch
+from dovetail_attention.triton.schedule import RECORD, Entries, Schedule
+
+LOG2_E = math.log2(math.e)
+
+
+class Partial(NamedTuple):
+    """Attention over chunks of keys, and the base-2 logarithms of the sums of exponentials; -inf: nothing was seen."""
+
+    out: torch.Tensor  # float32 [rows, kv_heads, head_dim]
+    lse: torch.Tensor  # float32 [rows, kv_heads]
+
+    @classmethod
+    def empty(cls, rows: int, kv_heads: int, head_dim: int, device: torch.device) -> Partial:
+        """Room for ``rows`` of every key head."""
+        make = torch.empty(rows * kv_heads * (head_dim + 1), dtype=torch.float32, device=device)
+        out, lse = make.split([rows * kv_heads * head_dim, rows * kv_heads])
+        return cls(out.view(rows, kv_heads, head_dim), lse.view(rows, kv_heads))
+
+
+@triton.jit
+def _blocks(
+    top, total, acc, q_tile, low, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+    first_query, tree_width, window, scale, cap,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys ``[low, high)``; unless MASKED they are whole blocks that every query sees."""
+    at_k, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    for start in range(low, high, KEYS):
+        key = start + tl.arange(0, KEYS)
+        if MASKED:  # what lies behind may be NaN, which no product with 0 removes: it is not even loaded
+            inside = key < high
+            page = tl.load(pages + key // PAGE, inside, 0)
+            mask_k, mask_v = inside[:, None] & (at_k < KEY_DIM)[None, :], inside[:, None] & (at_v < VALUE_DIM)[None, :]
+        else:
+            page = tl.load(pages + key // PAGE)
+            mask_k, mask_v = (at_k < KEY_DIM)[None, :], (at_v < VALUE_DIM)[None, :]
+        where = (page.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + head
+        from_k = k + where[:, None] * KEY_DIM + at_k[None, :]
+        from_v = v + where[:, None] * VALUE_DIM + at_v[None, :]
+        keys = tl.load(from_k, mask_k, 0.0) if MASKED or KEY_DIM != BLOCK_K else tl.load(from_k)
+        scores = tl.dot(q_tile, tl.trans(keys.to(q_tile.dtype)), input_precision="ieee")
+        if CAP:
+            grown = tl.exp2(tl.minimum(scores * scale, 100.0))  # e^(2x) of tanh(x) = 1 - 2 / (1 + e^(2x))
+            scores = cap - 2 * cap / (1 + grown)
+        else:
+            scores *= scale
+        if MASKED:
+            seen = inside[None, :]
+            if TREE:
+                in_tree = inside & (key >= prefix)
+                marks = tl.load(
+                    tree_rows[:, None] + (key - prefix)[None, :],
+                    tree_ok[:, None] & (in_tree & (key - prefix < tree_width))[None, :],
+                    0,
+                )
+                seen = seen & ((key < prefix)[None, :] | (marks != 0))
+            elif CAUSAL:
+                seen = seen & (key[None, :] <= place[:, None])
+            if WINDOW:
+                if TREE:
+                    depth = tl.load(positions + first_query + key - prefix, in_tree, 0).to(tl.int32)
+                    key_position = tl.where(in_tree, depth, key)
+                else:
+                    key_position = key
+                seen = seen & (key_position[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(from_v, mask_v, 0.0) if MASKED or VALUE_DIM != BLOCK_V else tl.load(from_v)
+        acc = tl.dot(weights.to(q_tile.dtype), values.to(q_tile.dtype), acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    return top, total, acc
+
+
+@triton.jit
+def _item(
+    item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
+    q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    RECORD: tl.constexpr,
+):  # fmt: skip
+    record = records + item * RECORD
+    entry, first_m = tl.load(record), tl.load(record + 1)
+    low, high = tl.load(record + 2), tl.load(record + 3)
+    first_query, queries = tl.load(record + 4), tl.load(record + 5)
+    length, base = tl.load(record + 6), tl.load(record + 7)
+
+    m = first_m + tl.arange(0, ROWS)
+    real = m < queries * GROUP
+    token = (first_query + m // GROUP).to(tl.int64)
+    q_row = head * GROUP + m % GROUP
+    at_k, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    from_q = q + (token * q_token + q_row * q_head)[:, None] + at_k[None, :]
+    q_tile = tl.load(from_q, real[:, None] & (at_k < KEY_DIM)[None, :], 0.0)
+
+    prefix = length - queries
+    place = prefix + m // GROUP
+    position = place
+    if WINDOW and (TREE or not CAUSAL):
+        position = tl.load(positions + token, real, 0).to(tl.int32)
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see nothing stay free of NaN
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    if WINDOW:
+        middle = low
+    else:
+        free = high
+        if TREE:
+            free = tl.minimum(high, prefix)
+        elif CAUSAL:
+            free = tl.minimum(high, prefix + first_m // GROUP + 1)
+        middle = low + tl.maximum(free - low, 0) // KEYS * KEYS
+    pages = table + entry.to(tl.int64) * table_row
+    tree_rows = tree + token * tree_row
+    if not WINDOW:
+        top, total, acc = _blocks(
+            top, total, acc, q_tile, low, middle, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
+            first_query, tree_width, window, scale, cap,
+            KV_HEADS, PAGE, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, KEYS, CAUSAL, TREE, WINDOW, CAP, False,
+        )  # fmt: skip
+    top, total, acc = _blocks(
+        top, total, acc, q_tile, middle, high, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
+        first_query, tree_width, window, scale, cap,
+        KV_HEADS, PAGE, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, KEYS, CAUSAL, TREE, WINDOW, CAP, True,
+    )  # fmt: skip
+
+    mask = real[:, None] & (at_v < VALUE_DIM)[None, :]
+    if base < 0:
+        if SINKS:
+            sink = tl.load(sinks + q_row, real, 0.0).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp2(top - higher)
+            total = total * shrink + tl.exp2(sink - higher)
+            acc = acc * shrink[:, None]
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        to = out + (token * (KV_HEADS * GROUP) + q_row)[:, None] * VALUE_DIM + at_v[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask)
+    else:
+        row = (base + m).to(tl.int64) * KV_HEADS + head
+        sum_or_1 = tl.where(total > 0, total, 1.0)
+        tl.store(lse + row, tl.where(total > 0, top + tl.log2(sum_or_1), float("-inf")), real)
+        tl.store(partial + row[:, None] * VALUE_DIM + at_v[None, :], acc / sum_or_1[:, None], mask)
+
+
+@triton.jit(
+    do_not_specialize=["table_row", "tree_row", "tree_width", "window"],
+    do_not_specialize_on_alignment=["table", "positions", "tree", "sinks"],
+)
+def _attend(
+    q, k, v, out, partial, lse, records, count, table, positions, tree, sinks,
+    q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    RECORD: tl.constexpr, FEWER: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0) % KV_HEADS
+    first = tl.program_id(0) // KV_HEADS
+    items = tl.load(count)
+    if FEWER:
+        for item in range(first, items, tl.num_programs(0) // KV_HEADS):
+            _item(
+                item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
+                q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
+                KV_HEADS, GROUP, PAGE, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, ROWS, KEYS,
+                CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
+            )  # fmt: skip
+    elif first < items:
+        _item(
+            first, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
+            q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
+            KV_HEADS, GROUP, PAGE, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, ROWS, KEYS,
+            CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
+        )  # fmt: skip
+
+
+def attend(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    entries: Entries,
+    schedule: Schedule,
+    layer: AttentionLayer,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    partial: Partial,
+) -> None:
+    """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's pages."""
+    keys, values = kv
+    _, page_size, kv_heads, key_dim = keys.shape
+    value_dim = values.shape[3]
+    assert q.stride(2) == 1
+    assert out.is_contiguous()
+    tile, tree, cap = entries.tile, entries.tree, layer.soft_cap
+    scale = layer.scale * LOG2_E if cap is None else 2 * LOG2_E * layer.scale / cap
+    launch(
+        _attend, (entries.programs * kv_heads,),
+        q, keys, values, out, *partial, schedule.records, schedule.count, entries.table, positions,
+        positions if tree is None else tree, q if layer.sinks is None else layer.sinks,
+        q.stride(0), q.stride(1), entries.table.stride(0), 0 if tree is None else tree.stride(0),
+        0 if tree is None else tree.shape[1], layer.window or 0, scale, 0.0 if cap is None else cap * LOG2_E,
+        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, PAGE=page_size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+        ROWS=tile.rows, KEYS=tile.keys, CAUSAL=entries.causal, TREE=tree is not None, WINDOW=layer.window is not None,
+        CAP=cap is not None, SINKS=layer.sinks is not None, RECORD=RECORD, FEWER=entries.fewer,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,193 @@
+"""The backend: which rows form which launch, and how much memory their schedules need. Host numbers decide sizes only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail_attention.triton import tiles
+from dovetail_attention.triton.attend import Partial, attend
+from dovetail_attention.triton.merge import merge
+from dovetail_attention.triton.schedule import Entries, Schedule, fill
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from dovetail.types import Batch, SharedPrefixes
+
+SHARING_BYTES = 24 << 20
+"""Bytes that a second launch and the merge of every row are worth: about 6 us of reading on H200."""
+
+SHARED_PAIRS = 64
+"""Pairs of a row and a head that read a shared prefix together."""
+
+ROWS_PER_GROUP = 16
+"""What launches for shared prefixes are sized for; with smaller groups, programs do several items."""
+
+CPU_PROCESSORS, CPU_SHARED_MEMORY = 2, 228 << 10
+
+
+class Memory:
+    """What one launch writes for its merge, and its schedules by window. Addresses never change."""
+
+    def __init__(
+        self, items: int, tokens: int, partial_rows: int, kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        self.partial = Partial.empty(partial_rows, kv_heads, head_dim, device)
+        self._size = items, tokens, device
+        self._schedules: dict[int | None, Schedule] = {}
+
+    def schedule(self, window: int | None) -> Schedule:
+        """The schedule for layers of this window."""
+        if window not in self._schedules:
+            self._schedules[window] = Schedule.empty(*self._size)
+        return self._schedules[window]
+
+
+class Launch(NamedTuple):
+    """Entries, and the memory for them."""
+
+    entries: Entries
+    memory: Memory
+
+
+class Step(NamedTuple):
+    """Tokens that are attended to together: by their own keys and, where groups share a prefix, by what is before those."""
+
+    tokens: range
+    own: Launch
+    shared: Launch | None = None
+
+
+class TritonAttention(AttentionBackend):
+    """Everything that depends on a value is computed on the device, so graphs need nothing from the host.
+
+    The schedule of a step is made by the first layer of each window, and read by the others.
+    """
+
+    def __init__(self, config: BaseModel, context: AttentionContext) -> None:
+        self._pool, self._device = context.pool, context.device
+        self._dtype, self._max_rows = context.dtype, context.max_rows
+        self._kv_heads, self._head_dim = context.num_kv_heads, context.head_dim
+        self._group = context.num_heads // context.num_kv_heads
+        self._processors, self._shared_memory = CPU_PROCESSORS, CPU_SHARED_MEMORY
+        if context.device.type == "cuda":
+            found = torch.cuda.get_device_properties(context.device)
+            self._processors, self._shared_memory = found.multi_processor_count, found.shared_memory_per_block_optin
+        self._kept: dict[str, Memory] = {}
+        self._steps: list[Step] = []
+        self._leaders: dict[int | None, int] = {}  # by window: the layer that makes the schedule
+
+    def shares(self, batch: Batch) -> bool:
+        """True if the rows have more bytes of KV a layer in common than the second launch and the merge are worth."""
+        assert batch.shared is not None
+        return batch.shared.saved * 2 * self._kv_heads * self._head_dim * self._dtype.itemsize > SHARING_BYTES
+
+    def plan(self, batch: Batch) -> None:
+        """Divide the rows: those that extend, and those that decode or verify. No copy, no wait."""
+        self._leaders = {}
+        rows, split = len(batch.slots), batch.num_extend
+        if not split and batch.drafts is None:
+            self._steps = [self._decode_step(batch)]
+            return
+        parts = [part for part in (slice(0, split), slice(split, rows)) if part.start < part.stop]
+        self._steps = [self._ragged_step(batch, part) for part in parts]
+
+    def plan_capture(self, batch: Batch) -> None:
+        """The launches of this many rows. Their memory is that of all other decode steps too."""
+        self._leaders = {}
+        self._steps = [self._decode_step(batch)]
+
+    def plan_replay(self, batch: Batch) -> None:
+        """Nothing: lengths and tables are read on the device."""
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        """See ``AttentionBackend.forward``."""
+        leads = self._leaders.setdefault(layer.window, layer.layer_id) == layer.layer_id
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for tokens, own, shared in self._steps:
+            parts = [
+                self._attend(q, layer, batch, launch, out, leads=leads, partial=shared is not None)
+                for launch in (own, shared)
+                if launch is not None
+            ]
+            if own.entries.slots:
+                merge(out, tokens, parts, layer.sinks)
+        return out
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        batch: Batch,
+        launch: Launch,
+        out: torch.Tensor,
+        *,
+        leads: bool,
+        partial: bool,
+    ) -> tuple[Schedule, Partial]:
+        """One launch, scheduled before if this layer ``leads``. ``partial``: also what is whole goes to the merge."""
+        entries, memory = launch
+        schedule = memory.schedule(layer.window)
+        if leads:
+            fill(schedule, entries, self._group, layer.window, partial=partial)
+        kv = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
+        attend(q, kv, entries, schedule, layer, batch.positions, out, memory.partial)
+        return schedule, memory.partial
+
+    def _decode_step(self, batch: Batch) -> Step:
+        """One query a row, for all rows."""
+        groups, rows = batch.shared, len(batch.slots)
+        table, lens, shared = batch.page_table, batch.kv_lens, None
+        if groups is not None:
+            table, lens, shared = groups.own_table, groups.own_lens, self._shared_launch(groups, rows)
+        tile = self._tile(self._group)
+        slots = self._slots(tile)
+        entries = Entries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)
+        return Step(range(rows), Launch(entries, self._keep("own", tile)), shared)
+
+    def _shared_launch(self, groups: SharedPrefixes, rows: int) -> Launch:
+        """Groups as entries. How many there are, and of how many rows, only the device knows."""
+        tile = self._tile(min(SHARED_PAIRS, self._max_rows * self._group))
+        slots = self._slots(tile)
+        programs = slots + -(-rows // ROWS_PER_GROUP)
+        indptr, lens, table = groups.indptr, groups.group_lens, groups.group_table
+        entries = Entries(indptr, lens, table, tile, slots, programs, fewer=True, causal=False)
+        return Launch(entries, self._keep("shared", tile))
+
+    def _keep(self, name: str, tile: tiles.Tile) -> Memory:
+        """Memory for decode steps of up to ``max_rows`` rows, made once: graphs know its address."""
+        if name not in self._kept:
+            rows = self._max_rows
+            self._kept[name] = self._memory(tile, self._slots(tile), rows * self._tiles(1, tile), rows)
+        return self._kept[name]
+
+    def _ragged_step(self, batch: Batch, part: slice) -> Step:
+        """Rows of several queries, or of one beside those of several. Where their tiles keep the device busy, no key is cut."""
+        queries = batch.extend_lens[part]
+        first, total = int(batch.extend_lens[: part.start].sum()), int(queries.sum())
+        tile = self._tile(int(queries.max()) * self._group)
+        count = sum(self._tiles(int(n), tile) for n in queries)
+        busy = count * self._kv_heads >= tile.resident * self._processors
+        slots = 0 if busy else self._slots(tile)
+        in_tree = part.start >= batch.num_extend and batch.tree_mask is not None
+        tree = batch.tree_mask.view(torch.uint8) if in_tree else None
+        indptr, lens = batch.qo_indptr[part.start : part.stop + 1], batch.kv_lens[part]
+        entries = Entries(indptr, lens, batch.page_table[part], tile, slots, count + slots, tree=tree)
+        return Step(range(first, first + total), Launch(entries, self._memory(tile, slots, count, first + total)))
+
+    def _memory(self, tile: tiles.Tile, slots: int, count: int, tokens: int) -> Memory:
+        """Memory for ``count`` tiles of ``tokens`` queries, cut into ``slots`` more items at most (see ``schedule``)."""
+        partial_rows = tokens * self._group + slots * tile.rows if slots else 1
+        return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._head_dim, self._device)
+
+    def _tile(self, pairs: int) -> tiles.Tile:
+        return tiles.choose(pairs, self._head_dim, self._head_dim, self._dtype, self._shared_memory)
+
+    def _tiles(self, queries: int, tile: tiles.Tile) -> int:
+        return -(-queries * self._group // tile.rows)
+
+    def _slots(self, tile: tiles.Tile) -> int:
+        return tiles.slots(tile, self._processors, self._kv_heads)

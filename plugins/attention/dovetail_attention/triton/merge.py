@@ -1,0 +1,80 @@
+"""Puts together what a query found in several chunks of its keys, weighed by the sums of exponentials (arXiv 2501.01005)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import launch
+from dovetail_attention.triton.attend import Partial
+from dovetail_attention.triton.schedule import TOKEN, Schedule
+
+PARTS = 8  # read at a time
+
+
+@triton.jit
+def _fold(
+    top, total, acc, partial, lse, base, stride, chunks, member, head,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    for start in range(0, chunks, PARTS):
+        chunk = start + tl.arange(0, PARTS)
+        row = (base + member + chunk * stride).to(tl.int64) * KV_HEADS + head
+        sums = tl.load(lse + row, chunk < chunks, float("-inf"))
+        higher = tl.maximum(top, tl.max(sums, 0))
+        shrink, weights = tl.exp2(top - higher), tl.exp2(sums - higher)
+        mask = (sums > float("-inf"))[:, None] & (at < DIM)[None, :]
+        found = tl.load(partial + row[:, None] * DIM + at[None, :], mask, 0.0)
+        acc = acc * shrink + tl.sum(weights[:, None] * found, 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = higher
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["sinks"])
+def _merge(
+    out, own, own_lse, own_tokens, shared, shared_lse, shared_tokens, sinks, first,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    TOKEN: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    q_head = tl.program_id(0) % (KV_HEADS * GROUP)
+    token = first + tl.program_id(0) // (KV_HEADS * GROUP)
+    head, member = q_head // GROUP, q_head % GROUP
+    info = own_tokens + token * TOKEN
+    base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)
+    if SHARED or chunks > 1:  # a single chunk has been written already
+        top, total, acc = -1e30, 0.0, tl.zeros([BLOCK], tl.float32)
+        if SINKS:
+            top, total = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634, 1.0
+        top, total, acc = _fold(
+            top, total, acc, own, own_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
+        )
+        if SHARED:
+            info = shared_tokens + token * TOKEN
+            base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)
+            top, total, acc = _fold(
+                top, total, acc, shared, shared_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
+            )
+        at = tl.arange(0, BLOCK)
+        to = out + (token.to(tl.int64) * (KV_HEADS * GROUP) + q_head) * DIM + at
+        tl.store(to, (acc / total).to(out.dtype.element_ty), at < DIM)
+
+
+def merge(out: torch.Tensor, tokens: range, parts: list[tuple[Schedule, Partial]], sinks: torch.Tensor | None) -> None:
+    """Write the rows ``tokens`` of ``out [tokens, heads, dim]`` that have several chunks. With two ``parts``, of own keys and
+    of shared ones, write all of them."""
+    (schedule, partial), (schedule_s, partial_s) = parts[0], parts[-1]
+    heads, dim = out.shape[1:]
+    kv_heads = partial.lse.shape[1]
+    launch(
+        _merge, (len(tokens) * heads,),
+        out, *partial, schedule.tokens, *partial_s, schedule_s.tokens, out if sinks is None else sinks, tokens.start,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PARTS=PARTS, TOKEN=TOKEN,
+        SHARED=len(parts) > 1, SINKS=sinks is not None, num_warps=2,
+    )  # fmt: skip

@@ -1,0 +1,151 @@
+"""Who does what, computed on the device from lengths: a step's list of items, the same for all its layers of one window.
+
+An entry is queries that follow each other and read the same keys: a row, or the rows of a group and the prefix they share.
+Its pairs of a query and a head (m = query * GROUP + head) are cut into tiles, and its keys into chunks where that keeps
+more processors busy. An item is a tile with a chunk; what a chunk contributes to m is row ``base + chunk * stride + m`` of the
+partial results, unless there is a single chunk, whose result is written where it belongs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import launch
+from dovetail_attention.triton.tiles import Tile
+
+RECORD = 8  # entry, first m, first key, end of keys, first query, queries, keys of the entry, base or -1
+TOKEN = 4  # base, stride, chunks, unused
+BLOCK = 64
+
+
+class Schedule(NamedTuple):
+    """Filled by ``fill``, read by ``attend`` and ``merge``."""
+
+    records: torch.Tensor  # int32 [items, RECORD]
+    count: torch.Tensor  # int32 [1] items
+    tokens: torch.Tensor  # int32 [tokens, TOKEN] where the partial results of each query are
+
+    @classmethod
+    def empty(cls, items: int, tokens: int, device: torch.device) -> Schedule:
+        """Room for that many."""
+        make = torch.empty((items + tokens + 1) * RECORD, dtype=torch.int32, device=device)
+        records, rest = make[: items * RECORD].view(items, RECORD), make[items * RECORD :]
+        return cls(records, rest[:1], rest[RECORD : RECORD + tokens * TOKEN].view(tokens, TOKEN))
+
+
+class Entries(NamedTuple):
+    """The entries of a launch: entry e has queries ``[indptr[e], indptr[e + 1])`` and ``kv_lens[e]`` keys in ``table[e]``.
+
+    ``causal``: the queries are the last of those keys; otherwise they come after all of them. With a ``tree`` (uint8
+    ``[tokens, w]``, see ``AttentionBackend.plan``), windows go by depth. Keys are cut into as many chunks as ``slots``
+    programs for each key head need; 0: never. ``programs`` are started for each key head. If they are ``fewer`` than there
+    may be items, they do several.
+    """
+
+    indptr: torch.Tensor
+    kv_lens: torch.Tensor
+    table: torch.Tensor
+    tile: Tile
+    slots: int
+    programs: int
+    fewer: bool = False
+    causal: bool = True
+    tree: torch.Tensor | None = None
+
+
+@triton.jit
+def _pick(values, at, entry):
+    return tl.sum(tl.where(at == entry, values, 0), 0)
+
+
+@triton.jit
+def _before(values, at, entry):
+    return tl.sum(tl.where(at < entry, values, 0), 0)
+
+
+@triton.jit(do_not_specialize=["entries", "slots", "window"], do_not_specialize_on_alignment=["indptr", "kv_lens"])
+def _schedule(
+    indptr, kv_lens, records, count, tokens, entries, slots, window,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PARTIAL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ENTRIES: tl.constexpr, RECORD: tl.constexpr, TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    entry = tl.program_id(0)
+    at = tl.arange(0, ENTRIES)
+    real = at < entries
+    starts = tl.load(indptr + at, real, 0)
+    queries = tl.load(indptr + at + 1, real, 0) - starts
+    lens = tl.load(kv_lens + at, real, 0)
+    first_key = tl.zeros_like(lens)
+    if WINDOW:
+        first_place = lens - queries if CAUSAL else lens
+        first_key = tl.maximum(first_place + 1 - window, 0)
+    spans = tl.where(queries > 0, tl.maximum(lens - first_key, 0), 0)
+    tiles = (queries * GROUP + ROWS - 1) // ROWS
+    sizes = tl.maximum(spans, 1)
+    if slots > 0:
+        chunk = tl.maximum((tl.sum(tiles * spans, 0) + slots - 1) // slots, KEYS)
+        wanted = tl.maximum((spans + chunk - 1) // chunk, 1)
+        sizes = tl.maximum(((spans + wanted - 1) // wanted + KEYS - 1) // KEYS * KEYS, 1)
+    chunks = (spans + sizes - 1) // sizes
+    items = tiles * chunks
+    if entry == 0:
+        tl.store(count, tl.sum(items, 0))
+
+    queries_e, tiles_e, chunks_e = _pick(queries, at, entry), _pick(tiles, at, entry), _pick(chunks, at, entry)
+    start_e, len_e, size_e = _pick(starts, at, entry), _pick(lens, at, entry), _pick(sizes, at, entry)
+    first_e = _pick(first_key, at, entry)
+    base_e = _before(queries * GROUP * chunks, at, entry)
+    first_item = _before(items, at, entry)
+    pairs = queries_e * GROUP
+    for i in range(0, tiles_e * chunks_e, BLOCK):
+        item = i + tl.arange(0, BLOCK)
+        inside = item < tiles_e * chunks_e
+        part = item // tl.maximum(tiles_e, 1)
+        m = (tiles_e - 1 - item % tl.maximum(tiles_e, 1)) * ROWS  # those that see most come first
+        low = first_e + part * size_e
+        high = tl.minimum(low + size_e, len_e)
+        if CAUSAL:
+            prefix = len_e - queries_e
+            high = tl.minimum(high, prefix + (tl.minimum(m + ROWS, pairs) - 1) // GROUP + 1)
+            if WINDOW and not TREE:
+                low = tl.maximum(low, prefix + m // GROUP + 1 - window)
+        base = base_e + part * pairs
+        if not PARTIAL:
+            base = tl.where(chunks_e == 1, -1, base)
+        to = records + (first_item + item) * RECORD
+        tl.store(to, tl.zeros_like(item) + entry, inside)
+        tl.store(to + 1, m, inside)
+        tl.store(to + 2, low, inside)
+        tl.store(to + 3, high, inside)
+        tl.store(to + 4, tl.zeros_like(item) + start_e, inside)
+        tl.store(to + 5, tl.zeros_like(item) + queries_e, inside)
+        tl.store(to + 6, tl.zeros_like(item) + len_e, inside)
+        tl.store(to + 7, base, inside)
+    for i in range(0, queries_e, BLOCK):
+        query = i + tl.arange(0, BLOCK)
+        inside = query < queries_e
+        to = tokens + (start_e + query) * TOKEN
+        tl.store(to, base_e + query * GROUP, inside)
+        tl.store(to + 1, tl.zeros_like(query) + pairs, inside)
+        tl.store(to + 2, tl.zeros_like(query) + chunks_e, inside)
+
+
+def fill(schedule: Schedule, entries: Entries, group: int, window: int | None, *, partial: bool) -> None:
+    """Schedule ``entries``, ``group`` query heads a key head. ``partial``: also single chunks become partial results."""
+    count = len(entries.kv_lens)
+    launch(
+        _schedule, (count,),
+        entries.indptr, entries.kv_lens, *schedule, count, entries.slots, window or 0,
+        GROUP=group, CAUSAL=entries.causal, TREE=entries.tree is not None, WINDOW=window is not None, PARTIAL=partial,
+        ROWS=entries.tile.rows, KEYS=entries.tile.keys, ENTRIES=triton.next_power_of_2(count), RECORD=RECORD, TOKEN=TOKEN,
+        BLOCK=BLOCK,
+    )  # fmt: skip
