@@ -1,0 +1,226 @@
+"""The backend: which rows go to which of FlashInfer's wrappers, and when those are planned."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import flashinfer  # pyright: ignore[reportMissingImports]
+import numpy as np
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail_attention.flashinfer.graph import GraphRows, Indices
+from dovetail_attention.flashinfer.masks import tree_mask
+from dovetail_attention.flashinfer.pages import Rows, make_rows, pinned
+
+if TYPE_CHECKING:
+    from dovetail.types import Batch
+    from dovetail_attention.config import FlashInferConfig
+
+TENSOR_CORE_GROUP = 4
+"""Query heads per key head from which on decode rows are faster on tensor cores. The kernel without them has no groups of
+5 to 7."""
+
+
+class Way(NamedTuple):
+    """What distinguishes layers: FlashInfer plans for these."""
+
+    window: int | None
+    soft_cap: float | None
+    scale: float
+
+    @classmethod
+    def of(cls, layer: AttentionLayer) -> Way:
+        """That of a layer. Raises ``ConfigError`` for sinks."""
+        if layer.sinks is not None:
+            raise ConfigError("attention flashinfer has no sinks; set attention to flash_attn, triton or torch_native")
+        return cls(layer.window, layer.soft_cap, layer.scale)
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of ``plan``."""
+        left = -1 if self.window is None else self.window - 1
+        return {"window_left": left, "logits_soft_cap": self.soft_cap, "sm_scale": self.scale}
+
+
+class Kind(enum.Enum):
+    """What rows do: each is another wrapper."""
+
+    PROMPT = enum.auto()  # any number of queries, causal
+    DECODE = enum.auto()  # one query each
+    TREE = enum.auto()  # several queries that see what a mask says
+
+
+class Part(NamedTuple):
+    """Rows of a batch that one call serves, and their tokens."""
+
+    kind: Kind
+    rows: slice
+    tokens: slice
+    pages: Rows
+
+
+def divide(batch: Batch) -> list[tuple[Kind, slice]]:
+    """The rows of a batch by kind, in order."""
+    rows, split = len(batch.slots), batch.num_extend
+    if batch.extend_lens[split:].max(initial=1) == 1:
+        last = Kind.DECODE
+    else:
+        last = Kind.PROMPT if batch.tree_mask is None else Kind.TREE
+    if last is Kind.PROMPT:
+        return [(last, slice(0, rows))]
+    both = [(Kind.PROMPT, slice(0, split)), (last, slice(split, rows))]
+    return [(kind, part) for kind, part in both if part.stop > part.start]
+
+
+def queries_indptr(batch: Batch, rows: slice, device: torch.device) -> torch.Tensor:
+    """int32 ``[rows + 1]`` in host memory: where the queries of each of ``rows`` begin among those of all of them."""
+    queries = batch.extend_lens[rows]
+    indptr = np.zeros(len(queries) + 1, np.int32)
+    np.cumsum(queries, out=indptr[1:])
+    return pinned(indptr, device)
+
+
+class FlashInfer(AttentionBackend):
+    """A wrapper per kind of row and way of layer, planned when the step's first such layer comes by.
+
+    A plan is copied from memory that the next plan of the same wrapper writes to, so each step first waits until the
+    copies of the one before have been made: those come before its kernels, hence hardly ever a wait.
+    """
+
+    def __init__(self, config: FlashInferConfig, context: AttentionContext) -> None:
+        capability = torch.cuda.get_device_capability(context.device)
+        if config.variant == "fa3" and capability != (9, 0):
+            found = ".".join(map(str, capability))
+            raise ConfigError(f"attention.variant is fa3, which needs compute capability 9.0; this device has {found}")
+        self._variant, self._context = config.variant, context
+        self._pool, self._page_size = context.pool, context.pool.page_size
+        self._tensor_cores = context.num_heads // context.num_kv_heads >= TENSOR_CORE_GROUP
+        self._workspace = torch.zeros(config.workspace_mib << 20, dtype=torch.uint8, device=context.device)
+        self._copied = torch.cuda.Event()
+        self._wrappers: dict[tuple[Kind, Way], Any] = {}
+        self._planned: set[tuple[Kind, Way]] = set()
+        self._parts: list[Part] = []
+        self._indices = Indices(context)
+        self._graphs: dict[int, GraphRows] = {}
+        self._graph: GraphRows | None = None
+
+    def plan(self, batch: Batch) -> None:
+        """Divide the rows and name their pages; wrappers are planned in ``forward``."""
+        self._copied.synchronize()
+        self._graph = None
+        self._planned.clear()
+        self._parts = []
+        first = 0
+        for kind, rows in divide(batch):
+            tokens = slice(first, first + int(batch.extend_lens[rows].sum()))
+            kv_lens = batch.prefix_lens[rows] + batch.extend_lens[rows]
+            pages = make_rows(kv_lens, batch.page_table[rows], self._page_size)
+            self._parts.append(Part(kind, rows, tokens, pages))
+            first = tokens.stop
+
+    def plan_capture(self, batch: Batch) -> None:
+        """One key a row, of page 0: a plan's shape depends on the number of rows only."""
+        rows = len(batch.slots)
+        self._copied.synchronize()
+        if rows not in self._graphs:
+            self._graphs[rows] = GraphRows(rows, self._indices)
+        self._graph = self._graphs[rows]
+        self._graph.pad()
+
+    def plan_replay(self, batch: Batch) -> None:
+        """Send this step's lengths and pages, and plan again what the graph has met."""
+        self._copied.synchronize()
+        graph = self._graphs[len(batch.slots)]
+        graph.send(batch)
+        for way, wrapper in graph.wrappers.items():
+            graph.plan_again(wrapper, **self._shape(), **way.options())
+        self._copied.record()
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        """See ``AttentionBackend.forward``."""
+        way = Way.of(layer)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        memory = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
+        if self._graph is not None:
+            self._of_graph(self._graph, way).run(q, memory, out=out)
+            return out
+        for part in self._parts:
+            self._of_part(part, way, batch).run(q[part.tokens], memory, out=out[part.tokens])
+        return out
+
+    def _of_graph(self, graph: GraphRows, way: Way) -> Any:
+        if way not in graph.wrappers:
+            wrapper = graph.wrappers[way] = self._new_decode(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=graph.indptr,
+                paged_kv_indices_buffer=graph.indices.pages,
+                paged_kv_last_page_len_buffer=graph.last_page_len,
+            )
+            wrapper.reset_workspace_buffer(self._workspace, graph.indices.plan_memory(way))
+            self._plan_decode(wrapper, graph.now, way)
+        return graph.wrappers[way]
+
+    def _of_part(self, part: Part, way: Way, batch: Batch) -> Any:
+        key = part.kind, way
+        if key not in self._wrappers:
+            self._wrappers[key] = self._new_decode() if part.kind is Kind.DECODE else self._new_prompt(part.kind)
+        wrapper = self._wrappers[key]
+        if key not in self._planned:
+            self._planned.add(key)
+            if part.kind is Kind.DECODE:
+                self._plan_decode(wrapper, part.pages, way)
+            else:
+                self._plan_prompt(wrapper, part, way, batch)
+        return wrapper
+
+    def _new_decode(self, **buffers: Any) -> Any:
+        """fa2, as it divides the keys of long rows."""
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **buffers
+        )
+
+    def _new_prompt(self, kind: Kind) -> Any:
+        variant = "fa2" if kind is Kind.TREE else self._variant  # fa3 has no masks
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=variant)
+
+    def _plan_decode(self, wrapper: Any, pages: Rows, way: Way) -> None:
+        indptr, last_page_len, kv_lens, indices = pages
+        wrapper.plan(indptr, indices, last_page_len, seq_lens=kv_lens, **self._shape(), **way.options())
+        self._copied.record()
+
+    def _plan_prompt(self, wrapper: Any, part: Part, way: Way, batch: Batch) -> None:
+        shape = self._shape()
+        shape["head_dim_qk"] = shape.pop("head_dim")
+        indptr, last_page_len, kv_lens, indices = part.pages
+        queries = queries_indptr(batch, part.rows, indices.device)
+        options = way.options() | {"causal": True}
+        if part.kind is Kind.TREE:  # masks are packed on the device, by lengths there: the library waits for them
+            queries, indptr, last_page_len = (x.to(indices.device) for x in (queries, indptr, last_page_len))
+            mask = tree_mask(batch, part.rows, part.tokens, way.window)
+            options |= {"causal": False, "window_left": -1, "custom_mask": mask}
+        longest = int(batch.extend_lens[part.rows].max())
+        wrapper.plan(
+            queries,
+            indptr,
+            indices,
+            last_page_len,
+            seq_lens=kv_lens,
+            max_token_per_sequence=longest,
+            **shape,
+            **options,
+        )
+        self._copied.record()
+
+    def _shape(self) -> dict[str, Any]:
+        """Keywords of ``plan`` that never change."""
+        context = self._context
+        return {
+            "num_qo_heads": context.num_heads,
+            "num_kv_heads": context.num_kv_heads,
+            "head_dim": context.head_dim,
+            "page_size": self._page_size,
+            "q_data_type": context.dtype,
+            "kv_data_type": self._pool.keys(0).dtype,
+        }
