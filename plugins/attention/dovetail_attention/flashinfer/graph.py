@@ -1,0 +1,94 @@
+"""What decode graphs read: memory that stays where it is, brought up to date before each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flashinfer import fast_decode_plan  # pyright: ignore[reportMissingImports]
+
+from dovetail.errors import EngineError
+from dovetail_attention.flashinfer.pages import Rows, count_pages, gather, pinned
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.attention import AttentionContext
+    from dovetail.types import Batch
+
+MOST_PAGES = 1 << 24
+"""Pages that the rows of a step may have together where they share so many that there are more than the pool's: 64 MiB."""
+
+PLAN_BYTES = 2 << 20
+"""Memory of a decode plan: some int32 for each row and for each of the device's processors."""
+
+
+class Indices:
+    """Memory that all graphs use in turn."""
+
+    def __init__(self, context: AttentionContext) -> None:
+        self.page_size = context.pool.page_size
+        self.device = context.device
+        of_rows = context.max_rows * -(-context.max_context // self.page_size)
+        self._size = min(of_rows, max(MOST_PAGES, context.pool.num_pages + context.max_rows))
+        self._pages: torch.Tensor | None = None
+        self._plans: dict[Hashable, torch.Tensor] = {}
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """int32, as long as the pages of all rows of a step may be."""
+        if self._pages is None:
+            self._pages = torch.zeros(self._size, dtype=torch.int32, device=self.device)
+        return self._pages
+
+    def first(self, count: int) -> torch.Tensor:
+        """The first ``count`` of ``pages``. Raises ``EngineError`` if there are fewer."""
+        if count > self._size:
+            raise EngineError(
+                f"the rows of this step have {count} pages; attention flashinfer has room for {self._size} in a graph. "
+                "Set memory.page_size higher, scheduler.max_running lower, or graphs.decode to false"
+            )
+        return self.pages[:count]
+
+    def plan_memory(self, way: Hashable) -> torch.Tensor:
+        """What layers of a way plan in, of whichever graph."""
+        if way not in self._plans:
+            self._plans[way] = torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=self.device)
+        return self._plans[way]
+
+
+class GraphRows:
+    """What the graphs of one number of rows read, and a wrapper for each way of layers that they have met."""
+
+    def __init__(self, rows: int, indices: Indices) -> None:
+        self.indices = indices
+        self.indptr = torch.zeros(rows + 1, dtype=torch.int32, device=indices.device)
+        self.last_page_len = torch.ones(rows, dtype=torch.int32, device=indices.device)
+        self.wrappers: dict[Any, Any] = {}
+        self.now: Rows
+
+    def pad(self) -> None:
+        """One token of page 0 for each row."""
+        self._count(np.ones(len(self.last_page_len), np.int32))
+        self.now.indices.zero_()
+
+    def send(self, batch: Batch) -> None:
+        """The lengths and pages of a step."""
+        longest = self._count(batch.prefix_lens + batch.extend_lens)
+        gather(batch.page_table, self.indptr, longest, self.now.indices)
+
+    def _count(self, kv_lens: np.ndarray[Any, Any]) -> int:
+        """Room for rows of these lengths; the most pages that a row has."""
+        device = self.indices.device
+        indptr, last_page_len = count_pages(kv_lens, self.indices.page_size)
+        pages = self.indices.first(int(indptr[-1]))
+        lens = kv_lens.astype(np.int32)
+        self.now = Rows(pinned(indptr, device), pinned(last_page_len, device), pinned(lens, device), pages)
+        self.indptr.copy_(self.now.indptr, non_blocking=True)
+        self.last_page_len.copy_(self.now.last_page_len, non_blocking=True)
+        return int(np.diff(indptr).max())
+
+    def plan_again(self, wrapper: Any, **options: Any) -> None:
+        """Plan a wrapper that was planned before. Unlike ``plan``, copies nothing that is already there."""
+        indptr, last_page_len, _, indices = self.now
+        fast_decode_plan(wrapper, indptr, indices, last_page_len, global_override_indptr_cpu=indptr, **options)
