@@ -23,6 +23,17 @@ def decode_splits(rows: int, kv_heads: int, processors: int) -> int:
     return max(1, min(MAX_SPLITS, 2 * processors // (rows * kv_heads)))
 
 
+def tiling(row_bytes: int, programs: int) -> tuple[int, int, int]:
+    """Keys of a block, stages and warps, for rows of keys of so many bytes."""
+    return (32, 2, 4) if row_bytes > 256 else (64, 3, 4)
+
+
+@triton.jit
+def _span(length, splits, BLOCK_N: tl.constexpr):
+    """Keys of a part: a multiple of the block, so short rows have fewer parts than there is room for."""
+    return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+
+
 @triton.jit
 def _decode(
     q, keys, values, table, kv_lens, sinks, out, lse, parts, scale, soft_cap, window,
@@ -40,8 +51,10 @@ def _decode(
     if WINDOW:
         begin = tl.maximum(end - window, 0)
     if SPLIT:
-        span = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
+        span = _span(end - begin, splits, BLOCK_N)
         begin += part * span
+        if (begin >= end) & (part > 0):  # the first part also answers for a row without keys
+            return
         end = tl.minimum(end, begin + span)
     member = tl.arange(0, BLOCK_HEADS)
     head = kv_head * GROUP + member
@@ -94,16 +107,20 @@ def _decode(
 
 @triton.jit
 def _combine(
-    parts, part_lse, out, lse, splits, heads, rows,
-    V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    parts, part_lse, out, lse, kv_lens, window, splits, heads, rows,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    length = tl.load(kv_lens + row)
+    if WINDOW:
+        length = tl.minimum(length, window)
+    used = tl.maximum(tl.cdiv(length, tl.maximum(_span(length, splits, BLOCK_N), 1)), 1)
     part, at = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_V)
     place = (row * heads + head) * splits + part
-    logs = tl.load(part_lse + place, part < splits, float("-inf"))
+    logs = tl.load(part_lse + place, part < used, float("-inf"))
     top = tl.maximum(tl.max(logs, 0), -1e30)  # finite, also where no part has a key
     weight = tl.exp(logs - top)
     total = tl.sum(weight, 0)
@@ -148,20 +165,21 @@ def paged_decode(
     if splits > 1:
         parts = torch.empty(rows, heads, splits, v_size, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
-    block_v = triton.next_power_of_2(v_size)
-    wide = q.element_size() == 4 or max(size, v_size) > 128
+    block_v = max(16, triton.next_power_of_2(v_size))
+    block_n, stages, warps = tiling(q.element_size() * max(size, v_size), rows * kv_heads * splits)
     launch(
         _decode, (rows, kv_heads, splits),
         q, keys, values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,
         q.stride(0), q.stride(1), table.stride(0), splits, heads, rows,
         PAGE=page_size, GROUP=group, KV_HEADS=kv_heads, SIZE=size, V_SIZE=v_size,
         BLOCK_HEADS=max(LEAST_TILE, triton.next_power_of_2(group)), BLOCK_SIZE=max(16, triton.next_power_of_2(size)),
-        BLOCK_V=max(16, block_v), BLOCK_N=32 if wide else 64, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
-        SINKS=sinks is not None, SPLIT=splits > 1, num_warps=4, num_stages=2 if wide else 3,
+        BLOCK_V=block_v, BLOCK_N=block_n, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
+        SINKS=sinks is not None, SPLIT=splits > 1, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         launch(
-            _combine, (rows, heads), parts, part_lse, out, lse, splits, heads, rows,
-            V_SIZE=v_size, BLOCK_V=block_v, BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=1 if splits < 16 else 4,
+            _combine, (rows, heads), parts, part_lse, out, lse, kv_lens, window or 0, splits, heads, rows,
+            WINDOW=window is not None, BLOCK_N=block_n, V_SIZE=v_size, BLOCK_V=block_v,
+            BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=1 if splits < 16 else 4,
         )  # fmt: skip
     return out, lse
