@@ -41,7 +41,7 @@ def make_params(source: random.Random) -> SamplingParams:
     kind = source.random()
     grammar = GrammarSpec(GrammarKind.REGEX, "[a-z ]{5,60}") if kind < 0.1 else None
     return SamplingParams(
-        max_new_tokens=source.randint(1, 200),
+        max_new_tokens=source.randint(1, 400),
         temperature=source.choice([0.0, 0.7, 1.0]),
         top_p=source.choice([1.0, 0.9]),
         top_k=source.choice([0, 40]),
@@ -107,7 +107,7 @@ def main() -> None:
     llm = LLM(
         "tiny",
         device=args.device,
-        memory={"page_size": 16, "num_pages": 600},  # 80 running requests would take three times as many
+        memory={"page_size": 16, "num_pages": 400},  # 80 running requests would take three times as many
         scheduler={"max_running": 80, "chunk_size": 512},
         graphs={"max_rows": 64, "piecewise_tokens": 256},
     )
