@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from dovetail.ops.triton.matmul import Workspace, matmul
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, Tile
-from ops_gpu import COLD, MODELS, Independent, Model, Step, per_call, randn
+from ops_gpu import COLD, MODELS, Independent, Model, Step, per_call, randn, torch_product
 
 BUCKETS = (1, 16, 32, 64)
 SHARED_MEMORY = 227 * 1024
@@ -45,7 +45,11 @@ Choice = Tile | None
 def candidates(block_m: int, n: int, k: int) -> list[Tile]:
     """The tiles to try."""
     if block_m == 1:
-        return [Tile(1, rows, width, warps) for rows, width, warps in ONE_ROW if k % width == 0]
+        return [
+            Tile(1, rows, width, warps, per_sm=per_sm)
+            for (rows, width, warps), per_sm in itertools.product(ONE_ROW, (0, 2, 4, 6, 8, 12, 16))
+            if k % width == 0 and (per_sm == 0 or (per_sm * warps in (8, 16, 24, 32) and per_sm * SMS * rows < n))
+        ]
     found = []
     for (block_n, block_k, warps, stages), split in itertools.product(FEW_ROWS, (1, 2, 3, 4, 7, 8)):
         programs = -(-n // block_n) * split
@@ -77,17 +81,22 @@ def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: Tile
 def compile_all(models: Iterable[Model], space: Workspace) -> None:
     """Compile every candidate, on all cores."""
     x, w = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in (1 << 20, 1 << 22))
+    models = list(models)
     shapes = {shape for model in models for shape in model.matrices.values()}
+    inner = {model.matrices["gate_up"] for model in models}
     wanted = {
-        tile._replace(split=min(tile.split, 2), ahead=ahead)
-        for m, (n, k), ahead in itertools.product(BUCKETS, shapes, AHEAD)
+        (tile._replace(split=min(tile.split, 2), ahead=ahead, per_sm=min(tile.per_sm, 1)), gated)
+        for m, (n, k), ahead, gated in itertools.product(BUCKETS, shapes, AHEAD, (False, True))
+        if not gated or (n, k) in inner
         for tile in candidates(m, n, k)
+        if not gated or tile.block_n > 1
     }
 
-    def compile_one(tile: Tile) -> None:
+    def compile_one(case: tuple[Tile, bool]) -> None:
+        tile, gated = case
         k = tile.block_k * tile.split * 2
         try:
-            matmul(x[: 2 * k].view(2, k)[: tile.block_m], w[: 256 * k].view(256, k), None, tile, space)
+            matmul(x[: 2 * k].view(2, k)[: tile.block_m], w[: 256 * k].view(256, k), None, tile, space, gated)
         except Exception as error:
             print("FAILED", tile, repr(error)[:200])
 
@@ -128,6 +137,8 @@ def tune_together(
     model: Model, m: int, best: dict[str, list[Choice]], space: Workspace, step: Step
 ) -> dict[str, Choice]:
     """The choice for each matrix of a layer, made where it is used."""
+    pairs = [tile for tile in best["gate_up"] if tile is None or tile.block_n > 1]  # of gates and what they let through
+    best = {**best, "gate_up": pairs}
     chosen = {name: choices[0] for name, choices in best.items()}
 
     def measure(name: str, choice: Choice) -> float:
@@ -136,7 +147,9 @@ def tune_together(
     def whole(trial: dict[str, Choice], head: bool) -> float:
         def product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             tile = trial[name]
-            return functional.linear(x, weight) if tile is None else matmul(x, weight, None, tile, space)
+            if tile is None:
+                return torch_product(name, x, weight)
+            return matmul(x, weight, None, tile, space, name == "gate_up")
 
         return per_call([lambda: step.run(m, product, head=head)], 7)
 

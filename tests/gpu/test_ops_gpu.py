@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn import functional
 
 from dovetail.layers.linear import Linear
 from dovetail.layers.rope import RopeConfig
@@ -157,22 +158,36 @@ needs_hopper = pytest.mark.skipif(
 
 
 @needs_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [*MEASURED, (1000, 768), (4096, 5120), (97, 256)])
-def test_products_of_few_rows(n: int, k: int, dtype: torch.dtype) -> None:
-    weight, bias = randn(n, k, dtype=dtype) * 0.05, randn(n, dtype=dtype)
+def test_products_of_few_rows(n: int, k: int) -> None:
+    weight = randn(n, k, dtype=torch.bfloat16) * 0.05
     product = few_rows(weight)
     assert product is not None
     for rows in (1, 2, 3, 8, 16, 17, 32, 33, 64):
-        x = randn(rows, k, dtype=dtype)
-        exact = x.float() @ weight.float().t()
-        torch.full((rows, n), torch.nan, dtype=dtype, device="cuda")  # freed: the memory of the output
-        for shift in (None, bias):
-            expected = exact if shift is None else exact + shift.float()
-            got = product(x, shift)
-            assert (got.float() - expected).norm() < 5e-3 * expected.norm()
-            assert got.equal(product(x, shift))
+        x = randn(rows, k, dtype=torch.bfloat16)
+        expected = x.float() @ weight.float().t()
+        torch.full((rows, n), torch.nan, dtype=torch.bfloat16, device="cuda")  # freed: the memory of the output
+        got = product(x, None)
+        assert (got.float() - expected).norm() < 5e-3 * expected.norm()
+        assert got.equal(product(x, None))
     assert product(x[:0], None).shape == (0, n)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (6144, 1024), (1024, 3072), (1000, 768)])
+def test_products_with_bias_and_gate(n: int, k: int, dtype: torch.dtype) -> None:
+    weight, bias = randn(n, k, dtype=dtype) * 0.05, randn(n, dtype=dtype)
+    product = few_rows(weight)
+    assert product is not None
+    for rows in (1, 5, 16, 32, 64):
+        x = randn(rows, k, dtype=dtype)
+        expected = x.float() @ weight.float().t() + bias.float()
+        assert (product(x, bias).float() - expected).norm() < 5e-3 * expected.norm()
+        gate, up = expected.chunk(2, -1)
+        expected = functional.silu(gate) * up
+        torch.full((rows, n // 2), torch.nan, dtype=dtype, device="cuda")
+        assert (product.gated(x, bias).float() - expected).norm() < 1e-2 * expected.norm()
 
 
 @needs_hopper
@@ -213,9 +228,7 @@ def test_a_step_of_dependent_kernels_gives_the_same_every_time() -> None:
                 assert up is not None
                 assert down is not None
                 pause()
-                gate_up = up(x, None)
-                pause()
-                inner = silu_mul(gate_up)
+                inner = up.gated(x, None)
                 pause()
                 out = down(inner, None)
                 pause()

@@ -10,6 +10,7 @@ import torch
 
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
+from dovetail.ops.triton import matmul as matmul_module
 from dovetail.ops.triton.activation import silu_mul
 from dovetail.ops.triton.kv import store
 from dovetail.ops.triton.matmul import Workspace, matmul
@@ -120,21 +121,33 @@ def test_nothing_to_do_launches_nothing() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 12, 96), (1, 10, 192), (5, 40, 192), (16, 32, 576)])
-@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 12, 96), (1, 10, 192), (5, 40, 192), (16, 36, 576)])
 def test_products_of_few_rows(
-    dtype: torch.dtype, tolerance: float, with_bias: bool, m: int, n: int, k: int, split: int
+    dtype: torch.dtype,
+    tolerance: float,
+    with_bias: bool,
+    gated: bool,
+    m: int,
+    n: int,
+    k: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    monkeypatch.setattr(matmul_module, "processors", lambda device: 2)
+    x, weight = torch.randn(m, k).to(dtype), (torch.randn(n, k) / k**0.5).to(dtype)
     bias, space = torch.randn(n).to(dtype) if with_bias else None, Workspace(torch.device("cpu"))
     space.parts.fill_(torch.nan)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    bound = 4 * tolerance * k**0.5
-    for _ in range(2):  # the second finds what the first left in the workspace
-        close(matmul(x, weight, bias, Tile(16, 16, 32, 4, 1, split), space), exact, bound)
-        assert not space.arrived.any()
+    if gated:
+        gate, up = exact.chunk(2, -1)
+        exact = gate / (1 + (-gate).exp()) * up
+    tiles = [Tile(16, 16, 32, 4, 1), Tile(16, 16, 32, 4, 1, split=3)]
     if m == 1:
-        close(matmul(x, weight, bias, Tile(1, 4, 32, 1), space), exact, bound)
+        tiles += [Tile(1, 4, 32, 1), Tile(1, 2, 32, 1, per_sm=1), Tile(1, 4, 32, 1, per_sm=2)]
+    for tile in tiles:
+        for _ in range(2):  # the second finds what the first left in the workspace
+            close(matmul(x, weight, bias, tile, space, gated), exact, 4 * tolerance)
+            assert not space.arrived.any()
 
 
 def test_every_choice_fits_its_shape() -> None:

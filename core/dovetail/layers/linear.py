@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dovetail.layers.base import Layer, parameter
+from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import Kernels, kernels
 from dovetail.ops.linear import few_rows, linear, packed, packed_linear
 from dovetail.ops.triton.tuning import MAX_ROWS
@@ -48,6 +49,14 @@ class Linear(Layer):
         if self._few_rows is not None and x.shape[0] <= MAX_ROWS:
             return self._few_rows(x, bias)
         return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
+
+    def gated_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu_mul(forward(x))``: contiguous ``[tokens, in]`` -> ``[tokens, out / 2]``. Mutates nothing."""
+        if not self.prepared:
+            self.prepare()
+        if self._few_rows is not None and x.shape[0] <= MAX_ROWS:
+            return self._few_rows.gated(x, self._operands[1])
+        return silu_mul(self.forward(x))
 
 
 class FusedLinear(Linear):

@@ -6,7 +6,6 @@ import torch
 
 from dovetail.layers.base import Layer
 from dovetail.layers.linear import FusedLinear, Linear
-from dovetail.ops.activation import silu_mul
 
 
 class GatedMLP(Layer):
@@ -20,4 +19,4 @@ class GatedMLP(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden_size]``, the shape stays. Mutates nothing."""
-        return self.down.forward(silu_mul(self.gate_up.forward(x)))
+        return self.down.forward(self.gate_up.gated_forward(x))

@@ -3,7 +3,7 @@
 One row: plain multiply and add in float32, the weights straight to registers. Up to 64 rows: tensor cores with the weight
 as the left operand, whose tiles are at least 64 high, and the rows of ``x`` as a narrow right one. Where there are few
 tiles the product is split along k; the last program of a tile to finish adds up the parts, in their order, so results
-are the same every time. Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``).
+are the same every time. Both may end in SwiGLU's gate, which costs nothing there. Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.triton.activation import silu_mul
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, Tile, tile_of
 
@@ -34,59 +35,106 @@ def _prefetch(address) -> None:
 
 
 @triton.jit
+def _rows_of(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows of the weight that a tile reads. Gated, the n rows are those of gates, then those of what they let through, and a
+    tile reads pairs of them."""
+    local = tl.arange(0, BLOCK_N)
+    if GATED:
+        return tl.minimum(tile * (BLOCK_N // 2) + local // 2, n // 2 - 1) + local % 2 * (n // 2)
+    return tl.minimum(tile * BLOCK_N + local, n - 1)
+
+
+@triton.jit
+def _gate(gate, up):
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _finish_row(y, bias, rows, total, tile, n, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
+    out = tl.sum(total, 1)
+    if BIAS:
+        out += tl.load(bias + rows).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        tl.store(y + column, _gate(gate, up).to(y.dtype.element_ty), column < n // 2)
+    else:
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(y + column, out.to(y.dtype.element_ty), column < n)
+
+
+@triton.jit
 def _one_row(
-    x, w, bias, y, n, k,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    x, w, bias, y, n, k, tiles,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    last = row if EVEN else tl.minimum(row, n - 1)
+    index = tl.program_id(0)
+    rows = _rows_of(index, n, GATED, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
-    source = w + last.to(tl.int64)[:, None] * k + at[None, :]
+    source = w + rows.to(tl.int64)[:, None] * k + at[None, :]
     if PDL:
         gdc_launch_dependents()
     tile = tl.load(source, eviction_policy="evict_first")
     if PDL:
         if AHEAD:
             line = tl.minimum(BLOCK_K + tl.arange(0, AHEAD) * 64, k - 1)
-            _prefetch(w + last.to(tl.int64)[:, None] * k + line[None, :])
+            _prefetch(w + rows.to(tl.int64)[:, None] * k + line[None, :])
         gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(BLOCK_K, k, BLOCK_K):
-        following = tl.load(source + start, eviction_policy="evict_first")
-        factor = tl.load(x + start - BLOCK_K + at).to(tl.float32)
-        total += tile.to(tl.float32) * factor[None, :]
-        tile = following
-    factor = tl.load(x + k - BLOCK_K + at).to(tl.float32)
-    total += tile.to(tl.float32) * factor[None, :]
-    out = tl.sum(total, 1)
-    if BIAS:
-        out += tl.load(bias + last).to(tl.float32)
-    if EVEN:
-        tl.store(y + row, out.to(y.dtype.element_ty))
+    if PERSISTENT:
+        programs, start = tl.num_programs(0), 0
+        steps = tl.cdiv(tiles - index, programs) * (k // BLOCK_K)
+        for step in range(steps):
+            wraps = start + BLOCK_K == k
+            next_index = index + tl.where(wraps, programs, 0)
+            next_start = tl.where(wraps, 0, start + BLOCK_K)
+            next_rows = _rows_of(next_index, n, GATED, BLOCK_N)
+            source = w + next_rows.to(tl.int64)[:, None] * k + (next_start + at)[None, :]
+            more = (next_start + at)[None, :] < tl.where(step + 1 < steps, k, 0)
+            following = tl.load(source, more, 0.0, eviction_policy="evict_first")
+            factor = tl.load(x + start + at).to(tl.float32)
+            total += tile.to(tl.float32) * factor[None, :]
+            if wraps:
+                _finish_row(y, bias, rows, total, index, n, GATED, BIAS, BLOCK_N)
+                total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            tile, rows, index, start = following, next_rows, next_index, next_start
     else:
-        tl.store(y + row, out.to(y.dtype.element_ty), row < n)
+        for start in range(BLOCK_K, k, BLOCK_K):
+            following = tl.load(source + start, eviction_policy="evict_first")
+            factor = tl.load(x + start - BLOCK_K + at).to(tl.float32)
+            total += tile.to(tl.float32) * factor[None, :]
+            tile = following
+        factor = tl.load(x + k - BLOCK_K + at).to(tl.float32)
+        total += tile.to(tl.float32) * factor[None, :]
+        _finish_row(y, bias, rows, total, index, n, GATED, BIAS, BLOCK_N)
+
+
+@triton.jit
+def _store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
+    token = tl.arange(0, BLOCK_M)[None, :]
+    column = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    tl.store(y + token.to(tl.int64) * n + column, total.to(y.dtype.element_ty), (token < m) & (column < n))
 
 
 @triton.jit
 def _few_rows(
     x, w, bias, y, parts, arrived, m, n, k, span, splits,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
-    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    last = row if EVEN else tl.minimum(row, n - 1)
+    rows = _rows_of(tile, n, GATED, BLOCK_N)
     token = tl.arange(0, BLOCK_M)
     at = tl.arange(0, BLOCK_K)
-    source = w + last.to(tl.int64)[:, None] * k + part * span + at[None, :]
+    source = w + rows.to(tl.int64)[:, None] * k + part * span + at[None, :]
     tokens = x + token[:, None] * k + part * span + at[None, :]
     present = token[:, None] < m
     if PDL:
         gdc_launch_dependents()
         if AHEAD:
             line = tl.minimum(tl.arange(0, AHEAD) * 64, span - 1)
-            _prefetch(w + last.to(tl.int64)[:, None] * k + part * span + line[None, :])
+            _prefetch(w + rows.to(tl.int64)[:, None] * k + part * span + line[None, :])
         gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, span, BLOCK_K):
@@ -108,9 +156,12 @@ def _few_rows(
             tl.store(arrived + tile, 0)
     if finished:
         if BIAS:
-            total += tl.load(bias + last).to(tl.float32)[:, None]
-        target = y + token[None, :].to(tl.int64) * n + row[:, None]
-        tl.store(target, total.to(y.dtype.element_ty), (token[None, :] < m) & (row[:, None] < n))
+            total += tl.load(bias + rows).to(tl.float32)[:, None]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
+            _store_rows(y, _gate(gate, up), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
+        else:
+            _store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N)
 
 
 class Workspace:
@@ -128,29 +179,35 @@ def workspace(device: torch.device) -> Workspace:
 
 
 def matmul(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, space: Workspace
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, space: Workspace, gated: bool = False
 ) -> torch.Tensor:
     """``ops.linear.linear`` of contiguous ``x [m, k]``, ``weight [n, k]``, cut by ``tile``, whose ``block_k * split``
-    divides k, for at most ``tile.block_m`` rows."""
+    divides k, for at most ``tile.block_m`` rows; ``gated`` also ``ops.activation.silu_mul`` of it, for even n."""
     (m, k), n = x.shape, weight.shape[0]
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(n, tile.block_n)
-    even = n % tile.block_n == 0
     if tile.block_m == 1:
+        programs = min(tiles, tile.per_sm * processors(x.device)) if tile.per_sm else tiles
         launch(
-            _one_row, (tiles,),
-            x, weight, bias, y, n, k,
-            EVEN=even, BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            AHEAD=tile.ahead, num_warps=tile.warps,
+            _one_row, (programs,),
+            x, weight, bias, y, n, k, tiles,
+            GATED=gated, BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            AHEAD=tile.ahead, PERSISTENT=tile.per_sm > 0, num_warps=tile.warps,
         )  # fmt: skip
         return y
     launch(
         _few_rows, (tiles, tile.split),
         x, weight, bias, y, space.parts, space.arrived, m, n, k, k // tile.split, tile.split,
-        EVEN=even, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        GATED=gated, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLIT=tile.split > 1, AHEAD=tile.ahead, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class FewRows:
@@ -168,6 +225,14 @@ class FewRows:
             return functional.linear(x, self._weight, bias)
         assert x.is_contiguous()
         return matmul(x, self._weight, bias, tile, self._space)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``ops.activation.silu_mul`` of the product, ``[m, n / 2]``, in the product's own kernel where there is one."""
+        tile = self._tiles[x.shape[0]]
+        if tile is None or tile.block_n == 1:
+            return silu_mul(self(x, bias))
+        assert x.is_contiguous()
+        return matmul(x, self._weight, bias, tile, self._space, gated=True)
 
 
 def supported(weight: torch.Tensor) -> bool:

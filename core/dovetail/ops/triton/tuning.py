@@ -14,7 +14,8 @@ MAX_TILES = 1 << 14
 
 class Tile(NamedTuple):
     """How a product is cut. ``block_m`` 1 is the kernel of one row, which has no stages and no split. ``ahead``: lines of 128
-    bytes per row of the weight to ask for before waiting for the kernel before (a power of two, or 0)."""
+    bytes per row of the weight to ask for before waiting for the kernel before (a power of two, or 0). ``per_sm``: programs per
+    multiprocessor, each of several tiles, for the kernel of one row; 0: one program per tile."""
 
     block_m: int
     block_n: int
@@ -23,66 +24,67 @@ class Tile(NamedTuple):
     stages: int = 1
     split: int = 1
     ahead: int = 0
+    per_sm: int = 0
 
 
 MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
     (6144, 4096): {
-        1: Tile(1, 2, 1024, 4),
-        16: Tile(16, 64, 128, 4, 6, ahead=8),
-        32: Tile(32, 64, 128, 4, 8, ahead=8),
-        64: Tile(64, 64, 128, 4, 6, ahead=8),
+        1: Tile(1, 2, 2048, 4, ahead=8, per_sm=6),
+        16: Tile(16, 64, 128, 4, 6),
+        32: Tile(32, 64, 128, 4, 6, ahead=8),
+        64: Tile(64, 64, 64, 4, 8, ahead=8),
     },
     (4096, 4096): {
         1: Tile(1, 2, 1024, 4),
-        16: Tile(16, 64, 256, 4, 3, split=2),
-        32: Tile(32, 64, 128, 4, 6, split=2),
-        64: Tile(64, 64, 128, 4, 4, split=2, ahead=8),
+        16: Tile(16, 32, 256, 4, 6, ahead=8),
+        32: Tile(32, 64, 256, 4, 3, split=2),
+        64: Tile(64, 64, 256, 4, 3, split=2),
     },
     (28672, 4096): {
-        1: Tile(1, 2, 1024, 4),
-        16: Tile(16, 128, 128, 4, 3),
-        32: Tile(32, 256, 64, 8, 4),
-        64: None,
+        1: Tile(1, 2, 2048, 4, per_sm=6),
+        16: Tile(16, 64, 128, 4, 4),
+        32: Tile(32, 64, 128, 4, 4),
+        64: Tile(64, 128, 128, 8, 4),
     },
     (4096, 14336): {
-        1: Tile(1, 2, 512, 1, ahead=8),
+        1: Tile(1, 2, 1024, 4),
         16: Tile(16, 32, 256, 4, 6),
         32: Tile(32, 64, 256, 4, 3, split=2),
-        64: Tile(64, 64, 64, 4, 8, split=2),
+        64: Tile(64, 64, 128, 4, 6, split=2),
     },
     (128256, 4096): {
-        1: Tile(1, 2, 1024, 4),
+        1: Tile(1, 1, 512, 2),
         16: Tile(16, 128, 128, 4, 3),
-        32: Tile(32, 128, 128, 4, 5),
-        64: Tile(64, 256, 64, 8, 4),
+        32: Tile(32, 128, 128, 8, 4),
+        64: Tile(64, 128, 128, 8, 4),
     },
     (4096, 1024): {
-        1: Tile(1, 4, 512, 1),
+        1: Tile(1, 4, 512, 2),
         16: Tile(16, 32, 256, 4, 6, ahead=8),
         32: Tile(32, 32, 256, 4, 6, ahead=8),
         64: None,
     },
     (1024, 2048): {
-        1: Tile(1, 2, 2048, 4, ahead=16),
-        16: Tile(16, 32, 256, 4, 6, split=4, ahead=32),
+        1: Tile(1, 2, 2048, 4, ahead=8),
+        16: Tile(16, 32, 256, 4, 6, split=4),
         32: Tile(32, 32, 256, 4, 6, split=4),
-        64: Tile(64, 32, 128, 4, 6, split=4),
+        64: Tile(64, 32, 256, 4, 4, split=4),
     },
     (6144, 1024): {
-        1: Tile(1, 8, 256, 1),
+        1: Tile(1, 2, 1024, 2, ahead=8, per_sm=12),
         16: Tile(16, 64, 128, 4, 6),
-        32: Tile(32, 64, 128, 4, 6, ahead=8),
-        64: Tile(64, 64, 64, 4, 8, ahead=8),
+        32: Tile(32, 64, 128, 4, 6),
+        64: Tile(64, 64, 128, 4, 4, ahead=8),
     },
     (1024, 3072): {
         1: Tile(1, 1, 1024, 4),
         16: Tile(16, 32, 256, 4, 6, split=4, ahead=8),
         32: Tile(32, 32, 256, 4, 6, split=4, ahead=8),
-        64: Tile(64, 32, 128, 4, 6, split=4, ahead=8),
+        64: Tile(64, 32, 128, 4, 6, split=4, ahead=16),
     },
     (151936, 1024): {
         1: Tile(1, 4, 256, 1),
-        16: Tile(16, 64, 128, 4, 4),
+        16: Tile(16, 128, 128, 4, 3),
         32: Tile(32, 64, 128, 4, 4),
         64: Tile(64, 128, 128, 8, 4),
     },
