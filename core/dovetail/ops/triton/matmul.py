@@ -63,7 +63,7 @@ def _finish_row(y, bias, rows, total, tile, n, GATED: tl.constexpr, BIAS: tl.con
         tl.store(y + column, out.to(y.dtype.element_ty), column < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _one_row(
     x, w, bias, y, n, k, tiles,
     GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -117,7 +117,7 @@ def _store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     tl.store(y + token.to(tl.int64) * n + column, total.to(y.dtype.element_ty), (token < m) & (column < n))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "splits"])
 def _few_rows(
     x, w, bias, y, parts, arrived, m, n, k, span, splits,
     GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
