@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from rich.console import Console
 from rich.table import Table
 
@@ -51,6 +52,7 @@ class StubEngine(Engine):
         self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
         self.inputs = Inputs(config.scheduler.rows, pages, self.page_size, self.device)
         self.graphs = None
+        self.model = nn.Module()
         self.budget = budget_for(
             config, self.info.cache_groups[0], torch.float32, self.device, self.context_len, Needs()
         )

@@ -85,7 +85,7 @@ class Loop:
         self._launched: tuple[Batch, ForwardOutput] | None = None
         self._outbox: list[Answer] = []
         self._steps = 0
-        self._seconds = {"step": 0.0, "schedule": 0.0, "commit": 0.0}
+        self._seconds: dict[str, float] = dict.fromkeys(("step", "schedule", "launch", "wait", "commit"), 0.0)
         gc.collect()
         gc.freeze()  # what lives as long as the loop need not be looked at again: a full collection takes tens of milliseconds
 
@@ -199,7 +199,7 @@ class Loop:
         if batch is None:
             return []
         try:
-            output = self.engine.forward(batch)
+            output = self._timed("launch", lambda: self.engine.forward(batch))
         except BaseException as error:
             self.scheduler.take_back(batch)
             return self._failed(batch, error)
@@ -210,7 +210,7 @@ class Loop:
         failure: BaseException | None = None
         if batch is not None:
             try:
-                self.engine.launch(batch)
+                self._timed("launch", lambda: self.engine.launch(batch))
             except BaseException as error:
                 failure = error
                 self.scheduler.take_back(batch)
@@ -219,7 +219,7 @@ class Loop:
             return answers
         if failure is None:
             try:
-                self._launched = batch, self.engine.sample(batch)
+                self._launched = batch, self._timed("launch", lambda: self.engine.sample(batch))
             except BaseException as error:
                 failure = error
         if failure is not None:
@@ -235,9 +235,7 @@ class Loop:
         return self._commit(batch, output)
 
     def _schedule(self, *, resting: bool = True) -> Batch | None:
-        start = time.perf_counter()
-        batch = self._guarded(self.scheduler.schedule)
-        self._seconds["schedule"] += time.perf_counter() - start
+        batch = self._timed("schedule", lambda: self._guarded(self.scheduler.schedule))
         if batch is None:
             if resting and self.scheduler.has_work:
                 time.sleep(IDLE_SECONDS)
@@ -276,7 +274,7 @@ class Loop:
 
     def _commit(self, batch: Batch, output: ForwardOutput) -> list[Answer]:
         try:
-            host = self.engine.wait(batch, output)
+            host = self._timed("wait", lambda: self.engine.wait(batch, output))
         except BaseException as error:
             return self._failed(batch, error)
         start = time.perf_counter()
@@ -296,6 +294,13 @@ class Loop:
             self._interrupt = error
         log.error("a step of %d requests failed", len(batch.reqs), exc_info=error)
         return self._guarded(lambda: self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {error}"))
+
+    def _timed(self, name: str, part: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        try:
+            return part()
+        finally:
+            self._seconds[name] += time.perf_counter() - start
 
     def _guarded(self, part: Callable[[], T]) -> T:
         """Run a part of the scheduler; what it raises is the end of the loop."""
@@ -334,6 +339,8 @@ class Loop:
             grammar_hits=self.grammars.hits,
             step_seconds=self._seconds["step"],
             schedule_seconds=self._seconds["schedule"],
+            launch_seconds=self._seconds["launch"],
+            wait_seconds=self._seconds["wait"],
             commit_seconds=self._seconds["commit"],
         )
 
@@ -345,6 +352,7 @@ class Loop:
             "architecture": engine.info.architecture,
             "device": str(engine.device),
             "cpu_kernels": library().text if engine.device.type == "cpu" else None,
+            "products": engine.products,
             "context_len": engine.context_len,
             "page_size": engine.page_size,
             "num_pages": engine.num_pages - 1,

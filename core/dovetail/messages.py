@@ -122,6 +122,8 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     grammar_hits: int = 0
     step_seconds: float = 0.0
     schedule_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0
     commit_seconds: float = 0.0
 
 

@@ -23,6 +23,7 @@ from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
 from dovetail.layers.build import as_module
 from dovetail.memory.pool import PagedKVPool
+from dovetail.ops.linear import describe
 from dovetail.ops.transfer import to_device, to_host
 from dovetail.types import ForwardOutput, HostOutput, Logprobs, TokenLogprob
 
@@ -133,6 +134,12 @@ class Engine:
                 max_context=self.context_len,
             )
         )
+
+    @property
+    def products(self) -> dict[str, str]:
+        """What computes the matrix products of the model, by the shape of the weight."""
+        weights = {tuple(p.shape): p for p in as_module(self.model).parameters() if p.ndim == 2}
+        return {f"{rows} x {columns}": describe(weight) for (rows, columns), weight in weights.items()}
 
     @staticmethod
     def lost_device(error: BaseException) -> bool:

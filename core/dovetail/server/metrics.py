@@ -34,6 +34,8 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "grammar_hits": ("grammar_hits", "Constraints found compiled."),
     "step_seconds": ("step_seconds", "Time in engine steps."),
     "schedule_seconds": ("schedule_seconds", "Of it, time in schedule."),
+    "launch_seconds": ("launch_seconds", "Of it, time to prepare and launch forward passes and samplers."),
+    "wait_seconds": ("wait_seconds", "Of it, time in which the host waited for tokens."),
     "commit_seconds": ("commit_seconds", "Of it, time in commit."),
 }
 
