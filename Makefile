@@ -8,7 +8,8 @@ serve: setup
 	$(BIN)/dovetail serve
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadscope -q
+	$(BIN)/python -m pytest -n 2 --dist loadscope -q --ignore tests/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/triton
 
 check: lint test
 

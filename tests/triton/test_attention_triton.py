@@ -1,13 +1,107 @@
-"""triton attention, interpreted.
+"""triton attention, interpreted: the conformance suite without what says nothing more than the rest, and our own limits.
+
+Arithmetic in bfloat16 is wrong where Triton is interpreted.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_attention_triton.py
 """
 
 from __future__ import annotations
 
-from dovetail.testing.attention import AttentionSuite
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.testing.attention import GRAPH_ROWS, REPLAYS, STEPS, AttentionSuite
+from dovetail.testing.attention_graphs import copy_inputs
+from dovetail.testing.attention_reference import Case, Step
+from dovetail_attention.triton import backend
+
+CPU = torch.device("cpu")
+FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees beside extend")
+SLOW: Mapping[str, tuple[object, ...]] = {
+    "page_size": (4,),
+    "head_dim": (64, 128),
+    "heads": (2,),
+    "window": (1, 1000),
+    "kv_heads": (4,),
+    "dtype": (torch.bfloat16,),
+    "step": ("many rows", "nobody shares"),
+}
+
+
+def is_slow(test: str, params: Mapping[str, Any]) -> bool:
+    """True for parameters that other cases stand for."""
+    step = params.get("step")
+    return any(params.get(name) in values for name, values in SLOW.items()) or (
+        step in STEPS and step not in FEW_STEPS and test != "test_phases_and_page_sizes"
+    )
 
 
 class TestTriton(AttentionSuite):
     name = "triton"
     device = "cpu"
+    dtypes = (torch.float32, torch.float16)
+
+    @pytest.fixture(autouse=True)
+    def _quick(self, request: pytest.FixtureRequest) -> None:
+        given = getattr(request.node, "callspec", None)
+        if given is not None and is_slow(request.node.originalname, given.params):
+            pytest.skip("slow where Triton is interpreted")
+
+    @pytest.mark.parametrize("head_dim", [24, 80])
+    @pytest.mark.parametrize("page_size", [1, 7])
+    @pytest.mark.parametrize("heads", [6, 34])
+    def test_sizes_that_are_no_powers_of_two(self, head_dim: int, page_size: int, heads: int):
+        case = replace(STEPS["mixed"][0], head_dim=head_dim, page_size=page_size, heads=heads)
+        self.compare(case)
+
+    @pytest.mark.parametrize("processors", [1, 3, 40])
+    @pytest.mark.parametrize("window", [None, 90])
+    def test_however_many_programs_there_are(
+        self, monkeypatch: pytest.MonkeyPatch, processors: int, window: int | None
+    ):
+        """Keys are cut in other places, and programs that read shared prefixes do several items each."""
+        monkeypatch.setattr(backend, "CPU_PROCESSORS", processors)
+        monkeypatch.setattr(backend, "SHARED_PAIRS", 16)
+        monkeypatch.setattr(backend, "ROWS_PER_GROUP", 1 << 20)
+        sinks = window is not None
+        groups = [(3, 160), (4, 64), (1, 32)]
+        for case in (
+            Case([190, 160, 161, 64, 90, 65, 70, 40, 3], [1] * 9, groups=groups, heads=8, kv_heads=1),
+            Case([300, 0, 33], [9, 30, 1], num_extend=2),
+            Case([200, 5], [4, 4], trees=[[-1, -1, 0], [-1, 0, 0]]),
+        ):
+            self.compare(replace(case, window=window, sinks=sinks))
+
+    @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+    @torch.inference_mode()
+    def test_one_plan_serves_all_lengths(self, shared: bool):
+        """What a graph relies on: after ``plan_capture``, lengths are read on the device."""
+        base = Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, padding=0, page_size=16)
+        whole = Step(base, CPU)
+        built = self.make(whole.context())
+        static = Step(
+            replace(base, prefix=[0] * GRAPH_ROWS, padding=GRAPH_ROWS, groups=[] if shared else None), CPU, whole
+        )
+        static.batch.prefix_lens = np.full(GRAPH_ROWS, 2047, np.int32)
+        built.plan_capture(static.batch)
+        for prefix, groups in REPLAYS:
+            padding = GRAPH_ROWS - len(prefix)
+            case = replace(base, prefix=prefix + [0] * padding, padding=padding, groups=groups if shared else None)
+            step = Step(case, CPU, whole)
+            copy_inputs(step, static)
+            built.plan_replay(static.batch)
+            self.compare_output(step, built.forward(static.q, static.layer, static.batch))
+
+
+def test_sharing_must_pay():
+    step = Step(Case([160] * 4, [1] * 4, groups=[(4, 160)], page_size=16), CPU)
+    built = TestTriton().make(step.context())
+    assert step.batch.shared is not None
+    assert not built.shares(step.batch)
+    step.batch.shared.lens[:] = backend.SHARING_BYTES  # tokens
+    assert built.shares(step.batch)

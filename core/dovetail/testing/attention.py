@@ -12,12 +12,14 @@ import torch
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.interfaces.features import Feature
 from dovetail.plugins.specs import ComponentKind, Constraints
+from dovetail.testing.attention_graphs import CapturedDecode
 from dovetail.testing.attention_reference import TOLERANCES, Case, Step, poisoned_equal, reference
 from dovetail.testing.component import ComponentSuite
 
 EXTEND, DECODE, MIXED = Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED
 VERIFY, TREE, WINDOW = Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK, Feature.ATTN_SLIDING_WINDOW
 SOFT_CAP, SINKS = Feature.ATTN_SOFT_CAP, Feature.ATTN_SINKS
+SHARED_PREFIX, GRAPH = Feature.ATTN_SHARED_PREFIX, Feature.ATTN_GRAPH
 
 STEPS: dict[str, tuple[Case, tuple[Feature, ...]]] = {
     "extend": (Case([0, 0, 0, 0], [1, 5, 33, 16], num_extend=4), (EXTEND,)),
@@ -41,6 +43,27 @@ STEPS: dict[str, tuple[Case, tuple[Feature, ...]]] = {
     ),
 }
 each_step = pytest.mark.parametrize("step", STEPS)
+
+SHARED_STEPS: dict[str, Case] = {
+    "one group": Case([64, 70, 90, 65], [1] * 4, groups=[(4, 64)]),
+    "groups and single rows": Case(
+        [66, 65, 80, 5, 130, 129, 0, 48, 49, 50], [1] * 10, groups=[(3, 64), (1, 0), (2, 128), (1, 0), (3, 48)]
+    ),
+    "a group of one": Case([70, 33, 32], [1] * 3, groups=[(1, 64), (2, 32)]),
+    "padding": Case([40, 33, 12, 50, 0, 0, 0], [1] * 7, groups=[(2, 32), (1, 0), (1, 0)], padding=3),
+    "nobody shares": Case([3, 40, 0], [1] * 3, groups=[]),
+    "many rows": Case([16 + row % 19 for row in range(70)], [1] * 70, groups=[(65, 16), (5, 16)]),
+}
+each_shared_step = pytest.mark.parametrize("step", SHARED_STEPS)
+
+REPLAYS: tuple[tuple[list[int], list[tuple[int, int]]], ...] = (
+    ([70, 65, 300, 0, 17, 16, 15], [(3, 64)]),
+    ([299, 299, 299, 290, 299, 280, 299, 299], [(4, 160), (4, 272)]),
+    ([5], []),
+    ([33, 32, 260, 257, 256], [(2, 32), (3, 256)]),
+)
+"""Prefixes and groups of decode steps, one after the other in a graph of ``GRAPH_ROWS`` rows."""
+GRAPH_ROWS = 9
 
 
 def only_phase(phase: Feature) -> dict[str, tuple[Case, tuple[Feature, ...]]]:
@@ -236,6 +259,69 @@ class AttentionSuite(ComponentSuite):
         only_extend = num_extend == len(case.extend)
         self.check(replace(padded, num_extend=num_extend), *features, *([MIXED] if only_extend else []))
 
+    @each_shared_step
+    @pytest.mark.parametrize("page_size", [1, 4, 16])
+    def test_shared_prefixes(self, step: str, page_size: int) -> None:
+        """Rows and groups of every size, with what they share read apart from what is their own."""
+        self.skip_page_size(page_size)
+        self.check(replace(SHARED_STEPS[step], page_size=page_size), DECODE, SHARED_PREFIX)
+
+    @each_shared_step
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1), (7, 1)])
+    def test_shared_prefixes_of_grouped_heads(self, step: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+        """The sums of both parts must weigh them, in each dtype."""
+        self.skip_dtype(dtype)
+        case = replace(SHARED_STEPS[step], dtype=dtype, heads=heads, kv_heads=kv_heads)
+        self.check(case, DECODE, SHARED_PREFIX)
+
+    @each_shared_step
+    @pytest.mark.parametrize("window", [1, 20, 60, 1000])
+    def test_shared_prefixes_in_a_window(self, step: str, window: int) -> None:
+        """A window may begin before, in or behind what is shared."""
+        self.check(replace(SHARED_STEPS[step], window=window), DECODE, SHARED_PREFIX, WINDOW)
+
+    @each_shared_step
+    def test_shared_prefixes_with_soft_cap_and_sinks(self, step: str) -> None:
+        """The sink counts once."""
+        case = replace(SHARED_STEPS[step], soft_cap=2.0, sinks=True, scale=0.5, heads=6)
+        self.check(case, DECODE, SHARED_PREFIX, SOFT_CAP, SINKS)
+
+    @each_shared_step
+    def test_shared_prefixes_of_large_logits(self, step: str) -> None:
+        """One part may outweigh the other by any factor."""
+        self.check(replace(SHARED_STEPS[step], key_scale=50.0), DECODE, SHARED_PREFIX)
+
+    def test_long_shared_prefixes(self) -> None:
+        """Long enough for every backend to split them."""
+        prefix = [1900, 1030, 1024, 1100, 1500, 600, 513, 512, 700, 3, 40]
+        case = Case(prefix, [1] * len(prefix), page_size=16, groups=[(5, 1024), (4, 512)])
+        self.check(case, DECODE, SHARED_PREFIX)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("page_size", [1, 16])
+    @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+    @torch.inference_mode()
+    def test_graphs(self, dtype: torch.dtype, page_size: int, shared: bool) -> None:
+        """Graphs of two sizes replay steps of other lengths in turns, with steps of no graph between them."""
+        for feature in (DECODE, GRAPH, *([SHARED_PREFIX] if shared else [])):
+            self.require(feature)
+        self.skip_dtype(dtype)
+        self.skip_page_size(page_size)
+        device = self.find_device()
+        if device.type != "cuda":
+            pytest.skip("graphs are a matter of CUDA")
+        base = self.fit(Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, dtype=dtype, page_size=page_size))
+        whole = Step(base, device)
+        backend = self.make(whole.context())
+        graphs = [CapturedDecode(backend, whole, rows, shared=shared) for rows in (GRAPH_ROWS, GRAPH_ROWS - 1)]
+        for seed, (prefix, groups) in enumerate(REPLAYS):
+            for graph in graphs:
+                step = graph.step(replace(base, seed=seed), prefix, groups if shared else None)
+                self.compare_output(step, graph.replay(step))
+                backend.plan(step.batch)
+                self.compare_output(step, backend.forward(step.q, step.layer, step.batch))
+
     @pytest.mark.parametrize("window", [None, 100])
     @pytest.mark.parametrize("ordered_pages", [True, False])
     def test_chunk_after_a_large_prefix(self, window: int | None, ordered_pages: bool) -> None:
@@ -261,15 +347,10 @@ class AttentionSuite(ComponentSuite):
         whole = Step(base, self.find_device())
         backend = self.make(whole.context())
         for prefix, extend in (([0, 0], [20, 7]), *(([20 + i, 7 + i], [1, 1]) for i in range(9)), ([29, 16], [5, 29])):
-            step = Step(replace(base, prefix=prefix, extend=extend, num_extend=2 * (extend[0] > 1)), self.find_device())
-            self.run_on(backend, whole, step)
-
-    def run_on(self, backend: AttentionBackend, whole: Step, step: Step) -> None:
-        """Attend for the lengths of ``step`` over the pool and pages of ``whole``, and compare."""
-        step.pool, step.table, step.num_pages = whole.pool, whole.table, whole.num_pages
-        step.batch.page_table = whole.batch.page_table
-        backend.plan(step.batch)
-        self.compare_output(step, backend.forward(step.q, step.layer, step.batch))
+            case = replace(base, prefix=prefix, extend=extend, num_extend=2 * (extend[0] > 1))
+            step = Step(case, self.find_device(), whole)
+            backend.plan(step.batch)
+            self.compare_output(step, backend.forward(step.q, step.layer, step.batch))
 
     @torch.inference_mode()
     def test_layers_of_one_step_may_differ(self) -> None:

@@ -11,8 +11,8 @@ import torch
 from dovetail.interfaces.attention import AttentionContext, AttentionLayer
 from dovetail.interfaces.cache import CacheGroup, KVPool
 from dovetail.memory.pool import PagedKVPool
-from dovetail.testing.batches import make_batch, make_page_table
-from dovetail.types import DraftTree
+from dovetail.testing.batches import make_batch, make_page_table, share_prefixes
+from dovetail.types import DraftTree, IntArray
 
 NUM_LAYERS = 2
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -24,7 +24,8 @@ the output may each be rounded once (bfloat16 keeps 8 bits, float16 11), logits 
 class Case:
     """One step: row r has ``prefix[r]`` tokens in the pool, ``extend[r]`` enter. ``trees`` are the parents of the drafts
     of the rows from ``num_extend`` on; the last ``padding`` rows own nothing and point at page 0. Rows with a prefix of at
-    least ``shared`` tokens (a multiple of the page size) have the pages of those in common."""
+    least ``shared`` tokens (a multiple of the page size) have the pages of those in common. With ``groups``, (rows, tokens)
+    of each from row 0 on, the batch says itself what rows share, as far as whole pages go; rows behind them share nothing."""
 
     prefix: Sequence[int]
     extend: Sequence[int]
@@ -40,6 +41,7 @@ class Case:
     sinks: bool = False
     padding: int = 0
     shared: int = 0
+    groups: Sequence[tuple[int, int]] | None = None
     dtype: torch.dtype = torch.float32
     key_scale: float = 1.0
     ordered_pages: bool = False
@@ -48,23 +50,21 @@ class Case:
 
 
 class Step:
-    """A case on a device: a pool full of NaN but for the tokens of its rows, the batch, the queries, the layer."""
+    """A case on a device: a pool full of NaN but for the tokens of its rows, the batch, the queries, the layer.
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    With ``whole``, a step of as many rows, none of them shorter: over the pool of that one, and the pages of its rows.
+    """
+
+    def __init__(self, case: Case, device: torch.device, whole: Step | None = None) -> None:
         self.case = case
         self.device = device
         self._random = torch.Generator().manual_seed(case.seed)
         self.lens = [a + b for a, b in zip(case.prefix, case.extend, strict=True)]
         owned = self.lens[: len(self.lens) - case.padding]
-        self.num_pages = 8 + sum(-(-n // case.page_size) for n in owned)
-        seed = None if case.ordered_pages else case.seed
-        table = make_page_table(owned, case.page_size, self.num_pages, seed=seed)
-        assert case.shared % case.page_size == 0
-        family = [row for row in range(len(owned)) if case.prefix[row] >= case.shared]
-        table[family, : case.shared // case.page_size] = table[family[:1], : case.shared // case.page_size]
+        self.num_pages = whole.num_pages if whole else 8 + sum(-(-n // case.page_size) for n in owned)
         # Rows of padding point at page 0, and so does room to the right: a table may be wider than any row needs.
-        self.table = np.pad(table, ((0, case.padding), (0, 3)))
-        self.pool = self._make_pool(owned)
+        self.table = self._make_table(owned, whole)
+        self.pool = whole.pool if whole else self._make_pool(owned)
         self.drafts = None if case.trees is None else self._make_drafts(case.trees)
         self.batch = make_batch(
             case.page_size,
@@ -75,6 +75,8 @@ class Step:
             drafts=self.drafts,
             device=device,
         )
+        if case.groups is not None:
+            share_prefixes(self.batch, self.table, *self._groups(len(owned)), case.page_size)
         self.q = self._normal(sum(case.extend), case.heads, case.head_dim).to(device, case.dtype)
         sinks = self._normal(case.heads).to(device) if case.sinks else None
         scale = case.head_dim**-0.5 if case.scale is None else case.scale
@@ -96,6 +98,30 @@ class Step:
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._random)
+
+    def _make_table(self, owned: Sequence[int], whole: Step | None) -> IntArray:
+        case, rows = self.case, len(owned)
+        if whole is not None:
+            table = whole.table.copy()
+            table[rows:] = 0
+        else:
+            seed = None if case.ordered_pages else case.seed
+            table = make_page_table(owned, case.page_size, self.num_pages, seed=seed)
+            table = np.pad(table, ((0, case.padding), (0, 3)))
+        assert case.shared % case.page_size == 0
+        family = [row for row in range(rows) if case.prefix[row] >= case.shared]
+        table[family, : case.shared // case.page_size] = table[family[:1], : case.shared // case.page_size]
+        starts, lens = self._groups(rows)
+        for start, stop, length in zip(starts, starts[1:], lens, strict=False):
+            table[start:stop, : length // case.page_size] = table[start, : length // case.page_size]
+        return table
+
+    def _groups(self, rows: int) -> tuple[list[int], list[int]]:
+        """``starts`` and ``lens`` of ``SharedPrefixes``."""
+        groups = list(self.case.groups or ())
+        groups += [(1, 0)] * (rows - sum(size for size, _ in groups))
+        starts = np.cumsum([0, *(size for size, _ in groups)])
+        return starts.tolist(), [length // self.case.page_size * self.case.page_size for _, length in groups]
 
     def _make_pool(self, owned: Sequence[int]) -> PagedKVPool:
         case = self.case

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dovetail.types import Attends, Batch, DraftTree, IntArray, PageUpdates, Req, SamplingParams, StoresKV
+from dovetail.types import (
+    Attends,
+    Batch,
+    DraftTree,
+    IntArray,
+    PageUpdates,
+    Req,
+    SamplingParams,
+    SharedPrefixes,
+    StoresKV,
+)
 
 
 def make_page_table(lens: Sequence[int], page_size: int, num_pages: int, *, seed: int | None = 0) -> IntArray:
@@ -77,6 +87,28 @@ def make_batch(
         batch.tree_mask = torch.tensor(make_tree_mask(batch, drafts), device=device)
     batch.attn, batch.kv = attn, kv
     return batch
+
+
+def share_prefixes(batch: Batch, table: IntArray, starts: Sequence[int], lens: Sequence[int], page_size: int) -> None:
+    """Set ``batch.shared`` (see ``SharedPrefixes``) of a decode batch whose rows have their pages in ``table``. Rows from
+    ``starts[-1]`` on are padding. ``batch.page_table`` becomes the table of what is each row's own, as in the engine."""
+    shared = SharedPrefixes(np.asarray(starts, np.int32), np.asarray(lens, np.int32))
+    rows, groups, device = len(table), len(lens), batch.kv_lens.device
+    indptr, group_lens, row_lens = np.full(rows + 1, rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    indptr[: groups + 1], group_lens[:groups] = shared.starts, shared.lens
+    row_lens[: starts[-1]] = np.repeat(shared.lens, np.diff(shared.starts))
+    group_table, own_table = np.zeros_like(table), np.zeros_like(table)
+    for group in range(groups):
+        pages = lens[group] // page_size
+        group_table[group, :pages] = table[starts[group], :pages]
+    for row in range(rows):
+        pages = row_lens[row] // page_size
+        own_table[row, : table.shape[1] - pages] = table[row, pages:]
+    shared.indptr, shared.group_lens, shared.group_table, shared.own_table = (
+        torch.tensor(array, device=device) for array in (indptr, group_lens, group_table, own_table)
+    )
+    shared.own_lens = batch.kv_lens - torch.tensor(row_lens, device=device)
+    batch.shared, batch.page_table = shared, shared.own_table
 
 
 def make_tree_mask(batch: Batch, drafts: DraftTree) -> np.ndarray:

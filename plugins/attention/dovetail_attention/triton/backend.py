@@ -26,7 +26,7 @@ SHARED_PAIRS = 64
 ROWS_PER_GROUP = 16
 """What launches for shared prefixes are sized for; with smaller groups, programs do several items."""
 
-CPU_PROCESSORS, CPU_SHARED_MEMORY = 2, 228 << 10
+CPU_PROCESSORS = 2
 
 
 class Memory:
@@ -72,10 +72,9 @@ class TritonAttention(AttentionBackend):
         self._dtype, self._max_rows = context.dtype, context.max_rows
         self._kv_heads, self._head_dim = context.num_kv_heads, context.head_dim
         self._group = context.num_heads // context.num_kv_heads
-        self._processors, self._shared_memory = CPU_PROCESSORS, CPU_SHARED_MEMORY
+        self._processors = CPU_PROCESSORS
         if context.device.type == "cuda":
-            found = torch.cuda.get_device_properties(context.device)
-            self._processors, self._shared_memory = found.multi_processor_count, found.shared_memory_per_block_optin
+            self._processors = torch.cuda.get_device_properties(context.device).multi_processor_count
         self._kept: dict[str, Memory] = {}
         self._steps: list[Step] = []
         self._leaders: dict[int | None, int] = {}  # by window: the layer that makes the schedule
@@ -184,7 +183,7 @@ class TritonAttention(AttentionBackend):
         return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._head_dim, self._device)
 
     def _tile(self, pairs: int) -> tiles.Tile:
-        return tiles.choose(pairs, self._head_dim, self._head_dim, self._dtype, self._shared_memory)
+        return tiles.choose(pairs, self._head_dim, self._head_dim, self._dtype)
 
     def _tiles(self, queries: int, tile: tiles.Tile) -> int:
         return -(-queries * self._group // tile.rows)

@@ -63,7 +63,7 @@ def _merge(
             )
         at = tl.arange(0, BLOCK)
         to = out + (token.to(tl.int64) * (KV_HEADS * GROUP) + q_head) * DIM + at
-        tl.store(to, (acc / total).to(out.dtype.element_ty), at < DIM)
+        tl.store(to, (acc / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), at < DIM)
 
 
 def merge(out: torch.Tensor, tokens: range, parts: list[tuple[Schedule, Partial]], sinks: torch.Tensor | None) -> None:
