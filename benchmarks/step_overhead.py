@@ -18,9 +18,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from dovetail import LLM, Resolved, SamplingParams
 from dovetail.engine.engine import Engine
