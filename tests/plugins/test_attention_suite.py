@@ -57,11 +57,19 @@ class Flawed(AttentionBackend):
         return torch.einsum("hqk,khd->qhd", self.softmax(scores, q.dtype, layer), v).to(q.dtype)
 
     def places(self, row: int, length: int) -> torch.Tensor:
-        table, size = self.batch.page_table[row].long(), self.pool.page_size
+        table, size = self.pages(row).long(), self.pool.page_size
         places = torch.arange(length)
         if self.flaw == "takes pages to be consecutive":
             return table[0] * size + places
         return table[places // size] * size + places % size
+
+    def pages(self, row: int) -> torch.Tensor:
+        shared = self.batch.shared
+        if shared is None or self.flaw == "ignores what is shared":
+            return self.batch.page_table[row]
+        group = 0 if self.flaw == "knows one group" else int((shared.indptr <= row).sum()) - 1
+        count = int(shared.group_lens[group]) // self.pool.page_size
+        return torch.cat([shared.group_table[group, :count], shared.own_table[row]])
 
     def per_query_head(self, x: torch.Tensor, group: int) -> torch.Tensor:
         if self.flaw == "groups heads the other way":
@@ -134,6 +142,8 @@ CAUGHT: dict[str, Check] = {
     "subtracts no maximum": lambda suite: suite.test_softmax_in_float32("decode", torch.float32, 50.0),
     "softmax in 16 bits": lambda suite: suite.test_softmax_in_float32("extend after a prefix", torch.bfloat16, 6.0),
     "plans once": lambda suite: suite.test_plans_leave_nothing_behind(),
+    "ignores what is shared": lambda suite: suite.test_shared_prefixes("one group", 4),
+    "knows one group": lambda suite: suite.test_shared_prefixes("groups and single rows", 16),
     "adds to q": lambda suite: suite.test_phases_and_page_sizes("decode", 1),
     "writes to the pool": lambda suite: suite.test_phases_and_page_sizes("decode", 1),
     "returns float32": lambda suite: suite.test_dtypes("decode", torch.bfloat16),
