@@ -365,7 +365,6 @@ class Batch:
     qo_indptr: torch.Tensor = field(init=False)  # [rows + 1] row r owns tokens [qo_indptr[r], qo_indptr[r + 1])
     kv_lens: torch.Tensor = field(init=False)  # [rows] prefix_lens + extend_lens
     page_table: torch.Tensor = field(init=False)  # [rows, >= pages of the longest row]
-    runs: IntArray | None = field(init=False, default=None)  # [num_extend] see AttentionBackend.plan; None: not known
     tree_mask: torch.Tensor | None = field(init=False, default=None)  # bool, see AttentionBackend.plan
     logit_rows: torch.Tensor | None = field(init=False, default=None)  # int64 tokens to take logits of; None: all
     attn: tuple[Attends, ...] = field(init=False)  # one per cache group

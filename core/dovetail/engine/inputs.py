@@ -69,7 +69,6 @@ class Inputs:
         kv_lens = batch.prefix_lens + lens
         width = -(-int(kv_lens.max()) // self.page_size)
         table = self.page_table[batch.slots, :width]
-        batch.runs = _runs(table[: batch.num_extend], -(-kv_lens[: batch.num_extend] // self.page_size))
         indptr = np.zeros(len(lens) + 1, np.int32)
         np.cumsum(lens, out=indptr[1:])
         row_of = np.repeat(np.arange(len(lens)), lens)
@@ -219,13 +218,6 @@ def unpack(buffer: torch.Tensor, like: Sequence[Array]) -> list[torch.Tensor]:
 
 def _aligned(size: int) -> int:
     return -(-size // 8) * 8
-
-
-def _runs(table: IntArray, counts: IntArray) -> IntArray:
-    """The first page of each row whose first ``counts[r]`` pages follow one another, else -1."""
-    return np.array(
-        [pages[0] if (np.diff(pages[:n]) == 1).all() else -1 for pages, n in zip(table, counts, strict=True)], np.int32
-    )
 
 
 def _input_ids(batch: Batch, indptr: IntArray) -> Int64Array:

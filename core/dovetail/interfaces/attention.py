@@ -62,8 +62,6 @@ class AttentionBackend(ABC):
         Called once per step, before the first layer. With ``batch.tree_mask``, bool ``[tokens, w]``: of the last
         ``extend_lens[r]`` keys of row r, query t sees key j (counted from the row's first query) only where
         ``tree_mask[t, j]``; earlier keys it sees as usual. Only backends that offer ``attention.tree_mask`` get one.
-
-        ``batch.runs[r]`` (host) is the first page of extend row r if its pages follow one another in the pool, else -1.
         """
 
     @abstractmethod

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.ops.merge import merge_states
-from dovetail.ops.transfer import to_device
 from dovetail_attention.flash_attn.providers import Call, usable
 
 if TYPE_CHECKING:
@@ -22,9 +20,6 @@ MAX_SPLITS = 32
 SHARED_SPLITS = 8
 """Parts that a group's keys may be read in at the same time: few groups must still keep the device busy, and how many
 there are is not known when a graph is captured."""
-
-KEY_TILE = 128
-"""Keys of a tile of FlashAttention-3's causal kernel at head_dim 128."""
 
 QUERY_TILE = 128
 BUSY_TILES = 2
@@ -45,7 +40,6 @@ class Rows(NamedTuple):
     max_q: int
     max_k: int
     splits: int = 0
-    starts: torch.Tensor | None = None
 
 
 class FlashAttention(AttentionBackend):
@@ -62,7 +56,6 @@ class FlashAttention(AttentionBackend):
             )
         self.provider = provider.name
         self._attend = provider.open(config.library)
-        self._takes_starts = provider.takes_starts and context.head_dim == 128
         self._pool = context.pool
         self._heads, self._kv_heads, self._head_dim = context.num_heads, context.num_kv_heads, context.head_dim
         self._max_context = context.max_context
@@ -104,16 +97,7 @@ class FlashAttention(AttentionBackend):
         max_q, max_k = (int(lens[:rows].max()) for lens in (batch.extend_lens, batch.prefix_lens + batch.extend_lens))
         splits = 1 if tokens * self._heads >= BUSY_TILES * QUERY_TILE * self._processors else 0
         cu_q, used_k, table = batch.qo_indptr[: rows + 1], batch.kv_lens[:rows], batch.page_table[:rows]
-        return Rows(slice(0, tokens), cu_q, used_k, table, max_q, max_k, splits, self._starts(batch, rows))
-
-    def _starts(self, batch: Batch, rows: int) -> torch.Tensor | None:
-        """Where the keys of each row start in the pool, if all rows lie there in one piece and end with a tile: then tiles
-        are copied whole, which is 6 % faster, and what is not the row's is not touched."""
-        runs, kv_lens = batch.runs, (batch.prefix_lens + batch.extend_lens)[:rows]
-        if not self._takes_starts or runs is None or len(runs) < rows or (runs < 0).any() or (kv_lens % KEY_TILE).any():
-            return None
-        starts = np.append(runs, 0).astype(np.int32) * np.int32(self._pool.page_size)
-        return to_device(starts, batch.kv_lens.device)
+        return Rows(slice(0, tokens), cu_q, used_k, table, max_q, max_k, splits)
 
     def _splits(self, rows: int) -> int:
         """Parts of the keys of rows with one query each: as many as keep the device busy."""
@@ -172,7 +156,6 @@ class FlashAttention(AttentionBackend):
                 layer.soft_cap,
                 layer.sinks.to(q.dtype) if sinks and layer.sinks is not None else None,
                 rows.splits,
-                rows.starts if layer.window is None else None,
             )
         )
 

@@ -24,8 +24,7 @@ class Call(NamedTuple):
 
     Row r has queries ``[cu_q[r], cu_q[r + 1])`` (None: one query a row, ``max_q`` 1), the first ``used_k[r]`` keys of its pages ``table[r]``, and at most
     ``max_q`` queries and ``max_k`` keys. ``window`` is that of ``AttentionLayer``. ``splits`` bounds the parts that a
-    row's keys are read in at the same time; 0 lets the kernel decide. With ``starts`` (int32 ``[rows + 1]``), row r's keys
-    are instead those from place ``starts[r]`` of the pool on: the kernel then copies whole tiles, also beyond the last key.
+    row's keys are read in at the same time; 0 lets the kernel decide.
     """
 
     q: torch.Tensor
@@ -42,7 +41,6 @@ class Call(NamedTuple):
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     splits: int = 0
-    starts: torch.Tensor | None = None
 
     @property
     def queries(self) -> torch.Tensor:
@@ -69,7 +67,6 @@ class Provider:
     min_capability: tuple[int, int] = (9, 0)
     max_capability: tuple[int, int] = (9, 0)
     page_multiple: int = 1
-    takes_starts: bool = False
 
 
 def providers() -> Iterator[Provider]:
@@ -80,7 +77,7 @@ def providers() -> Iterator[Provider]:
         lambda _: _no_module("flash_attn_interface"),
         lambda _: _kvcache_function("flash_attn_interface"),
     )
-    yield Provider("vllm", "pip install vllm", _no_library, _open_library, takes_starts=True)
+    yield Provider("vllm", "pip install vllm", _no_library, _open_library)
     yield Provider(
         "sgl_kernel",
         "pip install sglang-kernel",
@@ -145,12 +142,9 @@ def _open_library(library: Path | None) -> Attend:
         scales = (None, None, None)
         ragged = call.cu_q is not None
         bounds = (call.max_q, call.max_k) if ragged else (None, None)
-        keys, values, table = call.keys, call.values, call.table
-        if call.starts is not None:
-            keys, values, table = keys.flatten(0, 1), values.flatten(0, 1), None
         out, lse, *_ = fwd(
-            call.queries, keys, values, None, None, None, None, call.cu_q, call.starts, None, None, call.used_k,
-            *bounds, table, None, None, *rotary, *scales, call.scale, call.causal, left, right,
+            call.queries, call.keys, call.values, None, None, None, None, call.cu_q, None, None, None, call.used_k,
+            *bounds, call.table, None, None, *rotary, *scales, call.scale, call.causal, left, right,
             call.soft_cap or 0.0, False, None, call.splits, None, 0, call.sinks, 1, 0, None,
         )  # fmt: skip
         return _by_token(call, out, lse)
