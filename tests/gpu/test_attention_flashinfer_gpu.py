@@ -69,14 +69,16 @@ class TestFlashInfer(AttentionSuite):
         backend = self.make(longest.context())
         backend.plan_capture(longest.batch)
         q, table = torch.empty_like(longest.q), longest.batch.page_table
+        source = table.clone()
         backend.forward(q, longest.layer, longest.batch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
+            table.copy_(source)
             out = backend.forward(q, longest.layer, longest.batch)
         for prefix in ([1500, 900, 20, 0], [0, 899, 3, 0], [1499, 0, 19, 0], [3, 4, 5, 0]):
             step = Step(replace(longest.case, prefix=prefix), longest.device)
             step.pool, step.table, step.num_pages = longest.pool, longest.table, longest.num_pages
-            step.batch.page_table = table
+            step.batch.page_table = table.fill_(0)
             backend.plan_replay(step.batch)
             q.copy_(step.q)
             out.zero_()

@@ -240,8 +240,8 @@ def test_graphs_replay_with_the_lengths_and_pages_of_each_step():
     case = suite.fit(Case([0, 30, 17, 0], [1, 1, 1, 1], padding=1))
     step, backend = prepare(case)
     backend.plan_capture(step.batch)
-    for window in (None, 5):  # what the capture runs: pages and lengths are those of padding
-        backend.forward(step.q, replace(step.layer, window=window), step.batch)
+    for layer_id, window in enumerate((None, 5)):  # what the capture runs: lengths are those of padding
+        backend.forward(step.q, replace(step.layer, layer_id=layer_id, window=window), step.batch)
     wrappers = list(backend._graphs[4].wrappers.values())
     addresses = [w.indptr.data_ptr() for w in wrappers] + [w.indices.data_ptr() for w in wrappers]
     assert plans == ["wait", "decode", "decode"]
@@ -249,11 +249,14 @@ def test_graphs_replay_with_the_lengths_and_pages_of_each_step():
         later = Step(replace(case, prefix=prefix), step.device)
         later.pool.k[:], later.pool.v[:] = later.pool.k.nan_to_num(9.0), later.pool.v.nan_to_num(9.0)
         plans.clear()
-        backend._pool = later.pool
+        backend._pool, table = later.pool, later.batch.page_table
+        later.batch.page_table = torch.full_like(table, -1)  # filled within the graph
         backend.plan_replay(later.batch)
+        later.batch.page_table = table
         assert plans == ["wait", "again", "again"]
-        for window in (None, 5):
-            attend(backend, later, window=window)
+        later.pool.k[0], later.pool.v[0] = later.pool.k[1], later.pool.v[1]
+        for layer_id, window in enumerate((None, 5)):
+            attend(backend, later, layer_id=layer_id, window=window)
         assert plans == ["wait", "again", "again"], "forward is what was captured: it plans nothing"
     assert [w.indptr.data_ptr() for w in wrappers] + [w.indices.data_ptr() for w in wrappers] == addresses
 

@@ -121,19 +121,19 @@ class FlashInfer(AttentionBackend):
             first = tokens.stop
 
     def plan_capture(self, batch: Batch) -> None:
-        """One key a row, of page 0: a plan's shape depends on the number of rows only."""
+        """One key a row: a plan's shape depends on the number of rows only."""
         rows = len(batch.slots)
         self._copied.synchronize()
         if rows not in self._graphs:
             self._graphs[rows] = GraphRows(rows, self._indices)
         self._graph = self._graphs[rows]
-        self._graph.pad()
+        self._graph.send(np.ones(rows, np.int32))
 
     def plan_replay(self, batch: Batch) -> None:
-        """Send this step's lengths and pages, and plan again what the graph has met."""
+        """Send this step's lengths, and plan again what the graph has met."""
         self._copied.synchronize()
         graph = self._graphs[len(batch.slots)]
-        graph.send(batch)
+        graph.send(batch.prefix_lens + batch.extend_lens)
         for way, wrapper in graph.wrappers.items():
             graph.plan_again(wrapper, **self._shape(), **way.options())
         self._copied.record()
@@ -144,6 +144,7 @@ class FlashInfer(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         memory = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
         if self._graph is not None:
+            self._graph.read(batch.page_table, layer.layer_id)
             self._of_graph(self._graph, way).run(q, memory, out=out)
             return out
         for part in self._parts:

@@ -14,7 +14,7 @@ from dovetail_attention.flashinfer.pages import Rows, count_pages, gather, pinne
 
 if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionContext
-    from dovetail.types import Batch
+    from dovetail.types import IntArray
 
 MOST_PAGES = 1 << 24
 """Pages that the rows of a step may have together where they share so many that there are more than the pool's: 64 MiB."""
@@ -66,19 +66,10 @@ class GraphRows:
         self.last_page_len = torch.ones(rows, dtype=torch.int32, device=indices.device)
         self.wrappers: dict[Any, Any] = {}
         self.now: Rows
+        self._first_layer: int | None = None
 
-    def pad(self) -> None:
-        """One token of page 0 for each row."""
-        self._count(np.ones(len(self.last_page_len), np.int32))
-        self.now.indices.zero_()
-
-    def send(self, batch: Batch) -> None:
-        """The lengths and pages of a step."""
-        longest = self._count(batch.prefix_lens + batch.extend_lens)
-        gather(batch.page_table, self.indptr, longest, self.now.indices)
-
-    def _count(self, kv_lens: np.ndarray[Any, Any]) -> int:
-        """Room for rows of these lengths; the most pages that a row has."""
+    def send(self, kv_lens: IntArray) -> None:
+        """The lengths of a step. Raises ``EngineError`` if there is no room for its pages."""
         device = self.indices.device
         indptr, last_page_len = count_pages(kv_lens, self.indices.page_size)
         pages = self.indices.first(int(indptr[-1]))
@@ -86,7 +77,13 @@ class GraphRows:
         self.now = Rows(pinned(indptr, device), pinned(last_page_len, device), pinned(lens, device), pages)
         self.indptr.copy_(self.now.indptr, non_blocking=True)
         self.last_page_len.copy_(self.now.last_page_len, non_blocking=True)
-        return int(np.diff(indptr).max())
+
+    def read(self, table: torch.Tensor, layer_id: int) -> None:
+        """Gather the pages, before the first layer of each step. Part of the graph, as what fills the table may be, too."""
+        if self._first_layer is None:
+            self._first_layer = layer_id
+        if layer_id == self._first_layer:
+            gather(table, self.indptr, self.indices.pages)
 
     def plan_again(self, wrapper: Any, **options: Any) -> None:
         """Plan a wrapper that was planned before. Unlike ``plan``, copies nothing that is already there."""

@@ -8,10 +8,12 @@ import triton.language as tl
 
 @triton.jit
 def gather_pages(table, stride, indptr, out, BLOCK: tl.constexpr) -> None:
-    """See ``pages.gather``. Grid: rows, blocks of the longest row."""
+    """See ``pages.gather``. Grid: rows, blocks that take turns along a row."""
     row = tl.program_id(0)
     begin = tl.load(indptr + row)
     count = tl.load(indptr + row + 1) - begin
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    pages = tl.load(table + row.to(tl.int64) * stride + column, mask=column < count)
-    tl.store(out + begin + column, pages, mask=column < count)
+    source = table + row.to(tl.int64) * stride
+    for first in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        pages = tl.load(source + column, mask=column < count)
+        tl.store(out + begin + column, pages, mask=column < count)

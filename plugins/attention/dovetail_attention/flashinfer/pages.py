@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray
 
 BLOCK = 256
+BLOCKS_PER_ROW = 8
 
 
 class Rows(NamedTuple):
@@ -42,13 +43,13 @@ def make_rows(kv_lens: IntArray, table: torch.Tensor, page_size: int) -> Rows:
     device = table.device
     host = pinned(indptr, device)
     indices = torch.empty(int(indptr[-1]), dtype=torch.int32, device=device)
-    gather(table, host.to(device, non_blocking=True), int(np.diff(indptr).max()), indices)
+    gather(table, host.to(device, non_blocking=True), indices)
     return Rows(host, pinned(last_page_len, device), pinned(kv_lens.astype(np.int32), device), indices)
 
 
-def gather(table: torch.Tensor, indptr: torch.Tensor, longest: int, out: torch.Tensor) -> None:
-    """Write the first ``indptr[r + 1] - indptr[r]`` pages of each row of ``table`` to ``out``, from ``indptr[r]`` on.
-    ``longest`` is the most that a row has. Mutates ``out``, waits for nothing."""
+def gather(table: torch.Tensor, indptr: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the first ``indptr[r + 1] - indptr[r]`` pages of each row of ``table`` to ``out``, from ``indptr[r]`` on. All on
+    the device, nothing waits. Mutates ``out``."""
     if table.device.type == "cpu":
         kept = torch.arange(table.shape[1]) < indptr.diff()[:, None]
         out[: int(indptr[-1])] = table[kept]
@@ -56,4 +57,4 @@ def gather(table: torch.Tensor, indptr: torch.Tensor, longest: int, out: torch.T
     from dovetail_attention.flashinfer import kernel
 
     gather_pages: Any = kernel.gather_pages
-    gather_pages[(len(table), -(-longest // BLOCK))](table, table.stride(0), indptr, out, BLOCK)
+    gather_pages[(len(table), BLOCKS_PER_ROW)](table, table.stride(0), indptr, out, BLOCK)
