@@ -52,7 +52,7 @@ class Case:
 class Step:
     """A case on a device: a pool full of NaN but for the tokens of its rows, the batch, the queries, the layer.
 
-    With ``whole``, a step of as many rows, none of them shorter: over the pool of that one, and the pages of its rows.
+    With ``whole``, a step of at least as many rows, none of them shorter: over the pool of that one, and the pages of its rows.
     """
 
     def __init__(self, case: Case, device: torch.device, whole: Step | None = None) -> None:
@@ -102,7 +102,7 @@ class Step:
     def _make_table(self, owned: Sequence[int], whole: Step | None) -> IntArray:
         case, rows = self.case, len(owned)
         if whole is not None:
-            table = whole.table.copy()
+            table = whole.table[: len(case.prefix)].copy()
             table[rows:] = 0
         else:
             seed = None if case.ordered_pages else case.seed

@@ -72,9 +72,11 @@ class TritonAttention(AttentionBackend):
         self._dtype, self._max_rows = context.dtype, context.max_rows
         self._kv_heads, self._head_dim = context.num_kv_heads, context.head_dim
         self._group = context.num_heads // context.num_kv_heads
-        self._processors = CPU_PROCESSORS
+        self._processors, self._roomy = CPU_PROCESSORS, False
         if context.device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(context.device).multi_processor_count
+            found = torch.cuda.get_device_properties(context.device)
+            self._processors = found.multi_processor_count
+            self._roomy = found.shared_memory_per_multiprocessor >= tiles.ROOM
         self._kept: dict[str, Memory] = {}
         self._steps: list[Step] = []
         self._leaders: dict[int | None, int] = {}  # by window: the layer that makes the schedule
@@ -167,12 +169,12 @@ class TritonAttention(AttentionBackend):
         """Rows of several queries, or of one beside those of several. Where their tiles keep the device busy, no key is cut."""
         queries = batch.extend_lens[part]
         first, total = int(batch.extend_lens[: part.start].sum()), int(queries.sum())
-        tile = self._tile(int(queries.max()) * self._group)
+        in_tree = part.start >= batch.num_extend and batch.tree_mask is not None
+        tree = batch.tree_mask.view(torch.uint8) if in_tree else None
+        tile = self._tile(int(queries.max()) * self._group, tree=in_tree)
         count = sum(self._tiles(int(n), tile) for n in queries)
         busy = count * self._kv_heads >= tile.resident * self._processors
         slots = 0 if busy else self._slots(tile)
-        in_tree = part.start >= batch.num_extend and batch.tree_mask is not None
-        tree = batch.tree_mask.view(torch.uint8) if in_tree else None
         indptr, lens = batch.qo_indptr[part.start : part.stop + 1], batch.kv_lens[part]
         entries = Entries(indptr, lens, batch.page_table[part], tile, slots, count + slots, tree=tree)
         return Step(range(first, first + total), Launch(entries, self._memory(tile, slots, count, first + total)))
@@ -182,8 +184,8 @@ class TritonAttention(AttentionBackend):
         partial_rows = tokens * self._group + slots * tile.rows if slots else 1
         return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._head_dim, self._device)
 
-    def _tile(self, pairs: int) -> tiles.Tile:
-        return tiles.choose(pairs, self._head_dim, self._head_dim, self._dtype)
+    def _tile(self, pairs: int, *, tree: bool = False) -> tiles.Tile:
+        return tiles.choose(pairs, self._head_dim, self._head_dim, self._dtype, tree=tree, roomy=self._roomy)
 
     def _tiles(self, queries: int, tile: tiles.Tile) -> int:
         return -(-queries * self._group // tile.rows)

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+ROOM = 220 << 10
+"""Bytes of shared memory on a processor from which on more keys may be on their way: Hopper and later, in data centres."""
+
 
 class Tile(NamedTuple):
     """A program attends with ``rows`` pairs of a query and a head, to ``keys`` keys at a time. ``resident`` programs on each
@@ -19,17 +22,22 @@ class Tile(NamedTuple):
     resident: int
 
 
-def choose(wanted: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
-    """The tile where an entry has at most ``wanted`` pairs of a query and a head that read one key head."""
+def choose(
+    wanted: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, tree: bool = False, roomy: bool = False
+) -> Tile:
+    """The tile where an entry has at most ``wanted`` pairs of a query and a head that read one key head. ``tree``: queries
+    have a mask. ``roomy``: see ``ROOM``."""
     wide, wanted = _power(max(key_dim, value_dim)), _power(wanted)
     if dtype.itemsize == 4:  # without matrix units, operands are held in registers
         return Tile(min(wanted, 32 if wide <= 64 else 16), 32, 8, 2, 2)
+    if wanted <= 32 and not tree:  # as many bytes on their way as registers allow
+        return Tile(wanted, min(128, 16384 // wide), 4, 3, 2 if wide >= 128 else 4)
     keys = 128 if wide <= 64 else 64 if wide == 128 else 32
-    if wanted < 64:
-        return Tile(wanted, keys, 4, 3, 4)
-    if wanted == 64 or wide > 128:
-        return Tile(64, keys, 4, 3, 2)
-    return Tile(128, keys, 8, 3, 1)
+    if wanted <= 64 or (wide > 128 and not roomy):
+        return Tile(min(wanted, 64), keys, 8 if tree else 4, 3, 2)
+    if wide > 128:
+        return Tile(128, 64, 8, 3, 1)
+    return Tile(128, keys, 8, 5 if roomy else 3, 1)
 
 
 def slots(tile: Tile, processors: int, kv_heads: int) -> int:
