@@ -356,6 +356,7 @@ class Batch:
     page_updates: PageUpdates
     draft_room: IntArray | None = None  # [rows] draft tokens that pages were reserved for
     shared: SharedPrefixes | None = None  # of a decode batch; None: nothing, or nothing worth it
+    variant: int = 0  # of a decode batch, set by the engine: what AttentionBackend.variant answered
     drafts: DraftTree | None = None  # set by the loop from Drafter.propose
 
     # set by Engine.prepare (device tensors, int32 unless said otherwise)

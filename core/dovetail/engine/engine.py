@@ -159,6 +159,8 @@ class Engine:
         backend = self._prefill if batch.num_extend else self._decode
         if batch.shared is not None and not (self._shares and backend.shares(batch)):
             batch.shared = None
+        if not batch.num_extend and batch.drafts is None:
+            batch.variant = backend.variant(batch)
         self._graph = self._graph_for(batch)
         if self._graph is not None:
             assert self.graphs is not None

@@ -48,10 +48,11 @@ def ladder(max_rows: int) -> list[int]:
 
 
 class GraphKey(NamedTuple):
-    """Rows of a captured step, and whether it reads shared prefixes once."""
+    """Rows of a captured step, whether it reads shared prefixes once, and the attention backend's variant."""
 
     rows: int
     shared: bool
+    variant: int = 0
 
 
 class SampleMode(NamedTuple):
@@ -125,7 +126,7 @@ class DecodeGraphs:
         """The graph that a decode batch needs; None if it has too many rows for any."""
         real = len(batch.slots)
         rows = next((size for size in self.sizes if size >= real), None)
-        return None if rows is None else GraphKey(rows, batch.shared is not None)
+        return None if rows is None else GraphKey(rows, batch.shared is not None, batch.variant)
 
     def is_captured(self, key: GraphKey) -> bool:
         """True if the graph can be replayed at once."""
@@ -172,11 +173,12 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:
         """Capture a step. Takes a fraction of a second."""
-        start, (rows, shared) = time.perf_counter(), key
+        start, (rows, shared, variant) = time.perf_counter(), key
         tensors = self._tensors.narrow(rows)
         arrays = _padding(rows)
         tensors.read(unpack(self._staging.buffer, arrays))
         batch = self._static_batch(rows, shared, tensors)
+        batch.variant = variant
         self._backend.plan_capture(batch)
 
         def step() -> torch.Tensor:
@@ -187,7 +189,7 @@ class DecodeGraphs:
         forward, logits = self._record(step)
         graph = self._graphs[key] = DecodeGraph(rows, batch, tensors, forward, logits)
         self.seconds += time.perf_counter() - start
-        log.debug("captured a decode step of %d rows, shared=%s: %.2f s", rows, shared, time.perf_counter() - start)
+        log.debug("captured a decode step, %s: %.2f s", key, time.perf_counter() - start)
         return graph
 
     def _static_batch(self, rows: int, shared: bool, tensors: DecodeTensors) -> Batch:

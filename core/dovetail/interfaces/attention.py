@@ -71,8 +71,15 @@ class AttentionBackend(ABC):
     def shares(self, batch: Batch) -> bool:
         """Whether reading ``batch.shared`` once per group is faster than reading every row's whole past, for this decode
         batch: a cost model on host numbers. Where it answers False the engine clears ``batch.shared``. Only backends that
-        offer ``attention.shared_prefix`` are asked, and see ``batch.shared`` in ``plan`` and ``forward``."""
+        offer ``attention.shared_prefix`` are asked, and see ``batch.shared`` in ``plan`` and ``forward``. A batch of a model
+        with windowed layers never has it."""
         return False
+
+    def variant(self, batch: Batch) -> int:
+        """Which of several ways to attend serves this decode batch best, by host lengths: kernels for rows of like lengths, or
+        of very different ones. The answer is in ``batch.variant`` when ``plan`` and ``plan_capture`` are called; each variant
+        that is met gets graphs of its own. 0 is the usual one."""
+        return 0
 
     def plan_capture(self, batch: Batch) -> None:
         """Plan a decode batch whose device tensors keep their addresses, for a graph of ``len(batch.slots)`` rows (and one
