@@ -276,12 +276,6 @@ class AttentionSuite(ComponentSuite):
         self.check(case, DECODE, SHARED_PREFIX)
 
     @each_shared_step
-    @pytest.mark.parametrize("window", [1, 20, 60, 1000])
-    def test_shared_prefixes_in_a_window(self, step: str, window: int) -> None:
-        """A window may begin before, in or behind what is shared."""
-        self.check(replace(SHARED_STEPS[step], window=window), DECODE, SHARED_PREFIX, WINDOW)
-
-    @each_shared_step
     def test_shared_prefixes_with_soft_cap_and_sinks(self, step: str) -> None:
         """The sink counts once."""
         case = replace(SHARED_STEPS[step], soft_cap=2.0, sinks=True, scale=0.5, heads=6)
