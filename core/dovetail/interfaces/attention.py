@@ -89,7 +89,8 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")
 
     def plan_replay(self, batch: Batch) -> None:
-        """Called before each replay, with the batch of ``plan_capture`` whose host lengths and device tensors now hold this
-        step's values; rows that pad it have ``prefix_lens`` 0 and read page 0. Brings up to date what the backend keeps for
-        the graph of this many rows. Needs ``attention.graph``."""
+        """Called before each replay, with the batch of ``plan_capture``, whose host lengths now hold this step's values; rows
+        that pad it have ``prefix_lens`` 0 and read page 0. Its device tensors get theirs within the graph, before the first
+        layer. Brings up to date what the backend keeps on the host for the graph of this many rows. Needs
+        ``attention.graph``."""
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")

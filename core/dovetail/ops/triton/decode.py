@@ -79,7 +79,7 @@ def _decode(
     at, at_v = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_V)
     real = member < GROUP
     query = tl.load(q + row * q_row + head[:, None] * q_head + at[None, :], real[:, None] & (at < SIZE)[None, :], 0.0)
-    top = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    top = tl.full([BLOCK_HEADS], -1e30, tl.float32)  # finite: padding rows may read NaN
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     result = tl.zeros([BLOCK_HEADS, BLOCK_V], tl.float32)
     for start in range(begin, end, BLOCK_N):

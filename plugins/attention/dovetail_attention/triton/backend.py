@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail.ops.triton.decode import decode_splits, paged_decode
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.attend import Partial, attend
 from dovetail_attention.triton.merge import merge
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
 
 SHARING_BYTES = 24 << 20
 """Bytes that a second launch and the merge of every row are worth: about 6 us of reading on H200."""
+
+EVEN, SCHEDULED = 0, 1
+"""Variants of decode steps: all rows in the same number of parts, a seventh faster where they are alike, or a schedule."""
+
+SECONDS_PER_KEY = 42e-9
+BYTES_PER_SECOND = 4e12
+EVEN_SLACK = 10e-6
+"""A program alone reads keys of one head at that rate, the device all of them at that (H200, head_dim 128, bfloat16); a step
+may wait so long for its longest row before a schedule is worth its own time."""
 
 SHARED_PAIRS = 64
 """Pairs of a row and a head that read a shared prefix together."""
@@ -79,6 +89,7 @@ class TritonAttention(AttentionBackend):
             self._roomy = found.shared_memory_per_multiprocessor >= tiles.ROOM
         self._kept: dict[str, Memory] = {}
         self._steps: list[Step] = []
+        self._even = 0  # parts of every row's keys, in a step of the variant EVEN
         self._leaders: dict[int | None, int] = {}  # by window: the layer that makes the schedule
 
     def shares(self, batch: Batch) -> bool:
@@ -86,12 +97,22 @@ class TritonAttention(AttentionBackend):
         assert batch.shared is not None
         return batch.shared.saved * 2 * self._kv_heads * self._head_dim * self._dtype.itemsize > SHARING_BYTES
 
+    def variant(self, batch: Batch) -> int:
+        """``EVEN`` where no row is so long that the device would wait for the program that reads it."""
+        if batch.shared is not None:
+            return SCHEDULED
+        lens, rows = batch.prefix_lens + 1, len(batch.slots)
+        bytes_read = int(lens.sum()) * 2 * self._kv_heads * self._head_dim * self._dtype.itemsize
+        longest = int(lens.max()) / decode_splits(rows, self._kv_heads, self._processors) * SECONDS_PER_KEY
+        return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else SCHEDULED
+
     def plan(self, batch: Batch) -> None:
         """Divide the rows: those that extend, and those that decode or verify. No copy, no wait."""
         self._leaders = {}
         rows, split = len(batch.slots), batch.num_extend
+        self._even = 0
         if not split and batch.drafts is None:
-            self._steps = [self._decode_step(batch)]
+            self.plan_capture(batch)
             return
         parts = [part for part in (slice(0, split), slice(split, rows)) if part.start < part.stop]
         self._steps = [self._ragged_step(batch, part) for part in parts]
@@ -99,13 +120,17 @@ class TritonAttention(AttentionBackend):
     def plan_capture(self, batch: Batch) -> None:
         """The launches of this many rows. Their memory is that of all other decode steps too."""
         self._leaders = {}
-        self._steps = [self._decode_step(batch)]
+        even = batch.variant == EVEN and batch.shared is None
+        self._even = decode_splits(len(batch.slots), self._kv_heads, self._processors) if even else 0
+        self._steps = [] if even else [self._decode_step(batch)]
 
     def plan_replay(self, batch: Batch) -> None:
         """Nothing: lengths and tables are read on the device."""
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
+        if self._even:
+            return self._forward_even(q, layer, batch)
         leads = self._leaders.setdefault(layer.window, layer.layer_id) == layer.layer_id
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for tokens, own, shared in self._steps:
@@ -117,6 +142,21 @@ class TritonAttention(AttentionBackend):
             if own.entries.slots:
                 merge(out, tokens, parts, layer.sinks)
         return out
+
+    def _forward_even(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        """Every row in the same number of parts."""
+        return paged_decode(
+            q,
+            self._pool.keys(layer.layer_id),
+            self._pool.values(layer.layer_id),
+            batch.page_table,
+            batch.kv_lens,
+            layer.scale,
+            splits=self._even,
+            window=layer.window,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
+        )[0]
 
     def _attend(
         self,
