@@ -23,6 +23,11 @@ class TestTritonOnCuda(AttentionSuite):
     name = "triton"
     device = "cuda"
 
+    @pytest.mark.parametrize("step", SHARED_STEPS)
+    @pytest.mark.parametrize("window", [7, 20, 60])
+    def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
+        self.compare(replace(SHARED_STEPS[step], window=window))
+
     @pytest.mark.parametrize("head_dim", [24, 80, 192, 256])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("step", ["mixed", "decode", "extend after a prefix", "trees"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.testing.attention import GRAPH_ROWS, REPLAYS, STEPS, AttentionSuite
+from dovetail.testing.attention import GRAPH_ROWS, REPLAYS, SHARED_STEPS, STEPS, AttentionSuite
 from dovetail.testing.attention_graphs import copy_inputs
 from dovetail.testing.attention_reference import Case, Step
 from dovetail_attention.triton import backend
@@ -51,6 +51,11 @@ class TestTriton(AttentionSuite):
         given = getattr(request.node, "callspec", None)
         if given is not None and is_slow(request.node.originalname, given.params):
             pytest.skip("slow where Triton is interpreted")
+
+    @pytest.mark.parametrize("step", ["groups and single rows", "a group of one", "padding"])
+    @pytest.mark.parametrize("window", [7, 20, 60])
+    def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
+        self.compare(replace(SHARED_STEPS[step], window=window))
 
     @pytest.mark.parametrize("head_dim", [24, 80])
     @pytest.mark.parametrize("page_size", [1, 7])
