@@ -77,6 +77,29 @@ def test_graphs_overlap_and_shared_prefixes_change_no_token(expected, graphs, ov
         assert llm.loop.engine.graphs.num_captured > 0
 
 
+def test_graphs_serve_requests_of_every_kind_together():
+    """Penalties, grammars, logprobs and seeds beside each other: what they get does not depend on graphs."""
+    grammar = GrammarSpec(GrammarKind.REGEX, "(yes|no), [0-9]{3}")
+    kinds = [
+        SamplingParams(temperature=0, max_new_tokens=24, frequency_penalty=0.4, repetition_penalty=1.1),
+        SamplingParams(temperature=0, max_new_tokens=24, grammar=grammar),
+        SamplingParams(temperature=0, max_new_tokens=24, logprobs=3),
+        SamplingParams(temperature=0.9, seed=5, top_k=40, min_p=0.02, max_new_tokens=24, min_new_tokens=20),
+        SamplingParams(temperature=0, max_new_tokens=24, logit_bias={30: 4.0}),
+    ]
+    found = []
+    for graphs in (False, "auto"):
+        sections = {"graphs": {"decode": graphs}, "attention": "triton", "model": {"dtype": "float32"}}
+        llm = LLM("tiny", device="cuda", **sections)
+        prompts = [chat_ids(llm, text) for text in QUESTIONS]
+        for _ in range(3):
+            outputs = llm.generate(prompts, kinds)
+        found.append([o.token_ids for o in outputs])
+        assert len(outputs[2].logprobs) == len(outputs[2].token_ids)
+        assert outputs[1].text.startswith(("yes, ", "no, "))
+    assert found[0] == found[1]
+
+
 def test_steps_in_graphs_wait_for_nothing():
     """Under overlap the host waits for one event a step, and no kernel launch or copy of a decode step blocks it."""
     llm = LLM("tiny", device="cuda", grammar="none", scheduler={"overlap": True})

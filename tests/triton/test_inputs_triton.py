@@ -73,6 +73,13 @@ def test_shared_prefixes_are_split_from_what_is_own(inputs, rows):
         assert (groups.own_table[row, :count].numpy() == inputs.page_table[slot, skip : skip + count]).all()
 
 
+def test_without_groups_every_row_is_in_one_that_shares_nothing(inputs):
+    _, _, _, indptr, group_lens, row_lens = decode_arrays(decode_batch([3, 1], [4, 9]), 4)
+    assert indptr.tolist() == [0, 4, 4, 4, 4]
+    assert not group_lens.any()
+    assert not row_lens.any()
+
+
 def test_of_two_entries_for_one_place_the_last_counts():
     inputs = Inputs(3, 8, 4, torch.device("cpu"))
     updates = PageUpdates(np.array([1, 2, 1], np.int32), np.array([5, 0, 5], np.int32), np.array([[7, 8, 9]], np.int32))

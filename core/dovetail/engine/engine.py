@@ -168,6 +168,7 @@ class Engine:
             self.inputs.note(batch.page_updates)
             numbers = decode_numbers(batch, self.sampler.settings_of(batch))
             self._logits = self.graphs.launch(self._graph, batch, numbers)
+            batch.input_ids = self._graph.tensors.input_ids[: len(batch.slots)]  # penalties count them
             return
         self.inputs.prepare(batch)
         batch.attn, batch.kv = (backend,), (self.pool,)

@@ -189,6 +189,7 @@ def decode_arrays(batch: Batch, rows: int, uniform: Array | None = None) -> tupl
     slots, prefix_lens = np.zeros(rows, np.int64), np.zeros(rows, np.int32)
     slots[:real], prefix_lens[:real] = batch.slots, batch.prefix_lens
     indptr, group_lens, row_lens = np.full(rows + 1, rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    indptr[0] = 0  # every row is in a group
     shared = batch.shared
     if shared is not None:
         indptr[: len(shared.starts)] = shared.starts  # the next group is the padding
