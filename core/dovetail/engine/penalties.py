@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dovetail.ops.penalties import apply_penalties
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.types import DraftTree, Req
+    from dovetail.types import DraftTree, Req, SamplingParams
 
 
 class TokenCounts:
     """How often each token stands in one request: ``prompt`` bool ``[V]`` and ``output`` float32 ``[V]``.
 
-    ``counted`` tokens of the request have been counted.
+    ``counted`` tokens of the request have been counted. ``settings`` are its repetition, presence and frequency penalty,
+    float32 ``[1]`` each.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
+        given = np.array([params.repetition_penalty, params.presence_penalty, params.frequency_penalty], np.float32)
+        self.settings = to_device(given, device).split(1)
         self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.output = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         self.counted = 0
@@ -65,15 +69,16 @@ class Penalties:
         """
         counts = self._counts.get(req.uid)
         if counts is None:
-            counts = self._counts[req.uid] = TokenCounts(self.vocab_size, self.device)
+            counts = self._counts[req.uid] = TokenCounts(req.params, self.vocab_size, self.device)
         counts.count_known(req, length)
         if counts.counted < length:
             counts.add(first)
             counts.counted = length
-        for row in range(len(drafts) + 1):
-            path = to_device(np.array(path_tokens(row - 1, drafts, parents), np.int64), self.device)
+        _penalise(logits[:1], req.params, counts)
+        for node in range(len(drafts)):
+            path = to_device(np.array(path_tokens(node, drafts, parents), np.int64), self.device)
             counts.add(path)
-            _penalise(logits[row], req, counts)
+            _penalise(logits[node + 1 : node + 2], req.params, counts)
             counts.add(path, -1.0)
 
 
@@ -86,17 +91,14 @@ def path_tokens(node: int, drafts: list[int], parents: list[int]) -> list[int]:
     return path[::-1]
 
 
-def _penalise(logits: torch.Tensor, req: Req, counts: TokenCounts) -> None:
-    params = req.params
+def _penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) -> None:
+    """``logits [1, V]``, in place."""
     if params.logit_bias:
         tokens = to_device(np.array(list(params.logit_bias), np.int64), logits.device)
-        logits.index_add_(0, tokens, to_device(np.array(list(params.logit_bias.values()), np.float32), logits.device))
-    seen = counts.output > 0
-    if params.repetition_penalty != 1.0:  # CTRL, arXiv 1909.05858
-        scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        logits.copy_(torch.where(seen | counts.prompt, scaled, logits))
-    if params.presence_penalty or params.frequency_penalty:
-        logits -= params.frequency_penalty * counts.output + params.presence_penalty * seen
+        biases = to_device(np.array(list(params.logit_bias.values()), np.float32), logits.device)
+        logits[0].index_add_(0, tokens, biases)
+    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        apply_penalties(logits, counts.prompt[None], counts.output[None], *counts.settings)
 
 
 def draft_rows(drafts: DraftTree | None, row: int) -> tuple[list[int], list[int]]:

@@ -104,10 +104,11 @@ class Sampler:
             self.penalties.apply(view, req, length, batch.input_ids[first : first + 1], drafts, parents)
         missing = req.params.min_new_tokens - (length - req.prompt_len)
         if missing > 0:
-            blocked = [*self.eos_token_ids, *req.params.stop_token_ids]
+            ends = np.array([*self.eos_token_ids, *req.params.stop_token_ids], np.int64)
+            blocked = to_device(ends, self.device)
             for node in range(-1, len(drafts)):
                 if len(path_tokens(node, drafts, parents)) < missing:
-                    view[node + 1, blocked] = BLOCKED
+                    view[node + 1].index_fill_(0, blocked, BLOCKED)
 
     def _draw(self, batch: Batch, logits: torch.Tensor, layout: LogitRows, settings: RowSettings) -> torch.Tensor:
         if settings.filters is None:
