@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ from dovetail.engine.dry_run import dry_run
 from dovetail.engine.graphs import DecodeGraph, DecodeGraphs, capture_all, capture_next, ladder
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
+from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.pieces import PiecewiseGraphs
 from dovetail.engine.pieces import ladder as token_ladder
 from dovetail.engine.sampler import Sampler, decode_numbers, logprobs_of
@@ -24,8 +24,8 @@ from dovetail.interfaces.features import Feature
 from dovetail.layers.build import as_module
 from dovetail.memory.pool import PagedKVPool
 from dovetail.ops.linear import describe
-from dovetail.ops.transfer import to_device, to_host
-from dovetail.types import ForwardOutput, HostOutput, Logprobs, TokenLogprob
+from dovetail.ops.transfer import to_device
+from dovetail.types import ForwardOutput, HostOutput, Logprobs
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
@@ -219,7 +219,7 @@ class Engine:
         if batch.tree_mask is not None:
             self._compact(batch, output)
         if self.device.type == "cuda":
-            output.on_host = _on_host(output)
+            output.on_host = fetched(output)
             output.event = torch.cuda.Event()
             output.event.record()
         return output
@@ -235,13 +235,7 @@ class Engine:
         """A step's output on the host: the one place where the host waits for the device."""
         if output.event is not None:
             output.event.synchronize()
-        output = output.on_host or output
-        tokens = output.token_ids.tolist()
-        if output.accept_lens is not None:
-            tokens = [row[:n] for row, n in zip(tokens, output.accept_lens.tolist(), strict=True)]
-        logprobs = None if output.logprobs is None else _logprob_rows(batch, output, tokens)
-        prompt = {row: _entries(next_ids.tolist(), lp) for row, next_ids, lp in output.prompt_logprobs}
-        return HostOutput(tokens, logprobs, prompt)
+        return host_output(batch, output.on_host or output)
 
     def idle(self) -> bool:
         """Do a little of what can wait until nothing else is to be done: capture a graph. False if nothing is left."""
@@ -287,41 +281,3 @@ class Engine:
             for i in range(0, len(targets), PROMPT_LOGPROB_ROWS)
         ]
         return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _on_host(output: ForwardOutput) -> ForwardOutput:
-    """Copies of all that the host reads, under way."""
-
-    def fetch(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else to_host(tensor)
-
-    def fetch_all(logprobs: Logprobs) -> Logprobs:
-        return Logprobs(*map(to_host, logprobs))
-
-    return replace(
-        output,
-        token_ids=to_host(output.token_ids),
-        accept_lens=fetch(output.accept_lens),
-        nodes=fetch(output.nodes),
-        logprobs=None if output.logprobs is None else fetch_all(output.logprobs),
-        prompt_logprobs=[(row, ids, fetch_all(lp)) for row, ids, lp in output.prompt_logprobs],
-    )
-
-
-def _entries(tokens: list[int], logprobs: Logprobs) -> list[TokenLogprob]:
-    chosen, top, ids = (column.tolist() for column in logprobs)
-    return [TokenLogprob(token, chosen[i], tuple(zip(ids[i], top[i], strict=True))) for i, token in enumerate(tokens)]
-
-
-def _logprob_rows(batch: Batch, output: ForwardOutput, tokens: list[list[int]]) -> list[list[TokenLogprob]]:
-    assert output.logprobs is not None
-    chosen, top, ids = (column.tolist() for column in output.logprobs)
-    nodes = None if output.nodes is None else output.nodes.tolist()
-    reqs = [req for req, sampled in zip(batch.reqs, batch.samples, strict=True) if sampled]
-    rows: list[list[TokenLogprob]] = [[] for _ in tokens]
-    for row, start in output.logprob_start.items():
-        wanted = reqs[row].params.logprobs
-        for j, token in enumerate(tokens[row]):
-            i = start + (nodes[row][j] if nodes is not None else 0)
-            rows[row].append(TokenLogprob(token, chosen[i], tuple(zip(ids[i][:wanted], top[i][:wanted], strict=True))))
-    return rows
