@@ -66,6 +66,8 @@ class Loop:
     """
 
     def __init__(self, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
+        gc.unfreeze()  # a loop that was closed before, and its pool, can be collected
+        gc.collect()
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         self.engine = Engine(resolved, eos)
@@ -87,7 +89,7 @@ class Loop:
         self._steps = 0
         self._seconds: dict[str, float] = dict.fromkeys(("step", "schedule", "launch", "wait", "commit"), 0.0)
         gc.collect()
-        gc.freeze()  # what lives as long as the loop need not be looked at again: a full collection takes tens of milliseconds
+        gc.freeze()  # what lives as long as the loop is not looked at again: a full collection takes tens of milliseconds
 
     def _build_drafter(self) -> Drafter | None:
         if self.resolved.drafter is None:
@@ -365,6 +367,7 @@ class Loop:
     def close(self) -> None:
         """Stop the grammar workers. The loop must not be used again."""
         self.grammars.close()
+        gc.unfreeze()
 
 
 def _build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> GrammarService:

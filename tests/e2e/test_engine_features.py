@@ -3,6 +3,9 @@
 .venv/bin/python -m pytest -q tests/e2e/test_engine_features.py
 """
 
+import gc
+import weakref
+
 import engine_models as models
 import pytest
 import torch
@@ -288,3 +291,18 @@ def test_the_edge_of_the_context(checkpoint, reference, page_size, speculative, 
     with pytest.raises(RequestError, match="the prompt has 160 tokens"):
         llm.generate(prompts[0] + [1])
     check_idle(llm)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_engine_that_is_dropped_is_freed(closed):
+    """Its pool must not outlive it: closed, or at the latest when the next engine is built."""
+    llm = LLM("tiny", grammar="none", memory={"num_pages": 64})
+    llm.generate([1, 2, 3], SamplingParams(max_new_tokens=3))
+    engine = weakref.ref(llm.loop.engine)
+    if closed:
+        llm.close()
+    del llm
+    gc.collect()
+    if not closed:
+        LLM("tiny", grammar="none", memory={"num_pages": 64}).close()
+    assert engine() is None
