@@ -113,21 +113,11 @@ class Loop:
             vocab_size=engine.info.vocab_size,
             mixed=section.mixed,
             wait_for_prefix=section.wait_for_prefix and Feature.CACHE_REUSE in resolved.cache.spec.offers,
-            shared_prefixes=section.shared_prefixes and self._shares_prefixes(),
+            shared_prefixes=engine.shares_prefixes,
             draft_width=self.drafter.max_draft_tokens if self.drafter else 0,
         )
         policy = resolved.policy.build(PolicyContext(cache))
         return Scheduler(limits, ledger, policy, self.grammars, tokenizer, eos)
-
-    def _shares_prefixes(self) -> bool:
-        """Whether decode rows are worth ordering by what they share: somebody knows it, somebody makes use of it, and every
-        layer reads the whole past."""
-        resolved = self.resolved
-        return (
-            Feature.CACHE_SHARED_PREFIXES in resolved.cache.spec.offers
-            and Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
-            and Feature.ATTN_SLIDING_WINDOW not in resolved.model_info.needs
-        )
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

@@ -18,25 +18,18 @@ if TYPE_CHECKING:
 
 
 @torch.inference_mode()
-def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPool, tokens: int, rows: int) -> None:
-    """One prompt of ``tokens`` tokens and the sampling of ``rows`` rows with every filter. All of it reads and writes page 0
-    of ``pool``, which ``backend`` was built for."""
-    device = pool.device
-    batch = Batch(
-        reqs=[],
-        num_extend=1,
-        slots=np.zeros(1, np.int32),
-        prefix_lens=np.zeros(1, np.int32),
-        extend_lens=np.array([tokens], np.int32),
-        samples=np.ones(1, np.bool_),
-        page_updates=NO_UPDATES,
-    )
+def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPool, lens: list[int], rows: int) -> None:
+    """Prompts of ``lens`` tokens in one step, and the sampling of ``rows`` rows with every filter. All of it reads and writes
+    page 0 of ``pool``, which ``backend`` was built for."""
+    device, count, tokens = pool.device, len(lens), sum(lens)
+    nothing = np.zeros(count, np.int32)
+    batch = Batch([], count, nothing, nothing, np.array(lens, np.int32), nothing == 0, NO_UPDATES)
     batch.input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-    batch.positions = torch.arange(tokens, device=device)
+    batch.positions = torch.cat([torch.arange(n, device=device) for n in lens])
     batch.out_loc = torch.zeros(tokens, dtype=torch.int64, device=device)
-    batch.qo_indptr = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-    batch.kv_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
-    batch.page_table = torch.zeros(1, -(-tokens // pool.page_size), dtype=torch.int32, device=device)
+    batch.qo_indptr = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32, device=device)
+    batch.kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    batch.page_table = torch.zeros(count, -(-max(lens) // pool.page_size), dtype=torch.int32, device=device)
     batch.attn, batch.kv = (backend,), (pool,)
     backend.plan(batch)
     hidden = model.forward(batch)

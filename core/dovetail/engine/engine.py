@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dovetail.engine.device import lost_device
 from dovetail.engine.dry_run import dry_run
-from dovetail.engine.graphs import DecodeGraph, DecodeGraphs, capture_all, capture_next, ladder
+from dovetail.engine.graphs import (
+    NEEDED_BEFORE_CAPTURE,
+    Captures,
+    DecodeGraph,
+    DecodeGraphs,
+    K,
+    capture_all,
+    capture_next,
+    ladder,
+    try_capture,
+)
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
 from dovetail.engine.outputs import fetched, host_output
@@ -34,16 +45,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEEDED_BEFORE_CAPTURE = 8
-"""Steps of one size that are launched kernel by kernel before the size is captured: a capture costs as much as a hundred
-steps lose, and sizes that are met in passing are not worth it."""
-
 PROMPT_LOGPROB_ROWS = 512
 """Prompt tokens whose logits are held at one time."""
 
 
 class Engine:
     """Builds model, pool and backends from a resolved config, and runs batches on them."""
+
+    lost_device = staticmethod(lost_device)
 
     def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
         config, info = resolved.config, resolved.model_info
@@ -78,7 +87,7 @@ class Engine:
             if same
             else self._attention(resolved.attention_decode, dtype, self.pool, config.scheduler.rows)
         )
-        self._shares = Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
+        self.shares_prefixes = _shares_prefixes(resolved)
         self.graphs = self._build_graphs(config) if config.graphs.decode is True else None
         self.pieces = self._build_pieces(config, dtype)
         self._needed: Counter[object] = Counter()
@@ -91,22 +100,25 @@ class Engine:
         config, weights = resolved.config, module_bytes(as_module(self.model))
         if self.device.type == "cpu":
             return Needs(weights)
-        rows, tokens = config.scheduler.rows, min(config.scheduler.chunk, self.context_len)
+        rows = config.scheduler.rows
+        whole, rest = divmod(config.scheduler.chunk, self.context_len)
+        lens = [self.context_len] * whole + [rest] * (rest > 0) + [1] * (rows * config.scheduler.mixed)
         backend = self._attention(resolved.attention_prefill, dtype, pool, rows)
-        peak = measure_peak(lambda: dry_run(self.model, backend, pool, tokens, rows), self.device)
-        return Needs(weights, peak, tokens, self._graph_bytes(config, dtype))
+        peak = measure_peak(lambda: dry_run(self.model, backend, pool, lens, rows), self.device)
+        return Needs(weights, peak, sum(lens), self._graph_bytes(config, dtype))
 
     def _graph_bytes(self, config: Config, dtype: torch.dtype) -> int:
-        """What captured steps keep: logits of decode steps, queries of every layer of pieces; a quarter more for the rest."""
+        """What captured steps keep: logits of decode steps (usual, of another variant, with shared prefixes), queries of every
+        layer of pieces; a quarter more for the rest."""
         info, rows = self.info, sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
-        logits = 2 * rows * info.vocab_size if config.graphs.decode is True else 0
+        logits = 3 * rows * info.vocab_size if config.graphs.decode is True else 0
         tokens = sum(token_ladder(config.graphs.piecewise_tokens))
         queries = tokens * info.num_layers * info.num_heads * info.head_dim
         return int((logits + queries) * dtype.itemsize * 1.25)
 
     def _build_graphs(self, config: Config) -> DecodeGraphs:
         rows = min(config.scheduler.rows, config.graphs.max_rows)
-        shares = self._shares and config.scheduler.shared_prefixes
+        shares = self.shares_prefixes
         graphs = DecodeGraphs(self.model, self.inputs, self.pool, self._decode, rows, self.context_len, shares)
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps")
@@ -141,13 +153,6 @@ class Engine:
         weights = {tuple(p.shape): p for p in as_module(self.model).parameters() if p.ndim == 2}
         return {f"{rows} x {columns}": describe(weight) for (rows, columns), weight in weights.items()}
 
-    @staticmethod
-    def lost_device(error: BaseException) -> bool:
-        """True if the device cannot be used any more after ``error``: the process must end."""
-        return isinstance(error, getattr(torch, "AcceleratorError", ())) and not isinstance(
-            error, torch.OutOfMemoryError
-        )
-
     def forward(self, batch: Batch) -> ForwardOutput:
         """Launch the forward pass and sample from it."""
         self.launch(batch)
@@ -157,7 +162,7 @@ class Engine:
     def launch(self, batch: Batch) -> None:
         """Compute the step's logits. Under overlap the host reads the last step's tokens while this runs."""
         backend = self._prefill if batch.num_extend else self._decode
-        if batch.shared is not None and not (self._shares and backend.shares(batch)):
+        if batch.shared is not None and not (self.shares_prefixes and backend.shares(batch)):
             batch.shared = None
         if not batch.num_extend and batch.drafts is None:
             batch.variant = backend.variant(batch)
@@ -181,26 +186,22 @@ class Engine:
         if self.graphs is None or batch.num_extend or batch.drafts is not None or not batch.samples.all():
             return None
         key = self.graphs.key_for(batch)
-        if key is None or self._is_new(key, self.graphs.is_captured(key)):
-            return None
-        return self.graphs.get(key)
+        return self.graphs.get(key) if key is not None and self._is_ready(self.graphs, key) else None
 
     def _forward(self, batch: Batch, backend: AttentionBackend) -> torch.Tensor:
         """Hidden states of a planned batch, by captured pieces where its size has been needed often enough."""
         pieces = self.pieces
         size = pieces.size_for(len(batch.input_ids)) if pieces is not None else None
-        if pieces is None or size is None or self._is_new(size, pieces.is_captured(size)):
+        if pieces is None or size is None or not self._is_ready(pieces, size):
             return self.model.forward(batch)
-        if not pieces.is_captured(size):
-            pieces.capture(size)
         return pieces.forward(size, batch, backend)
 
-    def _is_new(self, key: object, captured: bool) -> bool:
-        """True until what ``key`` names has been needed so often that its capture pays."""
-        if captured:
-            return False
+    def _is_ready(self, graphs: Captures[K], key: K) -> bool:
+        """True if ``key`` is captured, now at the latest where it has been needed often enough for that to pay."""
+        if graphs.is_captured(key):
+            return True
         self._needed[key] += 1
-        return self._needed[key] < NEEDED_BEFORE_CAPTURE
+        return self._needed[key] >= NEEDED_BEFORE_CAPTURE and key not in graphs.refused and try_capture(graphs, key)
 
     @torch.inference_mode()
     def sample(self, batch: Batch) -> ForwardOutput:
@@ -209,9 +210,12 @@ class Engine:
         assert self._logits is not None, "sample follows launch"
         logits, self._logits = self._logits, None
         settings = self.sampler.settings_of(batch)
+        tokens = None
         if self._graph is not None and settings.simple:
             assert self.graphs is not None
-            output = ForwardOutput(self.graphs.sample(self._graph, settings)[: len(batch.slots), None])
+            tokens = self.graphs.sample(self._graph, settings)
+        if tokens is not None:
+            output = ForwardOutput(tokens[: len(batch.slots), None])
         else:
             output = self.sampler.sample(batch, logits)
             output.prompt_logprobs = self._prompt_logprobs
@@ -281,3 +285,15 @@ class Engine:
             for i in range(0, len(targets), PROMPT_LOGPROB_ROWS)
         ]
         return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _shares_prefixes(resolved: Resolved) -> bool:
+    """Whether decode rows are worth ordering by what they share: config says so, somebody knows it, somebody makes use of it,
+    every layer reads the whole past, and rows have one query each."""
+    return (
+        resolved.config.scheduler.shared_prefixes
+        and resolved.drafter is None
+        and Feature.CACHE_SHARED_PREFIXES in resolved.cache.spec.offers
+        and Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers
+        and Feature.ATTN_SLIDING_WINDOW not in resolved.model_info.needs
+    )

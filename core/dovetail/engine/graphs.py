@@ -7,7 +7,9 @@ smallest graph that holds its rows; rows that pad it belong to slot 0, read page
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -17,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from dovetail.engine.device import lost_device
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.types import Batch, PageUpdates, SharedPrefixes
@@ -35,6 +38,10 @@ TURNS = 4
 
 ROOM_FOR_PAGES = 1 << 20
 """Bytes for new entries of the page table in the buffer of a step; more of them travel by a copy of their own."""
+
+NEEDED_BEFORE_CAPTURE = 8
+"""Steps of one size that are launched kernel by kernel before the size is captured: a capture costs as much as a hundred
+steps lose, and sizes that are met in passing are not worth it."""
 
 WARM_UPS = 2
 
@@ -83,6 +90,7 @@ class DecodeGraph:
     forward: torch.cuda.CUDAGraph
     logits: torch.Tensor
     samplers: dict[SampleMode, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = field(default_factory=dict)
+    needed: Counter[SampleMode] = field(default_factory=Counter)
 
 
 class DecodeGraphs:
@@ -104,6 +112,7 @@ class DecodeGraphs:
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._context_len = context_len
         self._variants = (False, True) if shares else (False,)
+        self.refused: set[GraphKey] = set()
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
@@ -120,7 +129,7 @@ class DecodeGraphs:
     def missing(self) -> Iterator[GraphKey]:
         """The graphs that are still to be captured, the likeliest first."""
         wanted = (GraphKey(rows, shared) for shared in self._variants for rows in self.sizes)
-        return (key for key in wanted if key not in self._graphs)
+        return (key for key in wanted if key not in self._graphs and key not in self.refused)
 
     def key_for(self, batch: Batch) -> GraphKey | None:
         """The graph that a decode batch needs; None if it has too many rows for any."""
@@ -133,8 +142,8 @@ class DecodeGraphs:
         return key in self._graphs
 
     def get(self, key: GraphKey) -> DecodeGraph:
-        """The graph, captured now if it is missing."""
-        return self._graphs.get(key) or self.capture(key)
+        """A graph that is captured."""
+        return self._graphs[key]
 
     def launch(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> torch.Tensor:
         """Replay the forward pass for ``batch``; returns its logits ``[rows of the batch, V]``, valid until the next launch."""
@@ -147,16 +156,34 @@ class DecodeGraphs:
         graph.forward.replay()
         return graph.logits[:real]
 
-    def sample(self, graph: DecodeGraph, settings: RowSettings) -> torch.Tensor:
+    def sample(self, graph: DecodeGraph, settings: RowSettings) -> torch.Tensor | None:
         """Replay the sampler of the step just launched: tokens int64 ``[rows of the graph]``, which are also the last tokens
-        of their slots from now on. Valid until the next sample."""
-        self._columns.set(settings)
+        of their slots from now on. Valid until the next sample. None while the sampler has not been needed often."""
         mode = SampleMode.of(settings.filters)
         if mode not in graph.samplers:
-            graph.samplers[mode] = self._capture_sampler(graph, mode)
+            graph.needed[mode] += 1
+            if graph.needed[mode] < NEEDED_BEFORE_CAPTURE:
+                return None
+            self._columns.set(settings)
+            if not self._try_sampler(graph, mode):
+                return None
+        self._columns.set(settings)
         replayed, tokens = graph.samplers[mode]
         replayed.replay()
         return tokens
+
+    def _try_sampler(self, graph: DecodeGraph, mode: SampleMode) -> bool:
+        try:
+            graph.samplers[mode] = self._capture_sampler(graph, mode)
+        except Exception as error:
+            if lost_device(error):
+                raise
+            log.exception(
+                "a sampler of %d rows could not be captured, and will be launched kernel by kernel", graph.rows
+            )
+            graph.needed[mode] = -sys.maxsize
+            return False
+        return True
 
     def _send(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> None:
         arrays = decode_arrays(batch, graph.rows, uniform)
@@ -239,16 +266,33 @@ K = TypeVar("K")
 
 
 class Captures(Protocol[K]):
-    """What captures graphs by key."""
+    """What captures graphs by key. Keys whose capture failed are ``refused``, and not missing."""
+
+    refused: set[K]
 
     def missing(self) -> Iterator[K]: ...
+    def is_captured(self, key: K, /) -> bool: ...
     def capture(self, key: K, /) -> object: ...
+
+
+def try_capture(graphs: Captures[K], key: K) -> bool:
+    """Capture ``key``. If that fails, as it does without memory for it, steps of that kind are launched kernel by kernel from
+    now on: the failure is logged. Raises only where the device is lost."""
+    try:
+        graphs.capture(key)
+    except Exception as error:
+        if lost_device(error):
+            raise
+        log.exception("%s could not be captured, and will be launched kernel by kernel", key)
+        graphs.refused.add(key)
+        return False
+    return True
 
 
 def capture_next(graphs: Captures[K]) -> bool:
     """Capture one of those that are missing. False if none is."""
     for key in graphs.missing():
-        graphs.capture(key)
+        try_capture(graphs, key)
         return True
     return False
 

@@ -7,6 +7,7 @@ a graph and begins the next. Tokens that pad a step are written to page 0.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,13 +60,14 @@ class PiecewiseGraphs:
             0
         )
         self._attended = torch.zeros(max_tokens, info.num_heads, info.head_dim, dtype=dtype, device=device)
+        self.refused: set[int] = set()
         self._captured: dict[int, Pieces] = {}
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def missing(self) -> Iterator[int]:
         """Sizes that are still to be captured."""
-        return (size for size in self.sizes if size not in self._captured)
+        return (size for size in self.sizes if size not in self._captured and size not in self.refused)
 
     def size_for(self, tokens: int) -> int | None:
         """The size that holds ``tokens``; None if none does."""
@@ -111,8 +113,11 @@ class PiecewiseGraphs:
             recorder.begin()
             try:
                 hidden = self._model.forward(batch)
-            finally:
-                last = recorder.end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what has been raised says more
+                    recorder.end()
+                raise
+            last = recorder.end()
         current.wait_stream(self._stream)
         self._captured[size] = Pieces(recorder.pieces, last, hidden)
         self.seconds += time.perf_counter() - start

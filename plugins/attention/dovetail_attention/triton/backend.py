@@ -98,9 +98,10 @@ class TritonAttention(AttentionBackend):
         return batch.shared.saved * 2 * self._kv_heads * self._head_dim * self._dtype.itemsize > SHARING_BYTES
 
     def variant(self, batch: Batch) -> int:
-        """``EVEN`` where no row is so long that the device would wait for the program that reads it."""
+        """``EVEN`` where no row is so long that the device would wait for the program that reads it. Shared prefixes are always
+        read by a schedule, and need no variant."""
         if batch.shared is not None:
-            return SCHEDULED
+            return EVEN
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
         bytes_read = int(lens.sum()) * 2 * self._kv_heads * self._head_dim * self._dtype.itemsize
         longest = int(lens.max()) / decode_splits(rows, self._kv_heads, self._processors) * SECONDS_PER_KEY

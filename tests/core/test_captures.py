@@ -1,0 +1,79 @@
+"""What is captured when, and what follows where it fails; the largest step on a CPU.
+
+.venv/bin/python -m pytest -q tests/core/test_captures.py
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dovetail import LLM
+from dovetail.engine.dry_run import dry_run
+from dovetail.engine.engine import Engine
+from dovetail.engine.graphs import NEEDED_BEFORE_CAPTURE, capture_next, ladder, try_capture
+
+
+class Fake:
+    """Captures sizes; the ``impossible`` ones raise."""
+
+    def __init__(self, sizes, impossible=(), error=RuntimeError):
+        self.sizes, self.impossible, self.error = sizes, impossible, error
+        self.captured, self.refused = [], set()
+
+    def missing(self):
+        return (size for size in self.sizes if size not in self.captured and size not in self.refused)
+
+    def is_captured(self, size):
+        return size in self.captured
+
+    def capture(self, size):
+        if size in self.impossible:
+            raise self.error("no memory")
+        self.captured.append(size)
+
+
+def test_what_cannot_be_captured_is_tried_once():
+    graphs = Fake([1, 2, 4], impossible=[2])
+    while capture_next(graphs):
+        pass
+    assert graphs.captured == [1, 4]
+    assert graphs.refused == {2}
+
+
+def test_a_lost_device_is_no_matter_of_captures():
+    lost = getattr(torch, "AcceleratorError", None)
+    if lost is None:
+        pytest.skip("this torch has no error of its own for it")
+    graphs = Fake([1], impossible=[1], error=lost)
+    with pytest.raises(lost):
+        try_capture(graphs, 1)
+    assert not graphs.refused
+
+
+def test_sizes_met_in_passing_are_not_captured():
+    engine = SimpleNamespace(_needed=Counter())
+    graphs = Fake([1, 2], impossible=[2])
+    ready = [Engine._is_ready(engine, graphs, 1) for _ in range(NEEDED_BEFORE_CAPTURE + 2)]
+    assert ready == [False] * (NEEDED_BEFORE_CAPTURE - 1) + [True] * 3
+    assert not any(Engine._is_ready(engine, graphs, 2) for _ in range(NEEDED_BEFORE_CAPTURE + 2))
+    assert graphs.captured == [1]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 100, 256, 512, 1000])
+def test_ladders_waste_little(rows):
+    sizes = ladder(rows)
+    assert sizes[-1] == rows
+    assert sizes == sorted(set(sizes))
+    for real in range(9, rows + 1):
+        assert next(size for size in sizes if size >= real) <= real * 1.9
+
+
+def test_the_largest_step_runs_over_a_single_page():
+    engine = LLM("tiny", device="cpu", grammar="none", memory={"num_pages": 8}).loop.engine
+    before = engine.pool.k[:, 1:].clone()
+    dry_run(engine.model, engine._prefill, engine.pool, [40, 40, 9, 1, 1], 6)
+    assert torch.equal(engine.pool.k[:, 1:].nan_to_num(), before.nan_to_num())
