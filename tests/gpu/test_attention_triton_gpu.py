@@ -34,6 +34,14 @@ class TestTritonOnCuda(AttentionSuite):
     def test_more_head_dims(self, head_dim: int, dtype: torch.dtype, step: str):
         self.compare(replace(STEPS[step][0], head_dim=head_dim, dtype=dtype, page_size=16))
 
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_trees_of_several_tiles(self, dtype: torch.dtype, window: int | None, head_dim: int):
+        trees = [[node // 3 - 1 for node in range(63)], [(node * 7) % (node + 1) - 1 for node in range(39)], []]
+        case = Case([300, 0, 40], [64, 40, 1], trees=trees, heads=8, head_dim=head_dim, page_size=16)
+        self.compare(replace(case, dtype=dtype, window=window))
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("groups", [None, [(100, 512), (12, 1024), (1, 0), (2, 16)]], ids=["alone", "shared"])
     def test_many_rows(self, dtype: torch.dtype, groups: list[tuple[int, int]] | None):

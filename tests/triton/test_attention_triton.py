@@ -22,6 +22,12 @@ from dovetail_attention.triton import backend
 
 CPU = torch.device("cpu")
 FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees beside extend")
+WIDE_TREES = Case(
+    [21, 0, 40],
+    [40, 24, 1],
+    trees=[[node // 3 - 1 for node in range(39)], [(node * 7) % (node + 1) - 1 for node in range(23)], []],
+    heads=8,
+)
 SLOW: Mapping[str, tuple[object, ...]] = {
     "page_size": (4,),
     "head_dim": (64, 128),
@@ -63,6 +69,11 @@ class TestTriton(AttentionSuite):
     def test_sizes_that_are_no_powers_of_two(self, head_dim: int, page_size: int, heads: int):
         case = replace(STEPS["mixed"][0], head_dim=head_dim, page_size=page_size, heads=heads)
         self.compare(case)
+
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    def test_trees_of_several_tiles(self, dtype: torch.dtype, window: int | None):
+        self.compare(replace(WIDE_TREES, dtype=dtype, window=window))
 
     @pytest.mark.parametrize("processors", [1, 3, 40])
     @pytest.mark.parametrize("window", [None, 90])

@@ -33,7 +33,7 @@ def choose(
     if wanted <= 32 and not tree:  # as many bytes on their way as registers allow
         return Tile(wanted, min(128, 16384 // wide), 4, 3, 2 if wide >= 128 else 4)
     keys = 128 if wide <= 64 else 64 if wide == 128 else 32
-    if wanted <= 64 or (wide > 128 and not roomy):
+    if wanted <= 64 or ((tree or wide > 128) and not roomy):  # a mask takes room beside the keys
         return Tile(min(wanted, 64), keys, 8 if tree else 4, 3, 2)
     if wide > 128:
         return Tile(128, 64, 8, 3, 1)
