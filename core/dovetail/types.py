@@ -368,6 +368,7 @@ class Batch:
     page_table: torch.Tensor = field(init=False)  # [rows, >= pages of the longest row]
     tree_mask: torch.Tensor | None = field(init=False, default=None)  # bool, see AttentionBackend.plan
     logit_rows: torch.Tensor | None = field(init=False, default=None)  # int64 tokens to take logits of; None: all
+    last: Batch | None = field(init=False, default=None)  # see ModelArchitecture.forward; its rows are ``logit_rows``
     attn: tuple[Attends, ...] = field(init=False)  # one per cache group
     kv: tuple[StoresKV, ...] = field(init=False)  # one per cache group
 

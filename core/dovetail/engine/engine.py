@@ -23,6 +23,7 @@ from dovetail.engine.graphs import (
     try_capture,
 )
 from dovetail.engine.inputs import Inputs
+from dovetail.engine.last import last_rows, narrows
 from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
 from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.pieces import PiecewiseGraphs
@@ -81,12 +82,7 @@ class Engine:
         self.inputs = Inputs(config.scheduler.rows, max_pages, self.page_size, self.device)
         self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
         self._prefill = self._attention(resolved.attention_prefill, dtype, self.pool, config.scheduler.rows)
-        same = resolved.attention_decode == resolved.attention_prefill
-        self._decode = (
-            self._prefill
-            if same
-            else self._attention(resolved.attention_decode, dtype, self.pool, config.scheduler.rows)
-        )
+        self._decode = self._attention(resolved.attention_decode, dtype, self.pool, config.scheduler.rows)
         self.shares_prefixes = _shares_prefixes(resolved)
         self.graphs = self._build_graphs(config) if config.graphs.decode is True else None
         self.pieces = self._build_pieces(config, dtype)
@@ -180,7 +176,8 @@ class Engine:
         backend.plan(batch)
         hidden = self._forward(batch, backend)
         self._prompt_logprobs = self._prompt_logprobs_of(batch, hidden)
-        self._logits = self.model.logits(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
+        whole = batch.logit_rows is None or batch.last is not None
+        self._logits = self.model.logits(hidden if whole else hidden[batch.logit_rows])
 
     def _graph_for(self, batch: Batch) -> DecodeGraph | None:
         if self.graphs is None or batch.num_extend or batch.drafts is not None or not batch.samples.all():
@@ -192,9 +189,11 @@ class Engine:
         """Hidden states of a planned batch, by captured pieces where its size has been needed often enough."""
         pieces = self.pieces
         size = pieces.size_for(len(batch.input_ids)) if pieces is not None else None
-        if pieces is None or size is None or not self._is_ready(pieces, size):
-            return self.model.forward(batch)
-        return pieces.forward(size, batch, backend)
+        if pieces is not None and size is not None and self._is_ready(pieces, size):
+            return pieces.forward(size, batch, backend)
+        if Feature.MODEL_LAST_ROWS in self.info.offers and narrows(batch):
+            batch.last = last_rows(batch, self._decode)
+        return self.model.forward(batch)
 
     def _is_ready(self, graphs: Captures[K], key: K) -> bool:
         """True if ``key`` is captured, now at the latest where it has been needed often enough for that to pay."""

@@ -60,3 +60,4 @@ class Feature(enum.StrEnum):
     # model architectures
     MODEL_EMBED = "model.embed"
     MODEL_MTP_HEAD = "model.mtp_head"
+    MODEL_LAST_ROWS = "model.last_rows"  # the last layer computes no more than the rows that are sampled

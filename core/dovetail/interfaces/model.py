@@ -58,7 +58,12 @@ class ModelArchitecture(ABC):
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states ``[tokens, hidden_size]`` after the final norm, of ``batch.input_ids`` at ``batch.positions``.
-        Writes K and V of the step through ``batch.kv`` and attends through ``batch.attn``."""
+        Writes K and V of the step through ``batch.kv`` and attends through ``batch.attn``.
+
+        Where ``batch.last`` is set, nobody reads more than the tokens ``batch.logit_rows``, and the hidden states of these
+        are returned alone, ``[rows of batch.last, hidden_size]``: the last layer writes K and V of all tokens, then goes on
+        with these as queries and attends through ``batch.last.attn``, unless there are none. Only models that offer
+        ``model.last_rows`` get it."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -54,13 +54,19 @@ class SelfAttention(Layer):
         self._heads = (heads + 2 * kv_heads, head_dim)
         self._out_width = heads * head_dim
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
-        """``[tokens, hidden_size]``, the shape stays. Writes K and V of the step to the pool."""
+    def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
+        """``[tokens, hidden_size]``, the shape stays. Writes K and V of the step to the pool. With ``last`` only the tokens
+        ``batch.logit_rows`` attend, as the rows of ``last``: ``[rows of last, hidden_size]``."""
         tokens = x.shape[0]
         heads, head_dim = self._heads
         qkv = self.qkv.forward(x).view(tokens, heads, head_dim)
         constants, group = self.constants, self.group
         place = KVPlace(batch.kv[group], constants.layer_id, batch.out_loc)
         q = rotation.rotate_and_store(qkv, self._counts, self.qk_norm, place)
+        if last is not None:
+            if not len(last.slots):
+                return x[:0]
+            assert batch.logit_rows is not None
+            q, batch = q.index_select(0, batch.logit_rows), last
         attended = batch.attn[group].forward(q, constants, batch)
-        return self.out.forward(attended.reshape(tokens, self._out_width))
+        return self.out.forward(attended.reshape(len(q), self._out_width))

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from dovetail.errors import WeightsError
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.cache import KVPool
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.layers.build import WeightFiller, as_module, build_model
 from dovetail.memory.pool import PagedKVPool
@@ -47,6 +48,7 @@ class Rows:
     ) -> None:
         self.model = model
         self._attn, self._kv = (attention,), (pool,)
+        self._pool = pool
         self._page_size = pool.page_size
         self._table = make_page_table(lens, pool.page_size, pool.num_pages)
         self._prefix = [0] * len(lens)
@@ -67,9 +69,33 @@ class Rows:
         )
         self._attn[0].plan(batch)
         logits = self.model.logits(self.model.forward(batch)).split(lens)
-        for row in rows:
-            self._prefix[row] += len(pieces[row])
+        self._advance(pieces)
         return dict(zip(rows, logits, strict=True))
+
+    @torch.inference_mode()
+    def enter_for(self, sampled: Sequence[int], pieces: Mapping[int, Sequence[int]]) -> torch.Tensor:
+        """``enter``, of a model that offers model.last_rows, where only rows ``sampled`` are sampled: their last logits
+        ``[sampled rows, vocab_size]``."""
+        rows = sorted(pieces)
+        lens = [len(pieces[row]) for row in rows]
+        prefix = [self._prefix[row] for row in rows]
+        ids = [token for row in rows for token in pieces[row]]
+        table, size = self._table[rows], self._page_size
+        batch = make_batch(size, table, prefix, lens, input_ids=ids, attn=self._attn, kv=self._kv)
+        last = [rows.index(row) for row in sampled]
+        batch.logit_rows = torch.tensor([sum(lens[: row + 1]) - 1 for row in last], dtype=torch.int64)
+        ends = [prefix[row] + lens[row] - 1 for row in last]
+        attention = EagerAttention(self._pool)
+        batch.last = make_batch(size, table[last], ends, [1] * len(last), attn=(attention,), kv=self._kv)
+        self._attn[0].plan(batch)
+        attention.plan(batch.last)
+        logits = self.model.logits(self.model.forward(batch))
+        self._advance(pieces)
+        return logits
+
+    def _advance(self, pieces: Mapping[int, Sequence[int]]) -> None:
+        for row, piece in pieces.items():
+            self._prefix[row] += len(piece)
 
 
 class ModelSuite(ComponentSuite):
@@ -188,6 +214,23 @@ class ModelSuite(ComponentSuite):
         together = [torch.cat((first[0], mixed[0])), torch.cat((first[1], mixed[1])), mixed[2]]
         for got, expected in zip(together, alone, strict=True):
             assert (got - expected).abs().max() < self.tolerance
+
+    def test_the_last_layer_needs_no_more_than_the_sampled_rows(self, case: str, checkpoint: Path) -> None:
+        """With ``batch.last`` the logits are those without it, of the rows that are sampled; K and V are all written."""
+        model = self.load(checkpoint)
+        if Feature.MODEL_LAST_ROWS not in model.info.offers:
+            pytest.skip("the model does not offer model.last_rows")
+        lens = [PROMPT, 7, 11]
+        texts = [random_tokens(model.info, n + 1, seed) for seed, n in enumerate(lens)]
+        expected = [self.logits(model, text, len(text)) for text in texts]
+        rows = self.rows(model, [n + 1 for n in lens])
+        assert rows.enter_for([], {0: texts[0][:9]}).shape == (0, model.info.vocab_size)
+        some = rows.enter_for([0, 2], {0: texts[0][9:-1], 1: texts[1][:4], 2: texts[2][:-1]})
+        for got, row in zip(some, (0, 2), strict=True):
+            assert (got - expected[row][lens[row] - 1]).abs().max() < self.tolerance
+        after = rows.enter({0: texts[0][-1:], 1: texts[1][4:], 2: texts[2][-1:]})
+        for row, text in enumerate(expected):
+            assert (after[row][-1] - text[-1]).abs().max() < self.tolerance
 
     def test_every_tensor_counts(self, case: str, checkpoint: Path) -> None:
         """Logits change with every tensor of the checkpoint that the model does not ignore."""

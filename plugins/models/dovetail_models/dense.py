@@ -48,15 +48,25 @@ class DenseLayer(Layer):
         self.mlp = GatedMLP(info.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: Batch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        batch: Batch,
+        last: Batch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this layer adds, and the residual stream before it is added, both ``[tokens, hidden_size]``.
-        Overwrites ``x``."""
+        """What this layer adds, and the residual stream before it is added, both ``[tokens, hidden_size]``; with ``last`` of
+        its rows alone, see ``SelfAttention``. Overwrites ``x``."""
         if residual is None:
             x, residual = self.attn_norm.forward(x), x
         else:
             x, residual = self.attn_norm.add_forward(x, residual)
-        x = self.attn.forward(x, rotation, batch)
+        x = self.attn.forward(x, rotation, batch, last)
+        if last is not None:
+            assert batch.logit_rows is not None
+            residual = residual.index_select(0, batch.logit_rows)
+            if not len(residual):
+                return x, residual
         x, residual = self.mlp_norm.add_forward(x, residual)
         return self.mlp.forward(x), residual
 
@@ -79,9 +89,10 @@ class DenseModel(Layer, ModelArchitecture):
         """See ``ModelArchitecture.forward``."""
         x, residual = self.embed.forward(batch.input_ids), None
         rotation = self.rotary.forward(batch.positions)
-        for layer in self._layers:
+        *layers, last_layer = self._layers
+        for layer in layers:
             x, residual = layer.forward(x, residual, rotation, batch)
-        assert residual is not None
+        x, residual = last_layer.forward(x, residual, rotation, batch, batch.last)
         return self.norm.add_forward(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

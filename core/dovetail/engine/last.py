@@ -1,0 +1,63 @@
+"""The rows that a step with prompts samples from, as a decode batch: all that the model's last layer need attend for.
+
+The last layer writes K and V of every token, but only what it computes for sampled rows is read by anybody. A prompt of
+which a chunk is computed samples nothing at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dovetail.engine.graphs import NO_UPDATES
+from dovetail.ops.transfer import to_device
+from dovetail.types import Batch
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.attention import AttentionBackend
+
+FEWER = 2
+"""The last layer is narrowed where that leaves it less than one in so many tokens."""
+
+
+def narrows(batch: Batch) -> bool:
+    """Whether the last layer may, and had better, do without the tokens that nobody samples from. Log-probabilities of
+    prompts and verification read every token."""
+    return (
+        batch.num_extend > 0
+        and batch.drafts is None
+        and batch.num_tokens > FEWER * int(batch.samples.sum())
+        and all(req.params.prompt_logprobs is None for req in batch.reqs[: batch.num_extend])
+    )
+
+
+def last_rows(batch: Batch, backend: AttentionBackend) -> Batch:
+    """The sampled rows of a prepared batch, each with its last token as its query; planned with ``backend``."""
+    sampled = np.flatnonzero(batch.samples)
+    count = len(sampled)
+    last = Batch(
+        reqs=[batch.reqs[row] for row in sampled],
+        num_extend=0,
+        slots=batch.slots[sampled],
+        prefix_lens=(batch.prefix_lens + batch.extend_lens - 1)[sampled],
+        extend_lens=np.ones(count, np.int32),
+        samples=np.ones(count, np.bool_),
+        page_updates=NO_UPDATES,
+    )
+    device, tokens = batch.positions.device, batch.logit_rows
+    assert tokens is not None
+    last.kv_lens, last.page_table = batch.kv_lens, batch.page_table
+    if count < len(batch.slots):
+        rows = to_device(sampled, device)
+        last.kv_lens, last.page_table = last.kv_lens.index_select(0, rows), last.page_table.index_select(0, rows)
+    last.input_ids, last.positions, last.out_loc = (
+        x.index_select(0, tokens) for x in (batch.input_ids, batch.positions, batch.out_loc)
+    )
+    last.qo_indptr = torch.arange(count + 1, dtype=torch.int32, device=device)
+    last.attn, last.kv = (backend,), batch.kv
+    if count:
+        last.variant = backend.variant(last)
+        backend.plan(last)
+    return last
