@@ -29,7 +29,11 @@ Progress = Callable[[int, int], None]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DUMMY_STD = 0.02
+
+DUMMY_RANGE = 1e-3
+"""Dummy weights are uniform in this range around 0, as SGLang's and vLLM's are: how much power a GPU draws, and with it the
+clock of large matrix products, depends on the numbers that are multiplied."""
+
 MAX_READERS = 8
 """Threads that read a checkpoint for a GPU. A CPU has one: the conversion of dtypes is itself done by several."""
 
@@ -165,7 +169,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def _fill_dummy(module: nn.Module, seed: int) -> None:
-    """Matrices and biases from N(0, 0.02), norms 1: activations stay finite. The same on every run of a device type."""
+    """Matrices and biases uniform in ``DUMMY_RANGE``, norms 1: activations stay finite. The same on every run of a device type."""
     start = time.perf_counter()
     generators: dict[torch.device, torch.Generator] = {}
     for name, parameter in module.named_parameters():
@@ -173,7 +177,7 @@ def _fill_dummy(module: nn.Module, seed: int) -> None:
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
         if parameter.ndim > 1 or name.endswith("bias"):
-            parameter.normal_(0.0, DUMMY_STD, generator=generators[device])
+            parameter.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generators[device])
         else:
             parameter.fill_(1.0)
     for device in generators:
