@@ -200,6 +200,18 @@ def test_probe_runs_last_and_only_for_what_would_be_chosen(fakes, monkeypatch):
     assert probed == []
 
 
+def test_a_probe_is_handed_what_it_names(fakes):
+    here = Machine("cpu", None, "cpu", "cpu")
+    seen = []
+
+    def ask(config, section):
+        seen.append((config.memory.page_size, section.kind))
+
+    spec = fakes.spec(K.CACHE, "asks", priority=30, probe=fakes.put("asking", ask))
+    run(fakes, spec, sets=["memory.page_size=64"], machine=here)
+    assert seen == [(64, "asks")]
+
+
 def test_a_probe_that_raises_is_a_reason(fakes):
     spec = fakes.spec(K.CACHE, "x", priority=99, probe=fakes.put("raising", lambda: 1 / 0))
     resolved = run(fakes, spec, machine=Machine("cpu", None, "cpu", "cpu"))

@@ -18,10 +18,11 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def provider():
-    from dovetail_attention.flash_attn.backend import probe
+    from dovetail_attention.flash_attn.providers import open_first
 
-    if (reason := probe()) is not None:
-        pytest.skip(f"no FlashAttention here: {reason}")
+    opened, reasons = open_first(torch.cuda.get_device_capability(), page_size=16)
+    if opened is None:
+        pytest.skip(f"no FlashAttention here: {'; '.join(reasons)}")
 
 
 class TestFlashAttention(AttentionSuite):

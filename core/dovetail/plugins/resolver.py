@@ -90,7 +90,7 @@ def _search(slots: Slots, config: Config, machine: Machine, model: ModelChoice) 
         if machine.assumed or not unprobed:
             return combo
         for candidate in unprobed:
-            probe(candidate)
+            probe(candidate, config)
         if all(candidate.usable for candidate in unprobed):
             return combo
 

@@ -71,8 +71,9 @@ class ComponentSpec:
     Literal of ``name`` (imported to validate config, so its module must be import-light). Models also name
     ``describe``, a function from config.json (a dict) to ``ModelInfo``, and list in ``aliases`` the ``architectures``
     entries of config.json that they implement. ``replace`` names a distribution whose component of the same name this
-    one overrides. ``probe`` is an optional "module:function" without arguments that returns None, or the reason why the
-    component cannot work here; it is called only for candidates that passed every other stage.
+    one overrides. ``probe`` is an optional "module:function" that returns None, or the reason why the component cannot work
+    here; it is called only for candidates that passed every other stage. Of the arguments ``section``, the component's own
+    config, and ``config``, the whole, it takes those it needs.
     """
 
     kind: ComponentKind

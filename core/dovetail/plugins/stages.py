@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
+from dovetail.config import Config
 from dovetail.errors import PluginLoadError
 from dovetail.plugins.resolution import Candidate, Reason, ResolveRequest, Stage
 from dovetail.plugins.specs import API_VERSIONS, Constraints, Requirement
@@ -81,13 +83,15 @@ def _capability(constraints: Constraints, request: ResolveRequest) -> Iterator[R
     )
 
 
-def probe(candidate: Candidate) -> None:
+def probe(candidate: Candidate, config: Config) -> None:
     """Ask the component itself, the last stage. A probe that raises is a rejection too."""
     target = candidate.spec.probe
     assert target is not None
     candidate.stage = Stage.PROBE
+    offered = {"section": candidate.config, "config": config}
     try:
-        answer = load_attribute(target, candidate.component.label)()
+        ask = load_attribute(target, candidate.component.label)
+        answer = ask(**{name: offered[name] for name in inspect.signature(ask).parameters if name in offered})
     except PluginLoadError as error:
         answer = str(error)
     except Exception as error:

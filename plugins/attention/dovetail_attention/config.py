@@ -30,7 +30,8 @@ class FlashAttnConfig(PluginConfig):
         default="auto", description="Whose kernels; `auto` takes the first of these that is installed and runs here."
     )
     library: Path | None = Field(
-        default=None, description="File of vLLM's FlashAttention-3 library, where vLLM itself is not installed."
+        default=None,
+        description="File of vLLM's FlashAttention-3 library, where vLLM itself is not installed; `auto` then means `vllm`.",
     )
 
 

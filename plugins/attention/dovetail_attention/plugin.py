@@ -97,7 +97,7 @@ FLASHINFER = ComponentSpec(
     config="dovetail_attention.config:FlashInferConfig",
     summary="FlashInfer's kernels on Ampere and later; it compiles what its cache of built kernels lacks when first used.",
     api=(1, 1),
-    requires=(Requirement("flashinfer-python", ">=0.6.15", "pip install flashinfer-python flashinfer-jit-cache"),),
+    requires=(Requirement("flashinfer-python", ">=0.6.15", "pip install flashinfer-python"),),
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,

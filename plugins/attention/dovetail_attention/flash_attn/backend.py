@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -9,11 +10,14 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.ops.merge import merge_states
-from dovetail_attention.flash_attn.providers import Call, usable
+from dovetail_attention.flash_attn.providers import Call, open_first
 
 if TYPE_CHECKING:
+    from dovetail.config import Config
     from dovetail.types import Batch
     from dovetail_attention.config import FlashAttnConfig
+
+log = logging.getLogger(__name__)
 
 MAX_SPLITS = 32
 
@@ -47,15 +51,11 @@ class FlashAttention(AttentionBackend):
 
     def __init__(self, config: FlashAttnConfig, context: AttentionContext) -> None:
         capability = torch.cuda.get_device_capability(context.device)
-        provider, reasons = usable(capability, config.provider, config.library)
-        if provider is None:
+        opened, reasons = open_first(capability, context.pool.page_size, config.provider, config.library)
+        if opened is None:
             raise ConfigError(f"attention flash_attn has no kernels: {'; '.join(reasons)}")
-        if context.pool.page_size % provider.page_multiple:
-            raise ConfigError(
-                f"memory.page_size is {context.pool.page_size}; {provider.name} allows multiples of {provider.page_multiple}"
-            )
-        self.provider = provider.name
-        self._attend = provider.open(config.library)
+        self.provider, self._attend = opened
+        log.info("FlashAttention's kernels are those of %s", self.provider)
         self._pool = context.pool
         self._heads, self._kv_heads, self._head_dim = context.num_heads, context.num_kv_heads, context.head_dim
         self._max_context = context.max_context
@@ -160,7 +160,8 @@ class FlashAttention(AttentionBackend):
         )
 
 
-def probe() -> str | None:
-    """Why no provider can be used on the current device; None if one can."""
-    provider, reasons = usable(torch.cuda.get_device_capability(), "auto", None)
-    return None if provider else "; ".join(reasons)
+def probe(section: FlashAttnConfig, config: Config) -> str | None:
+    """Why no provider that ``section`` allows can be used on the current device; None if one can."""
+    capability = torch.cuda.get_device_capability()
+    opened, reasons = open_first(capability, config.memory.page_size, section.provider, section.library)
+    return None if opened else "; ".join(reasons)

@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dovetail.errors import ConfigError
+
 LIBRARY = "_vllm_fa3_C.abi3.so"
 
 
 class Call(NamedTuple):
     """One attention call over a paged pool, ``keys`` and ``values [pages, page_size, kv_heads, head_dim]``.
 
-    Row r has queries ``[cu_q[r], cu_q[r + 1])`` (None: one query a row, ``max_q`` 1), the first ``used_k[r]`` keys of its pages ``table[r]``, and at most
-    ``max_q`` queries and ``max_k`` keys. ``window`` is that of ``AttentionLayer``. ``splits`` bounds the parts that a
-    row's keys are read in at the same time; 0 lets the kernel decide.
+    Row r has queries ``[cu_q[r], cu_q[r + 1])`` (None: one query a row, ``max_q`` 1), the first ``used_k[r]`` keys of its
+    pages ``table[r]``, and at most ``max_q`` queries and ``max_k`` keys. ``window`` is that of ``AttentionLayer``. ``splits``
+    bounds the parts that a row's keys are read in at the same time; 0 lets the kernel decide.
     """
 
     q: torch.Tensor
@@ -68,6 +70,23 @@ class Provider:
     max_capability: tuple[int, int] = (9, 0)
     page_multiple: int = 1
 
+    def refusal(self, capability: tuple[int, int], page_size: int, library: Path | None) -> str | None:
+        """Why it cannot be used on a device of this compute capability with pages of this size; None if it can."""
+        if not self.min_capability <= capability <= self.max_capability:
+            low, high = (".".join(map(str, c)) for c in (self.min_capability, self.max_capability))
+            return f"{self.name} needs compute capability {low} to {high}"
+        if page_size % self.page_multiple:
+            return f"{self.name} allows multiples of {self.page_multiple} for memory.page_size, which is {page_size}"
+        missing = self.missing(library)
+        return missing and f"{self.name}: {missing} ({self.install})"
+
+
+class Opened(NamedTuple):
+    """A provider that was found, and its function."""
+
+    name: str
+    attend: Attend
+
 
 def providers() -> Iterator[Provider]:
     """All that are known, best first."""
@@ -95,20 +114,24 @@ def providers() -> Iterator[Provider]:
     )
 
 
-def usable(capability: tuple[int, int], name: str, library: Path | None) -> tuple[Provider | None, list[str]]:
-    """The first provider that can be used on a device of this compute capability, of all (``auto``) or the one that is
-    named; and why each one before it cannot."""
+def open_first(
+    capability: tuple[int, int], page_size: int, name: str = "auto", library: Path | None = None
+) -> tuple[Opened | None, list[str]]:
+    """Open the first provider that can be used, of all (``auto``; with a ``library``, vLLM's) or the one that is named; and
+    why each one before it cannot, be it that it does not load."""
+    if library is not None and name == "auto":
+        name = "vllm"
     reasons: list[str] = []
     for provider in providers():
         if name not in ("auto", provider.name):
             continue
-        if not provider.min_capability <= capability <= provider.max_capability:
-            low, high = (".".join(map(str, c)) for c in (provider.min_capability, provider.max_capability))
-            reasons.append(f"{provider.name} needs compute capability {low} to {high}")
-        elif (missing := provider.missing(library)) is not None:
-            reasons.append(f"{provider.name}: {missing} ({provider.install})")
-        else:
-            return provider, reasons
+        reason = provider.refusal(capability, page_size, library)
+        if reason is None:
+            try:
+                return Opened(provider.name, provider.open(library)), reasons
+            except (ImportError, OSError, AttributeError) as error:  # built for another torch, or another package
+                reason = f"{provider.name} does not load: {error}"
+        reasons.append(reason)
     return None, reasons
 
 
@@ -187,8 +210,11 @@ def _kvcache_function(module: str) -> Attend:
 def _flash_attn_2() -> Attend:
     """FlashAttention-2: one query a row, or ragged queries with the cumulated lengths of all keys."""
     package: Any = importlib.import_module("flash_attn")
+    with_kvcache, varlen = package.flash_attn_with_kvcache, package.flash_attn_varlen_func
 
     def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        if call.sinks is not None:
+            raise ConfigError("FlashAttention-2 has no sinks; set attention to triton or torch_native")
         options = {
             "softmax_scale": call.scale,
             "causal": call.causal,
@@ -197,7 +223,7 @@ def _flash_attn_2() -> Attend:
             "block_table": call.table,
         }
         if call.cu_q is None:
-            out, lse = package.flash_attn_with_kvcache(
+            out, lse = with_kvcache(
                 call.queries,
                 call.keys,
                 call.values,
@@ -208,7 +234,7 @@ def _flash_attn_2() -> Attend:
             )
             return _by_token(call, out, lse)
         cu_k = torch.nn.functional.pad(call.used_k.cumsum(0, dtype=torch.int32), (1, 0))
-        out, lse, _ = package.flash_attn_varlen_func(
+        out, lse, _ = varlen(
             call.q,
             call.keys,
             call.values,

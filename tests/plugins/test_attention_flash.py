@@ -1,0 +1,460 @@
+"""flash_attn without its libraries: who provides the kernels, what they are handed, by kernels that do what they document.
+
+Run: python -m pytest tests/plugins/test_attention_flash.py
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.config import Config
+from dovetail.errors import ConfigError
+from dovetail.testing.attention import SHARED_STEPS, STEPS, AttentionSuite
+from dovetail.testing.attention_graphs import copy_inputs
+from dovetail.testing.attention_reference import Case, Step
+from dovetail.types import SharedPrefixes
+from dovetail_attention.config import FlashAttnConfig
+from dovetail_attention.flash_attn import providers
+from dovetail_attention.flash_attn.backend import MAX_SPLITS, FlashAttention, probe
+from dovetail_attention.flash_attn.providers import LIBRARY, open_first
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+NAMES = ("flash_attn_interface", "vllm", "sgl_kernel", "flash_attn")
+calls: list[dict] = []
+
+SCHEMA = """fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out, Tensor? cu_seqlens_q,
+Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k,
+Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary,
+Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float softmax_scale, bool is_causal, int window_left,
+int window_right, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa,
+int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"""
+
+
+def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, sinks=None, nothing=float("-inf"),
+           max_q=None, max_k=None, splits=0):  # fmt: skip
+    """One query a row where ``cu_q`` is None, ragged otherwise. Queries without a key get NaN, and ``nothing`` as their
+    log-sum-exp, ``[heads, tokens]`` or ``[rows, heads, 1]``."""
+    calls.append(
+        {"causal": causal, "max_q": max_q, "max_k": max_k, "splits": splits, "rows": len(used_k), "cu_q": cu_q}
+    )
+    assert keys.shape == values.shape
+    assert table.dtype == used_k.dtype == torch.int32
+    one_each = cu_q is None
+    if one_each:
+        assert q.shape[:2] == (len(used_k), 1)
+        q, cu_q = q[:, 0], torch.arange(len(used_k) + 1, dtype=torch.int32)
+    assert cu_q.dtype == torch.int32
+    assert len(table) == len(used_k) == len(cu_q) - 1
+    assert cu_q[-1] == len(q)
+    assert max_q is None or max_q >= int(cu_q.diff().max())
+    assert max_k is None or max_k >= int(used_k.max())
+    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), nothing)
+    page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+    for row, count in enumerate(used_k.tolist()):
+        tokens = slice(*cu_q[row : row + 2].tolist())
+        if count == 0 or tokens.start == tokens.stop:
+            continue
+        pages = table[row, : -(-count // page_size)].long()
+        k, v = (x[pages].flatten(0, 1)[:count].float().repeat_interleave(group, 1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        scores = scores.masked_fill(~seen(tokens.stop - tokens.start, count, causal, window), float("-inf"))
+        total = scores.logsumexp(-1)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.float()[:, None])
+        out[tokens] = torch.einsum("hqk,khd->qhd", (scores - total[..., None]).exp(), v).to(q.dtype)
+        lse[:, tokens] = total
+    return (out[:, None], lse.t()[..., None]) if one_each else (out, lse)
+
+
+def seen(queries, keys, causal, window):
+    """The last query stands at the last key."""
+    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    left, right = window
+    allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    allowed = allowed & (distance <= left) if left >= 0 else allowed
+    return allowed & (distance >= -right) if right >= 0 else allowed
+
+
+def library_fwd(q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, used_k, max_q, max_k, table, *rest):
+    """vLLM's."""
+    (index, leftpad, cos, sin, rotary, qd, kd, vd, scale, causal, left, right, cap, _, metadata, splits, _, margin,
+     sinks, world, rank, lengths) = rest  # fmt: skip
+    given = (
+        k_new,
+        v_new,
+        q_v,
+        out,
+        cu_k,
+        cu_k_new,
+        used_q,
+        index,
+        leftpad,
+        cos,
+        sin,
+        rotary,
+        qd,
+        kd,
+        vd,
+        metadata,
+        lengths,
+    )
+    assert all(value is None for value in given)
+    assert (margin, world, rank) == (0, 1, 0)
+    assert cu_q is None or max_q is not None
+    return list(attend(q, k, v, cu_q=cu_q, used_k=used_k, table=table, scale=scale, causal=causal, window=(left, right),
+                       cap=cap, sinks=sinks, max_q=max_q, max_k=max_k, splits=splits))  # fmt: skip
+
+
+def kvcache_3(q, k, v, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap,
+              num_splits, return_softmax_lse):  # fmt: skip
+    """FlashAttention-3's."""
+    assert return_softmax_lse
+    return *attend(q, k, v, cu_q=cu_seqlens_q, used_k=cache_seqlens, table=page_table, scale=softmax_scale, causal=causal,
+                   window=window_size, cap=softcap, max_q=max_seqlen_q, splits=num_splits), None  # fmt: skip
+
+
+def kvcache_sgl(q, k, v, *, sinks=None, **keywords):
+    """sglang-kernel's has sinks, too."""
+    assert sinks is None
+    return kvcache_3(q, k, v, **keywords)
+
+
+def kvcache_2(q, k, v, *, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap, num_splits,
+              return_softmax_lse):  # fmt: skip
+    assert return_softmax_lse
+    assert k.shape[1] % 256 == 0
+    return attend(q, k, v, cu_q=None, used_k=cache_seqlens, table=block_table, scale=softmax_scale, causal=causal,
+                  window=window_size, cap=softcap, splits=num_splits)  # fmt: skip
+
+
+def varlen_2(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap,
+             block_table, return_attn_probs):  # fmt: skip
+    """Its log-sum-exp of queries without a key is +inf."""
+    assert return_attn_probs
+    assert k.shape[1] % 256 == 0
+    assert cu_seqlens_k.dtype == torch.int32
+    assert cu_seqlens_k[0] == 0
+    out, lse = attend(
+        q, k, v, cu_q=cu_seqlens_q, used_k=cu_seqlens_k.diff(), table=block_table, scale=softmax_scale, causal=causal,
+        window=window_size, cap=softcap, max_q=max_seqlen_q, max_k=max_seqlen_k, nothing=float("inf"),
+    )  # fmt: skip
+    return out, lse, None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def op():
+    """``torch.ops._vllm_fa3_C.fwd`` with its schema: torch checks the number and the types of what it is called with."""
+    with torch.library._scoped_library("_vllm_fa3_C", "DEF") as library:
+        library.define(SCHEMA.replace("\n", " "))
+        library.impl("fwd", library_fwd, "CPU")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """A Hopper GPU on which nothing is installed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.ops, "load_library", lambda file: calls.append({"library": file}))
+    monkeypatch.setattr(providers, "sys", types.SimpleNamespace(path=[]))
+    found = providers.importlib.util.find_spec
+    missing = {"flash_attn_interface", "sgl_kernel", "flash_attn"}
+    monkeypatch.setattr(
+        providers.importlib.util, "find_spec", lambda n: None if n in missing - set(sys.modules) else found(n)
+    )
+    calls.clear()
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Install a provider by name."""
+
+    def put(name, **functions):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def run(name):
+        if name == "vllm":
+            (tmp_path / LIBRARY).touch()
+            providers.sys.path.append(str(tmp_path))
+        elif name == "sgl_kernel":
+            put(name)
+            put("sgl_kernel.flash_attn", flash_attn_with_kvcache=kvcache_sgl)
+        elif name == "flash_attn":
+            put(name, flash_attn_with_kvcache=kvcache_2, flash_attn_varlen_func=varlen_2)
+        else:
+            put(name, flash_attn_with_kvcache=kvcache_3)
+
+    return run
+
+
+class OnCpu(AttentionSuite):
+    name = "flash_attn"
+    device = "cpu"
+    provider: str
+
+    @pytest.fixture(autouse=True)
+    def installed(self, device, install):
+        install(self.provider)
+
+    def make(self, context):
+        backend = super().make(context)
+        assert backend.provider == self.provider
+        return backend
+
+
+class TestOfVllm(OnCpu):
+    provider = "vllm"
+
+
+class TestOfTheOfficialPackage(OnCpu):
+    provider = "flash_attn_interface"
+
+
+suite = TestOfVllm()
+
+
+def prepare(case, **settings):
+    """A step, and a backend for it."""
+    step = Step(suite.fit(case), torch.device("cpu"))
+    return step, FlashAttention(FlashAttnConfig(**settings), step.context())
+
+
+@torch.inference_mode()
+def check(case, **settings):
+    step, backend = prepare(case, **settings)
+    backend.plan(step.batch)
+    suite.compare_output(step, backend.forward(step.q, step.layer, step.batch))
+    return step, backend
+
+
+PLAIN_STEPS = {name: case for name, (case, _) in STEPS.items() if "tree" not in name}
+
+
+@pytest.mark.parametrize("provider", ["sgl_kernel", "flash_attn"])
+@pytest.mark.parametrize("step", PLAIN_STEPS)
+@pytest.mark.parametrize("layer", [{}, {"window": 7}, {"soft_cap": 2.0}], ids=str)
+def test_the_other_providers_attend(install, provider, step, layer):
+    install(provider)
+    _, backend = check(replace(PLAIN_STEPS[step], page_size=256, **layer), provider=provider)
+    assert backend.provider == provider
+
+
+@pytest.mark.parametrize("provider", ["sgl_kernel", "flash_attn"])
+@pytest.mark.parametrize("name", [*SHARED_STEPS, "long"])
+def test_the_other_providers_share(install, provider, name):
+    install(provider)
+    long = Case([1030, 600, 513, 3, 0], [1] * 5, groups=[(1, 1024), (2, 512)], padding=1)
+    check(replace(SHARED_STEPS.get(name, long), page_size=256), provider=provider)
+
+
+# whose kernels
+
+
+def test_providers_are_tried_in_the_order_that_config_names_them(install):
+    order = []
+    for name in reversed(NAMES):
+        install(name)
+        opened, _ = open_first(HOPPER, 256)
+        order.append(opened.name)
+    assert order == list(reversed(NAMES))
+    assert list(NAMES) == [provider.name for provider in providers.providers()]
+    for name in NAMES:
+        assert open_first(HOPPER, 256, name)[0].name == name
+
+
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_every_reason_is_told_where_nothing_is_installed(page_size):
+    opened, reasons = open_first(HOPPER, page_size)
+    assert opened is None
+    for name, reason in zip(NAMES, reasons, strict=True):
+        assert reason.startswith(name)
+    assert ("256" in reasons[-1]) == (page_size == 16)
+    with pytest.raises(ConfigError, match="sgl_kernel"):
+        prepare(Case([3], [1], page_size=page_size))
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((8, 0), True), ((8, 9), True), ((10, 0), False), ((7, 5), False)])
+def test_flash_attention_3_is_for_hopper_only(install, capability, fits):
+    for name in NAMES:
+        install(name)
+    opened, reasons = open_first(capability, 256)
+    assert (opened.name if opened else None) == ("flash_attn" if fits else None)
+    assert len(reasons) == (3 if fits else 4)
+    assert all("compute capability" in reason for reason in reasons)
+
+
+def test_small_pages_rule_flash_attention_2_out_before_anything_is_built(install, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: AMPERE)
+    install("flash_attn")
+    assert "memory.page_size, which is 16" in probe(FlashAttnConfig(), Config())
+    assert probe(FlashAttnConfig(), Config(memory={"page_size": 512})) is None
+
+
+def test_a_provider_that_does_not_load_is_a_reason_and_the_next_is_taken(install, monkeypatch):
+    def broken(file):
+        raise OSError("undefined symbol: built for another torch")
+
+    monkeypatch.setattr(torch.ops, "load_library", broken)
+    install("vllm")
+    assert "another torch" in probe(FlashAttnConfig(), Config())
+    install("sgl_kernel")
+    opened, reasons = open_first(HOPPER, 16)
+    assert opened.name == "sgl_kernel"
+    assert any("another torch" in reason for reason in reasons)
+    with pytest.raises(ConfigError, match="another torch"):
+        prepare(Case([3], [1]), provider="vllm")
+
+
+def test_a_package_without_the_functions_is_a_reason(monkeypatch):
+    """As FlashAttention-4 is one, under the name of FlashAttention-2."""
+    other = types.ModuleType("flash_attn")
+    other.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", other)
+    opened, reasons = open_first(HOPPER, 256)
+    assert opened is None
+    assert "flash_attn_with_kvcache" in reasons[-1]
+
+
+def test_the_library_that_config_names_is_the_one(install, tmp_path):
+    install("flash_attn_interface")
+    file = tmp_path / "mine.so"
+    section = FlashAttnConfig(library=file)
+    assert "mine.so" in probe(section, Config())
+    file.touch()
+    assert probe(section, Config()) is None
+    step, backend = prepare(STEPS["decode"][0], library=file)
+    assert backend.provider == "vllm"
+    assert {"library": str(file)} in calls
+    backend.plan(step.batch)
+    suite.compare_output(step, backend.forward(step.q, step.layer, step.batch))
+
+
+def test_the_provider_that_config_names_is_the_one(install):
+    install("flash_attn_interface")
+    assert probe(FlashAttnConfig(), Config()) is None
+    reason = probe(FlashAttnConfig(provider="sgl_kernel"), Config())
+    assert "sglang-kernel" in reason
+    assert "flash_attn_interface" not in reason
+
+
+def test_the_library_is_found_within_vllm(tmp_path):
+    folder = tmp_path / "vllm" / "vllm_flash_attn"
+    folder.mkdir(parents=True)
+    (folder / LIBRARY).touch()
+    providers.sys.path.append(str(tmp_path))
+    assert open_first(HOPPER, 16)[0].name == "vllm"
+    assert calls == [{"library": str(folder / LIBRARY)}]
+
+
+def test_flash_attention_2_refuses_sinks(install):
+    install("flash_attn")
+    step, backend = prepare(Case([3, 9], [1, 1], sinks=True, page_size=256))
+    backend.plan(step.batch)
+    with pytest.raises(ConfigError, match="sinks"):
+        backend.forward(step.q, step.layer, step.batch)
+
+
+# what the kernels are asked for
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ("extend", [33]),
+        ("decode", [None]),
+        ("mixed", [19, None]),
+        ("verify chains", [4]),
+        ("verify beside extend", [40]),
+    ],
+)
+def test_one_call_for_each_kind_of_row(install, step, expected):
+    install("vllm")
+    check(STEPS[step][0])
+    assert [call["max_q"] for call in calls if "max_q" in call] == expected
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_graph_asks_the_same_of_every_step(install, shared):
+    """What is captured serves any lengths: nothing but tensors depends on them."""
+    install("vllm")
+    whole, backend = prepare(Case([1900, 300, 20, 20], [1] * 4))
+    longest = whole.context().max_context
+
+    def decode(prefix):
+        case = replace(whole.case, prefix=prefix, padding=prefix.count(0), groups=[(2, 16)] if shared else None)
+        return Step(case, whole.device, whole)
+
+    static = decode([40, 33, 20, 0])
+    static.batch.prefix_lens = np.full(4, longest - 1, np.int32)
+    backend.plan_capture(static.batch)
+    asked = []
+    for prefix in ([40, 33, 20, 0], [16, 300, 0, 0], [1900, 17, 5, 0]):
+        step = decode(prefix)
+        copy_inputs(step, static)
+        backend.plan_replay(static.batch)
+        calls.clear()
+        suite.compare_output(step, backend.forward(static.q, static.layer, static.batch))
+        asked.append([(c["causal"], c["max_q"], c["max_k"], c["splits"], c["rows"]) for c in calls])
+    assert asked[0] == asked[1] == asked[2]
+    if not shared:
+        return
+    (causal, max_q, max_k, splits, rows), (own_causal, *_) = asked[0]
+    assert (causal, own_causal) == (False, True)
+    assert (max_q, max_k, rows) == (4, longest, 4), "a group may have all rows, and the longest prefix"
+    assert 1 <= splits <= MAX_SPLITS
+
+
+def test_keys_are_split_until_the_device_is_busy(install):
+    install("vllm")
+    _, backend = prepare(Case([3], [1], heads=32, kv_heads=8))
+    splits = [backend._splits(rows) for rows in range(1, 600)]
+    assert splits == sorted(splits, reverse=True)
+    assert 1 < splits[0] <= MAX_SPLITS
+    assert splits[-1] == splits[131] == 1, "the rows alone keep 132 multiprocessors busy"
+    _, narrow = prepare(Case([3], [1], heads=1, kv_heads=1))
+    assert narrow._splits(1) == MAX_SPLITS
+
+
+def sharing(starts, lens):
+    step = Step(suite.fit(Case([1], [1], heads=32, kv_heads=8, head_dim=128)), torch.device("cpu"))
+    step.batch.shared = SharedPrefixes(np.array(starts, np.int32), np.array(lens, np.int32))
+    return FlashAttention(FlashAttnConfig(), step.context()), step.batch
+
+
+@pytest.mark.parametrize(
+    ("starts", "lens", "expected"),
+    [
+        (range(0, 257, 16), [2048] * 16, True),  # 383 us flat, 150 us shared on an H200
+        ([0, 64], [8192], True),  # 313 us of 61
+        ([0, 1], [100_000], False),  # nobody to share with
+        ([0, 2], [16], False),
+        ([0, 2, 4], [0, 0], False),
+    ],
+)
+def test_prefixes_are_shared_where_their_bytes_outweigh_two_more_launches(install, starts, lens, expected):
+    install("vllm")
+    backend, batch = sharing(starts, lens)
+    assert backend.shares(batch) is expected
+
+
+def test_more_to_save_never_turns_sharing_off(install):
+    install("vllm")
+    answers = []
+    for rows in range(2, 40):
+        backend, batch = sharing([0, rows], [512])
+        answers.append(backend.shares(batch))
+    assert answers == sorted(answers)
+    assert set(answers) == {False, True}
