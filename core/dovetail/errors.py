@@ -69,10 +69,15 @@ class ContextLengthError(RequestError):
 
 
 class GrammarError(RequestError):
-    """A constraint (schema, regex, grammar) is invalid or cannot be honoured by the grammar backend."""
+    """A constraint (schema, regex, grammar) is invalid or cannot be honoured by the grammar backend.
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message, param=param, code="invalid_grammar")
+    ``keyword`` is what this backend has no support for, where another might have it (``uniqueItems``, ``(?=``): the code is
+    then ``unsupported_grammar``. Without one the constraint is wrong for every backend.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, keyword: str | None = None) -> None:
+        super().__init__(message, param=param, code="invalid_grammar" if keyword is None else "unsupported_grammar")
+        self.keyword = keyword
 
 
 class QueueFullError(DovetailError):

@@ -49,16 +49,25 @@ class GrammarKind(enum.StrEnum):
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
     REGEX = "regex"
-    EBNF = "ebnf"
+    EBNF = "ebnf"  # llama.cpp's GBNF dialect
+    LARK = "lark"  # llguidance's dialect of Lark
+    CHOICE = "choice"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A constraint on the output text. ``text`` is the schema (as JSON), the regex or the grammar; empty for
-    ``json_object``. Hashable: it is the key of the compile cache."""
+    """A constraint on the output text. Hashable: it is the key of the compile cache.
+
+    ``text`` is the schema (as JSON), the regex or the grammar; empty for ``json_object``; for ``choice`` a JSON array of the
+    texts allowed; for ``structural_tag`` a JSON object ``{"structures": [{"begin", "schema", "end"}, ...], "triggers":
+    [...]}``: free text in which whatever begins with a trigger must be one of the structures. ``backend`` names the grammar
+    backend that must honour it; None leaves that to the server.
+    """
 
     kind: GrammarKind
     text: str = ""
+    backend: str | None = None
 
 
 MAX_TOKEN_SETTINGS = 4096

@@ -40,6 +40,9 @@ class Feature(enum.StrEnum):
     GRAMMAR_JSON_OBJECT = "grammar.json_object"
     GRAMMAR_REGEX = "grammar.regex"
     GRAMMAR_EBNF = "grammar.ebnf"
+    GRAMMAR_LARK = "grammar.lark"
+    GRAMMAR_CHOICE = "grammar.choice"
+    GRAMMAR_STRUCTURAL_TAG = "grammar.structural_tag"
     GRAMMAR_ROLLBACK = "grammar.rollback"
     GRAMMAR_JUMP_FORWARD = "grammar.jump_forward"
 

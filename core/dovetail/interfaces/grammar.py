@@ -76,7 +76,13 @@ class GrammarBackend(ABC):
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile. Raises ``GrammarError`` that says what in the constraint is wrong or not supported."""
+        """Compile. Raises ``GrammarError`` that says what in the constraint is wrong, or, with its ``keyword``, what this
+        backend does not support. A constraint is honoured whole or refused: no text that violates it may be let through."""
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Raise the ``GrammarError`` of a constraint that ``compile`` is known to refuse, in milliseconds and without
+        compiling. ``auto`` passes over a backend that raises one with a ``keyword``. Called from worker threads."""
+        return None
 
     def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:
         """Fill ``bitmask[rows[i]]`` from ``matchers[i]``; backends with a batched call override this."""

@@ -23,6 +23,7 @@ API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
     **dict.fromkeys(ComponentKind, (1, 0)),
     ComponentKind.ATTENTION: (1, 1),  # shares, shared prefixes, graph hooks as the engine calls them
     ComponentKind.CACHE: (1, 1),  # shared_prefixes
+    ComponentKind.GRAMMAR: (1, 1),  # check, GrammarSpec.backend, more kinds
     ComponentKind.MODEL: (1, 1),  # batch.last
 }
 """The version (major, minor) of each kind's interface. A plugin built for another major version is incompatible; one
