@@ -14,7 +14,7 @@ import torch
 from dovetail import LLM
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.engine import Engine
-from dovetail.engine.graphs import NEEDED_BEFORE_CAPTURE, capture_next, ladder, try_capture
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, capture_next, ladder, try_capture
 
 
 class Fake:

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dovetail.engine.device import lost_device
-from dovetail.engine.dry_run import dry_run
-from dovetail.engine.graphs import (
+from dovetail.engine.captures import (
     NEEDED_BEFORE_CAPTURE,
     Captures,
-    DecodeGraph,
-    DecodeGraphs,
     K,
     capture_all,
     capture_next,
     ladder,
     try_capture,
 )
+from dovetail.engine.device import lost_device
+from dovetail.engine.dry_run import dry_run
+from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.last import last_rows, narrows
 from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
@@ -34,7 +33,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
 from dovetail.layers.build import as_module
-from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.pool import PagedKVPool, pool_dtype
 from dovetail.ops.linear import describe
 from dovetail.ops.transfer import to_device
 from dovetail.types import ForwardOutput, HostOutput, Logprobs
@@ -61,7 +60,7 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         dtype = getattr(torch, config.model.dtype)
-        kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
+        kv_dtype = dtype if config.memory.kv_dtype == "auto" else pool_dtype(config.memory.kv_dtype)
         if len(info.cache_groups) != 1:
             raise ConfigError(
                 f"{info.architecture} declares {len(info.cache_groups)} cache groups; this engine runs one"

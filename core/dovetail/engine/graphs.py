@@ -10,19 +10,18 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, Recorder, Staging, ladder
 from dovetail.engine.device import lost_device
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.ops.sampling import Filters, greedy, sample
-from dovetail.types import Batch, PageUpdates, SharedPrefixes
+from dovetail.types import Batch, SharedPrefixes
 
 if TYPE_CHECKING:
     from dovetail.engine.inputs import Array
@@ -32,26 +31,6 @@ if TYPE_CHECKING:
     from dovetail.memory.pool import PagedKVPool
 
 log = logging.getLogger(__name__)
-
-TURNS = 4
-"""Pinned buffers used in turns: under overlap two steps are in flight, and a buffer must not change before it is read."""
-
-ROOM_FOR_PAGES = 1 << 20
-"""Bytes for new entries of the page table in the buffer of a step; more of them travel by a copy of their own."""
-
-NEEDED_BEFORE_CAPTURE = 8
-"""Steps of one size that are launched kernel by kernel before the size is captured: a capture costs as much as a hundred
-steps lose, and sizes that are met in passing are not worth it."""
-
-WARM_UPS = 2
-
-NO_UPDATES = PageUpdates(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((1, 0), np.int32))
-
-
-def ladder(max_rows: int) -> list[int]:
-    """Row counts to capture: steps of an eighth at most, up to ``max_rows`` itself."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1 << 14, 64)]
-    return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 class GraphKey(NamedTuple):
@@ -116,10 +95,9 @@ class DecodeGraphs:
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         device = inputs.device
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
-        self._staging = Staging(len(pack(_padding(max_rows))) + ROOM_FOR_PAGES, device)
+        self._staging = Staging(len(pack(_padding(max_rows))), device)
         self._columns = _Columns(max_rows, device)
-        self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._recorder = Recorder(device)
 
     @property
     def num_captured(self) -> int:
@@ -147,7 +125,7 @@ class DecodeGraphs:
 
     def launch(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> torch.Tensor:
         """Replay the forward pass for ``batch``; returns its logits ``[rows of the batch, V]``, valid until the next launch."""
-        self._send(graph, batch, uniform)
+        self._staging.send_step(self._inputs, decode_arrays(batch, graph.rows, uniform), batch.page_updates)
         static, real = graph.batch, len(batch.slots)
         static.prefix_lens[:real], static.prefix_lens[real:] = batch.prefix_lens, 0
         if batch.shared is not None and static.shared is not None:
@@ -185,18 +163,6 @@ class DecodeGraphs:
             return False
         return True
 
-    def _send(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> None:
-        arrays = decode_arrays(batch, graph.rows, uniform)
-        fresh = self._inputs.places_of(batch.page_updates)
-        packed = pack([*arrays, *fresh])
-        if len(packed) > self._staging.size:
-            self._inputs.upload(updates=batch.page_updates)
-            packed, fresh = pack(arrays), ()
-        self._staging.send(packed)
-        if fresh:
-            places, pages = unpack(self._staging.buffer, [*arrays, *fresh])[-2:]
-            self._inputs.pages.view(-1).index_copy_(0, places, pages)
-
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:
         """Capture a step. Takes a fraction of a second."""
@@ -213,7 +179,7 @@ class DecodeGraphs:
             return self._model.logits(self._model.forward(batch))
 
         self._staging.send(pack(arrays))
-        forward, logits = self._record(step)
+        forward, logits = self._recorder.record(step)
         graph = self._graphs[key] = DecodeGraph(rows, batch, tensors, forward, logits)
         self.seconds += time.perf_counter() - start
         log.debug("captured a decode step, %s: %.2f s", key, time.perf_counter() - start)
@@ -246,81 +212,7 @@ class DecodeGraphs:
             return tokens
 
         # warming up writes the tokens that the replay writes again
-        return self._record(step)
-
-    def _record(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Run ``step`` to compile and allocate what it needs, then capture it."""
-        current = torch.cuda.current_stream(self._inputs.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                step()
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-            result = step()
-        return graph, result
-
-
-K = TypeVar("K")
-
-
-class Captures(Protocol[K]):
-    """What captures graphs by key. Keys whose capture failed are ``refused``, and not missing."""
-
-    refused: set[K]
-
-    def missing(self) -> Iterator[K]: ...
-    def is_captured(self, key: K, /) -> bool: ...
-    def capture(self, key: K, /) -> object: ...
-
-
-def try_capture(graphs: Captures[K], key: K) -> bool:
-    """Capture ``key``. If that fails, as it does without memory for it, steps of that kind are launched kernel by kernel from
-    now on: the failure is logged. Raises only where the device is lost."""
-    try:
-        graphs.capture(key)
-    except Exception as error:
-        if lost_device(error):
-            raise
-        log.exception("%s could not be captured, and will be launched kernel by kernel", key)
-        graphs.refused.add(key)
-        return False
-    return True
-
-
-def capture_next(graphs: Captures[K]) -> bool:
-    """Capture one of those that are missing. False if none is."""
-    for key in graphs.missing():
-        try_capture(graphs, key)
-        return True
-    return False
-
-
-def capture_all(graphs: Captures[K], what: str) -> None:
-    """Capture all that is missing, with a progress bar."""
-    for key in track(list(graphs.missing()), f"capturing {what}", console=Console(stderr=True)):
-        graphs.capture(key)
-
-
-class Staging:
-    """A device buffer of fixed address that one copy a step fills."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self.buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._pinned = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(TURNS)]
-        self._read = [torch.cuda.Event() for _ in range(TURNS)]
-        self._turn = 0
-
-    def send(self, packed: np.ndarray) -> None:
-        """Copy ``packed`` to the start of the buffer, in the order of the current stream."""
-        turn = self._turn = (self._turn + 1) % TURNS
-        self._read[turn].synchronize()
-        size = len(packed)
-        self._pinned[turn].numpy()[:size] = packed
-        self.buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
-        self._read[turn].record()
+        return self._recorder.record(step)
 
 
 class _Columns:

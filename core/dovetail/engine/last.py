@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dovetail.engine.graphs import NO_UPDATES
+from dovetail.engine.captures import NO_UPDATES
 from dovetail.ops.transfer import to_device
 from dovetail.types import Batch
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.engine.graphs import NO_UPDATES, WARM_UPS
+from dovetail.engine.captures import NO_UPDATES, WARM_UPS
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
