@@ -93,7 +93,7 @@ class Overhead:
 def main() -> None:
     """Measure each batch size and print a table."""
     args = arguments()
-    with patch("dovetail.loop.Engine", StubEngine):
+    with patch("dovetail.loop.loop.Engine", StubEngine):
         llm = LLM("tiny", grammar="none", device="cpu", scheduler={"max_running": max(args.requests)})
     found = [median([measure(llm.loop, n, args.steps) for _ in range(args.rounds)]) for n in args.requests]
     Console().print(table(found))

@@ -17,15 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.engine.engine import Engine
-from dovetail.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
-from dovetail.interfaces.cache import CacheContext
-from dovetail.interfaces.features import Feature
-from dovetail.interfaces.grammar import GrammarContext
-from dovetail.interfaces.policy import PolicyContext
-from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.memory.allocator import PageAllocator
-from dovetail.memory.ledger import PageLedger
-from dovetail.memory.table import RequestTable
+from dovetail.errors import EngineDeadError, QueueFullError, RequestError
+from dovetail.loop.build import build_drafter, build_grammars, build_scheduler
+from dovetail.loop.fence import Fence
+from dovetail.loop.report import info_of, stats_of
 from dovetail.messages import (
     AbortAllMsg,
     AbortMsg,
@@ -39,10 +34,6 @@ from dovetail.messages import (
     StatsRequestMsg,
     ToEngine,
 )
-from dovetail.ops.cpu.library import library
-from dovetail.scheduler.grammar import GrammarService
-from dovetail.scheduler.limits import Limits
-from dovetail.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from dovetail.plugins.resolver import Resolved
@@ -71,53 +62,20 @@ class Loop:
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         self.engine = Engine(resolved, eos)
-        self.drafter = self._build_drafter()
-        self.grammars = _build_grammars(resolved, tokenizer, tuple(sorted(eos)))
-        self.scheduler = self._build_scheduler(tokenizer, eos)
+        self.drafter = build_drafter(resolved, self.engine)
+        self.grammars = build_grammars(resolved, tokenizer, eos)
+        width = self.drafter.max_draft_tokens if self.drafter else 0
+        self.scheduler = build_scheduler(resolved, self.engine, width, self.grammars, tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True
-        if self.overlap and resolved.drafter is not None:
-            raise ConfigError(
-                f"scheduler.overlap is true with speculative {resolved.drafter.spec.name!r}; this engine verifies drafts only "
-                "where every token is known to the host: set scheduler.overlap: false (the drafter's plugin should say "
-                "that it needs runtime.host_tokens)"
-            )
         self.dead: str | None = None
         self._interrupt: BaseException | None = None
-        self.drafter_errors = 0
+        self._fence = Fence()
         self._launched: tuple[Batch, ForwardOutput] | None = None
         self._outbox: list[Answer] = []
         self._steps = 0
         self._seconds: dict[str, float] = dict.fromkeys(("step", "schedule", "launch", "wait", "commit"), 0.0)
         gc.collect()
         gc.freeze()  # what lives as long as the loop is not looked at again: a full collection takes tens of milliseconds
-
-    def _build_drafter(self) -> Drafter | None:
-        if self.resolved.drafter is None:
-            return None
-        rows = self.resolved.config.scheduler.rows
-        engine = self.engine
-        return self.resolved.drafter.build(
-            DrafterContext(engine.device, engine.info.vocab_size, rows, engine.context_len)
-        )
-
-    def _build_scheduler(self, tokenizer: Tokenizer | None, eos: frozenset[int]) -> Scheduler:
-        resolved, engine, section = self.resolved, self.engine, self.resolved.config.scheduler
-        cache = resolved.cache.build(CacheContext(engine.page_size))
-        table = RequestTable(section.rows, engine.inputs.page_table.shape[1])
-        ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size)
-        limits = Limits(
-            max_running=section.rows,
-            max_waiting=section.max_waiting,
-            chunk_size=section.chunk,
-            context_len=engine.context_len,
-            vocab_size=engine.info.vocab_size,
-            mixed=section.mixed,
-            wait_for_prefix=section.wait_for_prefix and Feature.CACHE_REUSE in resolved.cache.spec.offers,
-            shared_prefixes=engine.shares_prefixes,
-            draft_width=self.drafter.max_draft_tokens if self.drafter else 0,
-        )
-        policy = resolved.policy.build(PolicyContext(cache))
-        return Scheduler(limits, ledger, policy, self.grammars, tokenizer, eos)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -178,7 +136,7 @@ class Loop:
         answers += self._guarded(self.scheduler.poll)
         answers += self._overlapped_step() if self.overlap else self._plain_step()
         if self.drafter is not None:
-            self._forget(self.drafter)
+            self._fence.forget(self.drafter, self.scheduler.take_departed())
         self._seconds["step"] += time.perf_counter() - start
         if self._interrupt is not None:
             self._outbox = answers + self._outbox
@@ -234,35 +192,8 @@ class Loop:
             return None
         self._steps += 1
         if self.drafter is not None and batch.num_extend < len(batch.reqs):
-            self._draft(self.drafter, batch)
+            self._fence.propose(self.drafter, self.scheduler, batch)
         return batch
-
-    def _draft(self, drafter: Drafter, batch: Batch) -> None:
-        """Ask for drafts. A drafter that raises is fenced, as is one whose drafts break its contract: the step goes on
-        without them, the error is counted."""
-        try:
-            drafts = drafter.propose(batch)
-            if drafts is not None:
-                self.scheduler.attach(batch, drafts)
-        except Exception:
-            self._drafter_failed("this step runs without drafts")
-
-    def _observe(self, drafter: Drafter, batch: Batch, output: ForwardOutput) -> None:
-        try:
-            drafter.observe(batch, output)
-        except Exception:
-            self._drafter_failed("it has not seen what this step accepted")
-
-    def _forget(self, drafter: Drafter) -> None:
-        for req in self.scheduler.take_departed():
-            try:
-                drafter.forget(req)
-            except Exception:
-                self._drafter_failed(f"it may keep the state of request {req.rid}")
-
-    def _drafter_failed(self, consequence: str) -> None:
-        self.drafter_errors += 1
-        log.exception("the drafter failed (%d times so far); %s", self.drafter_errors, consequence)
 
     def _commit(self, batch: Batch, output: ForwardOutput) -> list[Answer]:
         try:
@@ -272,7 +203,7 @@ class Loop:
         start = time.perf_counter()
         answers = self._guarded(lambda: self.scheduler.commit(batch, host))
         if self.drafter is not None:
-            self._observe(self.drafter, batch, output)
+            self._fence.observe(self.drafter, batch, output)
         self._seconds["commit"] += time.perf_counter() - start
         return answers
 
@@ -312,58 +243,19 @@ class Loop:
 
     def stats(self, call_id: str = "") -> EngineStats:
         """Gauges now, totals since the start."""
-        scheduler, ledger, totals = self.scheduler, self.scheduler.ledger, self.scheduler.totals
-        return EngineStats(
-            call_id=call_id,
-            running=len(scheduler.prefilling) + len(scheduler.decoding),
-            waiting=len(scheduler.waiting),
-            pages_total=ledger.allocator.num_total,
-            pages_used=ledger.allocator.num_total - ledger.available,
-            pages_cached=ledger.cache.total_pages,
-            prompt_tokens=totals.prompt_tokens,
-            cached_tokens=totals.cached_tokens,
-            generated_tokens=totals.generated_tokens,
-            steps=self._steps,
-            retractions=totals.retractions,
-            drafted_tokens=totals.drafted_tokens,
-            accepted_tokens=totals.accepted_tokens,
-            grammar_compiles=self.grammars.compiles,
-            grammar_hits=self.grammars.hits,
-            step_seconds=self._seconds["step"],
-            schedule_seconds=self._seconds["schedule"],
-            launch_seconds=self._seconds["launch"],
-            wait_seconds=self._seconds["wait"],
-            commit_seconds=self._seconds["commit"],
-        )
+        return stats_of(self.scheduler, self._seconds, self._steps, call_id)
+
+    @property
+    def drafter_errors(self) -> int:
+        """How often the drafter has raised, or broken its contract."""
+        return self._fence.errors
 
     @property
     def info(self) -> dict[str, Any]:
         """What /server_info shows of the engine, as JSON."""
-        engine = self.engine
-        return {
-            "architecture": engine.info.architecture,
-            "device": str(engine.device),
-            "cpu_kernels": library().text if engine.device.type == "cpu" else None,
-            "products": engine.products,
-            "context_len": engine.context_len,
-            "page_size": engine.page_size,
-            "num_pages": engine.num_pages - 1,
-            "memory": engine.budget.to_json(),
-            "overlap": self.overlap,
-            "graphs": engine.graphs is not None and engine.graphs.sizes,
-            "resolved": self.resolved.to_json(),
-        }
+        return info_of(self.resolved, self.engine, self.overlap)
 
     def close(self) -> None:
         """Stop the grammar workers. The loop must not be used again."""
         self.grammars.close()
         gc.unfreeze()
-
-
-def _build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> GrammarService:
-    if resolved.grammar is None:
-        return GrammarService(None, reason="no grammar backend is selected or usable; see `dovetail explain`")
-    if tokenizer is None:
-        return GrammarService(None, reason="the model was loaded without a tokenizer")
-    context = GrammarContext(resolved.model_info.vocab_size, tokenizer.token_bytes, eos, tokenizer.json)
-    return GrammarService(resolved.grammar.build(context))

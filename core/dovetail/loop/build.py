@@ -1,0 +1,77 @@
+"""From resolved parts to the scheduler's half of a loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheContext
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.grammar import GrammarContext
+from dovetail.interfaces.policy import PolicyContext
+from dovetail.interfaces.speculative import Drafter, DrafterContext
+from dovetail.memory.allocator import PageAllocator
+from dovetail.memory.ledger import PageLedger
+from dovetail.memory.table import RequestTable
+from dovetail.scheduler.grammar import GrammarService
+from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from dovetail.engine.engine import Engine
+    from dovetail.plugins.resolver import Resolved
+    from dovetail.tokenizer import Tokenizer
+
+
+def build_drafter(resolved: Resolved, engine: Engine) -> Drafter | None:
+    """The drafter, where one is selected. Raises ``ConfigError`` for one that does not get along with overlap."""
+    if resolved.drafter is None:
+        return None
+    section = resolved.config.scheduler
+    if section.overlap is True:
+        raise ConfigError(
+            f"scheduler.overlap is true with speculative {resolved.drafter.spec.name!r}; this engine verifies drafts only "
+            "where every token is known to the host: set scheduler.overlap: false (the drafter's plugin should say "
+            "that it needs runtime.host_tokens)"
+        )
+    return resolved.drafter.build(
+        DrafterContext(engine.device, engine.info.vocab_size, section.rows, engine.context_len)
+    )
+
+
+def build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> GrammarService:
+    """The grammar compiler, or one that says why there is none."""
+    if resolved.grammar is None:
+        return GrammarService(None, reason="no grammar backend is selected or usable; see `dovetail explain`")
+    if tokenizer is None:
+        return GrammarService(None, reason="the model was loaded without a tokenizer")
+    context = GrammarContext(resolved.model_info.vocab_size, tokenizer.token_bytes, tuple(sorted(eos)), tokenizer.json)
+    return GrammarService(resolved.grammar.build(context))
+
+
+def build_scheduler(
+    resolved: Resolved,
+    engine: Engine,
+    draft_width: int,
+    grammars: GrammarService,
+    tokenizer: Tokenizer | None,
+    eos: frozenset[int],
+) -> Scheduler:
+    """The scheduler, with books that fit the engine's pool. ``draft_width`` is the most drafts a row can have."""
+    section = resolved.config.scheduler
+    cache = resolved.cache.build(CacheContext(engine.page_size))
+    table = RequestTable(section.rows, engine.inputs.page_table.shape[1])
+    ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size)
+    limits = Limits(
+        max_running=section.rows,
+        max_waiting=section.max_waiting,
+        chunk_size=section.chunk,
+        context_len=engine.context_len,
+        vocab_size=engine.info.vocab_size,
+        mixed=section.mixed,
+        wait_for_prefix=section.wait_for_prefix and Feature.CACHE_REUSE in resolved.cache.spec.offers,
+        shared_prefixes=engine.shares_prefixes,
+        draft_width=draft_width,
+    )
+    policy = resolved.policy.build(PolicyContext(cache))
+    return Scheduler(limits, ledger, policy, grammars, tokenizer, eos)

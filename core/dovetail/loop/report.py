@@ -1,0 +1,58 @@
+"""What a loop says of itself: numbers for /metrics, and what it is made of for /server_info."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dovetail.messages import EngineStats
+from dovetail.ops.cpu.library import library
+
+if TYPE_CHECKING:
+    from dovetail.engine.engine import Engine
+    from dovetail.plugins.resolver import Resolved
+    from dovetail.scheduler.scheduler import Scheduler
+
+
+def stats_of(scheduler: Scheduler, seconds: Mapping[str, float], steps: int, call_id: str) -> EngineStats:
+    """Gauges now, totals since the start. ``seconds`` has those of a step's parts, and of ``step`` as a whole."""
+    ledger, totals, grammars = scheduler.ledger, scheduler.totals, scheduler.grammars
+    return EngineStats(
+        call_id=call_id,
+        running=len(scheduler.prefilling) + len(scheduler.decoding),
+        waiting=len(scheduler.waiting),
+        pages_total=ledger.allocator.num_total,
+        pages_used=ledger.allocator.num_total - ledger.available,
+        pages_cached=ledger.cache.total_pages,
+        prompt_tokens=totals.prompt_tokens,
+        cached_tokens=totals.cached_tokens,
+        generated_tokens=totals.generated_tokens,
+        steps=steps,
+        retractions=totals.retractions,
+        drafted_tokens=totals.drafted_tokens,
+        accepted_tokens=totals.accepted_tokens,
+        grammar_compiles=grammars.compiles,
+        grammar_hits=grammars.hits,
+        step_seconds=seconds["step"],
+        schedule_seconds=seconds["schedule"],
+        launch_seconds=seconds["launch"],
+        wait_seconds=seconds["wait"],
+        commit_seconds=seconds["commit"],
+    )
+
+
+def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]:
+    """The engine's device, memory, graphs and parts, as JSON."""
+    return {
+        "architecture": engine.info.architecture,
+        "device": str(engine.device),
+        "cpu_kernels": library().text if engine.device.type == "cpu" else None,
+        "products": engine.products,
+        "context_len": engine.context_len,
+        "page_size": engine.page_size,
+        "num_pages": engine.num_pages - 1,
+        "memory": engine.budget.to_json(),
+        "overlap": overlap,
+        "graphs": engine.graphs is not None and engine.graphs.sizes,
+        "resolved": resolved.to_json(),
+    }
