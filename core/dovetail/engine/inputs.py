@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, Any]
 
-_TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float64): torch.float64}
+_TORCH = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.bool_): torch.bool,
+}
 
 
 class Inputs:
@@ -56,7 +61,7 @@ class Inputs:
         kv_lens = batch.prefix_lens + 1
         table = self.page_table[batch.slots, : -(-int(kv_lens.max()) // self.page_size)]
         places = batch.prefix_lens.astype(np.int64)
-        out_loc = self._places(np.arange(rows), places, table)
+        out_loc = self.locate(np.arange(rows), places, table)
         arrays = (places, out_loc, batch.slots.astype(np.int64), np.arange(rows + 1, dtype=np.int32), kv_lens, table)
         batch.positions, batch.out_loc, slots, batch.qo_indptr, batch.kv_lens, batch.page_table = map(
             torch.from_numpy, arrays
@@ -65,18 +70,11 @@ class Inputs:
         batch.logit_rows = None
 
     def _prepare_ragged(self, batch: Batch) -> None:
-        lens = batch.extend_lens
-        kv_lens = batch.prefix_lens + lens
+        kv_lens = batch.prefix_lens + batch.extend_lens
         width = -(-int(kv_lens.max()) // self.page_size)
         table = self.page_table[batch.slots, :width]
-        indptr = np.zeros(len(lens) + 1, np.int32)
-        np.cumsum(lens, out=indptr[1:])
-        row_of = np.repeat(np.arange(len(lens)), lens)
-        local = np.arange(indptr[-1]) - indptr[row_of]
-        places = batch.prefix_lens[row_of] + local
-        positions = places
+        indptr, row_of, places, positions = ragged(batch)
         if batch.drafts is not None and not batch.drafts.is_chain:
-            positions = batch.prefix_lens[row_of] + depths(batch)[row_of, local]
             batch.tree_mask = torch.from_numpy(tree_mask(batch, indptr)).to(self.device)
         fresh = indptr[batch.num_extend : -1].astype(np.int64)  # where a token sampled in an earlier step enters
         slots = batch.slots.astype(np.int64)
@@ -90,9 +88,9 @@ class Inputs:
             batch.qo_indptr,
             batch.kv_lens,
         ) = self.upload(
-            _input_ids(batch, indptr),
-            positions.astype(np.int64),
-            self._places(row_of, places, table),
+            token_ids(batch, indptr),
+            positions,
+            self.locate(row_of, places, table),
             _logit_rows(batch, indptr),
             fresh,
             slots,
@@ -105,7 +103,8 @@ class Inputs:
         if len(fresh):
             batch.input_ids[fresh_t] = self.last_token[slots_t[batch.num_extend :]]
 
-    def _places(self, row_of: Int64Array, places: Int64Array, table: IntArray) -> Int64Array:
+    def locate(self, row_of: Int64Array, places: Int64Array, table: IntArray) -> Int64Array:
+        """``Batch.out_loc`` of tokens at ``places`` of rows whose pages are in ``table``."""
         page, offset = np.divmod(places, self.page_size)
         return table[row_of, page].astype(np.int64) * self.page_size + offset
 
@@ -221,7 +220,29 @@ def _aligned(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _input_ids(batch: Batch, indptr: IntArray) -> Int64Array:
+class Ragged(NamedTuple):
+    """Where the tokens of a batch stand: rows of different lengths, one after the other."""
+
+    indptr: IntArray  # [rows + 1] row r has tokens [indptr[r], indptr[r + 1])
+    row_of: Int64Array  # [tokens]
+    places: Int64Array  # [tokens] in its row, which is where its K and V go
+    positions: Int64Array  # [tokens] the same, but for drafts in a tree, which stand at their depth
+
+
+def ragged(batch: Batch) -> Ragged:
+    """Of a batch whose host fields are set."""
+    lens = batch.extend_lens
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=indptr[1:])
+    row_of = np.repeat(np.arange(len(lens)), lens)
+    local = np.arange(indptr[-1]) - indptr[row_of]
+    places = positions = batch.prefix_lens[row_of] + local
+    if batch.drafts is not None and not batch.drafts.is_chain:
+        positions = (batch.prefix_lens[row_of] + depths(batch)[row_of, local]).astype(np.int64)
+    return Ragged(indptr, row_of, places, positions)
+
+
+def token_ids(batch: Batch, indptr: IntArray) -> Int64Array:
     """Tokens of the extend rows and drafts; a place whose token only the device knows is left 0."""
     ids = np.zeros(int(indptr[-1]), np.int64)
     for row in range(batch.num_extend):
