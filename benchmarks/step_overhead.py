@@ -71,7 +71,7 @@ class StubEngine(Engine):
         return HostOutput([[1]] * len(output.token_ids), None, {})
 
     @staticmethod
-    def lost_device(error: BaseException) -> bool:
+    def lost_device(error: BaseException) -> str | None:
         raise error
 
 

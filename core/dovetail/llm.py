@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import signal
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -50,6 +52,9 @@ class LLM:
     ``LLM("tiny", attention="torch_native", scheduler={"chunk_size": 256})``: the first argument is ``model.path`` or a
     whole ``Config``; keywords are sections of the config tree, as they would stand in a file; ``config_file`` is such a
     file. Raises ``ConfigError`` and ``PluginError`` as the server would. Not thread-safe.
+
+    Ctrl-C takes effect between two steps: the requests of the call it interrupts are aborted, the object can be used on.
+    A second Ctrl-C does not wait; where it leaves the books in doubt, every later call raises ``EngineDeadError``.
     """
 
     def __init__(
@@ -81,8 +86,9 @@ class LLM:
         """
         many = _prompts(prompts)
         runs = [run for prompt, p in zip(many, _each(params, len(many)), strict=True) for run in self._make(prompt, p)]
-        for _ in self._drive(runs):
-            pass
+        with _Held() as held:
+            for _ in self._drive(runs, held):
+                pass
         return [run.output for run in runs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -92,7 +98,7 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one output", param="n")
         self._need_tokenizer()
-        return self._drive(self._make(prompt, params))
+        return self._stream(self._make(prompt, params))
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Output:
         """Answer a conversation of {"role", "content"} messages, written out by the model's chat template."""
@@ -124,7 +130,22 @@ class LLM:
         msgs = [GenerateMsg(str(next(self._ids)), ids, params, derive_seed(seed, i)) for i in range(params.n)]
         return [_Run(msg, self.tokenizer) for msg in msgs]
 
-    def _drive(self, runs: list[_Run]) -> Iterator[str]:
+    def _stream(self, runs: list[_Run]) -> Iterator[str]:
+        """Drive ``runs``; what the reader does between two pieces of text may be interrupted at any time."""
+        held = _Held()
+        pieces = self._drive(runs, held)
+        try:
+            while True:
+                with held:
+                    text = next(pieces, None)
+                if text is None:
+                    return
+                yield text
+        finally:
+            with held:
+                pieces.close()
+
+    def _drive(self, runs: list[_Run], held: _Held) -> Generator[str, None, None]:
         """Step until all runs have ended, yielding the text of the first as it comes. Raises what ended one of them."""
         pending, num_open, ended = deque(runs), len(runs), list[_Run]()
         try:
@@ -132,6 +153,7 @@ class LLM:
                 if not ended:
                     self._submit(pending, ended)
                     self._step()
+                    held.release()
                 for run in ended:
                     if run.error is not None:
                         raise run.error
@@ -153,7 +175,10 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine; its answers go to their runs, whoever called."""
-        for answer in self.loop.step():
+        answers = self.loop.step()
+        if not answers and not self.loop.has_work:
+            raise EngineError("an interrupt has taken the last step's answers with it; call again")
+        for answer in answers:
             if isinstance(answer, TokenOutput | RequestFailed) and (run := self._runs.get(answer.rid)) is not None:
                 run.take(answer)
                 if run.error is not None or run.output.finish is not None:
@@ -203,6 +228,40 @@ class _Run:
         text = "".join(self._fresh)
         self._fresh.clear()
         return text
+
+
+class _Held:
+    """Holds a first Ctrl-C back while it is entered, until ``release`` or the end; a second one is not held back. Python
+    calls signal handlers in the main thread only: in others it does nothing."""
+
+    def __enter__(self) -> _Held:
+        self._handler = signal.getsignal(signal.SIGINT)
+        self._arrived = False
+        self._on = callable(self._handler) and threading.current_thread() is threading.main_thread()
+        if self._on:
+            signal.signal(signal.SIGINT, self._hold)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on:
+            signal.signal(signal.SIGINT, self._handler)
+        self._deliver()
+
+    def release(self) -> None:
+        """Let what was held back take effect, as KeyboardInterrupt where nothing else was asked for."""
+        if self._arrived:
+            signal.signal(signal.SIGINT, self._hold)
+            self._deliver()
+
+    def _hold(self, number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        self._arrived = True
+
+    def _deliver(self) -> None:
+        if self._arrived:
+            self._arrived = False
+            assert callable(self._handler)
+            self._handler(signal.SIGINT, None)
 
 
 def _with_path(section: object, path: str) -> dict[str, Any]:

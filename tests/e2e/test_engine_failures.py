@@ -4,7 +4,9 @@
 """
 
 import itertools
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import engine_models as models
@@ -18,6 +20,7 @@ from dovetail.loop import Loop
 from dovetail.types import DraftTree
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
+STORY = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +131,103 @@ def test_an_interrupt_reaches_the_caller_and_leaves_order(checkpoint, reference,
     check_idle(llm)
     for output, prompt in zip(llm.generate(prompts, GREEDY), prompts, strict=True):
         assert output.token_ids == reference.greedy(tuple(prompt), 16)
+
+
+def press_ctrl_c(monkeypatch, owner, name, call):
+    """Ctrl-C arrives in the ``call``-th call of a method, which goes on unless the signal's handler raises."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def wrapped(*args, **kwargs):
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+PLACES = [("schedule", 1), ("schedule", 4), ("commit", 1), ("commit", 3), ("poll", 2), ("add", 2), ("insert", 1)]
+
+
+def owner_of(llm, part):
+    return llm.loop.scheduler.ledger.cache if part == "insert" else llm.loop.scheduler
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("part", "call"), [*PLACES, ("forward", 2), ("wait", 2)])
+def test_ctrl_c_waits_for_the_end_of_the_step(checkpoint, reference, monkeypatch, part, call, overlap):
+    llm = make_llm(checkpoint, **paged(1, scheduler={"max_running": 2, "overlap": overlap, "chunk_size": 20}))
+    handler, prompts = signal.getsignal(signal.SIGINT), prompts_of([30, 9, 14])
+    owner = {"forward": llm.loop.engine.model, "wait": llm.loop.engine}.get(part) or owner_of(llm, part)
+    with monkeypatch.context() as patch:
+        press_ctrl_c(patch, owner, part, call)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, GREEDY)
+    assert signal.getsignal(signal.SIGINT) is handler
+    check_idle(llm)
+    assert llm._runs == {}
+    for output, prompt in zip(llm.generate(prompts, GREEDY), prompts, strict=True):
+        assert output.token_ids == reference.greedy(tuple(prompt), 16)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["second Ctrl-C", "exit"])
+@pytest.mark.parametrize(("part", "call"), PLACES)
+def test_what_interrupts_the_scheduler_itself_ends_the_engine(checkpoint, monkeypatch, part, call, error, overlap):
+    """A handler that raises, or a second Ctrl-C: nobody knows how far the books were written."""
+    llm = make_llm(checkpoint, **paged(1, scheduler={"max_running": 2, "overlap": overlap, "chunk_size": 20}))
+    raise_at(monkeypatch, owner_of(llm, part), part, call, error)
+    with pytest.raises(type(error)):
+        llm.generate(prompts_of([30, 9, 14]), GREEDY)
+    with pytest.raises(EngineDeadError, match=f"interrupted by {type(error).__name__}.*must be started again"):
+        llm.generate([1, 2, 3], GREEDY)
+
+
+def test_a_second_ctrl_c_does_not_wait(checkpoint, monkeypatch):
+    llm = make_llm(checkpoint)
+
+    def forward(batch):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one was held back")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.loop.engine.model, "forward", forward)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([1, 2, 3], GREEDY)
+    check_idle(llm)
+    assert len(llm.generate([1, 2, 3], GREEDY)[0].token_ids) == 16
+
+
+def test_ctrl_c_in_one_stream_leaves_the_others(tiny, monkeypatch):
+    expected = [tiny.generate(text, STORY)[0].text for text in ("The quick brown", "What is")]
+    mine, other = tiny.stream("The quick brown", STORY), tiny.stream("What is", STORY)
+    said, heard = [next(mine)], [next(other)]
+    with monkeypatch.context() as patch:
+        press_ctrl_c(patch, tiny.loop.scheduler, "commit", 2)
+        with pytest.raises(KeyboardInterrupt):
+            said += mine
+    assert expected[0].startswith("".join(said))
+    assert "".join([*heard, *other]) == expected[1]
+    check_idle(tiny)
+
+
+def test_answers_that_an_interrupt_has_taken_are_not_waited_for(tiny, monkeypatch):
+    mine, other = tiny.stream("The quick brown", STORY), tiny.stream("What is", STORY)
+    next(mine), next(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.loop, "step", lambda step=tiny.loop.step: step() and [])
+        with pytest.raises(EngineError, match="call again"):
+            list(mine)
+    with pytest.raises(EngineError, match="call again"):
+        list(other)
+    check_idle(tiny)
+
+
+def test_a_thread_that_no_signal_reaches_generates_as_well(tiny):
+    with ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(tiny.generate, "What is", STORY).result(60)
+    assert outputs[0].text == tiny.generate("What is", STORY)[0].text
 
 
 def test_generate_says_what_failed_and_works_again(checkpoint, reference, monkeypatch):
@@ -324,9 +424,6 @@ def test_harmless_uses(tiny):
     assert results([text]) == results([ids])
     with_list = replace(params, stop=["zzz"], stop_token_ids=[9])
     assert results(tiny.generate([5, 6, 7], with_list)) == results(one)
-
-
-STORY = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
 
 
 def test_streams_join_to_the_text_and_may_take_turns(tiny):

@@ -17,8 +17,10 @@ log = logging.getLogger(__name__)
 class Fence:
     """Calls a drafter; what it raises is logged and counted in ``errors``."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[Exception], None]) -> None:
+        """``check`` is shown every error, and raises where it concerns more than the drafter."""
         self.errors = 0
+        self._check = check
 
     def propose(self, drafter: Drafter, scheduler: Scheduler, batch: Batch) -> None:
         """Ask for drafts of a step and attach them to it."""
@@ -42,6 +44,7 @@ class Fence:
     def _run(self, part: Callable[[], None], consequence: str) -> None:
         try:
             part()
-        except Exception:
+        except Exception as error:
+            self._check(error)
             self.errors += 1
             log.exception("the drafter failed (%d times so far); %s", self.errors, consequence)

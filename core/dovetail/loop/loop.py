@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dovetail.engine.device import explained, first_line
 from dovetail.engine.engine import Engine
 from dovetail.errors import EngineDeadError, QueueFullError, RequestError
 from dovetail.loop.build import build_drafter, build_grammars, build_scheduler
@@ -47,13 +48,16 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.0005
 """Pause of a step in which requests wait for their grammars and nothing else can run."""
 
+_START_AGAIN = "the engine cannot go on and must be started again"
+
 
 class Loop:
     """Drives one engine: takes messages, makes steps, returns answers. Single-threaded.
 
     What fails in the engine ends the requests of its step, what fails in a drafter costs a step its drafts, what fails in
-    a grammar matcher ends its request. What fails in the scheduler (a policy, a prefix cache) leaves the books in doubt:
-    the loop is ``dead``, and ``handle`` and ``step`` raise ``EngineDeadError`` from then on.
+    a grammar matcher ends its request. What fails in the scheduler (a policy, a prefix cache), or is interrupted there,
+    leaves the books in doubt; a device can be lost: the loop is ``dead`` then, and ``handle``, ``step`` and ``idle`` raise
+    ``EngineDeadError`` from then on.
     """
 
     def __init__(self, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
@@ -61,15 +65,16 @@ class Loop:
         gc.collect()
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
-        self.engine = Engine(resolved, eos)
-        self.drafter = build_drafter(resolved, self.engine)
+        with explained(resolved.config):
+            self.engine = Engine(resolved, eos)
+            self.drafter = build_drafter(resolved, self.engine)
         self.grammars = build_grammars(resolved, tokenizer, eos)
         width = self.drafter.max_draft_tokens if self.drafter else 0
         self.scheduler = build_scheduler(resolved, self.engine, width, self.grammars, tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True
         self.dead: str | None = None
         self._interrupt: BaseException | None = None
-        self._fence = Fence()
+        self._fence = Fence(self._end_if_lost)
         self._launched: tuple[Batch, ForwardOutput] | None = None
         self._outbox: list[Answer] = []
         self._steps = 0
@@ -125,23 +130,35 @@ class Loop:
 
     def idle(self) -> bool:
         """Use a moment without work for what would otherwise delay a later step; False if there is nothing of the kind."""
-        return self._guarded(self.engine.idle)
+        return self._guarded(self._idle)
+
+    def _idle(self) -> bool:
+        try:
+            return self.engine.idle()
+        except Exception as error:
+            self._end_if_lost(error)
+            raise
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Answer]:
-        """Run one step and return all that is to be said. Raises ``EngineDeadError``."""
-        start = time.perf_counter()
-        answers, self._outbox = self._outbox, []
-        answers += self._guarded(self.scheduler.poll)
-        answers += self._overlapped_step() if self.overlap else self._plain_step()
-        if self.drafter is not None:
-            self._fence.forget(self.drafter, self.scheduler.take_departed())
-        self._seconds["step"] += time.perf_counter() - start
+        """Run one step and return all that is to be said. Raises ``EngineDeadError``. An interrupt (Ctrl-C) while the engine
+        computes ends the requests of the step and is raised when the books are in order; the answers come next time."""
+        answers = self._guarded(self._step)
         if self._interrupt is not None:
             self._outbox = answers + self._outbox
             interrupt, self._interrupt = self._interrupt, None
             raise interrupt
+        return answers
+
+    def _step(self) -> list[Answer]:
+        start = time.perf_counter()
+        answers, self._outbox = self._outbox, []
+        answers += self.scheduler.poll()
+        answers += self._overlapped_step() if self.overlap else self._plain_step()
+        if self.drafter is not None:
+            self._fence.forget(self.drafter, self.scheduler.take_departed())
+        self._seconds["step"] += time.perf_counter() - start
         return answers
 
     def _plain_step(self) -> list[Answer]:
@@ -185,7 +202,7 @@ class Loop:
         return self._commit(batch, output)
 
     def _schedule(self, *, resting: bool = True) -> Batch | None:
-        batch = self._timed("schedule", lambda: self._guarded(self.scheduler.schedule))
+        batch = self._timed("schedule", self.scheduler.schedule)
         if batch is None:
             if resting and self.scheduler.has_work:
                 time.sleep(IDLE_SECONDS)
@@ -201,7 +218,7 @@ class Loop:
         except BaseException as error:
             return self._failed(batch, error)
         start = time.perf_counter()
-        answers = self._guarded(lambda: self.scheduler.commit(batch, host))
+        answers = self.scheduler.commit(batch, host)
         if self.drafter is not None:
             self._fence.observe(self.drafter, batch, output)
         self._seconds["commit"] += time.perf_counter() - start
@@ -210,13 +227,18 @@ class Loop:
     def _failed(self, batch: Batch, error: BaseException) -> list[Answer]:
         """A step that failed ends its requests; a device that is lost ends the process. An interrupt (Ctrl-C) fails the
         step as well: what it has written is not known; it is raised once the books are in order."""
-        if self.engine.lost_device(error):
-            self.dead = f"the device was lost: {error}"
-            raise EngineDeadError(self.dead) from error
+        self._end_if_lost(error)
         if not isinstance(error, Exception):
             self._interrupt = error
         log.error("a step of %d requests failed", len(batch.reqs), exc_info=error)
-        return self._guarded(lambda: self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {error}"))
+        return self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {first_line(error)}")
+
+    def _end_if_lost(self, error: BaseException) -> None:
+        reason = self.engine.lost_device(error)
+        if reason is not None:
+            log.error("the device was lost", exc_info=error)
+            self.dead = f"the device was lost: {reason}; {_START_AGAIN}"
+            raise EngineDeadError(self.dead) from error
 
     def _timed(self, name: str, part: Callable[[], T]) -> T:
         start = time.perf_counter()
@@ -226,18 +248,23 @@ class Loop:
             self._seconds[name] += time.perf_counter() - start
 
     def _guarded(self, part: Callable[[], T]) -> T:
-        """Run a part of the scheduler; what it raises is the end of the loop."""
+        """Run what keeps the books; what it raises is the end of the loop."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         try:
             return part()
+        except EngineDeadError:
+            raise
         except Exception as error:
             policy, cache = (chosen.spec.name for chosen in (self.resolved.policy, self.resolved.cache))
             self.dead = (
                 f"the scheduler failed: {type(error).__name__}: {error} (policy {policy!r}, prefix cache {cache!r}); "
-                "the engine cannot go on and must be started again"
+                f"{_START_AGAIN}"
             )
             raise EngineDeadError(self.dead) from error
+        except BaseException as error:
+            self.dead = f"the scheduler was interrupted by {type(error).__name__}; {_START_AGAIN}"
+            raise
 
     # -- what it says of itself --------------------------------------------------------------------------------------
 
