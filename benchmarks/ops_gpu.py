@@ -96,6 +96,10 @@ def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
 
 
+MAX_ROWS = 256
+"""Rows that a ``Step`` has inputs and room for."""
+
+
 class Step:
     """A decode step without attention: what attention would get is handed to the projection after it."""
 
@@ -112,10 +116,10 @@ class Step:
         rope = RopeConfig(head_dim=model.head_dim, theta=1e4, original_len=4096, context_len=4096)
         self.table = rotary_table(rope, torch.device("cuda"))
         self.keys, self.values = torch.zeros(
-            2, 128, model.kv_heads, model.head_dim, device="cuda", dtype=torch.bfloat16
+            2, MAX_ROWS, model.kv_heads, model.head_dim, device="cuda", dtype=torch.bfloat16
         )
-        self.places = torch.arange(128, device="cuda")
-        self.inputs = randn(64, model.hidden)
+        self.places = torch.arange(MAX_ROWS, device="cuda")
+        self.inputs = randn(MAX_ROWS, model.hidden)
 
     def run(self, rows: int, product: Product, head: bool = True) -> torch.Tensor:
         """Logits (or hidden states) of ``rows`` rows."""

@@ -1,6 +1,6 @@
 """Finds the table of ``dovetail.ops.triton.tuning``: tiles of matrix products of few rows, beside cuBLAS.
 
-    python benchmarks/tune_matmul.py [--models 8b small] [--top 8]
+    python benchmarks/tune_matmul.py [--models 8b small] [--rows 1 16 32 64 128 256] [--top 8]
 
 Every tile that fits a shape is checked against float32 and timed on cold weights. The fastest ones then compete in the step
 of ``ops_gpu.Step``, one matrix after the other, as what is asked for ahead of time shows only among other kernels.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,7 +22,6 @@ from dovetail.ops.triton.matmul import Workspace, matmul
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, Tile
 from ops_gpu import COLD, MODELS, Independent, Model, Step, per_call, randn, torch_product
 
-BUCKETS = (1, 16, 32, 64)
 SHARED_MEMORY = 227 * 1024
 SMS = 132
 GAIN = 0.997
@@ -38,6 +37,10 @@ FEW_ROWS = [
     (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 5),
     (128, 128, 8, 4), (256, 64, 8, 4),
 ]  # fmt: skip
+MANY_ROWS = [
+    (64, 64, 4, 4), (64, 128, 4, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4),
+    (128, 64, 8, 5), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4),
+]  # fmt: skip
 AHEAD = (0, 8, 16, 32)
 Choice = Tile | None
 
@@ -51,7 +54,9 @@ def candidates(block_m: int, n: int, k: int) -> list[Tile]:
             if k % width == 0 and (per_sm == 0 or (per_sm * warps in (8, 16, 24, 32) and per_sm * SMS * rows < n))
         ]
     found = []
-    for (block_n, block_k, warps, stages), split in itertools.product(FEW_ROWS, (1, 2, 3, 4, 7, 8)):
+    for (block_n, block_k, warps, stages), split in itertools.product(
+        FEW_ROWS if block_m <= 64 else MANY_ROWS, (1, 2, 3, 4, 7, 8)
+    ):
         programs = -(-n // block_n) * split
         if (
             k % (block_k * split) == 0
@@ -78,7 +83,7 @@ def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: Tile
     return True
 
 
-def compile_all(models: Iterable[Model], space: Workspace) -> None:
+def compile_all(models: Iterable[Model], buckets: Sequence[int], space: Workspace) -> None:
     """Compile every candidate, on all cores."""
     x, w = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in (1 << 20, 1 << 22))
     models = list(models)
@@ -86,7 +91,7 @@ def compile_all(models: Iterable[Model], space: Workspace) -> None:
     inner = {model.matrices["gate_up"] for model in models}
     wanted = {
         (tile._replace(split=min(tile.split, 2), ahead=ahead, per_sm=min(tile.per_sm, 1)), gated)
-        for m, (n, k), ahead, gated in itertools.product(BUCKETS, shapes, AHEAD, (False, True))
+        for m, (n, k), ahead, gated in itertools.product(buckets, shapes, AHEAD, (False, True))
         if not gated or (n, k) in inner
         for tile in candidates(m, n, k)
         if not gated or tile.block_n > 1
@@ -107,12 +112,14 @@ def compile_all(models: Iterable[Model], space: Workspace) -> None:
     print(f"{len(wanted)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def tune_alone(name: str, n: int, k: int, space: Workspace, top: int) -> dict[int, list[Choice]]:
+def tune_alone(
+    name: str, n: int, k: int, buckets: Sequence[int], space: Workspace, top: int
+) -> dict[int, list[Choice]]:
     """The best tiles of one shape by number of rows; None stands for cuBLAS."""
     weights = [randn(n, k, scale=0.02) for _ in range(max(2, -(-int(COLD) // (2 * n * k))))]
-    inputs, best = randn(64, k), {}
+    inputs, best = randn(max(buckets), k), {}
     exact = inputs.float() @ weights[0].float().t()
-    for m in BUCKETS:
+    for m in buckets:
         x = inputs[:m].contiguous()
         found: list[tuple[float, Choice]] = [
             (per_call([lambda x=x, w=w: functional.linear(x, w) for w in weights]), None)
@@ -177,19 +184,21 @@ def main() -> None:
     """Tune the shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 16, 32, 64, 128, 256])
     parser.add_argument("--top", type=int, default=8)
     args = parser.parse_args()
     torch.manual_seed(0)
     space, table = Workspace(torch.device("cuda")), {}
     with torch.inference_mode():
-        compile_all([MODELS[name] for name in args.models], space)
+        compile_all([MODELS[name] for name in args.models], args.rows, space)
         for name in args.models:
             model = MODELS[name]
             best = {
-                part: tune_alone(f"{name} {part}", *shape, space, args.top) for part, shape in model.matrices.items()
+                part: tune_alone(f"{name} {part}", *shape, args.rows, space, args.top)
+                for part, shape in model.matrices.items()
             }
             step = Step(model, 8 if model.hidden >= 4096 else model.layers)
-            for m in BUCKETS:
+            for m in args.rows:
                 chosen = tune_together(model, m, {part: found[m] for part, found in best.items()}, space, step)
                 for part, tile in chosen.items():
                     table.setdefault(model.matrices[part], {})[m] = tile and tuple(tile)

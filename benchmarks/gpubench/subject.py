@@ -54,6 +54,13 @@ class Subject:
         assert [len(o.token_ids) for o in outputs] == list(lens), "outputs are not as long as they must be"
         return run
 
+    def rest(self) -> float:
+        """Let the engine do what it does while nobody asks for anything: it captures graphs. Seconds it took."""
+        start = time.perf_counter()
+        while self.llm.loop.idle():
+            pass
+        return time.perf_counter() - start
+
     def flush(self) -> None:
         """Empty the prefix cache."""
         loop = self.llm.loop

@@ -62,7 +62,8 @@ def engine(job: Job) -> tuple[Handler, dict[str, Any]]:
 
     start = time.perf_counter()
     subject = Subject(job.config)
-    facts = {"seconds": time.perf_counter() - start, "versions": versions(), "engine": subject.llm.loop.info}
+    seconds = time.perf_counter() - start
+    facts = {"seconds": seconds, "rest": subject.rest(), "versions": versions(), "engine": subject.llm.loop.info}
 
     def handle(task: str) -> Any:
         row, _, case = task.partition(":")

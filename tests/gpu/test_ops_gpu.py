@@ -163,7 +163,7 @@ def test_products_of_few_rows(n: int, k: int) -> None:
     weight = randn(n, k, dtype=torch.bfloat16) * 0.05
     product = few_rows(weight)
     assert product is not None
-    for rows in (1, 2, 3, 8, 16, 17, 32, 33, 64):
+    for rows in (1, 2, 3, 8, 16, 17, 32, 33, 64, 65, 96, 128):
         x = randn(rows, k, dtype=torch.bfloat16)
         expected = x.float() @ weight.float().t()
         torch.full((rows, n), torch.nan, dtype=torch.bfloat16, device="cuda")  # freed: the memory of the output
@@ -180,7 +180,7 @@ def test_products_with_bias_and_gate(n: int, k: int, dtype: torch.dtype) -> None
     weight, bias = randn(n, k, dtype=dtype) * 0.05, randn(n, dtype=dtype)
     product = few_rows(weight)
     assert product is not None
-    for rows in (1, 5, 16, 32, 64):
+    for rows in (1, 5, 16, 32, 64, 100):
         x = randn(rows, k, dtype=dtype)
         expected = x.float() @ weight.float().t() + bias.float()
         assert (product(x, bias).float() - expected).norm() < 5e-3 * expected.norm()
@@ -200,9 +200,9 @@ def test_linear_layers_use_them_and_say_so() -> None:
             torch.set_default_dtype(torch.float32)
     layer.weight.normal_()
     torch.cuda.synchronize()
-    x = randn(100, 1024, dtype=torch.bfloat16)
+    x = randn(200, 1024, dtype=torch.bfloat16)
     expected = torch.nn.functional.linear(x, layer.weight).float()
-    for rows in (1, 16, 64, 65, 100):
+    for rows in (1, 16, 64, 128, 200):
         got = layer.forward(x[:rows]).float()
         assert (got - expected[:rows]).norm() < 5e-3 * expected[:rows].norm()
     assert describe(layer.weight).startswith("[6144, 1024] measured")

@@ -17,15 +17,33 @@ def _triton() -> ModuleType:
     return kv
 
 
+def limit(dtype: torch.dtype) -> float | None:
+    """The magnitude at which numbers written to a pool of this dtype saturate; None where they do not."""
+    return torch.finfo(dtype).max if dtype.itemsize == 1 else None
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as a pool of ``dtype`` keeps it: rounded once; in 8 bits, what is too large becomes the largest number."""
+    largest = limit(dtype)
+    return x.to(dtype) if largest is None else x.clamp(-largest, largest).to(dtype)
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that torch copies and fills everywhere: 8-bit floats as bytes, others as they are."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_loc: torch.Tensor) -> None:
     """Write ``k, v [tokens, kv_heads, head_dim]``, contiguous but for the tokens, to places ``out_loc`` (int64
-    ``[tokens]``) of contiguous ``keys, values [places, kv_heads, head_dim]`` of the same dtype."""
-    compiled = kernels(k.dtype) if k.device.type == "cpu" else None
-    if compiled is not None:
-        compiled.store(k, v, keys, values, out_loc)
-        return
+    ``[tokens]``) of contiguous ``keys, values [places, kv_heads, head_dim]``, as ``narrowed`` to their dtype."""
     if k.is_cuda:
         _triton().store(k, v, keys, values, out_loc)
         return
-    keys.index_copy_(0, out_loc, k)
-    values.index_copy_(0, out_loc, v)
+    if k.dtype is not keys.dtype:
+        k, v = narrowed(k, keys.dtype), narrowed(v, values.dtype)
+    compiled = kernels(k.dtype)
+    if compiled is not None:
+        compiled.store(k, v, keys, values, out_loc)
+        return
+    raw(keys).index_copy_(0, out_loc, raw(k))
+    raw(values).index_copy_(0, out_loc, raw(v))

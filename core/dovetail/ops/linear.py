@@ -2,7 +2,7 @@
 
 On the CPU, ``x @ weight.T`` is fastest with a weight that oneDNN has stored in the order its kernels read. One row is
 bound by reading the weight, and a compiled kernel that reads it as it is comes closest to the memory's speed. On CUDA the
-same is true of up to 64 rows: ``few_rows`` gives kernels for the shapes and numbers of rows where they were measured to win.
+same is true of up to 128 rows: ``few_rows`` gives kernels for the shapes and numbers of rows where they were measured to win.
 ``benchmarks/forward_cpu.py --ops`` measures these ways on a machine and holds the numbers of one.
 """
 

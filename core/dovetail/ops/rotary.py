@@ -44,7 +44,7 @@ def rotate_and_store(
 
     Norms the heads of queries and keys (``norm``: weights ``[d]`` of queries and of keys, and epsilon), rotates them, and
     writes keys and values to places ``out_loc`` (int64 ``[tokens]``) of contiguous ``keys, values [..., kv_heads, d]``,
-    converted to their dtype. ``qkv [tokens, heads + 2 * kv_heads, d]`` is contiguous but for the tokens; ``table``
+    as ``ops.kv.narrowed`` to their dtype. ``qkv [tokens, heads + 2 * kv_heads, d]`` is contiguous but for the tokens; ``table``
     float32 ``[context, 2, d]`` as of ``layers.rotary.rotary_table``; ``positions`` int64 ``[tokens]``. Returns the queries
     ``[tokens, heads, d]``, a new tensor. All arithmetic is float32, rounded once.
     """

@@ -7,11 +7,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.kv import limit
 from dovetail.ops.triton.launch import launch
 
 
 @triton.jit
-def _store(k, v, keys, values, out_loc, width, k_stride, v_stride, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+def saturated(x, LIMIT: tl.constexpr):
+    """``x`` between -LIMIT and LIMIT, NaN as it is; 0: no limit."""
+    if LIMIT > 0:
+        x = tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+    return x
+
+
+@triton.jit
+def _store(
+    k, v, keys, values, out_loc, width, k_stride, v_stride, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -21,8 +32,8 @@ def _store(k, v, keys, values, out_loc, width, k_stride, v_stride, BLOCK: tl.con
     place = tl.load(out_loc + token) * width + at
     row_k = tl.load(k + token * k_stride + at, inside, 0.0).to(tl.float32)
     row_v = tl.load(v + token * v_stride + at, inside, 0.0).to(tl.float32)
-    tl.store(keys + place, row_k.to(keys.dtype.element_ty), inside)
-    tl.store(values + place, row_v.to(values.dtype.element_ty), inside)
+    tl.store(keys + place, saturated(row_k, LIMIT).to(keys.dtype.element_ty), inside)
+    tl.store(values + place, saturated(row_v, LIMIT).to(values.dtype.element_ty), inside)
 
 
 def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_loc: torch.Tensor) -> None:
@@ -36,5 +47,5 @@ def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Te
         launch(
             _store, (tokens,),
             k, v, keys, values, out_loc, heads * size, k.stride(0), v.stride(0),
-            BLOCK=block, num_warps=min(8, max(1, block // 256)),
+            BLOCK=block, LIMIT=limit(keys.dtype) or 0.0, num_warps=min(8, max(1, block // 256)),
         )  # fmt: skip

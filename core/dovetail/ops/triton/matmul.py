@@ -1,6 +1,6 @@
 """Matrix products of few rows: ``x [m, k] @ w [n, k].T``, bound by reading ``w`` once.
 
-One row: plain multiply and add in float32, the weights straight to registers. Up to 64 rows: tensor cores with the weight
+One row: plain multiply and add in float32, the weights straight to registers. Up to 128 rows: tensor cores with the weight
 as the left operand, whose tiles are at least 64 high, and the rows of ``x`` as a narrow right one. Where there are few
 tiles the product is split along k; the last program of a tile to finish adds up the parts, in their order, so results
 are the same every time. Both may end in SwiGLU's gate, which costs nothing there. Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``).

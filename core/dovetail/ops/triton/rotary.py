@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.kv import limit
+from dovetail.ops.triton.kv import saturated
 from dovetail.ops.triton.launch import launch
 
 PAIRS = 1024
@@ -18,7 +20,7 @@ PAIRS = 1024
 def _rotate_and_store(
     qkv, q, keys, values, table, positions, out_loc, q_weight, k_weight, eps, qkv_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, LIMIT: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     half: tl.constexpr = SIZE // 2
     token = tl.program_id(0).to(tl.int64)
@@ -57,12 +59,12 @@ def _rotate_and_store(
     if (tl.program_id(1) + 1) * BLOCK_HEADS > HEADS:
         target = place * KV_HEADS * SIZE + (head - HEADS) * SIZE + at
         mine = (head >= HEADS) & (head < HEADS + KV_HEADS) & inside
-        tl.store(keys + target, turned_low.to(keys.dtype.element_ty), mine)
-        tl.store(keys + target + half, turned_high.to(keys.dtype.element_ty), mine)
+        tl.store(keys + target, saturated(turned_low, LIMIT).to(keys.dtype.element_ty), mine)
+        tl.store(keys + target + half, saturated(turned_high, LIMIT).to(keys.dtype.element_ty), mine)
         target = place * KV_HEADS * SIZE + (head - HEADS - KV_HEADS) * SIZE + at
         mine = (head >= HEADS + KV_HEADS) & present
-        tl.store(values + target, low.to(values.dtype.element_ty), mine)
-        tl.store(values + target + half, high.to(values.dtype.element_ty), mine)
+        tl.store(values + target, saturated(low, LIMIT).to(values.dtype.element_ty), mine)
+        tl.store(values + target + half, saturated(high, LIMIT).to(values.dtype.element_ty), mine)
 
 
 def rotate_and_store(
@@ -94,7 +96,7 @@ def rotate_and_store(
         launch(
             _rotate_and_store, (tokens, triton.cdiv(total, block_heads)),
             qkv, q, keys, values, table, positions, out_loc, q_weight, k_weight, eps, qkv.stride(0),
-            HEADS=heads, KV_HEADS=kv_heads, SIZE=size, NORM=norm is not None,
+            HEADS=heads, KV_HEADS=kv_heads, SIZE=size, NORM=norm is not None, LIMIT=limit(keys.dtype) or 0.0,
             BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,
         )  # fmt: skip
     return q

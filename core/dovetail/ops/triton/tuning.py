@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 """Rows up to which the kernels are asked; from there on torch's product is the faster one."""
 MAX_PARTS = 1 << 22
 """float32 numbers in the workspace of split products: parts of a tile times tiles times their rows and columns."""
 MAX_TILES = 1 << 14
 """Tiles of a split product."""
+
+
+BUCKETS = (1, 16, 32, 64, MAX_ROWS)
+"""A product of so many rows is cut as the next of these is."""
 
 
 class Tile(NamedTuple):
@@ -45,6 +49,7 @@ MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
         16: Tile(16, 64, 128, 4, 4),
         32: Tile(32, 64, 128, 4, 4),
         64: Tile(64, 128, 128, 8, 4),
+        128: Tile(128, 128, 64, 8, 3),
     },
     (4096, 14336): {
         1: Tile(1, 2, 1024, 4),
@@ -57,6 +62,7 @@ MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
         16: Tile(16, 128, 128, 4, 3),
         32: Tile(32, 128, 128, 8, 4),
         64: Tile(64, 128, 128, 8, 4),
+        128: Tile(128, 256, 64, 8, 4),
     },
     (4096, 1024): {
         1: Tile(1, 4, 512, 2),
@@ -89,14 +95,14 @@ MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
         64: Tile(64, 128, 128, 8, 4),
     },
 }
-"""By (n, k) of the weight, the tile for up to 1, 16, 32 and 64 rows; None where torch's product (cuBLAS) is faster."""
+"""By (n, k) of the weight, the tile for up to so many rows; None, or none, where torch's product (cuBLAS) is faster."""
 
 
 def tile_of(rows: int, n: int, k: int) -> Tile | None:
     """The tile for ``rows`` rows and a weight ``[n, k]``; None: torch's product."""
-    bucket = next(bucket for bucket in (1, 16, 32, 64) if rows <= bucket)
+    bucket = next(bucket for bucket in BUCKETS if rows <= bucket)
     measured = MEASURED.get((n, k))
-    return guess(bucket, n, k) if measured is None else measured[bucket]
+    return guess(bucket, n, k) if measured is None else measured.get(bucket)
 
 
 def guess(bucket: int, n: int, k: int) -> Tile | None:
@@ -110,7 +116,7 @@ def guess(bucket: int, n: int, k: int) -> Tile | None:
 def describe(n: int, k: int) -> str:
     """The choices for a weight ``[n, k]``, for people."""
     source = "measured" if (n, k) in MEASURED else "not measured"
-    choices = ((bucket, tile_of(bucket, n, k)) for bucket in (1, 16, 32, 64))
+    choices = ((bucket, tile_of(bucket, n, k)) for bucket in BUCKETS)
     texts = [f"up to {bucket} rows {'torch' if tile is None else _text(tile)}" for bucket, tile in choices]
     return f"[{n}, {k}] {source}: {', '.join(texts)}, more torch"
 
