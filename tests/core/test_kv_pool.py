@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dovetail.interfaces.cache import CacheGroup
-from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.pool import PagedKVPool, pool_dtype
 
 GROUP = CacheGroup(num_layers=3, num_kv_heads=2, head_dim=8)
 
@@ -33,7 +33,7 @@ def test_layers_are_views_of_one_tensor():
 
 
 def test_bytes_per_page_is_what_the_tensors_take():
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         pool = make_pool(dtype=dtype)
         assert PagedKVPool.bytes_per_page(GROUP, 4, dtype) * pool.num_pages == pool.k.nbytes + pool.v.nbytes
 
@@ -51,6 +51,22 @@ def test_store_writes_its_places_and_nothing_else(places: list[int], dtype: torc
         want_k[1, place], want_v[1, place] = k[i].to(dtype), v[i].to(dtype)
     assert torch.equal(pool.k.flatten(1, 2).float(), want_k)
     assert torch.equal(pool.v.flatten(1, 2).float(), want_v)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_8_bits_saturate_round_once_and_move_whole(name: str, largest: float, given: torch.dtype):
+    pool = make_pool(dtype=pool_dtype(name))
+    pool.k.copy_(torch.full((), torch.nan))
+    k = torch.tensor([0.0, 1.0, -1.0625, 17.0, -1e6, torch.inf, torch.nan, 2**-9], dtype=given).expand(2, 2, 8)
+    pool.store(2, k, -k, torch.tensor([6, 9]))
+    wanted = torch.tensor([0.0, 1.0, -1.0, 16.0, -largest, largest, torch.nan, 2**-9]).expand(2, 2, 8)
+    pool.copy(torch.tensor([6, 9]), torch.tensor([9, 18]))
+    keys, values = pool.keys(2).flatten(0, 1), pool.values(2).flatten(0, 1)
+    for places in ([6, 9], [18, 6]):
+        torch.testing.assert_close(keys[places].float(), wanted, equal_nan=True, rtol=0, atol=0)
+        torch.testing.assert_close(values[places].float(), -wanted, equal_nan=True, rtol=0, atol=0)
+    assert keys[[4, 5, 7, 8, 10, 17, 19]].float().isnan().all()
 
 
 def test_store_takes_slices_of_a_fused_projection():

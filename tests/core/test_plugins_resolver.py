@@ -158,6 +158,19 @@ def test_constraints_say_what_is_allowed_what_was_given_and_what_mends_it(fakes,
     assert run(fakes, picky, sets=sets, machine=machine).attention_decode.name == "plain"
 
 
+def test_a_pool_of_8_bits_passes_over_who_does_not_read_it(fakes):
+    sixteen = fakes.spec(K.ATTENTION, "sixteen", constraints=Constraints(kv_dtypes=("bfloat16",)), priority=9)
+    reads = fakes.spec(K.ATTENTION, "reads", constraints=Constraints(kv_dtypes=("bfloat16", "fp8_e4m3")), priority=1)
+    sets = ["memory.kv_dtype=fp8_e4m3", "model.dtype=bfloat16"]
+    resolved = run(fakes, sixteen, reads, sets=sets, machine=H100)
+    assert resolved.attention_prefill.name == resolved.attention_decode.name == "reads"
+    assert reasons(resolved, "attention.decode", "sixteen") == ["constraints.kv_dtype"]
+    text = refusal(fakes, sixteen, reads, sets=[*sets, "attention=sixteen"], machine=H100)
+    assert "allows kv_dtype bfloat16; kv_dtype is fp8_e4m3. To mend it: memory.kv_dtype: bfloat16" in text
+    with pytest.raises(ConfigError, match=r"needs compute capability 8\.9.*fp8_e5m2"):
+        run(fakes, reads, sets=sets, machine=Machine.assume("sm80"))
+
+
 def test_constraints_that_are_met_do_not_reject(fakes):
     constraints = Constraints(("cuda",), (9, 0), (9, 0), ("bfloat16",), ("bfloat16",), (64,), (16,))
     resolved = run(fakes, fakes.spec(K.ATTENTION, "picky", constraints=constraints, priority=1), machine=H100)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dovetail.interfaces.cache import CacheGroup
-from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.pool import PagedKVPool, pool_dtype
 from dovetail.testing.attention import STEPS, AttentionSuite
 from dovetail.testing.attention_reference import Step
 
@@ -41,6 +41,22 @@ class TestTorchNativeOnCuda(AttentionSuite):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         self.compare_output(prepared, out)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_8_bits_round_and_saturate_as_on_the_cpu(name: str, dtype: torch.dtype):
+    stored = []
+    values = torch.cat([torch.randn(4000) * 3, torch.randn(4000) * 1e-2, torch.linspace(-1e5, 1e5, 8000)]).to(dtype)
+    values[0] = torch.nan
+    for device in ("cpu", "cuda"):
+        pool = PagedKVPool(CacheGroup(2, 2, 16), 600, 1, pool_dtype(name), device)
+        k = values.view(-1, 2, 16).to(device)
+        places = torch.arange(1, 1 + len(k), device=device)
+        pool.store(1, k, -k, places)
+        pool.copy(places[:3], places[:3] + len(k))
+        stored.append([x.cpu().float()[1 : 4 + len(k)] for x in (pool.keys(1), pool.values(1))])
+    torch.testing.assert_close(stored[1], stored[0], equal_nan=True, rtol=0, atol=0)
 
 
 def test_store_and_copy():

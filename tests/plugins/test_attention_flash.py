@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from dovetail.config import Config
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, ResolutionError
+from dovetail.plugins import Machine, resolve, setup
 from dovetail.testing.attention import SHARED_STEPS, STEPS, AttentionSuite
 from dovetail.testing.attention_graphs import copy_inputs
 from dovetail.testing.attention_reference import Case, Step
@@ -257,6 +258,19 @@ def test_the_other_providers_share(install, provider, name):
     install(provider)
     long = Case([1030, 600, 513, 3, 0], [1] * 5, groups=[(1, 1024), (2, 512)], padding=1)
     check(replace(SHARED_STEPS.get(name, long), page_size=256), provider=provider)
+
+
+def test_a_pool_of_8_bits_is_refused_with_a_reason():
+    """The kernels want queries of the same dtype."""
+    config, registry = setup((), ["memory.kv_dtype=fp8_e4m3", "model.dtype=bfloat16", "model.overrides.head_dim=64"])
+    machine = Machine.assume("sm90")
+    resolved = resolve(config, registry, machine)
+    assert resolved.attention_prefill.name in ("triton", "flashinfer")
+    (refused,) = (c for c in resolved.resolution("attention.prefill").candidates if c.spec.name == "flash_attn")
+    assert [reason.code for reason in refused.reasons] == ["constraints.kv_dtype"]
+    config, registry = setup((), ["memory.kv_dtype=fp8_e4m3", "model.dtype=bfloat16", "attention=flash_attn"])
+    with pytest.raises(ResolutionError, match="kv_dtype is fp8_e4m3"):
+        resolve(config, registry, machine)
 
 
 # whose kernels

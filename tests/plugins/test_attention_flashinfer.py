@@ -194,6 +194,16 @@ def test_one_plan_a_step_for_each_way_of_layer():
         step.case, step.layer = replace(step.case, scale=None), replace(step.layer, scale=64**-0.5)
 
 
+def test_a_pool_of_8_bits_needs_fa2():
+    case = replace(STEPS["mixed"][0], kv_dtype=torch.float8_e4m3fn)
+    step, backend = prepare(case)
+    backend.plan(step.batch)
+    attend(backend, step)
+    assert plans[1:] == ["prefill fa2", "decode"]
+    with pytest.raises(ConfigError, match="kv_dtype auto"):
+        prepare(case, variant="fa3")
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

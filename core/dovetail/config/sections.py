@@ -123,8 +123,9 @@ class MemorySection(Section):
         lt=1,
         description="Share of the device's memory that weights, pool and workspaces may take together.",
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="`auto` is the model's dtype."
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = Field(
+        default="auto",
+        description="`auto` is the model's dtype. The fp8 dtypes hold twice the tokens of 16 bits; keys and values are stored unscaled and saturate (at 448 or 57344), the scales some checkpoints bring are not read. On CUDA `fp8_e4m3` needs compute capability 8.9.",
     )
 
 

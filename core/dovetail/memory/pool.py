@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from dovetail.interfaces.cache import CacheGroup, KVPool
-from dovetail.ops.kv import store
+from dovetail.ops.kv import raw, store
+
+_NAMED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def pool_dtype(name: str) -> torch.dtype:
+    """What a value of ``memory.kv_dtype`` other than ``auto`` stands for."""
+    return _NAMED.get(name) or getattr(torch, name)
 
 
 class PagedKVPool(KVPool):
@@ -28,12 +35,12 @@ class PagedKVPool(KVPool):
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.k[:, 0].zero_()
         self.v[:, 0].zero_()
-        self._k_places = self.k.flatten(1, 2)  # [layers, places, kv_heads, head_dim], the same memory
-        self._v_places = self.v.flatten(1, 2)
+        k_places, v_places = self.k.flatten(1, 2), self.v.flatten(1, 2)  # [layers, places, kv_heads, head_dim]
+        self._raw = raw(k_places), raw(v_places)  # the same memory
         self._keys = list(self.k.unbind(0))
         self._values = list(self.v.unbind(0))
-        self._k_rows = list(self._k_places.unbind(0))
-        self._v_rows = list(self._v_places.unbind(0))
+        self._k_rows = list(k_places.unbind(0))
+        self._v_rows = list(v_places.unbind(0))
 
     @staticmethod
     def bytes_per_page(group: CacheGroup, page_size: int, dtype: torch.dtype) -> int:
@@ -50,11 +57,9 @@ class PagedKVPool(KVPool):
 
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
         """See ``KVPool.store``. Where several tokens name one place (padding rows on page 0), any of them stays."""
-        if k.dtype != self.dtype:
-            k, v = k.to(self.dtype), v.to(self.dtype)
         store(k, v, self._k_rows[layer_id], self._v_rows[layer_id], out_loc)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See ``KVPool.copy``."""
-        for places in (self._k_places, self._v_places):
+        for places in self._raw:
             places.index_copy_(1, target, places.index_select(1, source))

@@ -30,6 +30,8 @@ from dovetail.plugins.stages import probe
 from dovetail.plugins.tuning import TuningRecord, record_for
 
 Slots = Mapping[str, Slot]
+FP8_E4M3 = (8, 9)
+"""The compute capability from which on CUDA devices convert to that dtype."""
 
 logger = logging.getLogger("dovetail.plugins")
 
@@ -44,6 +46,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     record = record_for(machine) if tuning is None else None
     best = tuning if tuning is not None else record.slots if record is not None else {}
     model = choose_model(config, registry, machine, best)
+    _check_kv_dtype(model.kv_dtype, machine)
     slots = _open_slots(config, registry, machine, model, best)
     combo = _search(slots, config, machine, model)
     _judge_the_others(slots, combo, _lags(config, machine), model)
@@ -110,6 +113,16 @@ def _lags(config: Config, machine: Machine) -> list[bool]:
     if config.scheduler.overlap != "auto":
         return [config.scheduler.overlap]
     return [True, False] if machine.device_type == "cuda" else [False, True]
+
+
+def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
+    """Whatever attends, the kernels that write the pool must have the conversion."""
+    have = machine.compute_capability
+    if kv_dtype == "fp8_e4m3" and have is not None and have < FP8_E4M3:
+        raise ConfigError(
+            f"memory.kv_dtype is fp8_e4m3, which needs compute capability {'.'.join(map(str, FP8_E4M3))}; "
+            f"{machine.device_name} has {'.'.join(map(str, have))}. Set memory.kv_dtype to fp8_e5m2 or auto"
+        )
 
 
 def _graphs(config: Config, machine: Machine) -> list[bool]:

@@ -11,6 +11,7 @@ import torch
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.interfaces.features import Feature
+from dovetail.memory.pool import pool_dtype
 from dovetail.plugins.specs import ComponentKind, Constraints
 from dovetail.testing.attention_graphs import CapturedDecode
 from dovetail.testing.attention_reference import TOLERANCES, Case, Step, poisoned_equal, reference
@@ -43,6 +44,7 @@ STEPS: dict[str, tuple[Case, tuple[Feature, ...]]] = {
     ),
 }
 each_step = pytest.mark.parametrize("step", STEPS)
+each_kv_dtype = pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
 
 SHARED_STEPS: dict[str, Case] = {
     "one group": Case([64, 70, 90, 65], [1] * 4, groups=[(4, 64)]),
@@ -200,6 +202,35 @@ class AttentionSuite(ComponentSuite):
         self.check(replace(case, dtype=dtype), *features)
 
     @each_step
+    @each_kv_dtype
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_fp8_pools(self, step: str, kv_dtype: str, dtype: torch.dtype) -> None:
+        """Keys and values of 8 bits are exact in every dtype of queries, so nothing is allowed but the usual rounding."""
+        self.skip_dtype(dtype)
+        self.skip_kv_dtype(kv_dtype)
+        case, features = STEPS[step]
+        case = replace(case, dtype=dtype, kv_dtype=pool_dtype(kv_dtype), page_size=16)
+        self.check(case, *features)
+        self.check(replace(case, ordered_pages=True, heads=8), *features)
+
+    @each_kv_dtype
+    def test_long_rows_of_fp8_pools(self, kv_dtype: str) -> None:
+        """Long enough for every backend to split or group them."""
+        self.skip_kv_dtype(kv_dtype)
+        prefix = [1900, 3, 700, 0, 64, 1100, 255, 30]
+        case = Case(prefix, [1] * len(prefix), page_size=16, kv_dtype=pool_dtype(kv_dtype), heads=8)
+        self.check(case, DECODE)
+        self.check(replace(case, prefix=[900, 0, 130], extend=[230, 300, 70], num_extend=3), EXTEND)
+
+    @each_shared_step
+    @each_kv_dtype
+    def test_shared_prefixes_of_fp8_pools(self, step: str, kv_dtype: str) -> None:
+        """Both parts are read from such a pool."""
+        self.skip_kv_dtype(kv_dtype)
+        case = replace(SHARED_STEPS[step], kv_dtype=pool_dtype(kv_dtype), page_size=16)
+        self.check(case, DECODE, SHARED_PREFIX)
+
+    @each_step
     @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 4), (8, 4), (8, 2), (8, 1), (7, 1)])
     def test_grouped_heads(self, step: str, heads: int, kv_heads: int) -> None:
         """Query head h reads key head h * kv_heads // heads."""
@@ -295,17 +326,30 @@ class AttentionSuite(ComponentSuite):
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("page_size", [1, 16])
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-    @torch.inference_mode()
     def test_graphs(self, dtype: torch.dtype, page_size: int, shared: bool) -> None:
         """Graphs of two sizes replay steps of other lengths in turns, with steps of no graph between them."""
         for feature in (DECODE, GRAPH, *([SHARED_PREFIX] if shared else [])):
             self.require(feature)
         self.skip_dtype(dtype)
         self.skip_page_size(page_size)
+        self.replay(Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, dtype=dtype, page_size=page_size), shared)
+
+    @each_kv_dtype
+    @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+    def test_graphs_over_fp8_pools(self, kv_dtype: str, shared: bool) -> None:
+        """The same, in the first dtype that is allowed."""
+        for feature in (DECODE, GRAPH, *([SHARED_PREFIX] if shared else [])):
+            self.require(feature)
+        self.skip_kv_dtype(kv_dtype)
+        self.replay(Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, kv_dtype=pool_dtype(kv_dtype), page_size=16), shared)
+
+    @torch.inference_mode()
+    def replay(self, case: Case, shared: bool) -> None:
+        """Capture decode steps over the pool of ``case`` and compare ``REPLAYS`` with the reference."""
         device = self.find_device()
         if device.type != "cuda":
             pytest.skip("graphs are a matter of CUDA")
-        base = self.fit(Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, dtype=dtype, page_size=page_size))
+        base = self.fit(case)
         whole = Step(base, device)
         backend = self.make(whole.context())
         graphs = [CapturedDecode(backend, whole, rows, shared=shared) for rows in (GRAPH_ROWS, GRAPH_ROWS - 1)]
@@ -394,6 +438,14 @@ class AttentionSuite(ComponentSuite):
         """Skip if the component or this suite does not allow it."""
         if self.fit(replace(STEPS["decode"][0], dtype=dtype)).dtype != dtype:
             pytest.skip(f"{self.name} does not allow {dtype}")
+
+    def skip_kv_dtype(self, kv_dtype: str) -> None:
+        """Skip if the component, or this machine, does not allow it."""
+        if self.constraints.kv_dtypes and kv_dtype not in self.constraints.kv_dtypes:
+            pytest.skip(f"{self.name} does not allow a pool of {kv_dtype}")
+        device = self.find_device()
+        if kv_dtype == "fp8_e4m3" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            pytest.skip("fp8_e4m3 needs compute capability 8.9")
 
     def skip_page_size(self, page_size: int) -> None:
         """Skip if the component does not allow it."""

@@ -43,6 +43,7 @@ class Case:
     shared: int = 0
     groups: Sequence[tuple[int, int]] | None = None
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None  # of the pool; None: dtype
     key_scale: float = 1.0
     ordered_pages: bool = False
     seed: int = 0
@@ -126,9 +127,9 @@ class Step:
     def _make_pool(self, owned: Sequence[int]) -> PagedKVPool:
         case = self.case
         group = CacheGroup(NUM_LAYERS, case.kv_heads, case.head_dim)
-        pool = PagedKVPool(group, self.num_pages, case.page_size, case.dtype, self.device)
-        pool.k.fill_(torch.nan)
-        pool.v.fill_(torch.nan)
+        pool = PagedKVPool(group, self.num_pages, case.page_size, case.kv_dtype or case.dtype, self.device)
+        for memory in (pool.k, pool.v):
+            memory.copy_(torch.full((), torch.nan))
         for row, length in enumerate(owned):
             places = row_places(self.table[row], length, case.page_size).to(self.device)
             k, v = (self._normal(length, case.kv_heads, case.head_dim) for _ in range(2))
@@ -204,4 +205,5 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attent
 
 def poisoned_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """True if both hold the same numbers and NaN in the same places."""
+    left, right = left.float(), right.float()
     return bool(((left == right) | (left.isnan() & right.isnan())).all())

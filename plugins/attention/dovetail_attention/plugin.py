@@ -8,6 +8,9 @@ from dovetail.interfaces.features import Feature
 from dovetail.plugins.hookspecs import hookimpl
 from dovetail.plugins.specs import ComponentKind, ComponentSpec, Constraints, Requirement
 
+DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8_e5m2")
+
 TORCH_NATIVE = ComponentSpec(
     kind=ComponentKind.ATTENTION,
     name="torch_native",
@@ -26,7 +29,7 @@ TORCH_NATIVE = ComponentSpec(
             Feature.ATTN_SINKS,
         }
     ),
-    constraints=Constraints(devices=("cpu", "cuda"), dtypes=("float32", "bfloat16", "float16")),
+    constraints=Constraints(devices=("cpu", "cuda"), dtypes=DTYPES, kv_dtypes=KV_DTYPES),
 )
 
 FLASH_ATTN = ComponentSpec(
@@ -83,9 +86,7 @@ TRITON = ComponentSpec(
             Feature.ATTN_SHARED_PREFIX,
         }
     ),
-    constraints=Constraints(
-        devices=("cuda",), min_compute_capability=(8, 0), dtypes=("float32", "bfloat16", "float16")
-    ),
+    constraints=Constraints(devices=("cuda",), min_compute_capability=(8, 0), dtypes=DTYPES, kv_dtypes=KV_DTYPES),
     priority=10,
 )
 
@@ -114,7 +115,7 @@ FLASHINFER = ComponentSpec(
         devices=("cuda",),
         min_compute_capability=(8, 0),
         dtypes=("bfloat16", "float16"),
-        kv_dtypes=("bfloat16", "float16"),
+        kv_dtypes=("bfloat16", "float16", "fp8_e4m3"),
         head_dims=(64, 128, 256),
     ),
     priority=20,

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.ops.cpu.kernels import PagedKV, kernels
+from dovetail.ops.kv import raw
 from dovetail.types import Batch
 from dovetail_attention.kernels import attend, attend_shared
 from dovetail_attention.planner import CPU, CUDA, Group, Planner
@@ -20,7 +21,7 @@ Way = tuple[int | None, bool]
 
 
 class Buffer(NamedTuple):
-    """Three views of the memory that a group's keys or values are gathered into."""
+    """Three views of the memory that a group's keys or values are gathered into; the first two as ``ops.kv.raw``."""
 
     pieces: torch.Tensor  # [pieces of all rows, unit * kv_heads * head_dim]
     places: torch.Tensor  # [places, kv_heads * head_dim]
@@ -130,10 +131,10 @@ class TorchNativeAttention(AttentionBackend):
     def _read(self, bound: Bound, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """The group's keys and values, ``[rows, kv_heads, keys, head_dim]``."""
         group = bound.group
-        keys, values = self._memory.get((layer.layer_id, group.unit)) or self._pieces(layer.layer_id, group.unit)
         if group.index is None:
+            keys, values = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
             return self._in_place(keys, group), self._in_place(values, group)
-        return bound.gather(keys, values)
+        return bound.gather(*self._memory.get((layer.layer_id, group.unit)) or self._pieces(layer.layer_id, group.unit))
 
     def _in_place(self, memory: torch.Tensor, group: Group) -> torch.Tensor:
         start = memory.storage_offset() + group.start * self._stride
@@ -143,7 +144,7 @@ class TorchNativeAttention(AttentionBackend):
     def _pieces(self, layer_id: int, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values in rows of ``unit`` places, the same memory. Pools must be contiguous per layer."""
         keys, values = (
-            x.view(-1, unit * self._stride) for x in (self._pool.keys(layer_id), self._pool.values(layer_id))
+            raw(x).view(-1, unit * self._stride) for x in (self._pool.keys(layer_id), self._pool.values(layer_id))
         )
         self._memory[layer_id, unit] = keys, values
         return keys, values
@@ -174,4 +175,4 @@ class TorchNativeAttention(AttentionBackend):
                 self._scratch[which] = self._scratch[which].new_empty(size)
         flat = self._scratch[which][:size]
         by_row = flat.view(group.rows, -1, self._heads, self._dim)[:, : group.keys].transpose(1, 2)
-        return Buffer(flat.view(-1, width), flat.view(-1, self._stride), by_row)
+        return Buffer(raw(flat).view(-1, width), raw(flat).view(-1, self._stride), by_row)

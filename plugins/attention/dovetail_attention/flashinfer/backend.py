@@ -94,7 +94,12 @@ class FlashInfer(AttentionBackend):
         if config.variant == "fa3" and capability != (9, 0):
             found = ".".join(map(str, capability))
             raise ConfigError(f"attention.variant is fa3, which needs compute capability 9.0; this device has {found}")
-        self._variant, self._context = config.variant, context
+        self._context = context
+        self._variant = config.variant
+        if context.pool.keys(0).dtype != context.dtype:  # fa3 multiplies operands of one dtype
+            if config.variant == "fa3":
+                raise ConfigError("attention.variant is fa3, which needs memory.kv_dtype auto; allowed here: auto, fa2")
+            self._variant = "fa2"
         self._pool, self._page_size = context.pool, context.pool.page_size
         self._tensor_cores = context.num_heads // context.num_kv_heads >= TENSOR_CORE_GROUP
         self._workspace = torch.zeros(config.workspace_mib << 20, dtype=torch.uint8, device=context.device)

@@ -82,6 +82,7 @@ class TritonAttention(AttentionBackend):
         self._dtype, self._max_rows = context.dtype, context.max_rows
         self._kv_heads, self._head_dim = context.num_kv_heads, context.head_dim
         self._group = context.num_heads // context.num_kv_heads
+        self._token_bytes = 2 * self._kv_heads * self._head_dim * context.pool.keys(0).element_size()
         self._processors, self._roomy = CPU_PROCESSORS, False
         if context.device.type == "cuda":
             found = torch.cuda.get_device_properties(context.device)
@@ -95,7 +96,7 @@ class TritonAttention(AttentionBackend):
     def shares(self, batch: Batch) -> bool:
         """True if the rows have more bytes of KV a layer in common than the second launch and the merge are worth."""
         assert batch.shared is not None
-        return batch.shared.saved * 2 * self._kv_heads * self._head_dim * self._dtype.itemsize > SHARING_BYTES
+        return batch.shared.saved * self._token_bytes > SHARING_BYTES
 
     def variant(self, batch: Batch) -> int:
         """``EVEN`` where no row is so long that the device would wait for the program that reads it. Shared prefixes are always
@@ -103,7 +104,7 @@ class TritonAttention(AttentionBackend):
         if batch.shared is not None:
             return EVEN
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
-        bytes_read = int(lens.sum()) * 2 * self._kv_heads * self._head_dim * self._dtype.itemsize
+        bytes_read = int(lens.sum()) * self._token_bytes
         longest = int(lens.max()) / decode_splits(rows, self._kv_heads, self._processors) * SECONDS_PER_KEY
         return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else SCHEDULED
 
