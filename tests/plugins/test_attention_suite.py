@@ -17,7 +17,8 @@ from dovetail.plugins.specs import ComponentKind, ComponentSpec
 from dovetail.testing.attention import STEPS, AttentionSuite
 from dovetail.types import Batch
 
-OFFERS = frozenset(feature for feature in Feature if feature.startswith("attention.")) - {Feature.ATTN_GRAPH}
+GRAPHS = {Feature.ATTN_GRAPH, Feature.ATTN_VERIFY_GRAPH}
+OFFERS = frozenset(feature for feature in Feature if feature.startswith("attention.")) - GRAPHS
 
 
 class Flawed(AttentionBackend):

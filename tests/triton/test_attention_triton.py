@@ -16,7 +16,14 @@ import pytest
 import torch
 
 from dovetail.testing.attention import GRAPH_ROWS, REPLAYS, SHARED_STEPS, STEPS, AttentionSuite
-from dovetail.testing.attention_graphs import copy_inputs
+from dovetail.testing.attention_graphs import (
+    VERIFY_REPLAYS,
+    VERIFY_TOKENS,
+    VERIFY_WIDTH,
+    copy_inputs,
+    static_verify_step,
+    verify_step,
+)
 from dovetail.testing.attention_reference import Case, Step
 from dovetail_attention.triton import backend
 
@@ -112,6 +119,28 @@ class TestTriton(AttentionSuite):
             copy_inputs(step, static)
             built.plan_replay(static.batch)
             self.compare_output(step, built.forward(static.q, static.layer, static.batch))
+
+    @pytest.mark.parametrize("processors", [1, 40])
+    @pytest.mark.parametrize("window", [None, 30])
+    @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+    @torch.inference_mode()
+    def test_one_plan_serves_however_tokens_are_divided_among_rows(
+        self, monkeypatch: pytest.MonkeyPatch, tree: bool, window: int | None, processors: int
+    ):
+        """What a graph of verify rows relies on, filled up with rows of one query and of none."""
+        monkeypatch.setattr(backend, "CPU_PROCESSORS", processors)
+        base = Case([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, page_size=16, window=window)
+        whole = Step(base, CPU)
+        built = self.make(whole.context())
+        static = static_verify_step(base, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=tree)
+        built.plan_capture(static.batch)
+        for prefix, trees in VERIFY_REPLAYS:
+            step = verify_step(base, whole, prefix, trees, VERIFY_TOKENS)
+            assert step.drafts is not None
+            if tree or step.drafts.is_chain:
+                copy_inputs(step, static)
+                built.plan_replay(static.batch)
+                self.compare_output(step, built.forward(static.q, static.layer, static.batch))
 
 
 def test_sharing_must_pay():

@@ -85,12 +85,18 @@ class AttentionBackend(ABC):
         """Plan a decode batch whose device tensors keep their addresses, for a graph of ``len(batch.slots)`` rows (and one
         more where ``batch.shared`` is set). Called before the capture; ``forward`` is then captured, and must neither
         synchronize nor depend on host numbers that change from step to step. ``kv_lens`` on the host are those of the
-        longest context at this time. Needs ``attention.graph``."""
+        longest context at this time. Needs ``attention.graph``.
+
+        With ``attention.verify_graph`` also a batch of verify rows (``batch.drafts`` is set), for a graph of
+        ``len(batch.positions)`` tokens and as many rows. ``extend_lens`` on the host are the most queries that a row can have;
+        how the tokens are divided among rows is in ``qo_indptr``, and changes from step to step: rows may have no query at
+        all, and all tokens are some row's. ``tree_mask [tokens, most queries]`` keeps its address too; a graph has one for
+        all its steps, or for none."""
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")
 
     def plan_replay(self, batch: Batch) -> None:
         """Called before each replay, with the batch of ``plan_capture``, whose host lengths now hold this step's values; rows
-        that pad it have ``prefix_lens`` 0 and read page 0. Its device tensors get theirs within the graph, before the first
-        layer. Brings up to date what the backend keeps on the host for the graph of this many rows. Needs
+        that pad it have ``prefix_lens`` 0 and read page 0, with one query or (verify rows) none. Its device tensors get
+        theirs within the graph, before the first layer. Brings up to date what the backend keeps on the host for the graph of this many rows. Needs
         ``attention.graph``."""
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")

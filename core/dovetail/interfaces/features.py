@@ -22,6 +22,7 @@ class Feature(enum.StrEnum):
     ATTN_SOFT_CAP = "attention.soft_cap"
     ATTN_SINKS = "attention.sinks"
     ATTN_GRAPH = "attention.graph"  # plan and forward can be captured and replayed
+    ATTN_VERIFY_GRAPH = "attention.verify_graph"  # so can those of verify rows, with tree masks where they are offered
     ATTN_SHARED_PREFIX = "attention.shared_prefix"  # a prefix that decode rows share is read once for all of them
     ATTN_BATCH_INVARIANT = "attention.batch_invariant"  # a row's bits do not depend on the other rows
 

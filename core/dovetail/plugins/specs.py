@@ -21,7 +21,10 @@ class ComponentKind(enum.StrEnum):
 
 API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
     **dict.fromkeys(ComponentKind, (1, 0)),
-    ComponentKind.ATTENTION: (1, 1),  # shares, shared prefixes, graph hooks as the engine calls them
+    ComponentKind.ATTENTION: (
+        1,
+        2,
+    ),  # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows
     ComponentKind.CACHE: (1, 1),  # shared_prefixes
     ComponentKind.GRAMMAR: (1, 1),  # check, GrammarSpec.backend, more kinds
     ComponentKind.MODEL: (1, 1),  # batch.last

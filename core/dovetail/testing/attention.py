@@ -13,7 +13,13 @@ from dovetail.interfaces.attention import AttentionBackend, AttentionContext, At
 from dovetail.interfaces.features import Feature
 from dovetail.memory.pool import pool_dtype
 from dovetail.plugins.specs import ComponentKind, Constraints
-from dovetail.testing.attention_graphs import CapturedDecode
+from dovetail.testing.attention_graphs import (
+    VERIFY_REPLAYS,
+    VERIFY_TOKENS,
+    CapturedDecode,
+    CapturedVerify,
+    verify_step,
+)
 from dovetail.testing.attention_reference import TOLERANCES, Case, Step, poisoned_equal, reference
 from dovetail.testing.component import ComponentSuite
 
@@ -359,6 +365,35 @@ class AttentionSuite(ComponentSuite):
                 self.compare_output(step, graph.replay(step))
                 backend.plan(step.batch)
                 self.compare_output(step, backend.forward(step.q, step.layer, step.batch))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("window", [None, 30])
+    @torch.inference_mode()
+    def test_graphs_of_verify_rows(self, dtype: torch.dtype, window: int | None) -> None:
+        """Two graphs replay steps whose tokens are divided among rows in different ways, with steps of no graph between."""
+        for feature in (VERIFY, Feature.ATTN_VERIFY_GRAPH, *([WINDOW] if window else [])):
+            self.require(feature)
+        self.skip_dtype(dtype)
+        device = self.find_device()
+        if device.type != "cuda":
+            pytest.skip("graphs are a matter of CUDA")
+        rows = VERIFY_TOKENS
+        base = self.fit(Case([200] * rows, [1] * rows, dtype=dtype, page_size=16, window=window))
+        whole = Step(base, device)
+        backend = self.make(whole.context())
+        graphs = [
+            CapturedVerify(backend, whole, tree=tree) for tree in ((False, True) if self.offers(TREE) else (False,))
+        ]
+        for prefix, trees in VERIFY_REPLAYS:
+            step = verify_step(base, whole, prefix, trees, VERIFY_TOKENS)
+            assert step.drafts is not None
+            for graph in graphs if step.drafts.is_chain else graphs[1:]:
+                self.compare_output(step, graph.replay(step))
+            if step.drafts.is_chain or self.offers(TREE):
+                extend = [1 + len(tree) for tree in trees]
+                alone = Step(replace(base, prefix=prefix, extend=extend, trees=trees), device, whole)
+                backend.plan(alone.batch)
+                self.compare_output(alone, backend.forward(alone.q, alone.layer, alone.batch))
 
     @pytest.mark.parametrize("window", [None, 100])
     @pytest.mark.parametrize("ordered_pages", [True, False])

@@ -1,4 +1,4 @@
-"""Decode steps of an attention backend in CUDA graphs, as the engine runs them."""
+"""Decode and verify steps of an attention backend in CUDA graphs, as the engine runs them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ import torch
 
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.batches import make_tree_mask
 from dovetail.types import Batch
 
 WARM_UPS = 2
 
 
-class CapturedDecode:
-    """``forward`` of a backend, captured for ``rows`` rows over the pool of ``whole``. Call it under inference mode."""
+VERIFY_TOKENS, VERIFY_WIDTH = 16, 5
+VERIFY_REPLAYS: tuple[tuple[list[int], list[list[int]]], ...] = (
+    ([70, 65, 200], [[-1, 0, 1, 2], [], [-1, 0]]),
+    ([180, 0, 199, 33], [[-1, 0, 1, 2], [-1, 0], [-1, 0, 1, 2], [-1]]),
+    ([5], [[-1]]),
+    ([12, 31, 64, 150, 15, 16], [[-1, -1, 0, 1], [-1], [], [-1, -1], [], [-1, -1]]),
+    ([64, 190], [[-1, 0, 0, 2], [-1, -1, 1, 1]]),
+)
+"""Prefixes and trees of verify steps, one after the other in a graph of ``VERIFY_TOKENS`` tokens."""
 
-    def __init__(self, backend: AttentionBackend, whole: Step, rows: int, *, shared: bool) -> None:
-        self._backend, self._whole, self._rows = backend, whole, rows
-        static = self._static = self.step(whole.case, [], [] if shared else None)
-        longest = np.full(rows, whole.context().max_context - 1, np.int32)
-        static.batch.prefix_lens = longest
+
+class Captured:
+    """``forward`` of a backend for the step ``static``, captured. Call it under inference mode."""
+
+    def __init__(self, backend: AttentionBackend, static: Step) -> None:
+        self._backend, self._static = backend, static
         backend.plan_capture(static.batch)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -34,13 +43,6 @@ class CapturedDecode:
         with torch.cuda.graph(self._graph, stream=stream):
             self._out = backend.forward(static.q, static.layer, static.batch)
 
-    def step(self, base: Case, prefix: Sequence[int], groups: Sequence[tuple[int, int]] | None) -> Step:
-        """A step of rows with these prefixes, filled up with padding."""
-        real = list(prefix[: self._rows])
-        padding = self._rows - len(real)
-        case = replace(base, prefix=real + [0] * padding, extend=[1] * self._rows, padding=padding, groups=groups)
-        return Step(case, self._whole.device, self._whole)
-
     def replay(self, step: Step) -> torch.Tensor:
         """What the graph computes for ``step``."""
         copy_inputs(step, self._static)
@@ -50,13 +52,68 @@ class CapturedDecode:
         return self._out.clone()
 
 
+class CapturedDecode(Captured):
+    """Decode steps of ``rows`` rows over the pool of ``whole``."""
+
+    def __init__(self, backend: AttentionBackend, whole: Step, rows: int, *, shared: bool) -> None:
+        self._whole, self._rows = whole, rows
+        static = self.step(whole.case, [], [] if shared else None)
+        static.batch.prefix_lens = np.full(rows, whole.context().max_context - 1, np.int32)
+        super().__init__(backend, static)
+
+    def step(self, base: Case, prefix: Sequence[int], groups: Sequence[tuple[int, int]] | None) -> Step:
+        """A step of rows with these prefixes, filled up with padding."""
+        real = list(prefix[: self._rows])
+        padding = self._rows - len(real)
+        case = replace(base, prefix=real + [0] * padding, extend=[1] * self._rows, padding=padding, groups=groups)
+        return Step(case, self._whole.device, self._whole)
+
+
+class CapturedVerify(Captured):
+    """Verify steps of ``VERIFY_TOKENS`` tokens over the pool of ``whole``, which must have as many rows."""
+
+    def __init__(self, backend: AttentionBackend, whole: Step, *, tree: bool) -> None:
+        super().__init__(backend, static_verify_step(whole.case, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=tree))
+
+
+def verify_step(base: Case, whole: Step, prefix: Sequence[int], trees: Sequence[Sequence[int]], tokens: int) -> Step:
+    """A step of verify rows over the pool of ``whole``, filled up with rows of one query on page 0, and rows of none, to
+    ``tokens`` tokens and as many rows. ``whole`` must have as many rows."""
+    real = [1 + len(parents) for parents in trees]
+    fill, padding = tokens - sum(real), tokens - len(real)
+    case = replace(
+        base,
+        prefix=[*prefix, *[0] * padding],
+        extend=[*real, *[1] * fill, *[0] * (padding - fill)],
+        trees=[*trees, *[[]] * padding],
+        padding=padding,
+    )
+    return Step(case, whole.device, whole)
+
+
+def static_verify_step(base: Case, whole: Step, tokens: int, width: int, *, tree: bool) -> Step:
+    """What is planned and captured for steps of so many tokens, at most ``width`` in a row."""
+    static = verify_step(base, whole, [], [], tokens)
+    batch = static.batch
+    batch.prefix_lens = np.full(tokens, whole.context().max_context - width, np.int32)
+    batch.extend_lens = np.full(tokens, width, np.int32)
+    if tree:
+        batch.tree_mask = torch.zeros(tokens, width, dtype=torch.bool, device=whole.device)
+    return static
+
+
 def copy_inputs(source: Step, target: Step) -> None:
     """Copy the queries, lengths and tables of ``source`` to the tensors of ``target``, which keep their addresses."""
     given, batch = source.batch, target.batch
     for to, tensor in zip(_tensors(batch), _tensors(given), strict=True):
         to.copy_(tensor)
     target.q.copy_(source.q)
-    batch.prefix_lens = given.prefix_lens
+    batch.prefix_lens, batch.extend_lens = given.prefix_lens, given.extend_lens
+    if batch.tree_mask is not None:
+        assert given.drafts is not None
+        mask = torch.from_numpy(make_tree_mask(given, given.drafts))
+        batch.tree_mask.zero_()
+        batch.tree_mask[:, : mask.shape[1]].copy_(mask)
     if batch.shared is not None and given.shared is not None:
         batch.shared.starts, batch.shared.lens = given.shared.starts, given.shared.lens
 

@@ -121,7 +121,7 @@ def make_tree_mask(batch: Batch, drafts: DraftTree) -> np.ndarray:
             count = int(batch.extend_lens[row])
             mask[first : first + count, :count] = np.tri(count, dtype=np.bool_)
             continue
-        mask[first, 0] = True
+        mask[first : first + batch.extend_lens[row], 0] = True
         for node in range(drafts.lens[row]):
             mask[first + 1 + node] = mask[first + 1 + drafts.parents[row, node]]
             mask[first + 1 + node, 1 + node] = True
@@ -137,7 +137,7 @@ def _depths(batch: Batch, drafts: DraftTree) -> np.ndarray:
         own = [0]
         for node in range(count - 1):
             own.append(own[1 + drafts.parents[row, node]] + 1)
-        depths += own
+        depths += own[:count]
     return np.asarray(depths, np.int64)
 
 

@@ -70,7 +70,7 @@ TRITON = ComponentSpec(
     target="dovetail_attention.triton.backend:TritonAttention",
     config="dovetail_attention.config:TritonConfig",
     summary="Our own kernels, for any head dim, page size and mask, on every GPU that Triton knows from Ampere on.",
-    api=(1, 1),
+    api=(1, 2),
     requires=(Requirement("triton", install="pip install triton"),),
     offers=frozenset(
         {
@@ -83,6 +83,7 @@ TRITON = ComponentSpec(
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_SINKS,
             Feature.ATTN_GRAPH,
+            Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,
         }
     ),

@@ -38,6 +38,9 @@ ROWS_PER_GROUP = 16
 
 CPU_PROCESSORS = 2
 
+MIN_VERIFY_TOKENS = 64
+"""Memory for graphs of verify rows is made for so many tokens at least, and then for powers of two."""
+
 
 class Memory:
     """What one launch writes for its merge, and its schedules by window. Addresses never change."""
@@ -88,7 +91,7 @@ class TritonAttention(AttentionBackend):
             found = torch.cuda.get_device_properties(context.device)
             self._processors = found.multi_processor_count
             self._roomy = found.shared_memory_per_multiprocessor >= tiles.ROOM
-        self._kept: dict[str, Memory] = {}
+        self._kept: dict[tuple[str, tiles.Tile, int], Memory] = {}
         self._steps: list[Step] = []
         self._even = 0  # parts of every row's keys, in a step of the variant EVEN
         self._leaders: dict[int | None, int] = {}  # by window: the layer that makes the schedule
@@ -122,6 +125,9 @@ class TritonAttention(AttentionBackend):
     def plan_capture(self, batch: Batch) -> None:
         """The launches of this many rows. Their memory is that of all other decode steps too."""
         self._leaders = {}
+        if batch.drafts is not None:
+            self._even, self._steps = 0, [self._verify_step(batch)]
+            return
         even = batch.variant == EVEN and batch.shared is None
         self._even = decode_splits(len(batch.slots), self._kv_heads, self._processors) if even else 0
         self._steps = [] if even else [self._decode_step(batch)]
@@ -189,7 +195,7 @@ class TritonAttention(AttentionBackend):
         tile = self._tile(self._group)
         slots = self._slots(tile)
         entries = Entries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)
-        return Step(range(rows), Launch(entries, self._keep("own", tile)), shared)
+        return Step(range(rows), Launch(entries, self._keep("own", tile, self._max_rows)), shared)
 
     def _shared_launch(self, groups: SharedPrefixes, rows: int) -> Launch:
         """Groups as entries. How many there are, and of how many rows, only the device knows."""
@@ -198,14 +204,28 @@ class TritonAttention(AttentionBackend):
         programs = slots + -(-rows // ROWS_PER_GROUP)
         indptr, lens, table = groups.indptr, groups.group_lens, groups.group_table
         entries = Entries(indptr, lens, table, tile, slots, programs, fewer=True, causal=False)
-        return Launch(entries, self._keep("shared", tile))
+        return Launch(entries, self._keep("shared", tile, self._max_rows))
 
-    def _keep(self, name: str, tile: tiles.Tile) -> Memory:
-        """Memory for decode steps of up to ``max_rows`` rows, made once: graphs know its address."""
-        if name not in self._kept:
-            rows = self._max_rows
-            self._kept[name] = self._memory(tile, self._slots(tile), rows * self._tiles(1, tile), rows)
-        return self._kept[name]
+    def _verify_step(self, batch: Batch) -> Step:
+        """Rows of up to so many queries. How many each has only the device knows: the fewest programs there may be work for do
+        it all."""
+        tokens, width = len(batch.positions), int(batch.extend_lens.max())
+        tree = None if batch.tree_mask is None else batch.tree_mask.view(torch.uint8)
+        tile = self._tile(width * self._group, tree=tree is not None)
+        fewest, slots = -(-tokens // width) * self._tiles(width, tile), self._slots(tile)
+        cut = 0 if fewest * self._kv_heads >= tile.resident * self._processors else slots
+        entries = Entries(
+            batch.qo_indptr, batch.kv_lens, batch.page_table, tile, cut, fewest + slots, fewer=True, tree=tree
+        )
+        room = max(MIN_VERIFY_TOKENS, 1 << (tokens - 1).bit_length())
+        return Step(range(tokens), Launch(entries, self._keep("verify", tile, room)))
+
+    def _keep(self, name: str, tile: tiles.Tile, tokens: int) -> Memory:
+        """Memory for steps of up to so many tokens, each a row of its own if need be, made once: graphs know its address."""
+        key = name, tile, tokens
+        if key not in self._kept:
+            self._kept[key] = self._memory(tile, self._slots(tile), tokens * self._tiles(1, tile), tokens)
+        return self._kept[key]
 
     def _ragged_step(self, batch: Batch, part: slice) -> Step:
         """Rows of several queries, or of one beside those of several. Where their tiles keep the device busy, no key is cut."""
