@@ -27,7 +27,10 @@ from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
 from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.pieces import PiecewiseGraphs
 from dovetail.engine.pieces import ladder as token_ladder
-from dovetail.engine.sampler import Sampler, decode_numbers, logprobs_of
+from dovetail.engine.prompt_logprobs import prompt_logprobs
+from dovetail.engine.sampler import Sampler, decode_numbers
+from dovetail.engine.verify import compact
+from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey, VerifySizes
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
@@ -44,9 +47,6 @@ if TYPE_CHECKING:
     from dovetail.types import Batch, IntArray
 
 log = logging.getLogger(__name__)
-
-PROMPT_LOGPROB_ROWS = 512
-"""Prompt tokens whose logits are held at one time."""
 
 
 class Engine:
@@ -84,6 +84,9 @@ class Engine:
         self._decode = self._attention(resolved.attention_decode, dtype, self.pool, config.scheduler.rows)
         self.shares_prefixes = _shares_prefixes(resolved)
         self.graphs = self._build_graphs(config) if config.graphs.decode is True else None
+        self.verify_graphs: VerifyGraphs | None = None
+        captured = self.graphs is not None and Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
+        self._verify_section = config.graphs if captured else None
         self.pieces = self._build_pieces(config, dtype)
         self._needed: Counter[object] = Counter()
         self._graph: DecodeGraph | None = None
@@ -100,13 +103,15 @@ class Engine:
         lens = [self.context_len] * whole + [rest] * (rest > 0) + [1] * (rows * config.scheduler.mixed)
         backend = self._attention(resolved.attention_prefill, dtype, pool, rows)
         peak = measure_peak(lambda: dry_run(self.model, backend, pool, lens, rows), self.device)
-        return Needs(weights, peak, sum(lens), self._graph_bytes(config, dtype))
+        return Needs(weights, peak, sum(lens), self._graph_bytes(resolved, dtype))
 
-    def _graph_bytes(self, config: Config, dtype: torch.dtype) -> int:
-        """What captured steps keep: logits of decode steps (usual, of another variant, with shared prefixes), queries of every
-        layer of pieces; a quarter more for the rest."""
-        info, rows = self.info, sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
-        logits = 3 * rows * info.vocab_size if config.graphs.decode is True else 0
+    def _graph_bytes(self, resolved: Resolved, dtype: torch.dtype) -> int:
+        """What captured steps keep: logits of decode steps (usual, of another variant, with shared prefixes), of the largest
+        verify step (as they are computed, and copied), queries of every layer of pieces; a quarter more for the rest."""
+        info, config = self.info, resolved.config
+        rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
+        rows += 2 * config.graphs.max_rows * (resolved.drafter is not None)
+        logits = rows * info.vocab_size if config.graphs.decode is True else 0
         tokens = sum(token_ladder(config.graphs.piecewise_tokens))
         queries = tokens * info.num_layers * info.num_heads * info.head_dim
         return int((logits + queries) * dtype.itemsize * 1.25)
@@ -118,6 +123,18 @@ class Engine:
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps")
         return graphs
+
+    def expect_drafts(self, most: int, *, trees: bool) -> None:
+        """From now on rows may come with up to ``most`` drafts: chains, or ``trees``. Their steps are captured where decode
+        steps are, if the attention backend offers attention.verify_graph."""
+        section = self._verify_section
+        if section is None:
+            return
+        width, rows = 1 + most, len(self.inputs.page_table) - 1
+        sizes = VerifySizes(min(section.max_rows, rows * width), width, trees, self.context_len)
+        self.verify_graphs = VerifyGraphs(self.model, self.inputs, self.pool, self._decode, sizes)
+        if section.capture == "start":
+            capture_all(self.verify_graphs, "verify steps")
 
     def _build_pieces(self, config: Config, dtype: torch.dtype) -> PiecewiseGraphs | None:
         if self.device.type != "cuda" or not config.graphs.piecewise_tokens:
@@ -170,11 +187,17 @@ class Engine:
             self._logits = self.graphs.launch(self._graph, batch, numbers)
             batch.input_ids = self._graph.tensors.input_ids[: len(batch.slots)]  # penalties count them
             return
+        key = self._verify_key(batch)
+        if key is not None:
+            assert self.verify_graphs is not None
+            self._prompt_logprobs = []
+            self._logits = self.verify_graphs.launch(key, batch)
+            return
         self.inputs.prepare(batch)
         batch.attn, batch.kv = (backend,), (self.pool,)
         backend.plan(batch)
         hidden = self._forward(batch, backend)
-        self._prompt_logprobs = self._prompt_logprobs_of(batch, hidden)
+        self._prompt_logprobs = prompt_logprobs(self.model, batch, hidden)
         whole = batch.logit_rows is None or batch.last is not None
         self._logits = self.model.logits(hidden if whole else hidden[batch.logit_rows])
 
@@ -183,6 +206,12 @@ class Engine:
             return None
         key = self.graphs.key_for(batch)
         return self.graphs.get(key) if key is not None and self._is_ready(self.graphs, key) else None
+
+    def _verify_key(self, batch: Batch) -> VerifyKey | None:
+        if self.verify_graphs is None or batch.num_extend or batch.drafts is None:
+            return None
+        key = self.verify_graphs.key_for(batch)
+        return key if key is not None and self._is_ready(self.verify_graphs, key) else None
 
     def _forward(self, batch: Batch, backend: AttentionBackend) -> torch.Tensor:
         """Hidden states of a planned batch, by captured pieces where its size has been needed often enough."""
@@ -219,7 +248,7 @@ class Engine:
             output.prompt_logprobs = self._prompt_logprobs
             self._keep_last(batch, output)
         if batch.tree_mask is not None:
-            self._compact(batch, output)
+            compact(batch, output, self.pool)
         if self.device.type == "cuda":
             output.on_host = fetched(output)
             output.event = torch.cuda.Event()
@@ -241,48 +270,11 @@ class Engine:
 
     def idle(self) -> bool:
         """Do a little of what can wait until nothing else is to be done: capture a graph. False if nothing is left."""
-        return (self.graphs is not None and capture_next(self.graphs)) or (
-            self.pieces is not None and capture_next(self.pieces)
+        return (
+            (self.graphs is not None and capture_next(self.graphs))
+            or (self.verify_graphs is not None and capture_next(self.verify_graphs))
+            or (self.pieces is not None and capture_next(self.pieces))
         )
-
-    def _compact(self, batch: Batch, output: ForwardOutput) -> None:
-        assert output.nodes is not None
-        sampled = np.flatnonzero(batch.samples)
-        verify = torch.from_numpy(np.flatnonzero(sampled >= batch.num_extend)).to(self.device)
-        first = batch.qo_indptr[:-1].long()[torch.from_numpy(sampled).to(self.device)][verify]
-        nodes = output.nodes[verify]
-        step = torch.arange(nodes.shape[1], device=self.device)
-        assert output.accept_lens is not None
-        moved = (step < output.accept_lens[verify][:, None]) & (nodes != step)
-        source, target = (first[:, None] + nodes)[moved], (first[:, None] + step)[moved]
-        self.pool.copy(batch.out_loc[source], batch.out_loc[target])
-
-    def _prompt_logprobs_of(self, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, IntArray, Logprobs]]:
-        found: list[tuple[int, IntArray, Logprobs]] = []
-        for row in range(batch.num_extend):
-            req, start = batch.reqs[row], int(batch.prefix_lens[row])
-            if req.params.prompt_logprobs is None or start >= req.prompt_len - 1:
-                continue
-            next_ids = req.token_ids[start + 1 : min(start + int(batch.extend_lens[row]) + 1, req.prompt_len)]
-            first = int(batch.extend_lens[:row].sum())
-            found.append(
-                (
-                    row,
-                    next_ids,
-                    self._score(hidden[first : first + len(next_ids)], next_ids, req.params.prompt_logprobs),
-                )
-            )
-        return found
-
-    def _score(self, hidden: torch.Tensor, next_ids: IntArray, top: int) -> Logprobs:
-        targets = to_device(next_ids.astype(np.int64), self.device)
-        parts = [
-            logprobs_of(
-                self.model.logits(hidden[i : i + PROMPT_LOGPROB_ROWS]), targets[i : i + PROMPT_LOGPROB_ROWS], top
-            )
-            for i in range(0, len(targets), PROMPT_LOGPROB_ROWS)
-        ]
-        return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _shares_prefixes(resolved: Resolved) -> bool:

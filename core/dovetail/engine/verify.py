@@ -8,9 +8,14 @@ sample of p given those before it, so the output is distributed (and, with a fix
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from dovetail.memory.pool import PagedKVPool
+    from dovetail.types import Batch, ForwardOutput
 
 
 class Accepted(NamedTuple):
@@ -38,3 +43,18 @@ def accept(sampled: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor
         nodes.append(node)
     path = torch.cat(nodes, dim=1)
     return Accepted(sampled.gather(1, path), accept_len[:, 0], path)
+
+
+def compact(batch: Batch, output: ForwardOutput, pool: PagedKVPool) -> None:
+    """Move the K and V of accepted drafts in trees to where their positions belong."""
+    assert output.nodes is not None
+    device = batch.out_loc.device
+    sampled = np.flatnonzero(batch.samples)
+    verify = torch.from_numpy(np.flatnonzero(sampled >= batch.num_extend)).to(device)
+    first = batch.qo_indptr[:-1].long()[torch.from_numpy(sampled).to(device)][verify]
+    nodes = output.nodes[verify]
+    step = torch.arange(nodes.shape[1], device=device)
+    assert output.accept_lens is not None
+    moved = (step < output.accept_lens[verify][:, None]) & (nodes != step)
+    source, target = (first[:, None] + nodes)[moved], (first[:, None] + step)[moved]
+    pool.copy(batch.out_loc[source], batch.out_loc[target])

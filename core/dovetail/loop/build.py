@@ -34,9 +34,10 @@ def build_drafter(resolved: Resolved, engine: Engine) -> Drafter | None:
             "where every token is known to the host: set scheduler.overlap: false (the drafter's plugin should say "
             "that it needs runtime.host_tokens)"
         )
-    return resolved.drafter.build(
-        DrafterContext(engine.device, engine.info.vocab_size, section.rows, engine.context_len)
-    )
+    context = DrafterContext(engine.device, engine.info.vocab_size, section.rows, engine.context_len)
+    drafter: Drafter = resolved.drafter.build(context)
+    engine.expect_drafts(drafter.max_draft_tokens, trees=Feature.DRAFT_TREE in resolved.drafter.spec.offers)
+    return drafter
 
 
 def build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> GrammarService:

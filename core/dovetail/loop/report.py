@@ -54,5 +54,6 @@ def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]
         "memory": engine.budget.to_json(),
         "overlap": overlap,
         "graphs": engine.graphs is not None and engine.graphs.sizes,
+        "verify_graphs": engine.verify_graphs is not None and engine.verify_graphs.sizes,
         "resolved": resolved.to_json(),
     }

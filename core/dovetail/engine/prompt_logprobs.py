@@ -1,0 +1,45 @@
+"""Log-probabilities of prompt tokens, a few hundred rows of logits at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dovetail.engine.sampler import logprobs_of
+from dovetail.ops.transfer import to_device
+from dovetail.types import Logprobs
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.model import ModelArchitecture
+    from dovetail.types import Batch, IntArray
+
+PROMPT_LOGPROB_ROWS = 512
+"""Prompt tokens whose logits are held at one time."""
+
+
+def prompt_logprobs(
+    model: ModelArchitecture, batch: Batch, hidden: torch.Tensor
+) -> list[tuple[int, IntArray, Logprobs]]:
+    """Of each extend row that wants them: the row, the tokens that follow those of its chunk in the prompt, and their
+    log-probabilities. ``hidden`` are the hidden states of all tokens of the batch."""
+    found: list[tuple[int, IntArray, Logprobs]] = []
+    for row in range(batch.num_extend):
+        req, start = batch.reqs[row], int(batch.prefix_lens[row])
+        if req.params.prompt_logprobs is None or start >= req.prompt_len - 1:
+            continue
+        next_ids = req.token_ids[start + 1 : min(start + int(batch.extend_lens[row]) + 1, req.prompt_len)]
+        first = int(batch.extend_lens[:row].sum())
+        own = hidden[first : first + len(next_ids)]
+        found.append((row, next_ids, _score(model, own, next_ids, req.params.prompt_logprobs)))
+    return found
+
+
+def _score(model: ModelArchitecture, hidden: torch.Tensor, next_ids: IntArray, top: int) -> Logprobs:
+    targets = to_device(next_ids.astype(np.int64), hidden.device)
+    parts = [
+        logprobs_of(model.logits(hidden[i : i + PROMPT_LOGPROB_ROWS]), targets[i : i + PROMPT_LOGPROB_ROWS], top)
+        for i in range(0, len(targets), PROMPT_LOGPROB_ROWS)
+    ]
+    return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
