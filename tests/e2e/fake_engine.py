@@ -135,3 +135,16 @@ def open_broken_loop() -> Iterator[FakeLoop]:
 def run_broken_engine(config: Config, endpoints: Endpoints) -> None:
     """The target of a process that cannot start."""
     serve_loop(open_broken_loop, endpoints, config.server.log_level)
+
+
+@contextmanager
+def open_stuck_loop() -> Iterator[FakeLoop]:
+    try:
+        yield FakeLoop(Tokenizer.from_dir(locate("tiny")))
+    finally:
+        time.sleep(600)
+
+
+def run_stuck_engine(config: Config, endpoints: Endpoints) -> None:
+    """The target of a process whose loop cannot be closed, as with a lost device."""
+    serve_loop(open_stuck_loop, endpoints, config.server.log_level)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_engine import run_broken_engine, run_fake_engine
+from fake_engine import run_broken_engine, run_fake_engine, run_stuck_engine
 
 from dovetail.config import Config
 from dovetail.errors import ConfigError, EngineDeadError, EngineError
@@ -127,6 +127,34 @@ def test_when_the_engine_dies_every_request_is_answered(own: httpx.Client, how: 
         assert answer.json()["error"]["message"]
     assert own.get("/server_info").json()["status"] == "dead"
     assert own.get("/metrics").status_code == own.get("/v1/models").status_code == 200
+
+
+def test_an_engine_that_fails_ends_though_its_loop_cannot_be_closed():
+    with (
+        running_server(config_with(), target=run_stuck_engine) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+    ):
+        pid = client.get("/server_info").json()["engine_pid"]
+        answer = client.post("/v1/completions", json={"prompt": "x", "cache_salt": "raise"})
+        assert (answer.status_code, "scripted failure" in answer.text) == (503, True)
+        eventually(lambda: engine_is_gone(pid))
+        for path in ("/health", "/health_generate"):
+            answer = client.get(path)
+            assert (answer.status_code, "scripted failure" in answer.text) == (503, True)
+
+
+def test_the_client_knows_the_status_of_an_engine_that_was_killed():
+    async def main() -> None:
+        client = EngineClient(config_with(), run_fake_engine)
+        await client.start()
+        assert client.pid
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="status -9"):
+            await client.stats()
+        assert client.failure == "it ended with status -9"
+        await client.stop()
+
+    asyncio.run(main())
 
 
 def test_an_engine_that_cannot_start_says_why():

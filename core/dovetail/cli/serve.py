@@ -16,12 +16,19 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Short for --set server.host=...")] = None,
     port: Annotated[int | None, typer.Option(help="Short for --set server.port=...")] = None,
 ) -> None:
-    """Serve a model over HTTP, with the OpenAI API."""
+    """Serve a model over HTTP, with the OpenAI API. Exit status: 0 after a signal, 2 for a wrong setting, 1 if the engine
+    cannot start, 70 if it has failed while serving."""
     import logging
 
     given = shortcuts({"model.path": model, "server.host": host, "server.port": port})
     config, registry = load(files, [*(sets or ()), *given])
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from dovetail.errors import EngineDeadError
+    from dovetail.server.engine_process import EXIT_ENGINE_FAILED
     from dovetail.server.launch import serve as serve_http
 
-    serve_http(config, registry)
+    try:
+        serve_http(config, registry)
+    except EngineDeadError as error:
+        logging.getLogger("dovetail.server").error("%s", error)
+        raise typer.Exit(EXIT_ENGINE_FAILED) from error

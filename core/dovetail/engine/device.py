@@ -55,13 +55,17 @@ def out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explained(config: Config) -> Iterator[None]:
-    """Build an engine: where memory does not suffice, raise ``EngineError`` with what was needed and what to set."""
+    """Build an engine. Raises ``EngineError`` with what was needed and what to set where memory does not suffice, and with
+    what the device says where it is lost."""
     try:
         yield
     except Exception as error:
-        if not out_of_memory(error):
-            raise
-        raise EngineError(_too_small(config, error)) from error
+        if out_of_memory(error):
+            raise EngineError(_too_small(config, error)) from error
+        reason = lost_device(error)
+        if reason is not None:
+            raise EngineError(f"the device was lost while the engine was built: {reason}") from error
+        raise
 
 
 def _too_small(config: Config, error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import multiprocessing
 import shutil
 import tempfile
@@ -34,13 +35,16 @@ from dovetail.messages import (
     decode_from_engine,
     encode,
 )
-from dovetail.server.engine_process import Endpoints, run_engine
+from dovetail.server.engine_process import EXIT_ENGINE_FAILED, Endpoints, run_engine
 from dovetail.server.streams import OutputStream
 
 if TYPE_CHECKING:
     from dovetail.config import Config
 
-_LAST_WORDS_SECONDS = 0.05
+logger = logging.getLogger("dovetail.server")
+
+_LAST_WORDS_SECONDS = 1.0
+_NO_WORDS_SECONDS = 0.05
 _EXIT_SECONDS = 5.0
 _FRAMES_AT_ONCE = 16
 
@@ -48,8 +52,9 @@ _FRAMES_AT_ONCE = 16
 class EngineClient:
     """One engine process. Belongs to the event loop that called ``start``.
 
-    When the process ends, everything that waits on it raises ``EngineDeadError``, and so does whatever is asked of it
-    later: nothing hangs. It is not restarted; the server answers 503 until it is.
+    When the process ends, or says that it is about to, everything that waits on it raises ``EngineDeadError``, and so does
+    whatever is asked of it later: nothing hangs. It is not restarted; the server answers 503 until it is. ``failure`` is
+    why it has ended by itself.
     """
 
     def __init__(self, config: Config, target: Callable[[Config, Endpoints], None] = run_engine) -> None:
@@ -63,6 +68,7 @@ class EngineClient:
         self._call_ids = itertools.count()
         self._dead: str | None = "it has not been started"
         self._last_words: str | None = None
+        self.failure: str | None = None
         self.info: dict[str, Any] = {}
 
     # life
@@ -80,6 +86,7 @@ class EngineClient:
         ready = self._expect("ready")
         process.start()
         self._process = process
+        self._gone = self._loop.create_future()
         self._loop.add_reader(process.sentinel, self._on_exit)
         try:
             self.info = msgspec.json.decode((await ready).info)
@@ -225,6 +232,7 @@ class EngineClient:
                     stream.fail(answer.error())
             elif isinstance(answer, EngineFailed):
                 self._last_words = answer.message
+                self._bury(None)
             else:
                 self._resolve("ready" if isinstance(answer, EngineReady) else answer.call_id, answer)
         for stream in touched.values():
@@ -246,15 +254,31 @@ class EngineClient:
     # the end
 
     def _on_exit(self) -> None:
-        """The process has ended; what it sent last may still be in the socket."""
+        """The process is ending: its files are closed."""
         assert self._process is not None
         self._loop.remove_reader(self._process.sentinel)
-        self._loop.call_later(_LAST_WORDS_SECONDS, self._bury, None)
+        self._reaper = asyncio.ensure_future(self._reap(self._process))
+
+    async def _reap(self, process: BaseProcess) -> None:
+        await asyncio.to_thread(process.join)
+        status = process.exitcode
+        self._gone.set_result(None)
+        if self.info and (self.failure or self.alive):
+            logger.error("the engine process ended with status %s", status)
+        if self.alive:  # what it sent last may still be in the socket
+            await asyncio.sleep(_LAST_WORDS_SECONDS if status == EXIT_ENGINE_FAILED else _NO_WORDS_SECONDS)
+            self._bury(None)
 
     def _bury(self, reason: str | None) -> None:
         if self._dead is not None or self._process is None:
             return
-        self._dead = reason or self._last_words or f"it ended with status {self._process.exitcode}"
+        if reason is None:
+            self.failure = self._last_words or f"it ended with status {self._process.exitcode}"
+            if self.info:
+                logger.error(
+                    "no engine: %s; requests are answered with 503 until the server is restarted", self.failure
+                )
+        self._dead = reason or self.failure
         error = EngineDeadError(f"the engine process has ended: {self._dead}")
         for future in self._calls.values():
             if not future.done():
@@ -265,10 +289,11 @@ class EngineClient:
             stream.wake()
 
     async def _exited(self, process: BaseProcess, seconds: float | None) -> None:
-        await asyncio.to_thread(process.join, seconds)
-        if process.is_alive():
+        try:
+            await asyncio.wait_for(asyncio.shield(self._gone), seconds)
+        except TimeoutError:
             process.kill()
-            await asyncio.to_thread(process.join)
+            await self._gone
 
     def _release(self, process: BaseProcess) -> None:
         self._loop.remove_reader(process.sentinel)

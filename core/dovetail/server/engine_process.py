@@ -1,7 +1,8 @@
 """The engine process: one Loop between two ZMQ sockets.
 
 Messages come in one a frame, answers leave one frame a step. The process ends when it is told to, when its parent has
-died, or when the loop raises, which it reports as ``EngineFailed`` before it exits with ``EXIT_ENGINE_FAILED``.
+died, or when the loop raises, which it reports as ``EngineFailed`` before it exits with ``EXIT_ENGINE_FAILED``, at once:
+nothing is tidied up, as with a lost device that may fail, crash or hang.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import msgspec
 import zmq
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from dovetail.config import Config
 
 EXIT_ENGINE_FAILED = 70
-"""Exit status of an engine process that ended by an exception (EX_SOFTWARE)."""
+"""Exit status of an engine process that ended by an exception (EX_SOFTWARE), and of a server that has lost its engine."""
 
 _LINGER_MS = 2000
 
@@ -94,12 +95,13 @@ def serve_loop(open_loop: Callable[[], AbstractContextManager[Driven]], endpoint
     outbox.connect(endpoints.outbox)
     try:
         with open_loop() as loop:
-            outbox.send(encode([EngineReady(msgspec.json.encode(loop.info))]))
-            _drive(loop, inbox, outbox)
+            try:
+                outbox.send(encode([EngineReady(msgspec.json.encode(loop.info))]))
+                _drive(loop, inbox, outbox)
+            except BaseException as error:  # before the loop is closed
+                _fail(error, context, outbox)
     except BaseException as error:
-        _report(error, outbox)
-        context.destroy(linger=_LINGER_MS)
-        sys.exit(EXIT_ENGINE_FAILED)
+        _fail(error, context, outbox)
     context.destroy(linger=_LINGER_MS)
 
 
@@ -130,6 +132,14 @@ def _drain(inbox: zmq.Socket[bytes]) -> Iterator[ToEngine]:
         except zmq.Again:
             return
         yield decode_to_engine(frame)
+
+
+def _fail(error: BaseException, context: zmq.Context[Any], outbox: zmq.Socket[bytes]) -> NoReturn:
+    _report(error, outbox)
+    context.destroy(linger=_LINGER_MS)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(EXIT_ENGINE_FAILED)
 
 
 def _report(error: BaseException, outbox: zmq.Socket[bytes]) -> None:

@@ -16,7 +16,7 @@ from types import FrameType
 import uvicorn
 
 from dovetail.config import Config
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, EngineDeadError
 from dovetail.plugins.candidates import call_hook
 from dovetail.plugins.registry import Registry
 from dovetail.server.app import build_app
@@ -37,10 +37,12 @@ _ABORT_SECONDS = 2.0
 def serve(config: Config, registry: Registry | None = None, target: EngineTarget = run_engine) -> None:
     """Serve until SIGINT or SIGTERM, then drain and return; a second signal ends at once. The hooks of ``registry`` may
     add metrics; ``target`` is what the engine process runs. Raises ``ConfigError`` or ``EngineError`` if it cannot
-    start."""
+    start, and in the end ``EngineDeadError`` if the engine process has failed meanwhile."""
     started = time.perf_counter()
     with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(config, registry, target, listener, started))
+        failure = runner.run(_serve(config, registry, target, listener, started))
+    if failure is not None:
+        raise EngineDeadError(f"the engine process had ended: {failure}")
 
 
 @contextlib.contextmanager
@@ -140,7 +142,8 @@ async def _serve(
     listener: socket.socket,
     started: float,
     announce: Callable[[DrainingServer], None] = lambda server: None,
-) -> None:
+) -> str | None:
+    """Serve until told to stop. Returns why the engine process has ended by itself, if it has."""
     tokenizer = load_tokenizer(config)
     engine = EngineClient(config, target)
     await engine.start()
@@ -153,6 +156,7 @@ async def _serve(
             announce(server)
 
         await DrainingServer(_uvicorn_config(config, service), service, on_started).serve(sockets=[listener])
+        return engine.failure
     finally:
         await engine.stop()
 

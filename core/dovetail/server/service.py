@@ -64,7 +64,9 @@ class Service:
         if self.draining:
             raise DrainingError("the server is shutting down and takes no more requests")
         if not self.engine.alive:
-            raise EngineDeadError("the engine process has ended; the server must be restarted")
+            raise EngineDeadError(
+                f"the engine process has ended: {self.engine.failure or 'it was stopped'}; the server must be restarted"
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raises ``UnknownModelError`` for a model that is not served here; None stands for the one that is."""
