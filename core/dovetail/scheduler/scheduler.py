@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,9 +108,12 @@ class Scheduler:
             self._compiling.remove(req)
             ticket, req.ticket = req.ticket, None
             try:
-                req.matcher = ticket.matcher()
+                req.matcher = self.grammars.matcher(ticket)
+                req.grammar_backend = ticket.backend
             except RequestError as error:
                 answers.append(RequestFailed(req.rid, 400, str(error), error.code, error.param))
+            except QueueFullError as error:
+                answers.append(RequestFailed(req.rid, 503, str(error), "queue_full"))
             except Exception as error:
                 log.exception("the grammar backend gave request %s no matcher", req.rid)
                 text = f"the grammar backend gave no matcher: {type(error).__name__}: {error}"
@@ -141,9 +145,11 @@ class Scheduler:
         return rows
 
     def _decode_rows(self) -> DecodeRows:
-        """All that can take another token."""
+        """All that can take another token, the longest first: attention kernels start rows in their order, and whoever
+        starts last should not take the longest."""
         if self._rows is None or self._rows.steps_left < 1 or self.limits.draft_width:
-            self._rows = DecodeRows([r for r in self.decoding if r.remain_len > 0], self.ledger.page_size)
+            reqs = sorted((r for r in self.decoding if r.remain_len > 0), key=attrgetter("device_len"), reverse=True)
+            self._rows = DecodeRows(reqs, self.ledger.page_size)
         return self._rows
 
     def _reserve(self, rows: DecodeRows) -> bool:
@@ -280,6 +286,7 @@ class Scheduler:
             req.prompt_logprobs if before == req.prompt_len and req.params.prompt_logprobs is not None else None,
             req.drafted,
             req.accepted,
+            req.grammar_backend,
         )
 
     def _share(self, req: Req) -> None:
