@@ -1,0 +1,247 @@
+"""A verify step at fixed addresses, filled up to a number of tokens, against the same rows as they are.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_verify_triton.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail import LLM
+from dovetail.engine.captures import NO_UPDATES, Staging
+from dovetail.engine.inputs import DecodeTensors, pack
+from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey, VerifySizes, VerifyStep
+from dovetail.engine.verify_inputs import empty_batch
+from dovetail.interfaces.attention import AttentionContext
+from dovetail.interfaces.speculative import Drafter
+from dovetail.testing.batches import make_page_table
+from dovetail.types import Batch, DraftTree, Req, SamplingParams
+from dovetail_attention.triton.backend import TritonAttention
+
+WIDTH, TOKENS = 5, 16
+CHAINS = [
+    ([3, 9, 30], [[-1, 0, 1, 2], [], [-1, 0]]),
+    ([17], [[-1]]),
+    ([1, 33, 4, 16], [[-1, 0, 1, 2], [-1, 0, 1], [-1, 0, 1, 2], [-1]]),
+]
+TREES = [
+    ([12, 31, 8], [[-1, -1, 0, 1], [-1], []]),
+    ([15, 2, 29, 1], [[-1, 0, 0, 2], [-1, -1, 1, 1], [-1, -1, -1], [-1]]),
+    ([20], [[-1, 0, 1, 2]]),
+]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    memory = {"num_pages": 64, "page_size": 4}
+    llm = LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none", attention="torch_native", memory=memory)
+    return llm.loop.engine
+
+
+def triton_attention(engine):
+    info = engine.info
+    return TritonAttention(
+        None,
+        AttentionContext(
+            device=engine.device,
+            dtype=torch.float32,
+            num_heads=info.num_heads,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            pool=engine.pool,
+            max_rows=TOKENS,
+            max_context=engine.context_len,
+        ),
+    )
+
+
+def verify_batch(engine, prefix, trees, seed):
+    """Rows of random slots, drafts, last tokens and pages; what no row owns in the pool is NaN."""
+    rng = np.random.default_rng(seed)
+    rows, k = len(prefix), max(len(tree) for tree in trees)
+    lens = np.array([len(tree) for tree in trees], np.int32)
+    ids, parents = rng.integers(0, engine.info.vocab_size, (rows, k)).astype(np.int32), np.full((rows, k), -1, np.int32)
+    for row, tree in enumerate(trees):
+        parents[row, : len(tree)] = tree
+    slots = rng.permutation(np.arange(1, 9))[:rows].astype(np.int32)
+    prefix_lens, extend_lens = np.array(prefix, np.int32), 1 + lens
+    inputs, pool = engine.inputs, engine.pool
+    inputs.page_table[1:] = 63  # a page that nobody owns
+    pages = make_page_table(prefix_lens + extend_lens, 4, 63, seed=seed)
+    for row, slot in enumerate(slots):
+        own = pages[row][pages[row] > 0]
+        inputs.page_table[slot, : len(own)] = own
+    inputs.last_token[:] = torch.from_numpy(rng.integers(0, engine.info.vocab_size, len(inputs.last_token)))
+    pool.k.fill_(torch.nan), pool.v.fill_(torch.nan)
+    pool.k[:, 0], pool.v[:, 0] = 0, 0
+    for row in range(rows):
+        at = torch.arange(int(prefix_lens[row]))
+        table = torch.from_numpy(pages[row]).long()
+        for memory in (pool.k, pool.v):
+            memory[:, table[at // 4], at % 4] = torch.randn(memory.shape[0], len(at), *memory.shape[3:])
+    reqs = [Req(f"r{row}", np.zeros(1, np.int32), 1, SamplingParams()) for row in range(rows)]
+    ones = np.ones(rows, np.bool_)
+    return Batch(reqs, 0, slots, prefix_lens, extend_lens, ones, NO_UPDATES, drafts=DraftTree(ids, parents, lens))
+
+
+def in_pool(engine):
+    return [memory[:, 1:].clone() for memory in (engine.pool.k, engine.pool.v)]
+
+
+@torch.inference_mode()
+def run_ragged(engine, batch):
+    engine.inputs.prepare(batch)
+    batch.attn, batch.kv = (engine._decode,), (engine.pool,)
+    engine._decode.plan(batch)
+    fields = batch.input_ids, batch.positions, batch.out_loc, batch.qo_indptr, batch.kv_lens, batch.tree_mask
+    return engine.model.logits(engine.model.forward(batch)), fields
+
+
+def make_step(engine, backend, tree):
+    """A step, and the buffer that it is sent through."""
+    buffer = torch.zeros(1 << 16, dtype=torch.uint8)
+    rows = DecodeTensors(TOKENS + 3, engine.inputs.pages.shape[1], engine.device, shared=False)
+    step = VerifyStep(VerifyKey(TOKENS, tree), WIDTH, engine.inputs, rows, buffer, engine.context_len)
+    step.batch.attn, step.batch.kv = (backend,), (engine.pool,)
+    return step, buffer
+
+
+@torch.inference_mode()
+def run_static(engine, step, buffer, batch):
+    packed = pack(step.arrays(batch))
+    buffer[: len(packed)] = torch.from_numpy(packed)
+    step.set_lens(batch)
+    if step.batch.attn[0] is engine._decode:
+        step._tensors.compute(engine.inputs)  # torch_native plans with the pages
+        engine._decode.plan(step.batch)
+    else:
+        step.batch.attn[0].plan_replay(step.batch)
+    logits = step.run(engine.model)[: batch.num_tokens]
+    step.give(batch)
+    return logits
+
+
+@pytest.mark.parametrize("attention", ["torch_native", "triton"])
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+def test_a_step_that_is_filled_up_equals_the_ragged_one(engine, attention, tree):
+    backend = engine._decode if attention == "torch_native" else triton_attention(engine)
+    step, buffer = make_step(engine, backend, tree)
+    if attention == "triton":
+        backend.plan_capture(step.batch)
+    for seed, (prefix, trees) in enumerate(TREES if tree else CHAINS):
+        batch = verify_batch(engine, prefix, trees, seed)
+        before = engine.pool.k.clone(), engine.pool.v.clone()
+        expected, fields = run_ragged(engine, batch)
+        written = in_pool(engine)
+        engine.pool.k.copy_(before[0]), engine.pool.v.copy_(before[1])
+        logits = run_static(engine, step, buffer, batch)
+        assert not logits.isnan().any()
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        for ours, theirs in zip(in_pool(engine), written, strict=True):  # NaN where nobody wrote
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+        *columns, mask = fields
+        found = batch.input_ids, batch.positions, batch.out_loc, batch.qo_indptr, batch.kv_lens
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, columns, strict=True))
+        if mask is not None:
+            assert torch.equal(batch.tree_mask[:, : mask.shape[1]], mask)
+            assert not batch.tree_mask[:, mask.shape[1] :].any()
+        assert engine.pool.k[:, 0].isfinite().all()
+
+
+@torch.inference_mode()
+def test_a_step_without_rows_touches_page_0_alone(engine):
+    verify_batch(engine, [3], [[-1]], 0)
+    backend = triton_attention(engine)
+    for tree in (False, True):
+        step, buffer = make_step(engine, backend, tree)
+        backend.plan_capture(step.batch)
+        before = in_pool(engine)
+        packed = pack(step.arrays(empty_batch()))
+        buffer[: len(packed)] = torch.from_numpy(packed)
+        assert step.run(engine.model).isfinite().all()
+        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(in_pool(engine), before, strict=True))
+
+
+class Replayed:
+    """What stands for a CUDA graph on a CPU: the step itself."""
+
+    def __init__(self, device):
+        pass
+
+    def record(self, step):
+        self.step = step
+        return SimpleNamespace(replay=step), step()
+
+
+class Sent(Staging):
+    """A buffer that needs no pinned memory and no events."""
+
+    def __init__(self, size, device):
+        self.size, self.buffer = size, torch.zeros(size, dtype=torch.uint8)
+
+    def send(self, packed):
+        self.buffer[: len(packed)] = torch.from_numpy(packed)
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chains", "trees"])
+def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypatch, chain):
+    monkeypatch.setattr("dovetail.engine.verify_graphs.Recorder", Replayed)
+    monkeypatch.setattr("dovetail.engine.verify_graphs.Staging", Sent)
+    sections = {"memory": {"num_pages": 64, "page_size": 4}, "model": {"dtype": "float32"}}
+    llm = LLM("tiny", device="cpu", grammar="none", attention="torch_native", **sections)
+    prompts = [llm.tokenizer.encode(text) for text in ("What is 7 plus 5?", "What colour is grass?")]
+    params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+    expected = [o.token_ids for o in llm.generate(prompts, params)]
+
+    loop, engine = llm.loop, llm.loop.engine
+    futures = dict(zip(map(tuple, prompts), expected, strict=True))
+    loop.drafter = Guesser(chain, futures)
+    loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=WIDTH - 1)
+    engine._decode = triton_attention(engine)
+    sizes = VerifySizes(TOKENS, WIDTH, trees=not chain, context_len=engine.context_len)
+    graphs = engine.verify_graphs = VerifyGraphs(engine.model, engine.inputs, engine.pool, engine._decode, sizes)
+    monkeypatch.setattr("dovetail.engine.engine.NEEDED_BEFORE_CAPTURE", 1)
+    assert [o.token_ids for o in llm.generate(prompts, params)] == expected
+    assert graphs.num_captured > 0
+    assert any(key.tree for key in graphs._graphs) == (not chain)
+    totals = loop.scheduler.totals
+    assert 0 < totals.accepted_tokens < totals.drafted_tokens
+    loop.scheduler.check_integrity()
+
+
+class Guesser(Drafter):
+    """Three right tokens and a wrong one; in a tree the wrong one comes first."""
+
+    max_draft_tokens = WIDTH - 1
+
+    def __init__(self, chain, futures):
+        self.chain, self.futures = chain, futures
+
+    def propose(self, batch):
+        rows = len(batch.reqs)
+        ids, lens = np.zeros((rows, 4), np.int32), np.zeros(rows, np.int32)
+        for row in range(batch.num_extend, rows):
+            req = batch.reqs[row]
+            future = self.futures[tuple(req.token_ids[: req.prompt_len].tolist())][req.known_len - req.prompt_len :]
+            right = future[: min(3, batch.draft_room[row] - 1)]
+            drafts = [*right, 0] if self.chain else [0, *right]
+            lens[row] = len(drafts) if right else 0
+            ids[row, : len(drafts)] = drafts
+        parents = np.tile(np.array([-1, 0, 1, 2] if self.chain else [-1, -1, 1, 2], np.int32), (rows, 1))
+        return DraftTree(ids, parents, lens)
+
+
+def test_steps_go_to_the_smallest_graph_that_holds_them(engine):
+    graphs = VerifyGraphs.__new__(VerifyGraphs)
+    graphs.sizes, graphs._limits = [1, 2, 4, 8, 16], VerifySizes(16, WIDTH, trees=False, context_len=100)
+    graphs._graphs, graphs.refused = {}, set()
+    assert graphs.key_for(verify_batch(engine, [3, 9], [[-1, 0], [-1]], 0)) == VerifyKey(8, False)
+    assert graphs.key_for(verify_batch(engine, [3, 9], [[-1, 0], [-1, -1]], 0)) is None, "trees are not captured"
+    assert graphs.key_for(verify_batch(engine, [3], [[-1, 0, 1, 2, 3]], 0)) is None, "more drafts than were said"
+    assert graphs.key_for(verify_batch(engine, [3] * 6, [[-1, 0]] * 6, 0)) is None, "more tokens than any graph holds"
+    assert list(graphs.missing()) == [(1, False), (2, False), (4, False), (8, False), (16, False)]
