@@ -91,9 +91,13 @@ class GraphsSection(Section):
 
     decode: Auto | bool = Field(
         default="auto",
-        description="Decode steps, from embedding to sampled token. `auto`: on CUDA, if the attention backend can be captured.",
+        description="Decode steps, from embedding to sampled token, and steps that verify drafts, up to the logits. `auto`: on CUDA, if the attention backend can be captured.",
     )
-    max_rows: int = Field(default=512, ge=1, description="Decode steps of more rows are launched kernel by kernel.")
+    max_rows: int = Field(
+        default=512,
+        ge=1,
+        description="Decode steps of more rows, and verify steps of more tokens, are launched kernel by kernel.",
+    )
     piecewise_tokens: int = Field(
         default=1024,
         ge=0,
