@@ -137,6 +137,8 @@ def _drain(inbox: zmq.Socket[bytes]) -> Iterator[ToEngine]:
 def _fail(error: BaseException, context: zmq.Context[Any], outbox: zmq.Socket[bytes]) -> NoReturn:
     _report(error, outbox)
     context.destroy(linger=_LINGER_MS)
+    for child in multiprocessing.active_children():
+        child.kill()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(EXIT_ENGINE_FAILED)
