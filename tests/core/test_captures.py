@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from dovetail import LLM
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, capture_next, ladder, try_capture
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.engine import Engine
-from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, capture_next, ladder, try_capture
+from dovetail.engine.pieces import launch_bound
+from dovetail.layers.build import build_model
+from dovetail_models.dense import DenseModel
+from dovetail_models.describe import describe_llama
 
 
 class Fake:
@@ -77,3 +81,18 @@ def test_the_largest_step_runs_over_a_single_page():
     before = engine.pool.k[:, 1:].clone()
     dry_run(engine.model, engine._prefill, engine.pool, [40, 40, 9, 1, 1], 6)
     assert torch.equal(engine.pool.k[:, 1:].nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "layers", "tokens"), [(4096, 14336, 32, 384), (1024, 3072, 28, 2048), (8192, 28672, 80, 0)]
+)
+def test_prompts_are_captured_where_launching_takes_longer_than_computing(hidden, inner, layers, tokens):
+    """8B shape, 0.6B shape, and 70B shape, where no step of a hundred tokens is that quick."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": hidden // 128,
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "tie_word_embeddings": False,
+    }  # fmt: skip
+    model = build_model(DenseModel, describe_llama(config), torch.device("meta"), torch.bfloat16)
+    assert launch_bound(model) == tokens

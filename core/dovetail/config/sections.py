@@ -98,10 +98,10 @@ class GraphsSection(Section):
         ge=1,
         description="Decode steps of more rows, and verify steps of more tokens, are launched kernel by kernel.",
     )
-    piecewise_tokens: int = Field(
-        default=1024,
+    piecewise_tokens: int | None = Field(
+        default=None,
         ge=0,
-        description="Steps with prompt tokens, up to so many in all, are captured in pieces, with attention between them. 0: none.",
+        description="Steps with prompt tokens, up to so many in all, are captured in pieces, with attention between them. 0: none. By default as many as the device computes in the time that launching them kernel by kernel takes (2048 at most).",
     )
     capture: Literal["idle", "start"] = Field(
         default="idle",

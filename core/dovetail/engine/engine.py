@@ -25,7 +25,7 @@ from dovetail.engine.inputs import Inputs
 from dovetail.engine.last import last_rows, narrows
 from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
 from dovetail.engine.outputs import fetched, host_output
-from dovetail.engine.pieces import PiecewiseGraphs
+from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.pieces import ladder as token_ladder
 from dovetail.engine.prompt_logprobs import prompt_logprobs
 from dovetail.engine.sampler import Sampler, decode_numbers
@@ -69,6 +69,8 @@ class Engine:
         self.context_len = min(info.context_len, config.model.context_len or info.context_len)
         self.model = build_model(resolved.model.load(), info, self.device, dtype)
         load_weights(self.model, resolved.model_dir, config.model.load_format, config.model.seed)
+        asked = config.graphs.piecewise_tokens
+        self._piece_tokens = launch_bound(self.model) if asked is None else asked
         group = info.cache_groups[0]
         self.page_size = config.memory.page_size
         needs = self._measure(resolved, PagedKVPool(group, 2, self.page_size, kv_dtype, self.device), dtype)
@@ -112,7 +114,7 @@ class Engine:
         rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
         rows += 2 * config.graphs.max_rows * (resolved.drafter is not None)
         logits = rows * info.vocab_size if config.graphs.decode is True else 0
-        tokens = sum(token_ladder(config.graphs.piecewise_tokens))
+        tokens = sum(token_ladder(self._piece_tokens))
         queries = tokens * info.num_layers * info.num_heads * info.head_dim
         return int((logits + queries) * dtype.itemsize * 1.25)
 
@@ -137,9 +139,9 @@ class Engine:
             capture_all(self.verify_graphs, "verify steps")
 
     def _build_pieces(self, config: Config, dtype: torch.dtype) -> PiecewiseGraphs | None:
-        if self.device.type != "cuda" or not config.graphs.piecewise_tokens:
+        if self.device.type != "cuda" or not self._piece_tokens:
             return None
-        pieces = PiecewiseGraphs(self.model, self.pool, config.graphs.piecewise_tokens, dtype)
+        pieces = PiecewiseGraphs(self.model, self.pool, self._piece_tokens, dtype)
         if config.graphs.capture == "start":
             capture_all(pieces, "steps with prompts")
         return pieces

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES, WARM_UPS
+from dovetail.layers.build import as_module
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
@@ -25,9 +26,24 @@ if TYPE_CHECKING:
     from dovetail.memory.pool import PagedKVPool
 
 
+LAUNCH_SECONDS = 3.5e-4
+"""What launching a layer takes the host, kernel by kernel, with the attention it calls (H200 and its host)."""
+OPERATIONS_PER_SECOND = 6e14
+MOST_TOKENS = 2048
+
+
+def launch_bound(model: ModelArchitecture) -> int:
+    """Tokens of a step up to which the device would wait for the host, if it were launched kernel by kernel: a multiple of
+    128, at most ``MOST_TOKENS``, as every size that is captured takes memory."""
+    info = model.info
+    weights = sum(p.numel() for p in as_module(model).parameters() if p.shape[0] != info.vocab_size)
+    tokens = info.num_layers * LAUNCH_SECONDS * OPERATIONS_PER_SECOND / (2 * weights)
+    return min(int(tokens) // 128 * 128, MOST_TOKENS)
+
+
 def ladder(max_tokens: int) -> list[int]:
     """Token counts to capture, up to ``max_tokens`` itself."""
-    sizes = [8, 16, 32, 48, 64, 96, 128, *range(192, 512, 64), *range(512, 1 << 14, 128)]
+    sizes = [8, 16, 32, 48, 64, 96, 128, *range(192, 512, 64), *range(512, 1024, 128), *range(1024, 1 << 14, 256)]
     return [size for size in sizes if size < max_tokens] + [max_tokens] if max_tokens else []
 
 
