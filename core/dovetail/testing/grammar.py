@@ -17,18 +17,19 @@ from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher
 from dovetail.plugins.specs import ComponentKind
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.grammar_cases import (
-    EBNF,
     EOS,
+    EXACT,
     FEATURES,
-    FINITE,
     INVALID,
     JSON_OBJECT,
     REGULAR,
     SCHEMAS,
+    TAGS,
     TOKEN_BYTES,
     VOCAB_SIZE,
     ExactCase,
     JsonCase,
+    TextCase,
     context,
 )
 from dovetail.testing.grammar_languages import Language, follow
@@ -39,8 +40,9 @@ STEPS = 24
 _REGULAR = frozenset(case.spec for case in REGULAR)
 GARBAGE = -0x5A5A5A5B
 
-each_exact = pytest.mark.parametrize("case", [*FINITE, *REGULAR, *EBNF], ids=lambda case: case.spec.text[:24])
+each_exact = pytest.mark.parametrize("case", EXACT, ids=lambda case: case.spec.text[:24])
 each_json = pytest.mark.parametrize("case", [*SCHEMAS, JSON_OBJECT], ids=lambda case: case.spec.text[:24] or "object")
+each_tag = pytest.mark.parametrize("case", TAGS, ids=lambda case: case.spec.text[:48])
 each_invalid = pytest.mark.parametrize("spec", INVALID, ids=lambda spec: f"{spec.kind}-{spec.text[:24]}")
 
 
@@ -155,15 +157,27 @@ class GrammarSuite(ComponentSuite):
                 assert matcher.accept(EOS[0])
                 assert matcher.is_terminated
 
+    @each_tag
+    def test_tags_in_free_text_are_enforced(self, case: TextCase) -> None:
+        """Text without a trigger is free; whatever begins with one must be a structure, whole and valid."""
+        self._pass_all(case.spec, case.texts)
+        rng = random.Random(case.spec.text)
+        for text in case.wrong:
+            for tokens in tokenizations(text.encode(), rng):
+                assert not self._ends(case.spec, tokens), f"{text!r} passes and is invalid"
+
+    def _ends(self, spec: GrammarSpec, tokens: Sequence[int]) -> bool:
+        """True if the tokens are accepted, and the text may end after them."""
+        matcher = self.matcher(spec)
+        return all(matcher.accept(token) for token in tokens) and bool(set(EOS) & allowed_tokens(matcher))
+
     @each_json
     def test_invalid_json_is_stopped(self, case: JsonCase) -> None:
         """An invalid instance never gets to its end."""
         rng = random.Random(case.spec.text)
         for text in case.wrong:
             for tokens in tokenizations(text.encode(), rng):
-                matcher = self.matcher(case.spec)
-                passed = all(matcher.accept(token) for token in tokens)
-                assert not passed or not set(EOS) & allowed_tokens(matcher), f"{text!r} passes and is invalid"
+                assert not self._ends(case.spec, tokens), f"{text!r} passes and is invalid"
 
     @each_json
     def test_every_allowed_token_leads_to_valid_json(self, case: JsonCase) -> None:
@@ -297,7 +311,7 @@ class GrammarSuite(ComponentSuite):
 
     def test_compiles_in_many_threads(self) -> None:
         """``compile`` is safe to call from several threads, and gives what it gives alone."""
-        specs = [case.spec for case in [*FINITE, *REGULAR, *EBNF, *SCHEMAS] if self.offers(FEATURES[case.spec.kind])]
+        specs = [case.spec for case in [*EXACT, *SCHEMAS, *TAGS] if self.offers(FEATURES[case.spec.kind])]
         specs = [spec for spec in specs if not (self.partial and spec in _REGULAR)]
         backend = self.make()
         alone = [allowed_tokens(self.make().compile(spec).matcher()) for spec in specs]
@@ -315,7 +329,7 @@ class GrammarSuite(ComponentSuite):
 
     def test_refuses_kinds_that_are_not_declared(self) -> None:
         """A kind of constraint that the backend does not offer is refused with a ``GrammarError``."""
-        for case in [FINITE[0], EBNF[0], SCHEMAS[0], JSON_OBJECT]:
+        for case in [*EXACT, SCHEMAS[0], JSON_OBJECT, TAGS[0]]:
             if not self.offers(FEATURES[case.spec.kind]):
                 with pytest.raises(GrammarError):
                     self.make().compile(case.spec)

@@ -77,6 +77,9 @@ FEATURES = {
     GrammarKind.JSON_OBJECT: Feature.GRAMMAR_JSON_OBJECT,
     GrammarKind.REGEX: Feature.GRAMMAR_REGEX,
     GrammarKind.EBNF: Feature.GRAMMAR_EBNF,
+    GrammarKind.LARK: Feature.GRAMMAR_LARK,
+    GrammarKind.CHOICE: Feature.GRAMMAR_CHOICE,
+    GrammarKind.STRUCTURAL_TAG: Feature.GRAMMAR_STRUCTURAL_TAG,
 }
 
 
@@ -105,6 +108,14 @@ def _regex(pattern: str, language: Language, *texts: str) -> ExactCase:
 
 def _ebnf(grammar: str, language: Language, *texts: str) -> ExactCase:
     return ExactCase(GrammarSpec(GrammarKind.EBNF, grammar), language, texts)
+
+
+def _lark(grammar: str, language: Language, *texts: str) -> ExactCase:
+    return ExactCase(GrammarSpec(GrammarKind.LARK, grammar), language, texts)
+
+
+def _choice(*texts: str) -> ExactCase:
+    return ExactCase(GrammarSpec(GrammarKind.CHOICE, json.dumps(texts)), any_of(*texts), texts)
 
 
 _DIGIT = chars("09")
@@ -137,6 +148,62 @@ EBNF: list[ExactCase] = [
     ),
     _ebnf('root ::= "é"? ("日" | "日本")', seq(maybe("é"), any_of("日", "日本")), "日", "é日本"),
 ]  # fmt: skip
+
+
+CHOICES: list[ExactCase] = [
+    _choice("yes", "no", "yess"),
+    _choice("12"),
+    _choice("日本", "日", 'a\n"b\\', "[a]*", "a/b", "𝄞"),
+]
+
+LARK: list[ExactCase] = [
+    _lark('start: "(" start ")" | "x"', Nested(b"(", b"x", b")"), "x", "(x)", "(((x)))"),
+    _lark(
+        'start: ITEM (", " ITEM)*\nITEM: /[0-9]+/ | "b"',
+        seq(
+            any_of(seq(_DIGIT, Star(_DIGIT)), "b"), Star(seq(", ", any_of(seq(_DIGIT, Star(_DIGIT)), "b")))
+        ),
+        "12",
+        "b, b, 12",
+    ),
+]  # fmt: skip
+
+EXACT: list[ExactCase] = [*FINITE, *REGULAR, *EBNF, *CHOICES, *LARK]
+"""Every constraint whose masks are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextCase:
+    """A constraint on free text: ``texts`` must be let through, in ``wrong`` something must be forbidden."""
+
+    spec: GrammarSpec
+    texts: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+
+def _tags(structures: list[tuple[str, Any, str]], triggers: list[str], texts: list[str], wrong: list[str]) -> TextCase:
+    items = [{"begin": begin, "schema": schema, "end": end} for begin, schema, end in structures]
+    text = json.dumps({"structures": items, "triggers": triggers})
+    return TextCase(GrammarSpec(GrammarKind.STRUCTURAL_TAG, text), tuple(texts), tuple(wrong))
+
+
+TAGS: list[TextCase] = [
+    _tags(
+        [("<f=a>", {"type": "integer"}, "</f>"), ("<f=b>", {"type": "boolean"}, "</f>")],
+        ["<f="],
+        ["", "ab 日本", "<f", "<f=a>12</f>", "x<<f=b>true</f>y<f=a>0</f>", "<f =", "\n<f=a>-3</f>"],
+        ["<f=", "<f=c>", "a<f=a>true</f>", "<f=a>12", "<f=a>12</f", "<f=a>1</f><f=b>1</f>", "b<f=b></f>"],
+    ),
+    _tags(
+        [
+            ("[call]", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "\n"),
+            ("{", True, "}"),
+        ],
+        ["[call]", "{"],
+        ['[call]{"a":1}\n', "[call", "a{[]}b", '{"x"}[call]{"a": 2}\n'],
+        ["[call]", '[call]{"a":"x"}\n', "{", "{}", "a{1}{"],
+    ),
+]
 
 
 def _schema(schema: Any, valid: Callable[[Any], bool], texts: tuple[str, ...], wrong: tuple[str, ...]) -> JsonCase:
@@ -223,6 +290,12 @@ JSON_OBJECT = JsonCase(
 INVALID: list[GrammarSpec] = [
     *(GrammarSpec(GrammarKind.REGEX, text) for text in ("(a", "a)", "[a", "*a", "a{3,2}", "[b-a]", "(?=a)b", r"(a)\1")),
     *(GrammarSpec(GrammarKind.EBNF, text) for text in ("", "root ::= (", "root ::= missing", 'other ::= "a"')),
+    *(GrammarSpec(GrammarKind.CHOICE, text) for text in ("", "[]", '"a"', "[1]", '[""]')),
+    *(GrammarSpec(GrammarKind.LARK, text) for text in ("", "start: (", "start: missing", 'other: "a"')),
+    *(
+        GrammarSpec(GrammarKind.STRUCTURAL_TAG, text)
+        for text in ("", "{}", '{"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}')
+    ),
     *(
         GrammarSpec(GrammarKind.JSON_SCHEMA, text)
         for text in ("", "{", "[]", "12", '{"type": "sometimes"}', '{"$ref": "#/missing"}', '{"enum": []}', "false")

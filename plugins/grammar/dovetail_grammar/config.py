@@ -25,3 +25,29 @@ class XGrammarConfig(PluginConfig):
         description="Most whitespace characters in a row between the parts of a JSON text, so that no output runs on in "
         "spaces for ever; `null`: any number.",
     )
+
+
+class LLGuidanceConfig(PluginConfig):
+    """JSON schemas, regexes, GBNF, Lark, choices and structural tags by llguidance. What it cannot honour whole is refused."""
+
+    kind: Literal["llguidance"] = "llguidance"  # pyright: ignore[reportIncompatibleVariableOverride]
+    threads: int = Field(default=4, ge=1, le=256, description="Threads that fill the masks of a batch.")
+    max_whitespace: int | None = Field(
+        default=20,
+        ge=1,
+        description="Most whitespace characters in a row between the parts of a JSON text; `null`: any number.",
+    )
+    max_items: int = Field(
+        default=50_000,
+        ge=1000,
+        description="Most parser items of one step: about 20,000 take a millisecond. A request whose text needs more ends "
+        "with an error.",
+    )
+    max_lexer_steps: int = Field(
+        default=200_000,
+        ge=1000,
+        description="Most steps of the lexer in one step of decoding: about 14,000 take a millisecond.",
+    )
+    max_lexer_states: int = Field(
+        default=100_000, ge=1000, description="Most states of the lexer of one request: 1 to 2 KB each."
+    )

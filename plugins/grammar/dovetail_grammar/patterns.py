@@ -9,6 +9,7 @@ from dovetail_grammar.regex_parser import (
     JSON_ESCAPED,
     Alt,
     Anchor,
+    Call,
     Chars,
     Node,
     PatternError,
@@ -51,7 +52,7 @@ def _refuse_anchors(node: Node) -> None:
         case Seq(items) | Alt(items):
             for item in items:
                 _refuse_anchors(item)
-        case Chars():
+        case Chars() | Call():
             pass
 
 
@@ -65,7 +66,7 @@ def _rebuild(node: Node, change: Callable[[Ranges], Ranges]) -> Node:
             return Seq(tuple(_rebuild(item, change) for item in items))
         case Alt(options):
             return Alt(tuple(_rebuild(option, change) for option in options))
-        case Anchor():
+        case Anchor() | Call():
             return node
 
 
@@ -95,7 +96,7 @@ def _prune(node: Node) -> Node | None:
         case Alt(options):
             left = tuple(kept for option in options if (kept := _prune(option)))
             return (left[0] if len(left) == 1 else Alt(left)) if left else None
-        case Anchor():
+        case Anchor() | Call():
             return node
 
 
@@ -185,6 +186,11 @@ def _avoid(names: list[str]) -> Node:
     return Alt((*empty, *(Seq((Chars(set_of(head)), _avoid(tails[head]))) for head in heads), other))
 
 
+def literal(text: str) -> Node:
+    """The pattern that matches this text only."""
+    return Seq(tuple(Chars(set_of(char)) for char in text))
+
+
 def emit(node: Node) -> str:
     """The pattern as text that ECMA engines, Python and grammar engines read alike. No anchors."""
     match node:
@@ -200,6 +206,8 @@ def emit(node: Node) -> str:
             return "|".join(emit(option) for option in options)
         case Anchor(sign):
             return sign
+        case Call(name):
+            raise PatternError(f"the rule {name} cannot be written into a pattern")
 
 
 def _quantifier(low: int, high: int | None) -> str:

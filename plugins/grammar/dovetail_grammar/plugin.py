@@ -21,13 +21,37 @@ XGRAMMAR = ComponentSpec(
             Feature.GRAMMAR_EBNF,
             Feature.GRAMMAR_ROLLBACK,
             Feature.GRAMMAR_JUMP_FORWARD,
+            Feature.GRAMMAR_PORTABLE,
         }
     ),
     priority=10,
+)
+
+LLGUIDANCE = ComponentSpec(
+    kind=ComponentKind.GRAMMAR,
+    name="llguidance",
+    target="dovetail_grammar.llguidance_backend:LLGuidanceBackend",
+    config="dovetail_grammar.config:LLGuidanceConfig",
+    summary="llguidance: an Earley parser over a lexer of derivatives; compiles in milliseconds, masks as they are needed.",
+    requires=(Requirement("llguidance", ">=1.9", "pip install llguidance"),),
+    offers=frozenset(
+        {
+            Feature.GRAMMAR_JSON_SCHEMA,
+            Feature.GRAMMAR_JSON_OBJECT,
+            Feature.GRAMMAR_REGEX,
+            Feature.GRAMMAR_EBNF,
+            Feature.GRAMMAR_LARK,
+            Feature.GRAMMAR_CHOICE,
+            Feature.GRAMMAR_STRUCTURAL_TAG,
+            Feature.GRAMMAR_ROLLBACK,
+            Feature.GRAMMAR_JUMP_FORWARD,
+        }
+    ),
+    priority=8,
 )
 
 
 @hookimpl
 def register_grammar_backends() -> list[ComponentSpec]:
     """Grammar backends."""
-    return [XGRAMMAR]
+    return [XGRAMMAR, LLGUIDANCE]

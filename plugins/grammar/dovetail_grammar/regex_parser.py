@@ -57,7 +57,14 @@ class Anchor:
     sign: str
 
 
-Node = Chars | Seq | Alt | Repeat | Anchor
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A rule, by its name. In grammars made of several patterns only; no pattern holds one."""
+
+    name: str
+
+
+Node = Chars | Seq | Alt | Repeat | Anchor | Call
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:

@@ -45,8 +45,13 @@ _SHAPES: dict[str, type | tuple[type, ...]] = {
 class Refusal(GrammarError):
     """A schema, or a part of one, that is malformed or cannot be honoured."""
 
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(f"{message} (at {path} of the schema)", param="json_schema")
+    def __init__(self, path: str, message: str, keyword: str | None = None) -> None:
+        super().__init__(f"{message} (at {path} of the schema)", param="json_schema", keyword=keyword)
+
+    @classmethod
+    def not_a_schema(cls, value: object, path: str = "#") -> Refusal:
+        """The refusal of what is no schema at all."""
+        return cls(path, f"a schema is an object or a boolean, not {value!r}")
 
 
 def unsupported(path: str, keyword: str, why: str = "") -> Refusal:
@@ -54,7 +59,8 @@ def unsupported(path: str, keyword: str, why: str = "") -> Refusal:
     reason = f": {why}" if why else ""
     return Refusal(
         f"{path}/{keyword}",
-        f"the keyword {keyword!r} is not supported by grammar backend xgrammar here{reason}; remove it and check the answer yourself",
+        f"the keyword {keyword!r} is not supported by this grammar backend here{reason}; remove it and check the answer yourself",
+        keyword,
     )
 
 
@@ -168,3 +174,6 @@ _REWRITES: dict[str, Any] = {
     "minContains": _drop("minContains"),
     "maxContains": _drop("maxContains"),
 }
+
+REWRITTEN = frozenset(_REWRITES)
+"""Keywords that ``tidy`` spells in another way, or checks and drops."""

@@ -1,0 +1,231 @@
+"""JSON Schema, prepared for llguidance: it reads a schema in place, so a schema stays in place here.
+
+llguidance refuses the keywords it knows and lacks, and ignores those it does not know. What is left to do: spellings of
+older drafts, patterns in ECMA's reading, formats, counts of keys that may repeat, numbers that lose digits in a double.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from dovetail_grammar.formats import FORMATS, UNSUPPORTED_FORMATS
+from dovetail_grammar.merge import TYPES, Schema
+from dovetail_grammar.patterns import emit, size, whole
+from dovetail_grammar.regex_parser import PatternError, parse
+from dovetail_grammar.schema_rules import KNOWN, REFUSED, REWRITTEN, Refusal, tidy, unsupported
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_ONE = ("items", "additionalProperties", "propertyNames")
+_DECIDING = KNOWN | REFUSED | REWRITTEN | {"then", "else", "x-guidance"}
+"""Keywords that ``tidy`` deals with, and options for llguidance; all others are annotations, or places for references."""
+_NATIVE = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_NO_LEAP_SECOND = r"^[^:]*:[0-9]*:[0-5]"
+_EXACT = 2**53
+_MAX_INT = 2**63 - 1
+MAX_PATTERN = 20_000
+MAX_DEPTH = 100
+
+
+ESCAPES = 'nrbtf\\"'
+"""Letters of the escape sequences in JSON strings."""
+
+
+def prepare(schema: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema for llguidance, changed in place, with ``options`` for it. Raises ``GrammarError``.
+
+    Where keys have rules by name and others are free, strings have no ``\\u`` escapes: a free key could spell a name.
+    """
+    if schema is False:
+        raise Refusal("#", "the schema allows nothing, so no answer can satisfy it")
+    if schema is not True and not isinstance(schema, dict):
+        raise Refusal.not_a_schema(schema)
+    document: dict[str, Any] = {} if schema is True else schema
+    preparer = _Preparer(document)
+    preparer.root(document)
+    free = not preparer.names_are_ambiguous
+    escapes = {"json_allowed_escapes": ESCAPES + "u" * free, "json_allow_general_unicode_escapes": free}
+    return {**document, "x-guidance": {**options, **escapes}}
+
+
+class _Preparer:
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+        self.done: set[int] = set()
+        self.pointers: list[tuple[str, str]] = []
+        self.names_are_ambiguous = False
+
+    def root(self, schema: dict[str, Any]) -> None:
+        """The document, and whatever its references reach."""
+        try:
+            self.visit(schema, "#", 0)
+            while self.pointers:
+                self.follow(*self.pointers.pop())
+        except RecursionError as error:
+            raise Refusal("#", f"the schema is nested too deeply; allowed: {MAX_DEPTH} levels", "nesting") from error
+
+    def follow(self, pointer: str, path: str) -> None:
+        """Prepare the target of a reference too, wherever it stands."""
+        value: Any = self.document
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            try:
+                value = value[int(key)] if isinstance(value, list) else value[key]
+            except (KeyError, IndexError, ValueError, TypeError) as error:
+                raise Refusal(path, f"the reference '#{pointer}' points to nothing") from error
+        self.visit(value, path, 0)
+
+    def visit(self, schema: Any, path: str, depth: int) -> None:
+        """Rewrite a schema in place, once."""
+        if isinstance(schema, bool) or id(schema) in self.done:
+            return
+        if not isinstance(schema, dict):
+            raise Refusal.not_a_schema(schema, path)
+        if depth > MAX_DEPTH:
+            raise Refusal(path, f"the schema is nested more than {MAX_DEPTH} deep", "nesting")
+        self.done.add(id(schema))
+        tidied = tidy(schema, path)
+        kept = {key: value for key, value in schema.items() if key not in _DECIDING}
+        order = [key for key in schema if key in tidied]
+        self.rewrite(tidied, path)
+        schema.clear()
+        schema.update({**kept, **{key: tidied[key] for key in order if key in tidied}, **tidied})
+        self.descend(schema, path, depth + 1)
+
+    def descend(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        """Everything below."""
+        for key in _MAPS:
+            values = schema.get(key, {})
+            for name in values if isinstance(values, dict) else ():
+                self.visit(values[name], f"{path}/{key}/{name}", depth)
+        for key in _LISTS:
+            for index, value in enumerate(schema.get(key, ())):
+                self.visit(value, f"{path}/{key}/{index}", depth)
+        for key in _ONE:
+            if key in schema:
+                self.visit(schema[key], f"{path}/{key}", depth)
+
+    def rewrite(self, s: dict[str, Any], path: str) -> None:
+        """The keywords of one tidy schema."""
+        _types(s, path)
+        _patterns(s, path)
+        _format(s, path)
+        _numbers(s, path)
+        _property_names(s, path)
+        _counts(s, path)
+        named = bool(s.keys() & {"properties", "patternProperties", "required"})
+        self.names_are_ambiguous |= named and s.get("additionalProperties") is not False
+        if "$ref" in s:
+            self.reference(s["$ref"], path)
+        if s.pop("uniqueItems", False) is True and s.get("maxItems", 2) > 1:
+            raise unsupported(path, "uniqueItems")
+
+    def reference(self, ref: str, path: str) -> None:
+        """Note where it points, if it is a pointer into the document."""
+        base, _, fragment = ref.partition("#")
+        if base and fragment.startswith("/") and not fragment.startswith(("/$defs/", "/definitions/")):
+            raise unsupported(path, "$ref", f"{ref!r} points into another document")
+        if not base and (fragment.startswith("/") or not fragment):
+            self.pointers.append((unquote(fragment), path))
+
+
+def _types(s: dict[str, Any], path: str) -> None:
+    given = s.get("type", [])
+    unknown = [name for name in ([given] if isinstance(given, str) else given) if name not in TYPES]
+    if unknown:
+        raise Refusal(f"{path}/type", f"'type' has {unknown[0]!r}; allowed: {', '.join(TYPES)}")
+    if not all(isinstance(name, str) for name in s.get("required", ())):
+        raise Refusal(f"{path}/required", "'required' holds something else than property names")
+
+
+def pattern(text: str, path: str) -> str:
+    """A pattern of JSON Schema in the plainest spelling, for the whole text. Raises ``Refusal``."""
+    try:
+        node = whole(parse(text), search=True)
+    except PatternError as error:
+        raise Refusal(
+            path, f"the pattern {text!r} is not supported by grammar backend llguidance: {error}", "pattern"
+        ) from error
+    if size(node) > MAX_PATTERN:
+        raise Refusal(
+            path, f"the pattern has {size(node)} characters with its repetitions; allowed: {MAX_PATTERN}", "pattern"
+        )
+    return f"^(?:{emit(node)})$"
+
+
+def _patterns(s: dict[str, Any], path: str) -> None:
+    if "pattern" in s:
+        s["pattern"] = pattern(s["pattern"], f"{path}/pattern")
+    if "patternProperties" in s:
+        plain: dict[str, Any] = {}
+        for text, value in s["patternProperties"].items():
+            key = pattern(text, f"{path}/patternProperties/{text}")
+            plain[key] = {"allOf": [plain[key], value]} if key in plain else value
+        s["patternProperties"] = plain
+
+
+def _format(s: dict[str, Any], path: str) -> None:
+    name = s.get("format")
+    if name in UNSUPPORTED_FORMATS:
+        raise unsupported(path, "format", f"{name!r} cannot be checked; allowed: {', '.join(sorted(FORMATS))}")
+    if name is None or name in _NATIVE - {"time", "date-time"}:
+        return
+    if name in _NATIVE:
+        s["allOf"] = [*s.get("allOf", ()), {"pattern": _NO_LEAP_SECOND}]
+        return
+    del s["format"]
+    if name in FORMATS:
+        s["allOf"] = [*s.get("allOf", ()), {"pattern": f"^(?:{FORMATS[name]})$"}]
+
+
+def _numbers(s: dict[str, Any], path: str) -> None:
+    """llguidance keeps bounds in doubles and integers of 64 bits: what those would change is narrowed, or refused."""
+    for key in s.keys() & {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
+        value = s[key]
+        if abs(value) < _EXACT:
+            continue
+        outward = value >= _MAX_INT if key == "maximum" else value <= -_MAX_INT if key == "minimum" else False
+        if not outward or _may_be_fractional(s):
+            raise unsupported(path, key, f"{value} has more digits than a double holds exactly")
+        s[key] = math.copysign(2**63, value)
+    if "multipleOf" in s and (s["multipleOf"] <= 0 or s["multipleOf"] < 1e-9 or s["multipleOf"] > 2**31):
+        if s["multipleOf"] <= 0:
+            raise Refusal(f"{path}/multipleOf", f"'multipleOf' is {s['multipleOf']}; allowed: numbers above 0")
+        raise unsupported(path, "multipleOf", f"{s['multipleOf']} is too large or too small")
+
+
+def _may_be_fractional(s: dict[str, Any]) -> bool:
+    given = s.get("type", "number")
+    return "number" in ([given] if isinstance(given, str) else given)
+
+
+def _property_names(s: dict[str, Any], path: str) -> None:
+    """Names by pattern, on objects that say nothing else of their keys."""
+    names: Schema = s.pop("propertyNames", True)
+    if names is True or names == {}:
+        return
+    plain = isinstance(names, dict) and set(names) - {"type", "description", "title"} == {"pattern"}
+    if (
+        not plain
+        or names.get("type", "string") != "string"
+        or s.keys() & {"properties", "patternProperties", "required"}
+    ):
+        raise unsupported(
+            path, "propertyNames", "it is supported as a pattern, on objects without properties of their own"
+        )
+    text = pattern(rule["pattern"], f"{path}/propertyNames")
+    s["patternProperties"] = {text: s.get("additionalProperties", True)}
+    s["additionalProperties"] = False
+
+
+def _counts(s: dict[str, Any], path: str) -> None:
+    """Keys without a name may be given twice, and then count once."""
+    closed = s.get("additionalProperties") is False and not s.get("patternProperties")
+    if closed and s.get("maxProperties", -1) >= len(s.get("properties", {})):
+        del s["maxProperties"]
+    needed = len(set(s.get("required", ())))
+    if not closed and s.get("minProperties", 0) > max(needed, 1):
+        raise unsupported(path, "minProperties", f"it is {s['minProperties']}, and {needed} properties are required")
