@@ -207,12 +207,9 @@ def _property_names(s: dict[str, Any], path: str) -> None:
     names: Schema = s.pop("propertyNames", True)
     if names is True or names == {}:
         return
-    plain = isinstance(names, dict) and set(names) - {"type", "description", "title"} == {"pattern"}
-    if (
-        not plain
-        or names.get("type", "string") != "string"
-        or s.keys() & {"properties", "patternProperties", "required"}
-    ):
+    rule: dict[str, Any] = names if isinstance(names, dict) else {}
+    plain = set(rule) - {"type", "description", "title"} == {"pattern"} and rule.get("type", "string") == "string"
+    if not plain or s.keys() & {"properties", "patternProperties", "required"}:
         raise unsupported(
             path, "propertyNames", "it is supported as a pattern, on objects without properties of their own"
         )
