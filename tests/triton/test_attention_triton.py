@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.ops.triton import pages
 from dovetail.testing.attention import GRAPH_ROWS, REPLAYS, SHARED_STEPS, STEPS, AttentionSuite
 from dovetail.testing.attention_graphs import (
     VERIFY_REPLAYS,
@@ -34,6 +35,12 @@ WIDE_TREES = Case(
     [40, 24, 1],
     trees=[[node // 3 - 1 for node in range(39)], [(node * 7) % (node + 1) - 1 for node in range(23)], []],
     heads=8,
+)
+LATENT: tuple[Mapping[str, Any], ...] = (
+    {"head_dim": 24, "value_dim": 16},
+    {"head_dim": 24, "value_dim": 16, "heads": 6, "kv_heads": 2, "dtype": torch.float16},
+    {"head_dim": 28, "value_dim": 12, "window": 7, "sinks": True, "soft_cap": 2.0, "scale": 0.5},
+    {"head_dim": 24, "value_dim": 16, "kv_dtype": torch.float8_e4m3fn},
 )
 SLOW: Mapping[str, tuple[object, ...]] = {
     "page_size": (4,),
@@ -99,6 +106,17 @@ class TestTriton(AttentionSuite):
             Case([200, 5], [4, 4], trees=[[-1, -1, 0], [-1, 0, 0]]),
         ):
             self.compare(replace(case, window=window, sinks=sinks))
+
+    @pytest.mark.parametrize("step", [*FEW_STEPS, "one group", "groups and single rows", "padding"])
+    @pytest.mark.parametrize("whole", [8, 64], ids=["keys in two parts", "keys in one"])
+    @pytest.mark.parametrize("settings", LATENT, ids=str)
+    def test_values_may_be_the_first_part_of_keys(
+        self, monkeypatch: pytest.MonkeyPatch, step: str, whole: int, settings: Mapping[str, Any]
+    ):
+        """As in multi-head latent attention; in two parts, the first is read once for both."""
+        monkeypatch.setattr(pages, "WHOLE", whole)
+        case = SHARED_STEPS[step] if step in SHARED_STEPS else STEPS[step][0]
+        self.compare(replace(case, **{"heads": 20, "kv_heads": 1, **settings}))
 
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
     @torch.inference_mode()

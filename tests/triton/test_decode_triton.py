@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.ops.triton import decode, pages
 from dovetail.ops.triton.decode import paged_decode
 
 LENS = [1, 7, 64, 65, 130]
@@ -54,6 +55,22 @@ def test_rows_of_many_lengths(splits, heads, kv_heads, size, page, window, soft_
     )
     keys, values = keys.nan_to_num(), values.nan_to_num()
     wanted, wanted_lse = expected(q, keys, values, table, kv_lens, 0.3, window, soft_cap, sinks)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("whole", [8, 64], ids=["keys in two parts", "keys in one"])
+@pytest.mark.parametrize("heads", [40, 6])
+@pytest.mark.parametrize("large", [8, 64], ids=["blocks of heads", "all heads"])
+def test_values_may_be_the_first_part_of_keys(splits, whole, heads, large, monkeypatch):
+    monkeypatch.setattr(pages, "WHOLE", whole)
+    monkeypatch.setattr(decode, "LARGE", large)
+    torch.manual_seed(0)
+    keys, table = torch.randn(40, 16, 1, 24), torch.randperm(40, dtype=torch.int32).view(4, 10)
+    q, kv_lens = torch.randn(4, heads, 24), torch.tensor([1, 17, 99, 160], dtype=torch.int32)
+    out, lse = paged_decode(q, keys, keys[..., :16], table, kv_lens, 0.3, splits=splits)
+    wanted, wanted_lse = expected(q, keys, keys[..., :16], table, kv_lens, 0.3, None, None, None)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
 

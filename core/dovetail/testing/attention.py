@@ -20,7 +20,7 @@ from dovetail.testing.attention_graphs import (
     CapturedVerify,
     verify_step,
 )
-from dovetail.testing.attention_reference import TOLERANCES, Case, Step, poisoned_equal, reference
+from dovetail.testing.attention_reference import TOLERANCES, Case, Step, output_shape, poisoned_equal, reference
 from dovetail.testing.component import ComponentSuite
 
 EXTEND, DECODE, MIXED = Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED
@@ -151,8 +151,8 @@ class AttentionSuite(ComponentSuite):
         assert poisoned_equal(step.pool.v, pool[1]), "forward changed the pool"
 
     def compare_output(self, step: Step, out: torch.Tensor) -> None:
-        """``out`` has the shape and dtype of the queries and the values of the reference."""
-        assert out.shape == step.q.shape
+        """``out`` has the shape and dtype of the queries (the size of the values) and the numbers of the reference."""
+        assert out.shape == output_shape(step)
         assert out.dtype == step.q.dtype
         expected = reference(step)
         real = ~expected.isnan()

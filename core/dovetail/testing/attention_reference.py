@@ -44,10 +44,32 @@ class Case:
     groups: Sequence[tuple[int, int]] | None = None
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None  # of the pool; None: dtype
+    value_dim: int | None = None  # the values are the first so many elements of the keys; None: a tensor of their own
     key_scale: float = 1.0
     ordered_pages: bool = False
     seed: int = 0
     layer_id: int = 1
+
+
+class LatentPool(PagedKVPool):
+    """A pool whose values are the first ``value_dim`` elements of its keys, in the same memory; what is stored as values is
+    not kept."""
+
+    def __init__(
+        self,
+        group: CacheGroup,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        value_dim: int,
+    ) -> None:
+        super().__init__(group, num_pages, page_size, dtype, device)
+        self.v = self.k[..., :value_dim]
+
+    def values(self, layer_id: int) -> torch.Tensor:
+        """A view, ``[num_pages, page_size, num_kv_heads, value_dim]``."""
+        return self.v[layer_id]
 
 
 class Step:
@@ -127,7 +149,8 @@ class Step:
     def _make_pool(self, owned: Sequence[int]) -> PagedKVPool:
         case = self.case
         group = CacheGroup(NUM_LAYERS, case.kv_heads, case.head_dim)
-        pool = PagedKVPool(group, self.num_pages, case.page_size, case.kv_dtype or case.dtype, self.device)
+        sizes = group, self.num_pages, case.page_size, case.kv_dtype or case.dtype, self.device
+        pool = PagedKVPool(*sizes) if case.value_dim is None else LatentPool(*sizes, case.value_dim)
         for memory in (pool.k, pool.v):
             memory.copy_(torch.full((), torch.nan))
         for row, length in enumerate(owned):
@@ -172,10 +195,15 @@ def _path(drafts: DraftTree, row: int, query: int) -> list[int]:
     return path
 
 
+def output_shape(step: Step) -> tuple[int, ...]:
+    """That of the queries, but for the size of the values."""
+    return *step.q.shape[:2], step.case.value_dim or step.case.head_dim
+
+
 def reference(step: Step) -> torch.Tensor:
-    """``[tokens, heads, head_dim]`` in float64 on the CPU; NaN for rows of padding."""
+    """``[tokens, heads, head_dim of values]`` in float64 on the CPU; NaN for rows of padding."""
     case, batch = step.case, step.batch
-    out = torch.full(step.q.shape, torch.nan, dtype=torch.float64)
+    out = torch.full(output_shape(step), torch.nan, dtype=torch.float64)
     token = 0
     for row, count in enumerate(batch.extend_lens.tolist()):
         if row >= len(batch.reqs) - case.padding:

@@ -2,6 +2,7 @@
 
 The query heads that read one key head are one tile, so each key is read once. How many parts there are is fixed by the
 number of rows; how long they are follows from ``kv_lens`` on the device, so that a captured launch serves any lengths.
+Rows start in their order, all heads of each: with the longest first, none is left over when the others have ended.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.pages import layout
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
 LEAST_TILE = 16  # rows of the smallest tile that tensor cores multiply
+LARGE = 256  # elements of values from which on a program has no registers for more rows than that
 
 
 def decode_splits(rows: int, kv_heads: int, processors: int) -> int:
@@ -32,9 +35,11 @@ def tiling(row_bytes: int, tiles: int, processors: int) -> tuple[int, int, int]:
     Few tiles have a multiprocessor each to themselves, and read far ahead; many share it. Very few leave shared memory to the
     product that follows, which has begun to fetch its weights. Measured on an H200, the last within whole steps.
     """
+    if row_bytes > 2048:
+        return 16, 1, 4
     if row_bytes > 256:
         return 32, 2, 4
-    if tiles >= 6 * processors:
+    if tiles >= 10 * processors:
         return 32, 2, 2
     if tiles >= 3 * processors:
         return 64, 2, 4
@@ -59,11 +64,14 @@ def _span(length, splits, BLOCK_N: tl.constexpr):
 def _decode(
     q, keys, values, table, kv_lens, sinks, out, lse, parts, scale, soft_cap, window,
     q_row, q_head, table_row, splits, heads, rows,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_PLACE: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PLACE: tl.constexpr, V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_head = tl.program_id(0) // HEAD_BLOCKS
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -77,11 +85,15 @@ def _decode(
         if (begin >= end) & (part > 0):  # the first part also answers for a row without keys
             return
         end = tl.minimum(end, begin + span)
-    member = tl.arange(0, BLOCK_HEADS)
+    member = tl.program_id(0) % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head = kv_head * GROUP + member
-    at, at_v = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_V)
+    at, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     real = member < GROUP
-    query = tl.load(q + row * q_row + head[:, None] * q_head + at[None, :], real[:, None] & (at < SIZE)[None, :], 0.0)
+    from_q = q + row * q_row + head[:, None] * q_head
+    query = tl.load(from_q + at[None, :], real[:, None] & (at < KEY_DIM)[None, :], 0.0)
+    if REST:
+        at_r = tl.arange(0, BLOCK_REST)
+        query_r = tl.load(from_q + KEY_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
     top = tl.full([BLOCK_HEADS], -1e30, tl.float32)  # finite: padding rows may read NaN
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     result = tl.zeros([BLOCK_HEADS, BLOCK_V], tl.float32)
@@ -89,20 +101,26 @@ def _decode(
         token = start + tl.arange(0, BLOCK_N)
         there = token < end
         page = tl.load(table + row * table_row + token // PAGE, there, 0)
-        place = (page.to(tl.int64) * PAGE + token % PAGE) * KV_HEADS + kv_head
-        key = tl.load(keys + place[None, :] * SIZE + at[:, None], there[None, :] & (at < SIZE)[:, None], 0.0)
-        score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+        place = page.to(tl.int64) * PAGE + token % PAGE
+        from_k = keys + (place * K_PLACE + kv_head * K_HEAD)[None, :]
+        key = tl.load(from_k + at[:, None], there[None, :] & (at < KEY_DIM)[:, None], 0.0).to(query.dtype)
+        score = tl.dot(query, key, input_precision="ieee")
+        if REST:
+            key_r = tl.load(from_k + KEY_DIM + at_r[:, None], there[None, :] & (at_r < REST)[:, None], 0.0)
+            score = tl.dot(query_r, key_r.to(query.dtype), score, input_precision="ieee")
+        score *= scale
         if SOFT_CAP:
             score = soft_cap * (1 - 2 / (tl.exp(2 * score / soft_cap) + 1))
         score = tl.where(there[None, :], score * 1.4426950408889634, float("-inf"))
         best = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - best[:, None])
         factor = tl.exp2(top - best)
-        value = tl.load(
-            values + place[:, None] * V_SIZE + at_v[None, :], there[:, None] & (at_v < V_SIZE)[None, :], 0.0
-        )
-        result = result * factor[:, None]
-        result = tl.dot(weight.to(query.dtype), value.to(query.dtype), result, input_precision="ieee")
+        if SAME:
+            value = tl.trans(key)
+        else:
+            from_v = values + (place * V_PLACE + kv_head * V_HEAD)[:, None] + at_v[None, :]
+            value = tl.load(from_v, there[:, None] & (at_v < VALUE_DIM)[None, :], 0.0).to(query.dtype)
+        result = tl.dot(weight.to(query.dtype), value, result * factor[:, None], input_precision="ieee")
         total = total * factor + tl.sum(weight, 1)
         top = best
     if SINKS:  # noqa: SIM102 (a constant decides whether the code is compiled)
@@ -116,20 +134,22 @@ def _decode(
     seen = total > 0
     result = result / tl.where(seen, total, 1.0)[:, None]
     log_sum = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")) / 1.4426950408889634
-    inside = real[:, None] & (at_v < V_SIZE)[None, :]
+    inside = real[:, None] & (at_v < VALUE_DIM)[None, :]
     if SPLIT:
         place = (row * heads + head) * splits + part
-        tl.store(parts + place[:, None] * V_SIZE + at_v[None, :], result, inside)
+        tl.store(parts + place[:, None] * VALUE_DIM + at_v[None, :], result, inside)
         tl.store(lse + place, log_sum, real)
     else:
-        tl.store(out + (row * heads + head)[:, None] * V_SIZE + at_v[None, :], result.to(out.dtype.element_ty), inside)
+        to = out + (row * heads + head)[:, None] * VALUE_DIM + at_v[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), inside)
         tl.store(lse + head * rows + row, log_sum, real)
 
 
 @triton.jit
 def _combine(
     parts, part_lse, out, lse, kv_lens, window, splits, heads, rows,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
@@ -145,11 +165,11 @@ def _combine(
     top = tl.maximum(tl.max(logs, 0), -1e30)  # finite, also where no part has a key
     weight = tl.exp(logs - top)
     total = tl.sum(weight, 0)
-    inside = (weight > 0)[:, None] & (at < V_SIZE)[None, :]
-    result = tl.sum(tl.load(parts + place[:, None] * V_SIZE + at[None, :], inside, 0.0) * weight[:, None], 0)
+    inside = (weight > 0)[:, None] & (at < VALUE_DIM)[None, :]
+    result = tl.sum(tl.load(parts + place[:, None] * VALUE_DIM + at[None, :], inside, 0.0) * weight[:, None], 0)
     seen = total > 0
     result = result / tl.where(seen, total, 1.0)
-    tl.store(out + (row * heads + head) * V_SIZE + at, result.to(out.dtype.element_ty), at < V_SIZE)
+    tl.store(out + (row * heads + head) * VALUE_DIM + at, result.to(out.dtype.element_ty), at < VALUE_DIM)
     tl.store(lse + head * rows + row, tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("-inf")))
 
 
@@ -167,40 +187,38 @@ def paged_decode(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with ``q [rows, heads, d]``: row r sees its last ``window`` of ``kv_lens[r]`` (int32) keys, which lie in pages
-    ``table[r]`` (int32 ``[rows, >= pages]``) of contiguous ``keys [pages, page_size, kv_heads, d]`` and ``values``, whose d may
-    differ. ``soft_cap`` and ``sinks`` are those of ``AttentionLayer``.
+    ``table[r]`` (int32 ``[rows, >= pages]``) of ``keys [pages, page_size, kv_heads, d]`` and ``values``, whose d may differ and
+    which may be a view of the keys (see ``pages.layout``). ``soft_cap`` and ``sinks`` are those of ``AttentionLayer``.
 
     Returns the output ``[rows, heads, d of values]`` and the log-sum-exp, float32 ``[heads, rows]``; a row without a key gets
     -inf there, and zeros.
     """
     rows, heads, size = q.shape
-    page_size, kv_heads, v_size = values.shape[1:]
+    kv_heads, v_size = values.shape[2:]
     group = heads // kv_heads
     assert q.stride(2) == 1
     assert table.stride(1) == 1
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
+    found = layout(keys, values)
     out = torch.empty(rows, heads, v_size, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
     parts, part_lse = out, lse
     if splits > 1:
         parts = torch.empty(rows, heads, splits, v_size, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
-    block_v = max(16, triton.next_power_of_2(v_size))
+    block_heads = LEAST_TILE if v_size > LARGE else max(LEAST_TILE, triton.next_power_of_2(group))
+    head_blocks = triton.cdiv(group, block_heads)
     block_n, stages, warps = tiling(q.element_size() * max(size, v_size), rows * kv_heads, processors(q.device))
     launch(
-        _decode, (rows, kv_heads, splits),
+        _decode, (kv_heads * head_blocks, rows, splits),
         q, keys, values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,
         q.stride(0), q.stride(1), table.stride(0), splits, heads, rows,
-        PAGE=page_size, GROUP=group, KV_HEADS=kv_heads, SIZE=size, V_SIZE=v_size,
-        BLOCK_HEADS=max(LEAST_TILE, triton.next_power_of_2(group)), BLOCK_SIZE=max(16, triton.next_power_of_2(size)),
-        BLOCK_V=block_v, BLOCK_N=block_n, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
+        **found, GROUP=group, BLOCK_HEADS=block_heads, HEAD_BLOCKS=head_blocks, BLOCK_N=block_n, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         launch(
             _combine, (rows, heads), parts, part_lse, out, lse, kv_lens, window or 0, splits, heads, rows,
-            WINDOW=window is not None, BLOCK_N=block_n, V_SIZE=v_size, BLOCK_V=block_v,
+            WINDOW=window is not None, BLOCK_N=block_n, VALUE_DIM=v_size, BLOCK_V=found["BLOCK_V"],
             BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=1 if splits < 16 else 4,
         )  # fmt: skip
     return out, lse

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.pages import layout
 from dovetail_attention.triton.schedule import RECORD, Entries, Schedule
 
 LOG2_E = math.log2(math.e)
@@ -23,41 +24,50 @@ LOG2_E = math.log2(math.e)
 class Partial(NamedTuple):
     """Attention over chunks of keys, and the base-2 logarithms of the sums of exponentials; -inf: nothing was seen."""
 
-    out: torch.Tensor  # float32 [rows, kv_heads, head_dim]
+    out: torch.Tensor  # float32 [rows, kv_heads, value_dim]
     lse: torch.Tensor  # float32 [rows, kv_heads]
 
     @classmethod
-    def empty(cls, rows: int, kv_heads: int, head_dim: int, device: torch.device) -> Partial:
+    def empty(cls, rows: int, kv_heads: int, value_dim: int, device: torch.device) -> Partial:
         """Room for ``rows`` of every key head."""
-        make = torch.empty(rows * kv_heads * (head_dim + 1), dtype=torch.float32, device=device)
-        out, lse = make.split([rows * kv_heads * head_dim, rows * kv_heads])
-        return cls(out.view(rows, kv_heads, head_dim), lse.view(rows, kv_heads))
+        make = torch.empty(rows * kv_heads * (value_dim + 1), dtype=torch.float32, device=device)
+        out, lse = make.split([rows * kv_heads * value_dim, rows * kv_heads])
+        return cls(out.view(rows, kv_heads, value_dim), lse.view(rows, kv_heads))
 
 
 @triton.jit
 def _blocks(
-    top, total, acc, q_tile, low, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+    top, total, acc, q_tile, q_rest, low, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
     first_query, tree_width, window, scale, cap,
-    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_PLACE: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PLACE: tl.constexpr, V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys ``[low, high)``; unless MASKED they are whole blocks that every query sees."""
-    at_k, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    at_k, at_r, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_REST), tl.arange(0, BLOCK_V)
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
         if MASKED:  # what lies behind may be NaN, which no product with 0 removes: it is not even loaded
             inside = key < high
             page = tl.load(pages + key // PAGE, inside, 0)
             mask_k, mask_v = inside[:, None] & (at_k < KEY_DIM)[None, :], inside[:, None] & (at_v < VALUE_DIM)[None, :]
+            mask_r = inside[:, None] & (at_r < REST)[None, :]
         else:
             page = tl.load(pages + key // PAGE)
             mask_k, mask_v = (at_k < KEY_DIM)[None, :], (at_v < VALUE_DIM)[None, :]
-        where = (page.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + head
-        from_k = k + where[:, None] * KEY_DIM + at_k[None, :]
-        from_v = v + where[:, None] * VALUE_DIM + at_v[None, :]
+            mask_r = (at_r < REST)[None, :]
+        where = page.to(tl.int64) * PAGE + key % PAGE
+        from_k = k + (where * K_PLACE + head * K_HEAD)[:, None] + at_k[None, :]
+        from_v = v + (where * V_PLACE + head * V_HEAD)[:, None] + at_v[None, :]
         keys = tl.load(from_k, mask_k, 0.0) if MASKED or KEY_DIM != BLOCK_K else tl.load(from_k)
-        scores = tl.dot(q_tile, tl.trans(keys.to(q_tile.dtype)), input_precision="ieee")
+        keys = keys.to(q_tile.dtype)
+        scores = tl.dot(q_tile, tl.trans(keys), input_precision="ieee")
+        if REST:
+            from_r = k + (where * K_PLACE + head * K_HEAD)[:, None] + KEY_DIM + at_r[None, :]
+            rest = tl.load(from_r, mask_r, 0.0)
+            scores = tl.dot(q_rest, tl.trans(rest.to(q_rest.dtype)), scores, input_precision="ieee")
         if CAP:
             grown = tl.exp2(tl.minimum(scores * scale, 100.0))  # e^(2x) of tanh(x) = 1 - 2 / (1 + e^(2x))
             scores = cap - 2 * cap / (1 + grown)
@@ -87,7 +97,9 @@ def _blocks(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
-        values = tl.load(from_v, mask_v, 0.0) if MASKED or VALUE_DIM != BLOCK_V else tl.load(from_v)
+        values = keys
+        if not SAME:
+            values = tl.load(from_v, mask_v, 0.0) if MASKED or VALUE_DIM != BLOCK_V else tl.load(from_v)
         acc = tl.dot(weights.to(q_tile.dtype), values.to(q_tile.dtype), acc * shrink[:, None], input_precision="ieee")
         top = higher
     return top, total, acc
@@ -97,8 +109,10 @@ def _blocks(
 def _item(
     item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_PLACE: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PLACE: tl.constexpr, V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     RECORD: tl.constexpr,
 ):  # fmt: skip
@@ -113,8 +127,12 @@ def _item(
     token = (first_query + m // GROUP).to(tl.int64)
     q_row = head * GROUP + m % GROUP
     at_k, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    from_q = q + (token * q_token + q_row * q_head)[:, None] + at_k[None, :]
-    q_tile = tl.load(from_q, real[:, None] & (at_k < KEY_DIM)[None, :], 0.0)
+    from_q = q + (token * q_token + q_row * q_head)[:, None]
+    q_tile = tl.load(from_q + at_k[None, :], real[:, None] & (at_k < KEY_DIM)[None, :], 0.0)
+    q_rest = q_tile
+    if REST:
+        at_r = tl.arange(0, BLOCK_REST)
+        q_rest = tl.load(from_q + KEY_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
 
     prefix = length - queries
     place = prefix + m // GROUP
@@ -137,14 +155,16 @@ def _item(
     tree_rows = tree + token * tree_row
     if not WINDOW:
         top, total, acc = _blocks(
-            top, total, acc, q_tile, low, middle, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
+            top, total, acc, q_tile, q_rest, low, middle, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
             first_query, tree_width, window, scale, cap,
-            KV_HEADS, PAGE, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, KEYS, CAUSAL, TREE, WINDOW, CAP, False,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_PLACE, K_HEAD, V_PLACE, V_HEAD, SAME,
+            KEYS, CAUSAL, TREE, WINDOW, CAP, False,
         )  # fmt: skip
     top, total, acc = _blocks(
-        top, total, acc, q_tile, middle, high, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
+        top, total, acc, q_tile, q_rest, middle, high, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
         first_query, tree_width, window, scale, cap,
-        KV_HEADS, PAGE, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, KEYS, CAUSAL, TREE, WINDOW, CAP, True,
+        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_PLACE, K_HEAD, V_PLACE, V_HEAD, SAME,
+        KEYS, CAUSAL, TREE, WINDOW, CAP, True,
     )  # fmt: skip
 
     mask = real[:, None] & (at_v < VALUE_DIM)[None, :]
@@ -172,8 +192,10 @@ def _item(
 def _attend(
     q, k, v, out, partial, lse, records, count, table, positions, tree, sinks,
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_PLACE: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PLACE: tl.constexpr, V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     RECORD: tl.constexpr, FEWER: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -188,15 +210,15 @@ def _attend(
             _item(
                 item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
                 q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-                KV_HEADS, GROUP, PAGE, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, ROWS, KEYS,
-                CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
+                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_PLACE, K_HEAD, V_PLACE, V_HEAD, SAME,
+                GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
             )  # fmt: skip
     elif first < items:
         _item(
             first, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
             q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-            KV_HEADS, GROUP, PAGE, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V, ROWS, KEYS,
-            CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_PLACE, K_HEAD, V_PLACE, V_HEAD, SAME,
+            GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
         )  # fmt: skip
 
 
@@ -211,21 +233,19 @@ def attend(
     partial: Partial,
 ) -> None:
     """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's pages."""
-    keys, values = kv
-    _, page_size, kv_heads, key_dim = keys.shape
-    value_dim = values.shape[3]
+    found = layout(*kv)
+    kv_heads = kv[0].shape[2]
     assert q.stride(2) == 1
     assert out.is_contiguous()
     tile, tree, cap = entries.tile, entries.tree, layer.soft_cap
     scale = layer.scale * LOG2_E if cap is None else 2 * LOG2_E * layer.scale / cap
     launch(
         _attend, (entries.programs * kv_heads,),
-        q, keys, values, out, *partial, schedule.records, schedule.count, entries.table, positions,
+        q, *kv, out, *partial, schedule.records, schedule.count, entries.table, positions,
         positions if tree is None else tree, q if layer.sinks is None else layer.sinks,
         q.stride(0), q.stride(1), entries.table.stride(0), 0 if tree is None else tree.stride(0),
         0 if tree is None else tree.shape[1], layer.window or 0, scale, 0.0 if cap is None else cap * LOG2_E,
-        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, PAGE=page_size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+        **found, GROUP=q.shape[1] // kv_heads,
         ROWS=tile.rows, KEYS=tile.keys, CAUSAL=entries.causal, TREE=tree is not None, WINDOW=layer.window is not None,
         CAP=cap is not None, SINKS=layer.sinks is not None, RECORD=RECORD, FEWER=entries.fewer,
         num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -46,9 +46,9 @@ class Memory:
     """What one launch writes for its merge, and its schedules by window. Addresses never change."""
 
     def __init__(
-        self, items: int, tokens: int, partial_rows: int, kv_heads: int, head_dim: int, device: torch.device
+        self, items: int, tokens: int, partial_rows: int, kv_heads: int, value_dim: int, device: torch.device
     ) -> None:
-        self.partial = Partial.empty(partial_rows, kv_heads, head_dim, device)
+        self.partial = Partial.empty(partial_rows, kv_heads, value_dim, device)
         self._size = items, tokens, device
         self._schedules: dict[int | None, Schedule] = {}
 
@@ -77,7 +77,8 @@ class Step(NamedTuple):
 class TritonAttention(AttentionBackend):
     """Everything that depends on a value is computed on the device, so graphs need nothing from the host.
 
-    The schedule of a step is made by the first layer of each window, and read by the others.
+    The schedule of a step is made by the first layer of each window, and read by the others. The pool's values may be of
+    another size than its keys, and be a view of them (latent attention): the output has their size.
     """
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:
@@ -85,6 +86,7 @@ class TritonAttention(AttentionBackend):
         self._dtype, self._max_rows = context.dtype, context.max_rows
         self._kv_heads, self._head_dim = context.num_kv_heads, context.head_dim
         self._group = context.num_heads // context.num_kv_heads
+        self._value_dim = context.pool.values(0).shape[3]
         self._token_bytes = 2 * self._kv_heads * self._head_dim * context.pool.keys(0).element_size()
         self._processors, self._roomy = CPU_PROCESSORS, False
         if context.device.type == "cuda":
@@ -140,7 +142,7 @@ class TritonAttention(AttentionBackend):
         if self._even:
             return self._forward_even(q, layer, batch)
         leads = self._leaders.setdefault(layer.window, layer.layer_id) == layer.layer_id
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:2], self._value_dim)
         for tokens, own, shared in self._steps:
             parts = [
                 self._attend(q, layer, batch, launch, out, leads=leads, partial=shared is not None)
@@ -244,10 +246,10 @@ class TritonAttention(AttentionBackend):
     def _memory(self, tile: tiles.Tile, slots: int, count: int, tokens: int) -> Memory:
         """Memory for ``count`` tiles of ``tokens`` queries, cut into ``slots`` more items at most (see ``schedule``)."""
         partial_rows = tokens * self._group + slots * tile.rows if slots else 1
-        return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._head_dim, self._device)
+        return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._value_dim, self._device)
 
     def _tile(self, pairs: int, *, tree: bool = False) -> tiles.Tile:
-        return tiles.choose(pairs, self._head_dim, self._head_dim, self._dtype, tree=tree, roomy=self._roomy)
+        return tiles.choose(pairs, self._head_dim, self._value_dim, self._dtype, tree=tree, roomy=self._roomy)
 
     def _tiles(self, queries: int, tile: tiles.Tile) -> int:
         return -(-queries * self._group // tile.rows)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from dovetail.ops.triton.pages import parts
+
 ROOM = 220 << 10
 """Bytes of shared memory on a processor from which on more keys may be on their way: Hopper and later, in data centres."""
 
@@ -27,7 +29,11 @@ def choose(
 ) -> Tile:
     """The tile where an entry has at most ``wanted`` pairs of a query and a head that read one key head. ``tree``: queries
     have a mask. ``roomy``: see ``ROOM``."""
-    wide, wanted = _power(max(key_dim, value_dim)), _power(wanted)
+    wide, wanted = _power(max(parts(key_dim)[0], value_dim)), _power(wanted)
+    if wide > 256:  # latent attention
+        if dtype.itemsize == 4:
+            return Tile(16, 16, 8, 1, 1)
+        return Tile(min(wanted, 32), 32 if roomy else 16, 8, 2, 1)
     if dtype.itemsize == 4:  # without matrix units, operands are held in registers
         return Tile(min(wanted, 32 if wide <= 64 else 16), 32, 8, 2, 2)
     if wanted <= 32 and not tree:  # as many bytes on their way as registers allow

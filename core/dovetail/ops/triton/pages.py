@@ -1,0 +1,60 @@
+"""How kernels read the keys and values of a pool: where a head of a place begins, and how many elements are read at once.
+
+Values may be of another size than keys, and be a view of their first elements: multi-head latent attention (DeepSeek-V2,
+arXiv 2405.04434) keeps one head of 512 latent elements, which are the values too, and 64 more that are rotated.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+WHOLE = 256
+"""Longer keys are read in two parts, where one part would have to be as long as the next power of two."""
+
+
+def layout(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int | bool]:
+    """Constants of kernels that read ``keys`` and ``values [pages, page_size, kv_heads, d]``, whose elements are contiguous
+    and whose pages are places that follow each other:
+
+    - PAGE, KV_HEADS; K_PLACE, K_HEAD, V_PLACE, V_HEAD: elements from a place and from a head to the next
+    - KEY_DIM and VALUE_DIM elements are read in blocks of BLOCK_K and BLOCK_V, and where a key has REST more, in BLOCK_REST
+    - SAME: the first part of a key is the value, and is read once
+    """
+    page_size, kv_heads, key_dim = keys.shape[1:]
+    value_dim = values.shape[3]
+    first, rest = parts(key_dim)
+    for x in (keys, values):
+        assert x.stride(3) == 1
+        assert x.stride(0) == page_size * x.stride(1)
+    same = (
+        values.data_ptr() == keys.data_ptr()
+        and values.stride() == keys.stride()
+        and value_dim == first == triton.next_power_of_2(first)
+    )
+    return {
+        "PAGE": page_size,
+        "KV_HEADS": kv_heads,
+        "KEY_DIM": first,
+        "BLOCK_K": block(first),
+        "REST": rest,
+        "BLOCK_REST": block(rest),
+        "VALUE_DIM": value_dim,
+        "BLOCK_V": block(value_dim),
+        "K_PLACE": keys.stride(1),
+        "K_HEAD": keys.stride(2),
+        "V_PLACE": values.stride(1),
+        "V_HEAD": values.stride(2),
+        "SAME": same,
+    }
+
+
+def parts(dim: int) -> tuple[int, int]:
+    """The elements of the two parts of a key; the second may have none."""
+    power = 1 << (dim.bit_length() - 1)
+    return (dim, 0) if dim <= WHOLE or dim == power else (power, dim - power)
+
+
+def block(dim: int) -> int:
+    """The elements that are read at once for ``dim``: at least as many as tensor cores multiply."""
+    return max(16, triton.next_power_of_2(dim))
