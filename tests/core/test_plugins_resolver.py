@@ -511,6 +511,8 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
             "policy",
             "grammar",
             "speculative",
+            "tool_parser",
+            "reasoning_parser",
         }
     )
     assert {c["name"] for c in slots["attention.decode"]["candidates"]} == {"plain", "gone"}
@@ -522,7 +524,7 @@ def test_one_info_line_per_part(fakes, caplog):
     caplog.set_level("INFO", logger="dovetail.plugins")
     run(fakes, sets=["cache=none"])
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 7
+    assert len(lines) == 9  # every slot
     assert "cache: none, explicit" in lines
     assert "grammar: none, priority; nothing installed can be used" in lines
 

@@ -97,3 +97,10 @@ def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: boo
         named = {entry["name"]: entry["template"] for entry in found}
         return (tools and named.get("tool_use")) or named.get("default")
     return found
+
+
+def read_source(directory: Path) -> str | None:
+    """The text of the template that ``directory`` has for conversations with tools; None without one."""
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return find_source(directory, config, tools=True)

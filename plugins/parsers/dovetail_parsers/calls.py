@@ -1,0 +1,121 @@
+"""What the readers of tool calls have in common: content, calls that are told piece by piece, whitespace beside calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from dovetail.interfaces.parsers import CallDelta, Tool, ToolDelta, ToolStream
+from dovetail_parsers.reader import END, Finder, MalformedError, Reader, Reading
+
+
+class CallReader(Reader, ToolStream):
+    """A tool stream over a ``read``. A call that turns out malformed before anything of it was told is content whole; one
+    that does so later ends there, and content follows."""
+
+    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str]) -> None:
+        self.names = frozenset(tool.name for tool in tools)
+        self._new_id = new_id
+        self._index = -1
+        self._content: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._spaces = ""  # whitespace after content or a call: shown once content follows
+        self._after_call = False
+        self.telling = False
+        super().__init__()
+
+    def feed(self, text: str) -> ToolDelta:
+        """See ``ToolStream``."""
+        self.push(text)
+        return self._take()
+
+    def finish(self) -> ToolDelta:
+        """See ``ToolStream``."""
+        self.end()
+        if not self._after_call:
+            self._content.append(self._spaces)
+        return self._take()
+
+    def _take(self) -> ToolDelta:
+        content, calls = "".join(self._content), tuple(_joined(self._calls))
+        self._content.clear()
+        self._calls.clear()
+        return ToolDelta(content, calls)
+
+    def say(self, text: str) -> None:
+        """``text`` is content. Whitespace at its end waits for what follows."""
+        bare = text.rstrip(" \t\r\n")
+        if bare:
+            self._content += (self._spaces, bare)
+            self._spaces, self._after_call = "", False
+        self._spaces += text[len(bare) :]
+
+    def tell(self, name: str) -> None:
+        """A call begins."""
+        self.accept()
+        self._index += 1
+        self._spaces, self._after_call, self.telling = "", True, True
+        self._calls.append(CallDelta(self._index, self._new_id(), name))
+
+    def tell_arguments(self, text: str) -> None:
+        """The next characters of its arguments."""
+        self.accept()
+        self._calls.append(CallDelta(self._index, arguments=text))
+
+    def content_until(self, *marks: str) -> Reading[str]:
+        """Say content up to the first of ``marks``, which stays kept; "" at the end of the text."""
+        self.accept()
+        finder = Finder(marks)
+        while True:
+            char = yield from self.next()
+            if char == END:
+                self.say(self.accept())
+                return END
+            found = finder.feed(char)
+            done = len(self._kept) - (len(found) if found else finder.held)
+            if done:
+                self.say("".join(self._kept[:done]))
+                del self._kept[:done]
+            if found:
+                return found
+
+    def attempt(self, call: Reading[None]) -> Reading[bool]:
+        """Read a call whose first characters are kept; True if it was one. What is left of one that was not is read again
+        as content: from its second character on, if nothing was told."""
+        self.telling = False
+        try:
+            yield from call
+        except MalformedError:
+            if self.telling:
+                self.give_back()
+            else:
+                kept = self.accept()
+                self.say(kept[:1])
+                self._back.extend(reversed(kept[1:]))
+            return False
+        self.accept()
+        return True
+
+    def close(self, *parts: str | Collection[str]) -> Reading[None]:
+        """Read marks that end what has been told, whitespace before each left out. Where the text ends before, or goes on
+        otherwise, the call stands: what was read for a mark is given back."""
+        for part in parts:
+            self.accept()
+            char = yield from self.space()
+            if char == END:
+                self.accept()
+                return
+            self.unread()
+            yield from self.expect(part) if isinstance(part, str) else self.one_of(part)
+        self.accept()
+
+
+def _joined(calls: Sequence[CallDelta]) -> list[CallDelta]:
+    """Fragments of one call's arguments as one; a call's first delta takes those that follow it."""
+    joined: list[CallDelta] = []
+    for delta in calls:
+        if joined and delta.id is None and joined[-1].index == delta.index:
+            joined[-1] = replace(joined[-1], arguments=joined[-1].arguments + delta.arguments)
+        else:
+            joined.append(delta)
+    return joined

@@ -1,0 +1,67 @@
+"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as often as there are calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail_parsers.calls import CallReader
+from dovetail_parsers.jsontext import json_call
+from dovetail_parsers.reader import END, Reading
+from dovetail_parsers.schemas import (
+    call_schema,
+    dumps,
+    enforced,
+    json_spec,
+    loosened,
+    needs_tags,
+    object_schema,
+    tag_spec,
+)
+
+BEGIN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class _HermesReader(CallReader):
+    def read(self) -> Reading[None]:
+        while (yield from self.content_until(BEGIN)) != END:
+            yield from self.attempt(self._call())
+
+    def _call(self) -> Reading[None]:
+        yield from self.skip_space()
+        yield from self.one_of("{")
+        yield from json_call(self)
+        yield from self.close(CLOSE)
+
+
+class Hermes(ToolParser):
+    """The format of Hermes and Qwen."""
+
+    special_tokens = (BEGIN, CLOSE)
+    call_end = CLOSE
+
+    def __init__(self, config: BaseModel, context: ParserContext) -> None:
+        """See ``ToolParser``."""
+
+    def stream(self, tools: Sequence[Tool]) -> ToolStream:
+        """See ``ToolParser``."""
+        return _HermesReader(tools, self.new_id)
+
+    def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
+        """Structural tags, where a backend has them; one call as JSON otherwise."""
+        if not enforced(request):
+            return None
+        if request.required and (Feature.GRAMMAR_STRUCTURAL_TAG not in offers or not request.parallel):
+            return ToolConstraint(json_spec(call_schema(request.tools)), Gate(prefix=f"{BEGIN}\n"))
+        needs_tags("hermes", offers)
+        grammar = tag_spec([_structure(tool) for tool in loosened(request)], BEGIN)
+        return ToolConstraint(grammar, Gate(prefix=BEGIN, prefix_in_grammar=True) if request.required else Gate())
+
+
+def _structure(tool: Tool) -> dict[str, Any]:
+    begin = f'{BEGIN}\n{{"name": {dumps(tool.name)}, "arguments": '
+    return {"begin": begin, "schema": object_schema(tool), "end": f"}}\n{CLOSE}"}

@@ -1,0 +1,153 @@
+"""Reading text that arrives in pieces: a parser is written as if it had all of it, and stops where the text does.
+
+A reader's ``read`` is a generator. ``yield from self.next()`` is the next character, "" at the end; what is read is kept until
+``accept`` or ``say``, so that a parse that fails gives its characters back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, str, T]
+"""A part of a parse that ends in a ``T``."""
+
+END = ""
+"""The character after the last."""
+
+SPACE = frozenset(" \t\r\n")
+
+
+class MalformedError(Exception):
+    """The text cannot be what was expected; raised and caught within one parse."""
+
+
+class Reader(ABC):
+    """Runs ``read`` over the text. Subclasses tell what they find as they find it."""
+
+    def __init__(self) -> None:
+        self._back: list[str] = []  # characters to be read again, last first
+        self._kept: list[str] = []  # characters read since the last accept
+        self._ended = False
+        self._run = self._start()
+        next(self._run)
+
+    def push(self, text: str) -> None:
+        """More text."""
+        for char in text:
+            self._run.send(char)
+
+    def end(self) -> None:
+        """No more text."""
+        self._ended = True
+        for _ in self._run:
+            pass
+
+    def _start(self) -> Reading[None]:
+        yield from self.read()
+
+    @abstractmethod
+    def read(self) -> Reading[None]:
+        """Read to the end."""
+
+    def next(self) -> Reading[str]:
+        """The next character."""
+        if self._back:
+            char = self._back.pop()
+        elif self._ended:
+            return END
+        else:
+            char = yield
+            if self._ended:
+                return END
+        self._kept.append(char)
+        return char
+
+    def unread(self) -> None:
+        """The last character will be read again; at the end there is none to give back."""
+        if self._kept:
+            self._back.append(self._kept.pop())
+
+    def accept(self) -> str:
+        """What was read since the last time stays read; returns it."""
+        text = "".join(self._kept)
+        self._kept.clear()
+        return text
+
+    def give_back(self) -> None:
+        """What was read since the last ``accept`` will be read again."""
+        self._back.extend(reversed(self._kept))
+        self._kept.clear()
+
+    def peek(self) -> Reading[str]:
+        """The next character, which stays unread."""
+        char = yield from self.next()
+        if char != END:
+            self.unread()
+        return char
+
+    def space(self) -> Reading[str]:
+        """Skip whitespace; returns the first character after it."""
+        char = yield from self.next()
+        while char != END and char in SPACE:
+            char = yield from self.next()
+        return char
+
+    def skip_space(self) -> Reading[None]:
+        """Skip whitespace; the first character after it stays unread."""
+        if (yield from self.space()) != END:
+            self.unread()
+
+    def expect(self, text: str) -> Reading[None]:
+        """Read exactly ``text``. Raises ``MalformedError`` at the first character that differs, which stays unread."""
+        for wanted in text:
+            yield from self.one_of(wanted)
+
+    def one_of(self, chars: Collection[str]) -> Reading[str]:
+        """One of these characters. Raises ``MalformedError``, with the character unread, for any other."""
+        char = yield from self.next()
+        if char not in chars or char == END:
+            if char != END:
+                self.unread()
+            raise MalformedError(f"expected one of {sorted(chars)}, not {char!r}")
+        return char
+
+    def until(self, mark: str, limit: int) -> Reading[str]:
+        """The text before ``mark``, which is read too. Raises ``MalformedError`` if it is longer than ``limit``."""
+        text = ""
+        while not text.endswith(mark):
+            char = yield from self.next()
+            if char == END or len(text) > limit + len(mark):
+                raise MalformedError(f"expected {mark!r}")
+            text += char
+        return text.removesuffix(mark)
+
+
+class Finder:
+    """Looks for the first of a few marks, a character at a time; ``held`` characters may be the beginning of one."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = marks
+        self._tail = ""
+
+    def feed(self, char: str) -> str | None:
+        """The mark that ``char`` ends, if it does."""
+        self._tail += char
+        for mark in self._marks:
+            if self._tail.endswith(mark):
+                return mark
+        held = max(_overlap(self._tail, mark) for mark in self._marks)
+        self._tail = self._tail[len(self._tail) - held :]
+        return None
+
+    @property
+    def held(self) -> int:
+        """How many of the last characters may be the beginning of a mark."""
+        return len(self._tail)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The length of the longest end of ``text`` with which ``mark`` begins."""
+    return next((n for n in range(min(len(text), len(mark)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -1,0 +1,90 @@
+"""Grammars for calls that are JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.errors import GrammarError
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import Tool, ToolRequest
+from dovetail.types import GrammarKind, GrammarSpec
+
+
+def dumps(value: object) -> str:
+    """JSON as the house writes it in constraints."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def call_schema(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str, Any]:
+    """The schema of one call of any of ``tools``, an object with ``name`` and ``arguments``. References inside of the
+    parameters are moved along with them."""
+    calls = [_call(tool, index, arguments) for index, tool in enumerate(tools)]
+    schemas = {str(index): _moved(tool.parameters, f"#/$defs/{index}") for index, tool in enumerate(tools)}
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": schemas}
+
+
+def _call(tool: Tool, index: int, arguments: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, arguments: {"$ref": f"#/$defs/{index}"}},
+        "required": ["name", arguments],
+        "additionalProperties": False,
+    }
+
+
+def _moved(value: Any, root: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _pointer(part, root) if key == "$ref" else _moved(part, root) for key, part in value.items()}
+    return [_moved(part, root) for part in value] if isinstance(value, list) else value
+
+
+def _pointer(ref: object, root: str) -> object:
+    return root + ref[1:] if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else ref
+
+
+def json_spec(schema: Mapping[str, Any]) -> GrammarSpec:
+    """A constraint to one JSON text."""
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, dumps(schema))
+
+
+def tag_spec(structures: Sequence[Mapping[str, Any]], trigger: str) -> GrammarSpec:
+    """A constraint to free text in which what begins with ``trigger`` is one of ``structures``."""
+    return GrammarSpec(GrammarKind.STRUCTURAL_TAG, dumps({"structures": list(structures), "triggers": [trigger]}))
+
+
+def object_schema(tool: Tool) -> Mapping[str, Any]:
+    """The schema of a tool's arguments, which are an object."""
+    return {"type": "object", **tool.parameters}
+
+
+def enforced(request: ToolRequest) -> bool:
+    """True if anything is to be enforced: a call, or the schema of a strict function."""
+    return request.required or any(tool.strict for tool in request.tools)
+
+
+def loosened(request: ToolRequest) -> list[Tool]:
+    """The tools with the schemas that are to be enforced: any arguments where only others are strict."""
+    keep = request.required
+    return [tool if keep or tool.strict else Tool(tool.name, {"type": "object"}) for tool in request.tools]
+
+
+def refuse(parser: str, what: str, instead: str) -> GrammarError:
+    """The error for what cannot be enforced."""
+    return GrammarError(
+        f"{what} cannot be enforced in the tool format {parser!r} of this server; {instead}",
+        param="tools",
+        keyword="strict",
+    )
+
+
+def needs_tags(parser: str, offers: frozenset[Feature]) -> None:
+    """Raises ``GrammarError`` unless calls inside of free text can be constrained."""
+    if Feature.GRAMMAR_STRUCTURAL_TAG not in offers:
+        raise GrammarError(
+            f"strict tools with tool_choice 'auto' need a grammar backend that offers {Feature.GRAMMAR_STRUCTURAL_TAG} for "
+            f"the tool format {parser!r}; this server's do not: drop strict, or set tool_choice to 'required'",
+            param="tools",
+            keyword="structural_tag",
+        )

@@ -1,0 +1,124 @@
+"""Reasoning between ``<think>`` and ``</think>``, before the answer."""
+
+from __future__ import annotations
+
+import enum
+
+from pydantic import BaseModel
+
+from dovetail.interfaces.parsers import Gate, ParserContext, ReasoningDelta, ReasoningParser, ReasoningStream
+from dovetail_parsers.reader import Finder
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class Place(enum.Enum):
+    """Where a text stands."""
+
+    UNDECIDED = enum.auto()  # it may begin to think
+    THINKING = enum.auto()
+    ANSWER = enum.auto()
+
+
+def place_after(prompt: str, otherwise: Place) -> Place:
+    """Where an output begins: a prompt may end with either mark."""
+    tail = prompt.rstrip()
+    if tail.endswith(OPEN):
+        return Place.THINKING
+    return Place.ANSWER if tail.endswith(CLOSE) else otherwise
+
+
+class ThinkStream(ReasoningStream):
+    """Reads an output that begins at ``place``. A first ``<think>`` is a mark, also where the prompt had one already."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._at_start = place is not Place.ANSWER
+        self._held = ""  # may belong to a mark, or is whitespace that may stand next to one
+        self._skip_space = place is Place.ANSWER
+        self._finder = Finder((CLOSE,))
+
+    def feed(self, text: str) -> ReasoningDelta:
+        """See ``ReasoningStream``."""
+        reasoning = ""
+        if self._at_start:
+            text = self._start(text)
+        if self._place is Place.THINKING and not self._at_start:
+            reasoning, text = self._think(text)
+        return ReasoningDelta(reasoning, self._answer(text) if self._place is Place.ANSWER else "")
+
+    def finish(self) -> ReasoningDelta:
+        """See ``ReasoningStream``."""
+        held, self._held = self._held, ""
+        if self._place is Place.THINKING:
+            return ReasoningDelta(reasoning=held)
+        return ReasoningDelta(content=held)
+
+    def _start(self, text: str) -> str:
+        """Look for ``<think>`` as the first word; returns what is left to read once that is decided."""
+        self._held += text
+        word = self._held.lstrip()
+        if OPEN.startswith(word):
+            return ""
+        self._at_start = False
+        text, self._held = self._held, ""
+        if word.startswith(OPEN):
+            self._place = Place.THINKING
+            return word.removeprefix(OPEN).lstrip() or self._strip_later()
+        if self._place is Place.UNDECIDED:
+            self._place = Place.ANSWER
+            return text
+        return word
+
+    def _strip_later(self) -> str:
+        self._skip_space = True
+        return ""
+
+    def _think(self, text: str) -> tuple[str, str]:
+        """Reasoning up to ``</think>``, and what follows that."""
+        if self._skip_space:
+            text = text.lstrip()
+            self._skip_space = not text
+        for at, char in enumerate(text):
+            self._held += char
+            if self._finder.feed(char):
+                reasoning = self._held.removesuffix(CLOSE).rstrip()
+                self._place, self._held, self._skip_space = Place.ANSWER, "", True
+                return reasoning, text[at + 1 :]
+        sure = len(self._held) - self._finder.held
+        sure = len(self._held[:sure].rstrip())
+        reasoning, self._held = self._held[:sure], self._held[sure:]
+        return reasoning, ""
+
+    def _answer(self, text: str) -> str:
+        if self._skip_space:
+            text = text.lstrip()
+            self._skip_space = not text
+        return text
+
+
+class Qwen3(ReasoningParser):
+    """A model that may think or not."""
+
+    special_tokens = (OPEN, CLOSE)
+    otherwise = Place.UNDECIDED
+
+    def __init__(self, config: BaseModel, context: ParserContext) -> None:
+        """See ``ReasoningParser``."""
+
+    def stream(self, prompt: str) -> ReasoningStream:
+        """See ``ReasoningParser``."""
+        return ThinkStream(place_after(prompt, self.otherwise))
+
+    def gate(self, prompt: str) -> Gate | None:
+        """See ``ReasoningParser``."""
+        place = place_after(prompt, self.otherwise)
+        if place is Place.ANSWER:
+            return None
+        return Gate(until=CLOSE) if place is Place.THINKING else Gate(lead=OPEN, optional=True, until=CLOSE)
+
+
+class DeepseekR1(Qwen3):
+    """A model that always thinks first."""
+
+    otherwise = Place.THINKING
