@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-PLUGIN_SECTIONS = ("attention", "cache", "grammar", "speculative", "policy")
-OPTIONAL_SECTIONS = ("grammar", "speculative")
+PLUGIN_SECTIONS = ("attention", "cache", "grammar", "speculative", "policy", "tool_parser", "reasoning_parser")
+OPTIONAL_SECTIONS = ("grammar", "speculative", "tool_parser", "reasoning_parser")
 PHASES = ("prefill", "decode")
 Tree = dict[str, Any]
 

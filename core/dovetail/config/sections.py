@@ -181,6 +181,12 @@ class Config(Section):
         default=Selection(disabled=True), description="Drafter: proposes tokens that the model then verifies at once."
     )
     policy: Selection = Field(default=Selection(), description="The order in which waiting requests are admitted.")
+    tool_parser: Selection = Field(
+        default=Selection(), description="Finds tool calls in outputs; `auto` goes by the model's chat template."
+    )
+    reasoning_parser: Selection = Field(
+        default=Selection(), description="Tells reasoning from answer; `auto` goes by the model's chat template."
+    )
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()

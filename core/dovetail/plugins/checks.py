@@ -75,8 +75,17 @@ def _values(spec: ComponentSpec, kind: ComponentKind) -> Iterator[str]:
             yield f'{field} is {value!r}; expected "module:attribute"'
     if kind is ComponentKind.MODEL and spec.describe is None:
         yield 'describe is None; expected the "module:function" that reads config.json'
+    if spec.template is not None:
+        yield from _pattern(spec.template)
     for requirement in spec.requires:
         yield from _requirement(requirement)
+
+
+def _pattern(template: str) -> Iterator[str]:
+    try:
+        re.compile(template)
+    except re.error as error:
+        yield f"template is {template!r}; expected a regular expression ({error})"
 
 
 def _requirement(requirement: Requirement) -> Iterator[str]:

@@ -56,6 +56,16 @@ def register_models() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
 
 
 @hookspec
+def register_tool_parsers() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
+    """Tool parsers (``interfaces.parsers.ToolParser``)."""
+
+
+@hookspec
+def register_reasoning_parsers() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
+    """Reasoning parsers (``interfaces.parsers.ReasoningParser``)."""
+
+
+@hookspec
 def adjust_candidates(kind: ComponentKind, request: ResolveRequest, candidates: list[Candidate]) -> None:
     """Reorder ``candidates`` in place, or veto one with ``candidate.veto(reason)``."""
 

@@ -28,6 +28,8 @@ REGISTER_HOOKS = {
     "register_drafters": ComponentKind.DRAFTER,
     "register_policies": ComponentKind.POLICY,
     "register_models": ComponentKind.MODEL,
+    "register_tool_parsers": ComponentKind.TOOL_PARSER,
+    "register_reasoning_parsers": ComponentKind.REASONING_PARSER,
 }
 
 

@@ -15,6 +15,7 @@ from dovetail.interfaces.cache import PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarBackend
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+from dovetail.interfaces.parsers import ReasoningParser, ToolParser
 from dovetail.interfaces.policy import SchedulePolicy
 from dovetail.interfaces.speculative import Drafter
 from dovetail.plugins.machine import Machine
@@ -32,6 +33,8 @@ INTERFACES: dict[ComponentKind, type] = {
     ComponentKind.DRAFTER: Drafter,
     ComponentKind.POLICY: SchedulePolicy,
     ComponentKind.MODEL: ModelArchitecture,
+    ComponentKind.TOOL_PARSER: ToolParser,
+    ComponentKind.REASONING_PARSER: ReasoningParser,
 }
 
 
@@ -219,6 +222,8 @@ class Resolved:
     runtime: frozenset[Feature]
     resolutions: tuple[Resolution, ...]
     hooks: pluggy.HookRelay = field(repr=False)
+    tool_parser: Chosen | None
+    reasoning_parser: Chosen | None
 
     @property
     def chosen(self) -> Mapping[str, Chosen | None]:
@@ -239,6 +244,8 @@ class Resolved:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping: device, model facts, chosen parts, config, and the whole record."""
+            "tool_parser": self.tool_parser,
+            "reasoning_parser": self.reasoning_parser,
         info, machine = self.model_info, self.machine
         return {
             "config_hash": config_hash(self.config),

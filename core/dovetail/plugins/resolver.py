@@ -14,6 +14,7 @@ from dovetail.plugins import fit
 from dovetail.plugins.candidates import Slot, Tuning, call_hook, open_slot
 from dovetail.plugins.machine import Machine
 from dovetail.plugins.modelchoice import ModelChoice, choose_model
+from dovetail.plugins.parserchoice import PARSERS, Parsers, choose_parsers
 from dovetail.plugins.registry import Registry
 from dovetail.plugins.resolution import (
     Candidate,
@@ -47,10 +48,11 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     best = tuning if tuning is not None else record.slots if record is not None else {}
     model = choose_model(config, registry, machine, best)
     _check_kv_dtype(model.kv_dtype, machine)
+    parsers = choose_parsers(config, registry, machine, model)
     slots = _open_slots(config, registry, machine, model, best)
     combo = _search(slots, config, machine, model)
     _judge_the_others(slots, combo, _lags(config, machine), model)
-    resolved = _resolved(config, registry, machine, model, slots, combo, record)
+    resolved = _resolved(config, registry, machine, model, slots, combo, record, parsers)
     for resolution in resolved.resolutions:
         logger.info("%s: %s, %s%s", *_told(resolution))
     call_hook(registry.hooks, "on_resolved", resolved=resolved)
@@ -198,8 +200,9 @@ def _resolved(
     slots: Slots,
     combo: fit.Combination,
     record: TuningRecord | None,
+    parsers: Parsers,
 ) -> Resolved:
-    parts = {name: _chosen(combo[name]) for name in slots}
+    parts = {name: _chosen(combo[name]) for name in slots} | {kind: _chosen(p.chosen) for kind, p in parsers.items()}
     overlap, graphs = bool(combo[fit.OVERLAP]), bool(combo[fit.GRAPHS])
     return Resolved(
         config=_concrete(config, machine, model, parts, overlap, graphs),
@@ -213,8 +216,14 @@ def _resolved(
         policy=_required(combo[fit.POLICY]),
         grammar=parts[fit.GRAMMAR],
         drafter=parts[fit.DRAFTER],
+        tool_parser=parts[ComponentKind.TOOL_PARSER],
+        reasoning_parser=parts[ComponentKind.REASONING_PARSER],
         runtime=fit.runtime_offers(overlap),
-        resolutions=(model.resolution, *(_resolution(slot, combo[name], record) for name, slot in slots.items())),
+        resolutions=(
+            model.resolution,
+            *(_resolution(slot, combo[name], record) for name, slot in slots.items()),
+            *(p.resolution for p in parsers.values()),
+        ),
         hooks=registry.hooks,
     )
 
@@ -273,7 +282,7 @@ def _concrete(
             "model": section,
             "device": machine.device,
             "attention": attention,
-            **{name: _selection(parts[name]) for name in (fit.CACHE, fit.POLICY, fit.GRAMMAR, fit.DRAFTER)},
+            **{name: _selection(parts[name]) for name in (fit.CACHE, fit.POLICY, fit.GRAMMAR, fit.DRAFTER, *PARSERS)},
             "scheduler": config.scheduler.model_copy(update=scheduler),
             "graphs": config.graphs.model_copy(update={"decode": graphs}),
             "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),

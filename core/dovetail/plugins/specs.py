@@ -17,6 +17,8 @@ class ComponentKind(enum.StrEnum):
     DRAFTER = "speculative"
     POLICY = "policy"
     MODEL = "model"
+    TOOL_PARSER = "tool_parser"
+    REASONING_PARSER = "reasoning_parser"
 
 
 API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
@@ -77,7 +79,8 @@ class ComponentSpec:
     entries of config.json that they implement. ``replace`` names a distribution whose component of the same name this
     one overrides. ``probe`` is an optional "module:function" that returns None, or the reason why the component cannot work
     here; it is called only for candidates that passed every other stage. Of the arguments ``section``, the component's own
-    config, and ``config``, the whole, it takes those it needs.
+    config, and ``config``, the whole, it takes those it needs. Parsers name in ``template`` a regular expression that is found
+    in the chat templates of the models that write what they read; by it ``auto`` chooses.
     """
 
     kind: ComponentKind
@@ -97,3 +100,4 @@ class ComponentSpec:
     deprecated: str | None = None
     replace: str | None = None
     probe: str | None = None
+    template: str | None = None
