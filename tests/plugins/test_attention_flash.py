@@ -18,7 +18,14 @@ from dovetail.config import Config
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.plugins import Machine, resolve, setup
 from dovetail.testing.attention import SHARED_STEPS, STEPS, AttentionSuite
-from dovetail.testing.attention_graphs import copy_inputs
+from dovetail.testing.attention_graphs import (
+    VERIFY_REPLAYS,
+    VERIFY_TOKENS,
+    VERIFY_WIDTH,
+    copy_inputs,
+    static_verify_step,
+    verify_step,
+)
 from dovetail.testing.attention_reference import Case, Step
 from dovetail.types import SharedPrefixes
 from dovetail_attention.config import FlashAttnConfig
@@ -397,6 +404,29 @@ def test_one_call_for_each_kind_of_row(install, step, expected):
     install("vllm")
     check(STEPS[step][0])
     assert [call["max_q"] for call in calls if "max_q" in call] == expected
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("provider", NAMES)
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_graph_of_verify_rows_asks_the_same_of_every_step(install, provider, window):
+    """However its tokens are divided among rows."""
+    install(provider)
+    base = suite.fit(Case([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, page_size=256, window=window))
+    whole, backend = prepare(base, provider=provider)
+    static = static_verify_step(base, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=False)
+    backend.plan_capture(static.batch)
+    asked = []
+    for prefix, trees in VERIFY_REPLAYS:
+        step = verify_step(base, whole, prefix, trees, VERIFY_TOKENS)
+        if step.drafts.is_chain:
+            copy_inputs(step, static)
+            calls.clear()
+            backend.plan_replay(static.batch)
+            suite.compare_output(step, backend.forward(static.q, static.layer, static.batch))
+            asked.append([{name: value for name, value in call.items() if name != "cu_q"} for call in calls])
+    assert len(asked) > 2
+    assert all(one == asked[0] for one in asked)
 
 
 @torch.inference_mode()

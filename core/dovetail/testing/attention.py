@@ -16,6 +16,7 @@ from dovetail.plugins.specs import ComponentKind, Constraints
 from dovetail.testing.attention_graphs import (
     VERIFY_REPLAYS,
     VERIFY_TOKENS,
+    VERIFY_WIDTH,
     CapturedDecode,
     CapturedVerify,
     verify_step,
@@ -378,7 +379,7 @@ class AttentionSuite(ComponentSuite):
         if device.type != "cuda":
             pytest.skip("graphs are a matter of CUDA")
         rows = VERIFY_TOKENS
-        base = self.fit(Case([200] * rows, [1] * rows, dtype=dtype, page_size=16, window=window))
+        base = self.fit(Case([200] * rows, [VERIFY_WIDTH] * rows, dtype=dtype, page_size=16, window=window))
         whole = Step(base, device)
         backend = self.make(whole.context())
         graphs = [

@@ -38,7 +38,7 @@ FLASH_ATTN = ComponentSpec(
     target="dovetail_attention.flash_attn.backend:FlashAttention",
     config="dovetail_attention.config:FlashAttnConfig",
     summary="FlashAttention-3 on Hopper, from whichever distribution is installed; FlashAttention-2 on Ampere and later.",
-    api=(1, 1),
+    api=(1, 2),
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,
@@ -48,6 +48,7 @@ FLASH_ATTN = ComponentSpec(
             Feature.ATTN_SLIDING_WINDOW,
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_GRAPH,
+            Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,
         }
     ),

@@ -104,9 +104,14 @@ class FlashAttention(AttentionBackend):
         return min(MAX_SPLITS, max(1, self._processors // (rows * self._kv_heads)))
 
     def plan_capture(self, batch: Batch) -> None:
-        """One call for all rows, and the longest context."""
-        table, splits = batch.page_table, self._splits(len(batch.slots))
-        self._parts = [Rows(slice(None), None, batch.kv_lens, table, 1, self._max_context, splits)]
+        """One call for all rows, and the longest context. Of verify rows, the fewest that the tokens can be must keep the
+        device busy."""
+        rows, cu_q, max_q = len(batch.slots), None, 1
+        if batch.drafts is not None:
+            cu_q, max_q = batch.qo_indptr, int(batch.extend_lens.max())
+            rows = -(-len(batch.positions) // max_q)
+        table, splits = batch.page_table, self._splits(rows)
+        self._parts = [Rows(slice(None), cu_q, batch.kv_lens, table, max_q, self._max_context, splits)]
 
     def plan_replay(self, batch: Batch) -> None:
         """Nothing: the kernels read lengths and tables on the device."""
