@@ -94,6 +94,8 @@ def _decode(
     if REST:
         at_r = tl.arange(0, BLOCK_REST)
         query_r = tl.load(from_q + KEY_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
+    keys += kv_head * K_HEAD
+    values += kv_head * V_HEAD
     top = tl.full([BLOCK_HEADS], -1e30, tl.float32)  # finite: padding rows may read NaN
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     result = tl.zeros([BLOCK_HEADS, BLOCK_V], tl.float32)
@@ -102,7 +104,7 @@ def _decode(
         there = token < end
         page = tl.load(table + row * table_row + token // PAGE, there, 0)
         place = page.to(tl.int64) * PAGE + token % PAGE
-        from_k = keys + (place * K_PLACE + kv_head * K_HEAD)[None, :]
+        from_k = keys + (place * K_PLACE)[None, :]
         key = tl.load(from_k + at[:, None], there[None, :] & (at < KEY_DIM)[:, None], 0.0).to(query.dtype)
         score = tl.dot(query, key, input_precision="ieee")
         if REST:
@@ -118,7 +120,7 @@ def _decode(
         if SAME:
             value = tl.trans(key)
         else:
-            from_v = values + (place * V_PLACE + kv_head * V_HEAD)[:, None] + at_v[None, :]
+            from_v = values + (place * V_PLACE)[:, None] + at_v[None, :]
             value = tl.load(from_v, there[:, None] & (at_v < VALUE_DIM)[None, :], 0.0).to(query.dtype)
         result = tl.dot(weight.to(query.dtype), value, result * factor[:, None], input_precision="ieee")
         total = total * factor + tl.sum(weight, 1)
