@@ -44,6 +44,7 @@ class Output:
     prompt_logprobs: list[TokenLogprob] | None = None
     drafted: int = 0
     accepted: int = 0
+    grammar_backend: str | None = None
 
 
 class LLM:
@@ -215,6 +216,7 @@ class _Run:
         output.token_ids += answer.token_ids
         output.finish, output.cached_tokens = answer.finish, answer.cached_tokens
         output.drafted, output.accepted = answer.drafted, answer.accepted
+        output.grammar_backend = answer.grammar_backend or output.grammar_backend
         output.logprobs += answer.logprobs or []
         output.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
         if answer.finish is not None and answer.finish.kind is FinishKind.ERROR:

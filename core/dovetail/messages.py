@@ -61,7 +61,8 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     """New tokens of one request. ``finish`` is set in the last one; nothing follows it.
 
     ``logprobs`` has one entry per new token where the request asked for them; ``prompt_logprobs`` comes once, with the
-    first output. ``cached_tokens`` are the prompt tokens found in the prefix cache at admission.
+    first output. ``cached_tokens`` are the prompt tokens found in the prefix cache at admission; ``grammar_backend`` is the
+    one that constrains the output.
     """
 
     rid: str
@@ -74,6 +75,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprob] | None = None
     drafted: int = 0
     accepted: int = 0
+    grammar_backend: str | None = None
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
@@ -120,6 +122,12 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     accepted_tokens: int = 0
     grammar_compiles: int = 0
     grammar_hits: int = 0
+    grammar_misses: int = 0
+    grammar_refusals: int = 0
+    grammar_evictions: int = 0
+    grammar_cached_bytes: int = 0
+    grammar_compile_seconds: float = 0.0
+    grammar_requests: dict[str, int] = {}  # by backend
     step_seconds: float = 0.0
     schedule_seconds: float = 0.0
     launch_seconds: float = 0.0

@@ -70,6 +70,18 @@ class GrammarSpec:
     backend: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarGate:
+    """What an output has before its constraint begins, in token ids; ``interfaces.parsers.Gate`` says it in texts."""
+
+    lead: tuple[int, ...] = ()
+    optional: bool = False
+    until: int | None = None
+    may_end: bool = False
+    prefix: tuple[int, ...] = ()
+    prefix_in_grammar: bool = False
+
+
 MAX_TOKEN_SETTINGS = 4096
 """Entries that ``logit_bias`` and ``stop_token_ids`` may have: more cost every step of the batch they are in."""
 
@@ -96,7 +108,9 @@ class SamplingParams:
     temperature, top-k, top-p, min-p. ``temperature=0`` (or under 1e-5) is greedy. ``logprobs=m`` returns the log-probability of each
     output token and of the ``m`` most likely ones, from the model's own logits before any of the above;
     ``prompt_logprobs`` does so for the prompt. ``seed`` makes sampling reproducible whatever else is in the batch;
-    of ``n`` outputs the i-th uses a seed derived from (seed, i). Raises ``RequestError``.
+    of ``n`` outputs the i-th uses a seed derived from (seed, i). ``grammar_gate`` says where in the output the ``grammar``
+    begins to hold, by default at its start. ``keep_special`` are special tokens that stay in the text in spite of
+    ``skip_special_tokens``. Raises ``RequestError``.
     """
 
     max_new_tokens: int | None = None
@@ -119,6 +133,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
+    grammar_gate: GrammarGate | None = None
+    keep_special: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -255,6 +271,7 @@ class Req:
     cache_handle: Any = None  # set by the scheduler: what match or insert returned, locked
     prefix_hit_len: int = 0  # set by the scheduler at first admission: tokens found in the prefix cache
     matcher: Any = None  # an interfaces.grammar.Matcher, set by the scheduler once the grammar is compiled
+    grammar_backend: str | None = None  # set by the scheduler with the matcher: whose it is
     finish: FinishReason | None = None  # set by the scheduler
     in_flight: int = 0  # steps launched and not yet committed
     num_retractions: int = 0

@@ -12,9 +12,12 @@ from engine_runs import Traffic, TreeDrafter, check_idle, drafting
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import EngineError, RequestError
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher
 from dovetail.scheduler import admission
 from dovetail.scheduler.grammar import GrammarService
+from dovetail.scheduler.grammar_choice import GrammarEngine
+from dovetail.scheduler.grammar_compilers import ThreadCompiler
 from dovetail.types import GrammarKind, GrammarSpec
 
 SCHEMA = {
@@ -212,12 +215,17 @@ class OddBackend(GrammarBackend):
         return OddCompiled(spec.text)
 
 
+def odd_service(backend):
+    offers = frozenset({Feature.GRAMMAR_EBNF, Feature.GRAMMAR_ROLLBACK})
+    return GrammarService(ThreadCompiler([GrammarEngine("odd", offers, lambda: backend)], 10), workers=3)
+
+
 @pytest.fixture(params=[False, True], ids=["", "overlap"])
 def odd(request):
     llm = tiny(scheduler={"overlap": request.param})
     llm.loop.grammars.close()
     backend = OddBackend()
-    llm.loop.grammars = llm.loop.scheduler.grammars = GrammarService(backend, workers=3)
+    llm.loop.grammars = llm.loop.scheduler.grammars = odd_service(backend)
     yield llm, backend
     backend.gate.set()
     llm.close()

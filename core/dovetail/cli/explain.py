@@ -56,6 +56,8 @@ def _row(resolution: Resolution, candidate: Candidate) -> tuple[str, str, str, s
     verdict = candidate.verdict.value
     if verdict == "chosen":
         why = _rule(resolution)
+    elif verdict == "available":
+        why = "where the one before it refuses" if candidate.asked else "where a request names it"
     else:
         why = "\n".join(map(str, candidate.reasons)) or _not_chosen(resolution, candidate.asked)
     return candidate.spec.name, verdict, candidate.stage.value, why

@@ -1,6 +1,6 @@
 """The config: typed sections, read from files, the environment and overrides. It knows plugins only by ``Choices``."""
 
-from dovetail.config.plugin import AttentionSelection, PluginConfig, Section, Selection
+from dovetail.config.plugin import AttentionSelection, GrammarSelection, PluginConfig, Section, Selection
 from dovetail.config.sections import (
     Config,
     MemorySection,
@@ -16,6 +16,7 @@ __all__ = [
     "AttentionSelection",
     "Choices",
     "Config",
+    "GrammarSelection",
     "MemorySection",
     "ModelSection",
     "PluginConfig",

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dovetail.config.longform import OPTIONAL_SECTIONS, PLUGIN_SECTIONS
+from dovetail.config.plugin import GrammarSettings
 from dovetail.config.sections import Config
 from dovetail.config.tree import Choices
 
@@ -54,7 +55,9 @@ The sections {sections} select plugins. Each takes one of these forms:
 | a list of the last two | the first of them that fits, in this order |
 | `none` | nothing ({optional} only) |
 
-`attention` may also differ by phase: `attention: {{prefill: ..., decode: ...}}`. A component that is named is used or
+`attention` may also differ by phase: `attention: {{prefill: ..., decode: ...}}`. `grammar` may have settings beside its
+backend: `grammar: {{backend: ..., timeout: 5}}`; requests that name no backend are served by the first of its list that
+honours their constraint, of all that are installed with `auto`. A component that is named is used or
 startup stops with the reason; nothing else is taken in its place. Where a later source names another `kind`, its
 section replaces the earlier one whole. `dovetail explain` shows what is chosen and why.
 """
@@ -69,6 +72,8 @@ def config_docs(choices: Choices) -> str:
         cls = field.annotation
         if name not in PLUGIN_SECTIONS and isinstance(cls, type) and issubclass(cls, BaseModel):
             parts.append(f"### `{name}`\n\n{_summary(cls)}\n\n{_table(cls)}")
+        elif name == "grammar":
+            parts.append(f"### `grammar`, beside `backend`\n\n{_summary(GrammarSettings)}\n\n{_table(GrammarSettings)}")
     parts.append("## Components\n")
     parts += [_component(section, name, choices) for section in PLUGIN_SECTIONS for name in choices.names(section)]
     return "\n".join(parts)

@@ -5,6 +5,7 @@
     cache: radix                              cache: {kind: radix}
     speculative: [a, {kind: b, depth: 3}]     speculative: [{kind: a}, {kind: b, depth: 3}]
     attention: {prefill: a, decode: b}        attention: {prefill: {kind: a}, decode: {kind: b}}
+    grammar: a                                grammar: {backend: {kind: a}}
 
 ``auto`` and ``none`` are kinds too at this stage. Two mappings merge key by key; a section that names another ``kind``
 replaces the one below it, as the fields of one component mean nothing to another.
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from dovetail.config.plugin import GrammarSettings
 
 PLUGIN_SECTIONS = ("attention", "cache", "grammar", "speculative", "policy", "tool_parser", "reasoning_parser")
 OPTIONAL_SECTIONS = ("grammar", "speculative", "tool_parser", "reasoning_parser")
@@ -36,6 +39,8 @@ def _expand(section: str, value: Any) -> Any:
         return {"path": value}
     if section == "attention" and is_phased(value):
         return {phase: _selection(choice) for phase, choice in value.items()}
+    if section == "grammar":
+        return _grammar(value)
     return _selection(value) if section in PLUGIN_SECTIONS else value
 
 
@@ -43,6 +48,17 @@ def _selection(value: Any) -> Any:
     if isinstance(value, list):
         return [_selection(item) for item in value]
     return {"kind": value} if isinstance(value, str) else value
+
+
+def _grammar(value: Any) -> Tree:
+    """``backend`` and the settings beside it. Keys that are none of the section's own are the backend's."""
+    if not isinstance(value, dict) or "kind" in value:
+        return {"backend": _selection(value)}
+    if "backend" in value:
+        return {**value, "backend": _selection(value["backend"])}
+    own = {key: inner for key, inner in value.items() if key in GrammarSettings.model_fields}
+    rest = {key: inner for key, inner in value.items() if key not in own}
+    return {**own, "backend": rest} if rest else own
 
 
 def is_phased(value: Any) -> bool:
@@ -61,7 +77,16 @@ def combine(base: Tree, over: Tree) -> Tree:
 def _combine_section(section: str, base: Any, over: Any) -> Any:
     if section == "attention" and (is_phased(base) or is_phased(over)):
         return _combine_phases(base, over)
+    if section == "grammar":
+        return _combine_grammar(base, over)
     return _combine_selection(base, over) if section in PLUGIN_SECTIONS else _combine_any(base, over)
+
+
+def _combine_grammar(base: Tree, over: Tree) -> Tree:
+    merged = {**base, **over}
+    if "backend" in base and "backend" in over:
+        merged["backend"] = _combine_selection(base["backend"], over["backend"])
+    return merged
 
 
 def _combine_phases(base: Any, over: Any) -> Any:

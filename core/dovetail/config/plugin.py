@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, SerializeAsAny
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 
 
 class Section(BaseModel):
@@ -41,3 +43,26 @@ class AttentionSelection(Section):
 
     prefill: Selection = Selection()
     decode: Selection = Selection()
+
+
+class GrammarSettings(Section):
+    """How constraints are compiled, whichever backend does it."""
+
+    isolation: Literal["process", "thread"] = Field(
+        default="process",
+        description="`process`: in processes of low priority that are ended where a constraint takes too long or too much memory. `thread`: on threads of the engine, which starts sooner, and where nothing can be ended: for constraints that are trusted.",
+    )
+    workers: int = Field(default=2, ge=1, le=64, description="Constraints that compile at the same time.")
+    timeout: float = Field(default=10.0, gt=0, description="Seconds that a constraint may take to compile.")
+    memory_mib: int = Field(
+        default=1024, ge=16, description="Memory that a constraint may take to compile in a process of its own."
+    )
+    cache_mib: int = Field(default=256, ge=0, description="Memory for compiled constraints that are kept.")
+
+
+class GrammarSelection(GrammarSettings, Selection):
+    """Grammar backends, and how they are run. Requests that name no backend are served by the first of ``candidates`` that
+    honours the constraint.
+
+    In config: any form of ``Selection``, or ``{backend: any of them, timeout: ..., ...}``.
+    """

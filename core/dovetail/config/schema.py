@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from dovetail.config.longform import PHASES, PLUGIN_SECTIONS, reserved_words
+from dovetail.config.plugin import GrammarSettings
 from dovetail.config.sections import Config
 from dovetail.config.tree import Choices
 
@@ -17,19 +18,21 @@ Schema = dict[str, Any]
 def config_schema(choices: Choices) -> Schema:
     """JSON Schema (draft 2020-12) of every config that ``load_config`` takes with these components."""
     classes = {(s, name): choices.config_class(s, name) for s in PLUGIN_SECTIONS for name in choices.names(s)}
-    models: list[type[BaseModel]] = [Config, *dict.fromkeys(classes.values())]
+    models: list[type[BaseModel]] = [Config, GrammarSettings, *dict.fromkeys(classes.values())]
     refs, whole = models_json_schema([(model, "validation") for model in models])
     defs: Schema = whole["$defs"]
     named = {key: refs[cls, "validation"] for key, cls in classes.items()}
     for ref in named.values():
         defs[_name(ref)].setdefault("required", []).append("kind")
     root = defs.pop("Config")
+    settings = defs.pop("GrammarSettings")["properties"]
     for section in PLUGIN_SECTIONS:
         components = {name: ref for (kind, name), ref in named.items() if kind == section}
         root["properties"][section] = _section(section, components, root["properties"][section])
+    root["properties"]["grammar"]["anyOf"].append(_with_settings(root["properties"]["grammar"]["anyOf"], settings))
     root["properties"]["model"] = {"anyOf": [{"type": "string"}, root["properties"]["model"]]}
     _strings_for_lists(defs["PluginsSection"])
-    for unused in ("Selection", "AttentionSelection", "PluginConfig"):
+    for unused in ("Selection", "AttentionSelection", "GrammarSelection", "PluginConfig"):
         defs.pop(unused, None)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -52,6 +55,12 @@ def _section(section: str, components: dict[str, Schema], default: Schema) -> Sc
         forms.append({"type": "object", "properties": phases, "additionalProperties": False, "minProperties": 1})
     disabled = default.get("default", {}).get("disabled", False)
     return {"anyOf": forms, "default": "none" if disabled else "auto", "description": default["description"]}
+
+
+def _with_settings(forms: list[Schema], settings: Schema) -> Schema:
+    """The form in which settings of the section stand beside its ``backend``."""
+    properties = {"backend": {"anyOf": list(forms)}, **settings}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _union(components: dict[str, Schema]) -> Schema:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from dovetail.config.plugin import AttentionSelection, Section, Selection
+from dovetail.config.plugin import AttentionSelection, GrammarSelection, Section, Selection
 
 Auto = Literal["auto"]
 
@@ -174,8 +174,8 @@ class Config(Section):
         default=AttentionSelection(), description="Attention over the paged KV pool; may differ by phase."
     )
     cache: Selection = Field(default=Selection(), description="Prefix cache: which computed prompts are kept.")
-    grammar: Selection = Field(
-        default=Selection(), description="Compiles JSON schemas, regexes and grammars to token masks."
+    grammar: GrammarSelection = Field(
+        default=GrammarSelection(), description="Compiles JSON schemas, regexes and grammars to token masks."
     )
     speculative: Selection = Field(
         default=Selection(disabled=True), description="Drafter: proposes tokens that the model then verifies at once."

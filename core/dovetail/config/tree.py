@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ValidationError
 
 from dovetail.config.longform import OPTIONAL_SECTIONS, PHASES, PLUGIN_SECTIONS, is_phased, reserved_words
-from dovetail.config.plugin import AttentionSelection, PluginConfig, Selection
+from dovetail.config.plugin import AttentionSelection, GrammarSelection, GrammarSettings, PluginConfig, Selection
 from dovetail.config.problems import Problem, from_pydantic, report, suggest
 from dovetail.config.sections import Config, PluginsSection
 from dovetail.config.sources import Path_, Raw, read
@@ -88,6 +88,8 @@ def config_hash(config: Config) -> str:
 
 
 def _section(section: str, value: Any, choices: Choices, problems: list[Problem]) -> BaseModel:
+    if section == "grammar":
+        return _grammar(value, choices, problems)
     if section != "attention":
         return _selection(section, value, (section,), choices, problems)
     if not is_phased(value):
@@ -99,6 +101,25 @@ def _section(section: str, value: Any, choices: Choices, problems: list[Problem]
             problems.append(Problem((section, key), text))
     phases = {p: _selection(section, value[p], (section, p), choices, problems) for p in PHASES if p in value}
     return AttentionSelection(**phases)
+
+
+def _grammar(value: dict[str, Any], choices: Choices, problems: list[Problem]) -> GrammarSelection:
+    path: Path_ = ("grammar",)
+    given = {key: setting for key, setting in value.items() if key != "backend"}
+    allowed = ["backend", *GrammarSettings.model_fields]
+    for key in given.keys() - allowed:
+        text = f" is no key of grammar; allowed: {', '.join(allowed)}{suggest(key, allowed)}"
+        problems.append(Problem((*path, key), text))
+    known = {key: setting for key, setting in given.items() if key in allowed}
+    chosen = Selection()
+    if "backend" in value:
+        chosen = _selection("grammar", value["backend"], (*path, "backend"), choices, problems)
+    try:
+        settings = GrammarSettings.model_validate(known)
+    except ValidationError as error:
+        problems += from_pydantic(error, GrammarSettings, known, path, "grammar")
+        settings = GrammarSettings()
+    return GrammarSelection(**dict(settings), disabled=chosen.disabled, candidates=chosen.candidates)
 
 
 def _selection(section: str, value: Any, path: Path_, choices: Choices, problems: list[Problem]) -> Selection:
@@ -155,6 +176,9 @@ def _forms(section: str, choices: Choices) -> str:
 
 
 def _dump_section(selection: Selection | AttentionSelection) -> Any:
+    if isinstance(selection, GrammarSelection):
+        settings = {key: getattr(selection, key) for key in GrammarSettings.model_fields}
+        return {"backend": _dump_selection(selection), **settings}
     if isinstance(selection, Selection):
         return _dump_selection(selection)
     if selection.prefill == selection.decode:

@@ -46,6 +46,7 @@ class Feature(enum.StrEnum):
     GRAMMAR_STRUCTURAL_TAG = "grammar.structural_tag"
     GRAMMAR_ROLLBACK = "grammar.rollback"
     GRAMMAR_JUMP_FORWARD = "grammar.jump_forward"
+    GRAMMAR_PORTABLE = "grammar.portable"  # compiled grammars can be written to bytes and read in another process
 
     # drafters
     DRAFT_CHAIN = "draft.chain"

@@ -84,6 +84,14 @@ class GrammarBackend(ABC):
         compiling. ``auto`` passes over a backend that raises one with a ``keyword``. Called from worker threads."""
         return None
 
+    def dump(self, grammar: CompiledGrammar) -> bytes:
+        """A grammar of this backend's as bytes, for ``load`` in another process. Needs ``grammar.portable``."""
+        raise NotImplementedError
+
+    def load(self, data: bytes) -> CompiledGrammar:
+        """What ``dump`` of a backend with the same config and context wrote. Called from worker threads."""
+        raise NotImplementedError
+
     def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:
         """Fill ``bitmask[rows[i]]`` from ``matchers[i]``; backends with a batched call override this."""
         for matcher, row in zip(matchers, rows, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from dovetail.errors import ConfigError
@@ -14,11 +15,14 @@ from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.table import RequestTable
 from dovetail.scheduler.grammar import GrammarService
+from dovetail.scheduler.grammar_choice import GrammarRecipe
+from dovetail.scheduler.grammar_compilers import Compiler, ProcessCompiler, ThreadCompiler
 from dovetail.scheduler.limits import Limits
 from dovetail.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from dovetail.engine.engine import Engine
+    from dovetail.plugins.resolution import Chosen
     from dovetail.plugins.resolver import Resolved
     from dovetail.tokenizer import Tokenizer
 
@@ -42,12 +46,28 @@ def build_drafter(resolved: Resolved, engine: Engine) -> Drafter | None:
 
 def build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> GrammarService:
     """The grammar compiler, or one that says why there is none."""
-    if resolved.grammar is None:
+    if not resolved.grammars:
         return GrammarService(None, reason="no grammar backend is selected or usable; see `dovetail explain`")
     if tokenizer is None:
         return GrammarService(None, reason="the model was loaded without a tokenizer")
     context = GrammarContext(resolved.model_info.vocab_size, tokenizer.token_bytes, tuple(sorted(eos)), tokenizer.json)
-    return GrammarService(resolved.grammar.build(context))
+    section = resolved.config.grammar
+    automatic = {candidate.kind for candidate in section.candidates}
+    recipes = [_recipe(chosen, automatic) for chosen in resolved.grammars]
+    if section.isolation == "process":
+        compiler: Compiler = ProcessCompiler(
+            recipes, context, seconds=section.timeout, memory=section.memory_mib * 2**20
+        )
+    else:
+        compiler = ThreadCompiler([recipe.engine(context) for recipe in recipes], section.timeout)
+    return GrammarService(compiler, workers=section.workers, cache_bytes=section.cache_mib * 2**20)
+
+
+def _recipe(chosen: Chosen, automatic: Container[str]) -> GrammarRecipe:
+    spec = chosen.spec
+    return GrammarRecipe(
+        spec.name, chosen.component.label, spec.target, chosen.config, spec.offers, spec.name in automatic
+    )
 
 
 def build_scheduler(

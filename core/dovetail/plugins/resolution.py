@@ -51,9 +51,11 @@ class Stage(enum.StrEnum):
 
 
 class Verdict(enum.StrEnum):
-    """What became of a candidate. ``passed over`` would do, but another is preferred or was asked for."""
+    """What became of a candidate. ``passed over`` would do, but another is preferred or was asked for; ``available`` is used
+    beside the chosen one where a request names it or needs it."""
 
     CHOSEN = "chosen"
+    AVAILABLE = "available"
     PASSED_OVER = "passed over"
     REJECTED = "rejected"
 
@@ -204,7 +206,8 @@ class ResolveRequest:
 class Resolved:
     """Every part chosen, nothing built. ``config`` is new and concrete: no ``auto`` is left where a value is needed.
 
-    ``runtime`` are the features of the runtime under this config. Does not cross process boundaries: another process
+    ``grammars`` are all grammar backends that requests may use, the default first; those that config holds serve requests
+    that name none. ``runtime`` are the features of the runtime under this config. Does not cross process boundaries: another process
     resolves the same config again, and comes to the same result on the same machine.
     """
 
@@ -217,13 +220,18 @@ class Resolved:
     attention_decode: Chosen
     cache: Chosen
     policy: Chosen
-    grammar: Chosen | None
+    grammars: tuple[Chosen, ...]
     drafter: Chosen | None
+    tool_parser: Chosen | None
+    reasoning_parser: Chosen | None
     runtime: frozenset[Feature]
     resolutions: tuple[Resolution, ...]
     hooks: pluggy.HookRelay = field(repr=False)
-    tool_parser: Chosen | None
-    reasoning_parser: Chosen | None
+
+    @property
+    def grammar(self) -> Chosen | None:
+        """The default grammar backend."""
+        return self.grammars[0] if self.grammars else None
 
     @property
     def chosen(self) -> Mapping[str, Chosen | None]:
@@ -236,6 +244,8 @@ class Resolved:
             "policy": self.policy,
             "grammar": self.grammar,
             "speculative": self.drafter,
+            "tool_parser": self.tool_parser,
+            "reasoning_parser": self.reasoning_parser,
         }
 
     def resolution(self, slot: str) -> Resolution:
@@ -244,8 +254,6 @@ class Resolved:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping: device, model facts, chosen parts, config, and the whole record."""
-            "tool_parser": self.tool_parser,
-            "reasoning_parser": self.reasoning_parser,
         info, machine = self.model_info, self.machine
         return {
             "config_hash": config_hash(self.config),
@@ -267,6 +275,7 @@ class Resolved:
             },
             "runtime": sorted(self.runtime),
             "chosen": {slot: _chosen_json(chosen) for slot, chosen in self.chosen.items()},
+            "grammars": [chosen.name for chosen in self.grammars],
             "resolutions": [resolution.to_json() for resolution in self.resolutions],
         }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from dovetail.config import AttentionSelection, Config, Selection
+from dovetail.config import AttentionSelection, Config, PluginConfig, Selection
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.plugins import fit
 from dovetail.plugins.candidates import Slot, Tuning, call_hook, open_slot
@@ -89,15 +89,20 @@ def _search(slots: Slots, config: Config, machine: Machine, model: ModelChoice) 
         combo = fit.search(domains, model.info)
         if combo is None:
             raise _misfit(slots, domains, model)
-        unprobed = [
-            o for o in combo.values() if isinstance(o, Candidate) and o.spec.probe and o.stage is not Stage.PROBE
-        ]
+        used = [*combo.values(), *_beside(slots, combo)]
+        unprobed = [o for o in used if isinstance(o, Candidate) and o.spec.probe and o.stage is not Stage.PROBE]
         if machine.assumed or not unprobed:
             return combo
         for candidate in unprobed:
             probe(candidate, config)
         if all(candidate.usable for candidate in unprobed):
             return combo
+
+
+def _beside(slots: Slots, combo: fit.Combination) -> list[Candidate]:
+    """The grammar backends that could serve beside the chosen one."""
+    chosen = combo[fit.GRAMMAR]
+    return [c for c in slots[fit.GRAMMAR].candidates if chosen is not None and c.usable and c is not chosen]
 
 
 def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequence[fit.Option]]:
@@ -190,6 +195,8 @@ def _judge_the_others(slots: Slots, combo: fit.Combination, lags: Sequence[bool]
                 reasons = [fit.violations({**combo, name: candidate, fit.OVERLAP: lag}, model.info) for lag in lags]
                 if all(reasons):
                     candidate.reject(Stage.FEATURES, *min(reasons, key=len))
+    for candidate in _beside(slots, combo):
+        candidate.verdict = Verdict.AVAILABLE
 
 
 def _resolved(
@@ -204,8 +211,9 @@ def _resolved(
 ) -> Resolved:
     parts = {name: _chosen(combo[name]) for name in slots} | {kind: _chosen(p.chosen) for kind, p in parsers.items()}
     overlap, graphs = bool(combo[fit.OVERLAP]), bool(combo[fit.GRAPHS])
+    grammars = [c for c in [combo[fit.GRAMMAR], *_beside(slots, combo)] if isinstance(c, Candidate)]
     return Resolved(
-        config=_concrete(config, machine, model, parts, overlap, graphs),
+        config=_concrete(config, machine, model, parts, [c.config for c in grammars if c.asked], overlap, graphs),
         machine=machine,
         model_dir=model.directory,
         model_info=model.info,
@@ -214,7 +222,7 @@ def _resolved(
         attention_decode=_required(combo[fit.DECODE]),
         cache=_required(combo[fit.CACHE]),
         policy=_required(combo[fit.POLICY]),
-        grammar=parts[fit.GRAMMAR],
+        grammars=tuple(Chosen(c.component, c.config) for c in grammars),
         drafter=parts[fit.DRAFTER],
         tool_parser=parts[ComponentKind.TOOL_PARSER],
         reasoning_parser=parts[ComponentKind.REASONING_PARSER],
@@ -258,6 +266,7 @@ def _concrete(
     machine: Machine,
     model: ModelChoice,
     parts: Mapping[str, Chosen | None],
+    grammars: Sequence[PluginConfig],
     overlap: bool,
     graphs: bool,
 ) -> Config:
@@ -282,7 +291,8 @@ def _concrete(
             "model": section,
             "device": machine.device,
             "attention": attention,
-            **{name: _selection(parts[name]) for name in (fit.CACHE, fit.POLICY, fit.GRAMMAR, fit.DRAFTER, *PARSERS)},
+            **{name: _selection(parts[name]) for name in (fit.CACHE, fit.POLICY, fit.DRAFTER, *PARSERS)},
+            "grammar": config.grammar.model_copy(update={"candidates": tuple(grammars), "disabled": not grammars}),
             "scheduler": config.scheduler.model_copy(update=scheduler),
             "graphs": config.graphs.model_copy(update={"decode": graphs}),
             "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),

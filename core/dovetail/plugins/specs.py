@@ -28,7 +28,7 @@ API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
         2,
     ),  # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows
     ComponentKind.CACHE: (1, 1),  # shared_prefixes
-    ComponentKind.GRAMMAR: (1, 1),  # check, GrammarSpec.backend, more kinds
+    ComponentKind.GRAMMAR: (1, 2),  # check, GrammarSpec.backend, more kinds; dump and load
     ComponentKind.MODEL: (1, 1),  # batch.last
 }
 """The version (major, minor) of each kind's interface. A plugin built for another major version is incompatible; one

@@ -4,187 +4,156 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dovetail.errors import GrammarError
-from dovetail.types import GrammarSpec
+from dovetail.scheduler.grammar_cache import Compiled, GrammarCache, named
+from dovetail.scheduler.grammar_choice import candidates
+from dovetail.scheduler.grammar_jobs import GrammarTicket, Job
+from dovetail.scheduler.grammar_limits import check_size
+from dovetail.scheduler.grammar_process import Abandoned
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher
+    from dovetail.interfaces.grammar import Matcher
+    from dovetail.scheduler.grammar_compilers import Compiler
+    from dovetail.types import GrammarSpec
 
-MAX_TEXT_BYTES = 256 * 1024
-_PER_ENTRY = 4096
-"""What a cached grammar is counted for at least: its text, its entry, and what the backend does not report."""
-
-
-class GrammarTicket:
-    """A constraint on its way to a matcher. ``ready`` and ``matcher`` never block."""
-
-    def __init__(self, spec: GrammarSpec, job: _Job, timeout: float) -> None:
-        self._spec = spec
-        self._job = job
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
-        self._cancelled = False
-
-    @property
-    def ready(self) -> bool:
-        """True once ``matcher`` has an answer: compiled, refused, timed out or cancelled."""
-        return self._cancelled or self._job.future.done() or time.monotonic() >= self._deadline
-
-    def matcher(self) -> Matcher:
-        """A fresh matcher of this ticket's own. Raises ``GrammarError``; only if ``ready``."""
-        if self._cancelled or self._job.future.cancelled():
-            raise GrammarError(f"the {self._spec.kind} was cancelled before it was compiled", param=self._spec.kind)
-        if not self._job.future.done():
-            assert time.monotonic() >= self._deadline, "ask `ready` first"
-            self.cancel()
-            raise GrammarError(
-                f"the {self._spec.kind} took longer than {self._timeout:g} s to compile; make it smaller",
-                param=self._spec.kind,
-            )
-        return self._job.future.result().matcher()
-
-    def cancel(self) -> None:
-        """Give the ticket up. A compilation that nobody waits for any more is not started."""
-        if not self._cancelled:
-            self._cancelled = True
-            self._job.leave()
+__all__ = ["GrammarService", "GrammarTicket", "GrammarTotals"]
 
 
-class _Job:
-    """One compilation, which any number of tickets wait for."""
+@dataclass(slots=True)
+class GrammarTotals:
+    """Counts since the start. ``hits`` are requests whose constraint was compiled (or refused) before or is being compiled,
+    ``misses`` the others, ``compiles`` the compilations started, ``seconds`` their time, ``refusals`` those that ended in an
+    error. ``backends`` counts requests by the backend that constrains them."""
 
-    def __init__(self) -> None:
-        self.future: Future[CompiledGrammar] = Future()
-        self._waiting = 0
-        self._lock = threading.Lock()
-
-    def join(self) -> None:
-        with self._lock:
-            self._waiting += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._waiting -= 1
-
-    @property
-    def wanted(self) -> bool:
-        """True while a ticket waits."""
-        with self._lock:
-            return self._waiting > 0
+    hits: int = 0
+    misses: int = 0
+    compiles: int = 0
+    refusals: int = 0
+    seconds: float = 0.0
+    backends: Counter[str] = field(default_factory=Counter)
 
 
 class GrammarService:
     """Compiles constraints for requests, and remembers the compiled ones up to ``cache_bytes``.
 
-    ``backend`` None means that every constraint is refused, with ``reason``. Specs that are equal compile once, also
-    while they are being compiled. A compilation that outlives ``timeout`` seconds fails its requests; its thread goes
-    on, so at most ``workers`` threads are ever lost to such constraints, and those behind them time out in their turn.
-    ``compiles`` counts compilations that were started, ``hits`` requests that needed none of their own.
+    ``compiler`` None means that every constraint is refused, with ``reason``. Specs that are equal compile once, also
+    while they are being compiled; at most ``workers`` compile at the same time, the others wait their turn.
     """
 
     def __init__(
         self,
-        backend: GrammarBackend | None,
+        compiler: Compiler | None,
         reason: str = "",
         *,
         workers: int = 2,
         cache_bytes: int = 256 * 2**20,
-        timeout: float = 30.0,
     ) -> None:
-        self._backend = backend
+        self._compiler = compiler
         self._reason = reason
-        self._cache_bytes = cache_bytes
-        self._timeout = timeout
-        self._pool = ThreadPoolExecutor(workers, "dovetail-grammar") if backend else None
+        self._pool = ThreadPoolExecutor(workers, "dovetail-grammar") if compiler else None
         self._lock = threading.Lock()
-        self._jobs: OrderedDict[GrammarSpec, _Job] = OrderedDict()
-        self._sizes: dict[GrammarSpec, int] = {}
-        self.compiles = 0
-        self.hits = 0
+        self._jobs: dict[GrammarSpec, Job] = {}
+        self._cache = GrammarCache(cache_bytes)
+        self.totals = GrammarTotals()
 
     @property
     def cached_bytes(self) -> int:
-        """Memory of the compiled grammars that are kept."""
-        with self._lock:
-            return sum(self._sizes.values())
+        """Memory of what is kept."""
+        return self._cache.num_bytes
+
+    @property
+    def evictions(self) -> int:
+        """How many entries made room for others."""
+        return self._cache.evictions
 
     def submit(self, spec: GrammarSpec) -> GrammarTicket:
         """Start to compile, unless that was done before. Raises ``GrammarError`` for what is refused at once."""
-        if self._backend is None or self._pool is None:
+        if self._compiler is None or self._pool is None:
             raise GrammarError(
                 f"this server cannot constrain its output ({self._reason or 'it has no grammar backend'}); "
                 "install one (pip install xgrammar), or select it with `grammar: xgrammar`",
                 param=spec.kind,
             )
-        size = len(spec.text.encode("utf-8", "surrogatepass"))
-        if size > MAX_TEXT_BYTES:
-            raise GrammarError(f"the {spec.kind} has {size} bytes; allowed: {MAX_TEXT_BYTES}", param=spec.kind)
-        return self._ticket(spec, self._backend, self._pool)
-
-    def _ticket(self, spec: GrammarSpec, backend: GrammarBackend, pool: ThreadPoolExecutor) -> GrammarTicket:
+        check_size(spec)
+        first = candidates(self._compiler.engines, spec)[0].name
         with self._lock:
-            job = self._jobs.get(spec)
+            job = self._known(spec, first, self._compiler.seconds)
             if job is None:
-                job = self._jobs[spec] = _Job()
+                job = self._jobs[spec] = Job(spec, self._compiler.seconds)
                 job.join()
-                pool.submit(self._run, spec, job, backend)
+                self.totals.misses += 1
+                self._pool.submit(self._run, job, self._compiler)
             else:
                 job.join()
-                self.hits += 1
-                self._jobs.move_to_end(spec)
-        return GrammarTicket(spec, job, self._timeout)
+                self.totals.hits += 1
+        return GrammarTicket(job)
 
-    def _run(self, spec: GrammarSpec, job: _Job, backend: GrammarBackend) -> None:
-        """Compile, on a worker thread; the future always ends."""
+    def matcher(self, ticket: GrammarTicket) -> Matcher:
+        """The matcher of a ticket that is ready, counted. Raises what ``GrammarTicket.matcher`` does."""
+        matcher = ticket.matcher()
+        self.totals.backends[ticket.backend] += 1
+        return matcher
+
+    def _known(self, spec: GrammarSpec, first: str, seconds: float) -> Job | None:
+        """A job that has an outcome, or is at work. What the first candidate has compiled is what would be chosen."""
+        outcome = self._cache.get(spec)
+        if outcome is None and spec.backend is None:
+            found = self._cache.get(named(spec, first))
+            outcome = found if isinstance(found, Compiled) else None
+        return Job(spec, seconds, outcome) if outcome is not None else self._jobs.get(spec)
+
+    def _run(self, job: Job, compiler: Compiler) -> None:
+        """Compile, on a worker thread; the job always ends."""
+        while self._begin(job):
+            start = time.monotonic()
+            try:
+                self._end(job, compiler.compile(job))
+            except Abandoned:
+                continue  # perhaps somebody has come meanwhile
+            except Exception as error:
+                self._end(job, error)
+            finally:
+                with self._lock:
+                    self.totals.seconds += time.monotonic() - start
+            return
+
+    def _begin(self, job: Job) -> bool:
         with self._lock:
             if not job.wanted:
-                self._forget(spec, job)
-                job.future.cancel()
-            if not job.future.set_running_or_notify_cancel():
-                return
-            self.compiles += 1
-        try:
-            compiled = backend.compile(spec)
-        except GrammarError as error:
-            self._fail(spec, job, error)
-        except Exception as error:
-            failure = GrammarError(f"the {spec.kind} could not be compiled: {error!r}", param=spec.kind)
-            failure.__cause__ = error
-            self._fail(spec, job, failure)
-        else:
-            self._keep(spec, job, compiled)
-            job.future.set_result(compiled)
+                self._forget(job)
+                job.close()
+                return False
+            self.totals.compiles += not job.started
+            job.started = True
+            return True
 
-    def _fail(self, spec: GrammarSpec, job: _Job, error: GrammarError) -> None:
+    def _end(self, job: Job, result: Compiled | Exception) -> None:
         with self._lock:
-            self._forget(spec, job)
-        job.future.set_exception(error)
+            self._forget(job)
+            if isinstance(result, Compiled):
+                self._cache.keep(job.spec, result)
+                job.outcome = result
+            elif isinstance(result, GrammarError):
+                self.totals.refusals += 1
+                job.outcome = self._cache.refuse(job.spec, result)
+            else:
+                job.error = result
 
-    def _forget(self, spec: GrammarSpec, job: _Job) -> None:
-        if self._jobs.get(spec) is job:
-            del self._jobs[spec]
-
-    def _keep(self, spec: GrammarSpec, job: _Job, compiled: CompiledGrammar) -> None:
-        """Count the grammar, and drop the least recently used ones beyond the bound."""
-        with self._lock:
-            if self._jobs.get(spec) is not job:
-                return
-            self._sizes[spec] = max(compiled.num_bytes, 0) + len(spec.text) + _PER_ENTRY
-            total = sum(self._sizes.values())
-            for old in [key for key in self._jobs if key in self._sizes]:
-                if total <= self._cache_bytes:
-                    break
-                total -= self._sizes.pop(old)
-                del self._jobs[old]
+    def _forget(self, job: Job) -> None:
+        if self._jobs.get(job.spec) is job:
+            del self._jobs[job.spec]
 
     def close(self) -> None:
-        """Start nothing more; waiting tickets end as cancelled. Compilations that run are left to end by themselves."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        """Start nothing more; waiting tickets end as cancelled. Compilations on threads are left to end by themselves."""
+        if self._pool is None or self._compiler is None:
+            return
+        self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for job in self._jobs.values():
-                job.future.cancel()
+                job.close()
+        self._compiler.close()

@@ -21,6 +21,7 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "pages_total": ("kv_pages_total", "Pages of the KV pool."),
     "pages_used": ("kv_pages_used", "Pages that running requests hold."),
     "pages_cached": ("kv_pages_cached", "Pages that the prefix cache holds."),
+    "grammar_cached_bytes": ("grammar_cached_bytes", "Memory of the compiled constraints that are kept."),
 }
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens admitted."),
@@ -30,8 +31,12 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "retractions": ("retractions", "Requests sent back to the queue for want of memory."),
     "drafted_tokens": ("drafted_tokens", "Draft tokens verified."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
-    "grammar_compiles": ("grammar_compiles", "Constraints compiled."),
-    "grammar_hits": ("grammar_hits", "Constraints found compiled."),
+    "grammar_compiles": ("grammar_compiles", "Compilations of constraints started."),
+    "grammar_hits": ("grammar_hits", "Requests whose constraint was compiled before, or is being compiled."),
+    "grammar_misses": ("grammar_misses", "Requests whose constraint was new."),
+    "grammar_refusals": ("grammar_refusals", "Constraints that were wrong, not supported or too costly."),
+    "grammar_evictions": ("grammar_evictions", "Compiled constraints that made room for others."),
+    "grammar_compile_seconds": ("grammar_compile_seconds", "Time in compilations."),
     "step_seconds": ("step_seconds", "Time in engine steps."),
     "schedule_seconds": ("schedule_seconds", "Of it, time in schedule."),
     "launch_seconds": ("launch_seconds", "Of it, time to prepare and launch forward passes and samplers."),
@@ -132,6 +137,14 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))
+        by_backend = CounterMetricFamily(
+            "dovetail_grammar_requests",
+            "Constrained requests by the grammar backend that serves them.",
+            labels=["backend"],
+        )
+        for backend, count in stats.grammar_requests.items():
+            by_backend.add_metric([backend], count)
+        yield by_backend
         usage = stats.pages_used / max(stats.pages_total, 1)
         yield GaugeMetricFamily("dovetail_kv_usage", "Share of the KV pool that running requests hold.", value=usage)
         hit_rate = stats.cached_tokens / max(stats.prompt_tokens, 1)

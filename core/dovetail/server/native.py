@@ -14,6 +14,7 @@ from dovetail.errors import RequestError
 from dovetail.server.body import ApiModel, Int32, Rid, Salt, parse, validate
 from dovetail.server.outputs import Choice, Delta, Outputs
 from dovetail.server.requests import (
+    CONSTRAINTS,
     ParsedRequest,
     Prompt,
     grammar_of,
@@ -55,10 +56,13 @@ class NativeSampling(ApiModel):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
+    lark: str | None = None
+    choice: list[str] | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "stop_regex": (),
-        "structural_tag": (),
         "custom_params": ({},),
         "spaces_between_special_tokens": (True,),
     }
@@ -148,7 +152,7 @@ def _params(body: NativeRequest, given: NativeSampling) -> SamplingParams:
         "include_stop": given.no_stop_trim,
         "logprobs": body.top_logprobs_num if body.return_logprob else None,
         "prompt_logprobs": body.top_logprobs_num if with_prompt else None,
-        "grammar": grammar_of({"json_schema": given.json_schema, "regex": given.regex, "ebnf": given.ebnf}),
+        "grammar": grammar_of({name: getattr(given, name) for name in CONSTRAINTS}, given.grammar_backend),
     }
     return sampling_params(values, _NAMES)
 
@@ -197,6 +201,8 @@ class NativeFormat:
             "cached_tokens": choice.cached_tokens,
             "e2e_latency": self._outputs.elapsed,
         }
+        if choice.grammar_backend is not None:
+            meta["grammar_backend"] = choice.grammar_backend
         if self._body.return_logprob:
             meta |= self._logprobs(choice)
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.server.body import ApiModel, Int32, Rid, Salt
-from dovetail.server.requests import grammar_of, sampling_params, stop_strings, token_biases
+from dovetail.server.requests import CONSTRAINTS, grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.types import SamplingParams
 
 _NAMES = {
@@ -67,6 +67,10 @@ class SamplingFields(ApiModel):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
+    lark: str | None = None
+    choice: list[str] | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
     priority: Int32 | None = None
     cache_salt: Salt | None = Field(
         None, description="Requests share cached prefixes only with those of the same salt."
@@ -105,12 +109,7 @@ class SamplingFields(ApiModel):
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "grammar": grammar_of(
-                {
-                    "response_format": self.response_format,
-                    "json_schema": self.json_schema,
-                    "regex": self.regex,
-                    "ebnf": self.ebnf,
-                }
+                {name: getattr(self, name) for name in ("response_format", *CONSTRAINTS)}, self.grammar_backend
             ),
         }
         return sampling_params(given, {**_NAMES, **names})

@@ -34,6 +34,7 @@ class Choice:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
+        self.grammar_backend: str | None = None
         self._keep_stop = params.include_stop
         self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, params, continues)
 
@@ -43,6 +44,7 @@ class Choice:
             raise EngineError(f"the request failed: {output.finish.message}")
         self.token_ids += output.token_ids
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.grammar_backend = output.grammar_backend or self.grammar_backend
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
         self.finish = output.finish

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from dovetail.ops.random import derive_seed
 from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
 
 _serial = itertools.count()
+
+CONSTRAINTS = ("json_schema", "regex", "ebnf", "lark", "choice", "structural_tag")
+"""The request fields that each hold one constraint, which every API has."""
 
 _LONGEST_ID = 100
 """Digits of a token id; Python refuses to read a few thousand."""
@@ -64,21 +67,73 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
-def grammar_of(given: Mapping[str, Any]) -> GrammarSpec | None:
-    """The constraint among ``json_schema`` (an object, or its text), ``regex``, ``ebnf`` and ``response_format``; None
-    where all are None. Raises ``RequestError`` for more than one."""
+def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarSpec | None:
+    """The constraint among the fields ``CONSTRAINTS`` and ``response_format``, for ``backend``; None where all are None.
+    Raises ``RequestError`` for more than one, and for a backend without one."""
     asked = {name: value for name, value in given.items() if value is not None}
     if len(asked) > 1:
         raise RequestError(f"only one constraint can hold; given: {', '.join(asked)}", param=list(asked)[1])
+    if backend is not None and not asked:
+        raise RequestError(
+            f"grammar_backend is {backend!r:.80} and there is no constraint; give one of {', '.join(given)}",
+            param="grammar_backend",
+        )
     for name, value in asked.items():
-        if name == "response_format":
-            return _response_format(value)
-        if name == "json_schema":
-            return GrammarSpec(GrammarKind.JSON_SCHEMA, _schema_text(value, name))
-        if not value:
-            raise GrammarError(f"{name} is empty", param=name)
-        return GrammarSpec(GrammarKind(name), value)
+        spec = _response_format(value) if name == "response_format" else _constraint(name, value)
+        return spec and dataclasses.replace(spec, backend=backend)
     return None
+
+
+def _constraint(name: str, value: Any) -> GrammarSpec:
+    match name:
+        case "json_schema":
+            return GrammarSpec(GrammarKind.JSON_SCHEMA, _schema_text(value, name))
+        case "structural_tag":
+            return structural_tag(value, name)
+        case "choice":
+            return choice_of(value, name)
+    if not value:
+        raise GrammarError(f"{name} is empty", param=name)
+    return GrammarSpec(GrammarKind(name), value)
+
+
+def choice_of(texts: Sequence[str], param: str) -> GrammarSpec:
+    """One of ``texts``, each once. Raises ``GrammarError`` where there is none."""
+    if not any(texts):
+        raise GrammarError(f"{param} has no text to choose; give at least one that is not empty", param=param)
+    return GrammarSpec(GrammarKind.CHOICE, msgspec.json.encode(list(dict.fromkeys(texts))).decode())
+
+
+_TAG_SHAPE = '{"structures": [{"begin": text, "schema": object, "end": text}, ...], "triggers": [text, ...]}'
+
+
+def structural_tag(value: object, param: str) -> GrammarSpec:
+    """Free text with tagged parts that have schemas (``GrammarSpec``). ``value`` is the object, or its text. Raises
+    ``GrammarError``."""
+    tag = _decoded(value, param)
+    if not (isinstance(tag, dict) and _is_tag(tag)):
+        raise GrammarError(f"{param} is {tag!r:.80}; allowed: {_TAG_SHAPE}", param=param)
+    structures, triggers = tag["structures"], tag["triggers"]
+    for structure in structures:
+        if not any(structure["begin"].startswith(trigger) for trigger in triggers):
+            begin = structure["begin"]
+            raise GrammarError(f"{param}: no trigger begins {begin!r:.80}, so it could never be entered", param=param)
+    text = msgspec.json.encode({"structures": structures, "triggers": triggers}).decode()
+    return GrammarSpec(GrammarKind.STRUCTURAL_TAG, text)
+
+
+def _is_tag(tag: dict[str, Any]) -> bool:
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    return (
+        tag.keys() <= {"type", "structures", "triggers"}
+        and isinstance(structures, list)
+        and isinstance(triggers, list)
+        and bool(structures)
+        and all(isinstance(trigger, str) and trigger for trigger in triggers)
+        and all(isinstance(one, dict) and one.keys() == {"begin", "schema", "end"} for one in structures)
+        and all(isinstance(one["begin"], str) and isinstance(one["end"], str) for one in structures)
+        and all(isinstance(one["schema"], dict | bool) for one in structures)
+    )
 
 
 def _response_format(value: Mapping[str, Any]) -> GrammarSpec | None:
@@ -93,20 +148,28 @@ def _response_format(value: Mapping[str, Any]) -> GrammarSpec | None:
             if not isinstance(described, dict) or "schema" not in described:
                 raise RequestError("response_format.json_schema needs an object with a schema", param=param)
             return GrammarSpec(GrammarKind.JSON_SCHEMA, _schema_text(described["schema"], param))
-    allowed = "text, json_object, json_schema"
+        case "structural_tag":
+            return structural_tag(dict(value), param)
+    allowed = "text, json_object, json_schema, structural_tag"
     raise RequestError(f"response_format.type is {value.get('type')!r}; allowed: {allowed}", param=param)
 
 
 def _schema_text(schema: object, param: str) -> str:
     """The schema as JSON with its keys in the order given, which is the order of the output's."""
-    if isinstance(schema, str):
-        try:
-            schema = msgspec.json.decode(schema)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise GrammarError(f"{param} is not valid JSON: {error}", param=param) from error
+    schema = _decoded(schema, param)
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"{param} is {schema!r:.80}; allowed: a JSON schema, which is an object", param=param)
     return msgspec.json.encode(schema).decode()
+
+
+def _decoded(value: object, param: str) -> object:
+    """``value``, read as JSON if it is a text. Raises ``GrammarError``."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise GrammarError(f"{param} is not valid JSON: {error}", param=param) from error
 
 
 def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:

@@ -46,6 +46,7 @@ class TokenSets:
     usable_after_ed: IntArray
     eos: IntArray
     ends_in_ed: frozenset[int]
+    is_json: bool
 
     @classmethod
     def of(cls, texts: Sequence[bytes], eos: Sequence[int], width: int, banned: frozenset[int]) -> TokenSets:
@@ -56,7 +57,11 @@ class TokenSets:
         after_ed = [i for i in good if not 0xA0 <= texts[i][0] <= 0xBF]
         ends_in_ed = frozenset(i for i in good if texts[i][-1] == 0xED)
         return cls(
-            pack_bits(width, [*good, *eos]), pack_bits(width, [*after_ed, *eos]), pack_bits(width, eos), ends_in_ed
+            pack_bits(width, [*good, *eos]),
+            pack_bits(width, [*after_ed, *eos]),
+            pack_bits(width, eos),
+            ends_in_ed,
+            bool(banned),
         )
 
 
@@ -134,6 +139,11 @@ class XGrammarCompiled(CompiledGrammar):
         """Memory it occupies."""
         return self._compiled.memory_size_bytes
 
+    def dump(self) -> bytes:
+        """xgrammar's own form, after a mark of the tokens that may be used."""
+        mark = b"j" if self._tokens.is_json else b"p"
+        return mark + self._compiled.serialize_json().encode()
+
 
 class XGrammarBackend(GrammarBackend):
     """Compiles with xgrammar. Schemas and regexes are first rewritten into what it honours, or refused."""
@@ -147,8 +157,8 @@ class XGrammarBackend(GrammarBackend):
             texts[token:] = [b"", *texts[token + 1 :]]
         self._plain_tokens = TokenSets.of(texts, eos, width, frozenset())
         self._json_tokens = TokenSets.of(texts, eos, width, _NEVER_IN_JSON)
-        info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=eos)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=config.threads, cache_enabled=False)
+        self._info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=eos)
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=config.threads, cache_enabled=False)
 
     def compile(self, spec: GrammarSpec) -> XGrammarCompiled:
         """See ``GrammarBackend``."""
@@ -163,6 +173,16 @@ class XGrammarBackend(GrammarBackend):
         grammar = XGrammarCompiled(compiled, self._json_tokens if is_json else self._plain_tokens)
         self._refuse_empty(grammar, spec)
         return grammar
+
+    def dump(self, grammar: CompiledGrammar) -> bytes:
+        """See ``GrammarBackend``."""
+        assert isinstance(grammar, XGrammarCompiled)
+        return grammar.dump()
+
+    def load(self, data: bytes) -> XGrammarCompiled:
+        """See ``GrammarBackend``."""
+        tokens = self._json_tokens if data[:1] == b"j" else self._plain_tokens
+        return XGrammarCompiled(xgrammar.CompiledGrammar.deserialize_json(data[1:].decode(), self._info), tokens)
 
     def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         match spec.kind:

@@ -1,0 +1,145 @@
+"""The two ways to compile a constraint: on a thread of this process, or in a process that can be ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from dovetail.errors import EngineError, GrammarError
+from dovetail.scheduler import grammar_worker as worker
+from dovetail.scheduler.grammar_cache import Compiled
+from dovetail.scheduler.grammar_choice import candidates, choose
+from dovetail.scheduler.grammar_jobs import too_slow
+from dovetail.scheduler.grammar_process import Ended, TimedOut, WorkerProcess
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.grammar import GrammarContext
+    from dovetail.scheduler.grammar_choice import GrammarEngine, GrammarRecipe
+    from dovetail.scheduler.grammar_jobs import Job
+    from dovetail.types import GrammarSpec
+
+log = logging.getLogger(__name__)
+
+
+class Compiler(Protocol):
+    """Compiles for the service, on its threads."""
+
+    engines: Sequence[GrammarEngine]
+    seconds: float  # time limit of one constraint
+
+    def compile(self, job: Job) -> Compiled:
+        """Compile ``job.spec``. Raises ``GrammarError`` for what is refused or too much, ``Abandoned`` where nobody waits
+        any more, and ``EngineError`` where something else than the constraint is wrong."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds. Called once; compilations may be running, and end by themselves."""
+        ...
+
+
+class ThreadCompiler:
+    """Compiles on the calling thread. A compilation that outlives its time limit fails its requests and keeps its thread."""
+
+    def __init__(self, engines: Sequence[GrammarEngine], seconds: float) -> None:
+        self.engines: Sequence[GrammarEngine] = engines
+        self.seconds = seconds
+
+    def compile(self, job: Job) -> Compiled:
+        """See ``Compiler``."""
+        engine, grammar = choose(self.engines, job.spec, job)
+        return Compiled(engine.name, grammar)
+
+    def close(self) -> None:
+        """See ``Compiler``."""
+
+
+class ProcessCompiler:
+    """Compiles in processes, each started when it is first needed. What it compiles comes back as bytes from backends that
+    offer ``grammar.portable``; for others the process has shown that the constraint is harmless, and it is compiled again."""
+
+    def __init__(
+        self, recipes: Sequence[GrammarRecipe], context: GrammarContext, *, seconds: float, memory: int
+    ) -> None:
+        """``seconds`` and ``memory`` (bytes) are the bounds of one constraint."""
+        self.engines: Sequence[GrammarEngine] = [recipe.engine(context) for recipe in recipes]
+        self.seconds = seconds
+        self._setup = worker.Setup(tuple(recipes), context, memory, seconds)
+        self._idle: list[WorkerProcess] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def compile(self, job: Job) -> Compiled:
+        """See ``Compiler``."""
+        self._build_meanwhile(candidates(self.engines, job.spec)[0])
+        answer = self._ask(job)
+        match answer:
+            case worker.Refusal():
+                raise answer.error()
+            case worker.Failure(memory=True):
+                raise self._too_large(job.spec, answer.message)
+            case worker.Done(name=name, data=data):
+                backend = next(engine for engine in self.engines if engine.name == name).backend
+                return Compiled(name, backend.compile(job.spec) if data is None else backend.load(data))
+        assert isinstance(answer, worker.Failure), answer
+        raise EngineError(answer.message)
+
+    def _build_meanwhile(self, engine: GrammarEngine) -> None:
+        """Import the likely backend here while the process imports it there."""
+
+        def build() -> None:
+            try:
+                _ = engine.backend
+            except EngineError:
+                return  # told to whoever needs it
+
+        if not engine.built:
+            threading.Thread(target=build, name=f"dovetail-build-{engine.name}").start()
+
+    def _ask(self, job: Job) -> worker.Event:
+        while True:
+            process, fresh = self._take()
+            try:
+                answer = process.ask(job.spec, self.seconds, lambda: job.wanted)
+            except TimedOut as error:
+                if error.building:
+                    raise EngineError("the grammar worker took too long to import its backends") from None
+                raise too_slow(job.spec, self.seconds) from None
+            except Ended as error:
+                if error.compiling:
+                    raise self._too_large(job.spec, str(error)) from None
+                if fresh:
+                    raise EngineError(f"the grammar worker ended ({error}) before it could compile") from None
+                continue  # one that had grown too large ended after its last answer
+            self._put_back(process)
+            return answer
+
+    def _too_large(self, spec: GrammarSpec, how: str) -> GrammarError:
+        most = self._setup.memory / 2**20
+        text = (
+            f"the {spec.kind} needs more than {most:g} MiB to compile, or crashes the compiler ({how}); make it smaller"
+        )
+        return GrammarError(text, param=spec.kind)
+
+    def _take(self) -> tuple[WorkerProcess, bool]:
+        """An idle process, or a fresh one (True)."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop(), False
+        return WorkerProcess(self._setup), True
+
+    def _put_back(self, process: WorkerProcess) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(process)
+                return
+        process.kill()
+
+    def close(self) -> None:
+        """See ``Compiler``."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.kill()
