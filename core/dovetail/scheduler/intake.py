@@ -62,4 +62,4 @@ def _detokenizer(req: Req, tokenizer: Tokenizer | None) -> IncrementalDetokenize
     if tokenizer is None:
         raise RequestError("stop strings need a tokenizer, and this model was loaded without one", param="stop")
     params = req.params
-    return IncrementalDetokenizer(tokenizer, params.stop, params.skip_special_tokens, min_tokens=params.min_new_tokens)
+    return IncrementalDetokenizer.for_params(tokenizer, params)

@@ -22,6 +22,7 @@ from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
 from dovetail.scheduler.drafts import checked
+from dovetail.scheduler.gated import FreeTokens, gated
 from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.limits import Limits, Totals
 from dovetail.scheduler.rows import DecodeRows, decode_batch, mixed_batch
@@ -65,6 +66,7 @@ class Scheduler:
         self._sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
         self._admission = Admission(limits, ledger, policy, self.totals)
         self._compiling: list[Req] = []
+        self._free = FreeTokens(limits.vocab_size, eos_token_ids)
         self._departed: list[Req] = []
         self._by_rid: dict[str, Req] = {}
         self._next_uid = 0
@@ -108,7 +110,7 @@ class Scheduler:
             self._compiling.remove(req)
             ticket, req.ticket = req.ticket, None
             try:
-                req.matcher = self.grammars.matcher(ticket)
+                req.matcher = gated(self.grammars.matcher(ticket), req.params.grammar_gate, self._free)
                 req.grammar_backend = ticket.backend
             except RequestError as error:
                 answers.append(RequestFailed(req.rid, 400, str(error), error.code, error.param))

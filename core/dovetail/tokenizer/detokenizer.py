@@ -34,8 +34,9 @@ class IncrementalDetokenizer:
         include_stop: bool = False,
         continues: bool = False,
         min_tokens: int = 0,
+        keep_special: tuple[int, ...] = (),
     ) -> None:
-        self._bytes = tokenizer.text_bytes(skip_special_tokens)
+        self._bytes = tokenizer.text_bytes(skip_special_tokens, keep_special)
         self._decoder = _Utf8Decoder("replace")
         self._finder = StopFinder(stop) if stop else None
         self._include_stop = include_stop
@@ -50,7 +51,13 @@ class IncrementalDetokenizer:
     ) -> IncrementalDetokenizer:
         """One that shows an output as its request asked for it."""
         return cls(
-            tokenizer, params.stop, params.skip_special_tokens, params.include_stop, continues, params.min_new_tokens
+            tokenizer,
+            params.stop,
+            params.skip_special_tokens,
+            params.include_stop,
+            continues,
+            params.min_new_tokens,
+            params.keep_special,
         )
 
     def take(self, output: TokenOutput) -> tuple[str, int]:

@@ -49,6 +49,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
         self.special_token_ids = self._vocabulary.special_ids
         self.token_bytes = self._visible_bytes()
+        self._kept_bytes: dict[tuple[int, ...], list[bytes | None]] = {}  # by the special tokens kept; parsers keep few
         self._template = ChatTemplate(chat_template, self._names) if chat_template else None
         self._tool_template = ChatTemplate(tool_template, self._names) if tool_template else self._template
         self._prepend = self._missing_bos(config or {})
@@ -110,9 +111,16 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.finish()
 
-    def text_bytes(self, skip_special_tokens: bool) -> list[bytes | None]:
-        """The bytes of every token, special ones included unless they are to be skipped. Do not change it."""
-        return self.token_bytes if skip_special_tokens else self._vocabulary.token_bytes
+    def text_bytes(self, skip_special_tokens: bool, keep: tuple[int, ...] = ()) -> list[bytes | None]:
+        """The bytes of every token, special ones included unless they are to be skipped and are not in ``keep``. Do not
+        change it."""
+        if not skip_special_tokens or not keep:
+            return self.token_bytes if skip_special_tokens else self._vocabulary.token_bytes
+        if keep not in self._kept_bytes:
+            every = self._vocabulary.token_bytes
+            kept = set(keep)
+            self._kept_bytes[keep] = [every[i] if i in kept else data for i, data in enumerate(self.token_bytes)]
+        return self._kept_bytes[keep]
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token, special ones by their name; empty for an id without a token."""
