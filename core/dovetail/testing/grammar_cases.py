@@ -246,6 +246,11 @@ _TREE = {
     "$ref": "#/$defs/node",
 }
 
+TREE = _schema(
+    _TREE, _tree, ('{"v":1}', '{"v": 1, "c": [{"v": 2}, {"v": 3, "c": []}]}'), ('{"c":[]}', '{"v":1,"c":[1]}')
+)
+"""A schema that refers to itself."""
+
 SCHEMAS: list[JsonCase] = [
     _schema(
         {"enum": ["red", "no", 12, None]},
@@ -265,7 +270,7 @@ SCHEMAS: list[JsonCase] = [
         ("[1]", "[1,2]", "[12, -20, 0]"),
         ("[]", "[1,2,3,4]", '["a"]', "[1,]", "[01]"),
     ),
-    _schema(_TREE, _tree, ('{"v":1}', '{"v": 1, "c": [{"v": 2}, {"v": 3, "c": []}]}'), ('{"c":[]}', '{"v":1,"c":[1]}')),
+    TREE,
     _schema(
         {"type": "string", "minLength": 2, "maxLength": 3},
         lambda value: isinstance(value, str) and 2 <= len(value) <= 3,

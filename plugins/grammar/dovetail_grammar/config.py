@@ -51,3 +51,41 @@ class LLGuidanceConfig(PluginConfig):
     max_lexer_states: int = Field(
         default=100_000, ge=1000, description="Most states of the lexer of one request: 1 to 2 KB each."
     )
+
+
+class OutlinesConfig(PluginConfig):
+    """JSON schemas, regexes and choices by outlines-core, as one regex. What it cannot honour whole is refused."""
+
+    kind: Literal["outlines"] = "outlines"  # pyright: ignore[reportIncompatibleVariableOverride]
+    strict: bool = Field(
+        default=False,
+        description="Objects that name their properties, and arrays that name their items, allow no others, even where "
+        "the schema is open. By default a schema means what JSON Schema says it means.",
+    )
+    open_depth: int = Field(
+        default=1,
+        ge=0,
+        le=4,
+        description="Levels of arrays and objects in a value that the schema leaves open: a regex cannot leave that open. "
+        "Each level doubles the size of the index.",
+    )
+    max_whitespace: int | None = Field(
+        default=8,
+        ge=1,
+        description="Most whitespace characters in a row between the parts of a JSON text; `null`: any number. Each is a "
+        "state of the index.",
+    )
+    max_size: int = Field(
+        default=50_000,
+        ge=1,
+        description="Characters of the regex with its repetitions written out. A larger one is refused before it is compiled.",
+    )
+    max_states: int = Field(
+        default=10_000, ge=1, description="States of the automaton of a regex; what would have more is refused."
+    )
+    max_transitions: int = Field(
+        default=20_000_000,
+        ge=1,
+        description="Tokens allowed in all states together: the size of the index, at 18 bytes each. What would have more is "
+        "refused.",
+    )

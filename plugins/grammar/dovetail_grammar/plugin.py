@@ -50,8 +50,21 @@ LLGUIDANCE = ComponentSpec(
     priority=8,
 )
 
+OUTLINES = ComponentSpec(
+    kind=ComponentKind.GRAMMAR,
+    name="outlines",
+    target="dovetail_grammar.outlines_backend:OutlinesBackend",
+    config="dovetail_grammar.config:OutlinesConfig",
+    summary="outlines-core: one regex, and an index of every token in every state; the fastest masks, schemas that are finite.",
+    requires=(Requirement("outlines-core", ">=0.2.14", "pip install outlines-core"),),
+    offers=frozenset(
+        {Feature.GRAMMAR_JSON_SCHEMA, Feature.GRAMMAR_REGEX, Feature.GRAMMAR_CHOICE, Feature.GRAMMAR_ROLLBACK}
+    ),
+    priority=4,
+)
+
 
 @hookimpl
 def register_grammar_backends() -> list[ComponentSpec]:
     """Grammar backends."""
-    return [XGRAMMAR, LLGUIDANCE]
+    return [XGRAMMAR, LLGUIDANCE, OUTLINES]

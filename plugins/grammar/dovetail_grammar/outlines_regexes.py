@@ -1,0 +1,121 @@
+"""Constraints as one regex in the syntax of Rust's regex crate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dovetail.errors import GrammarError
+from dovetail.types import GrammarKind, GrammarSpec
+from dovetail_grammar.config import OutlinesConfig
+from dovetail_grammar.constraints import read_choice, read_json, read_regex
+from dovetail_grammar.json_terms import Terms, productive
+from dovetail_grammar.patterns import literal
+from dovetail_grammar.regex_parser import Alt, Call, Node, PatternError, Repeat, Seq
+from dovetail_grammar.schema_rules import Refusal
+from dovetail_grammar.schemas import rewrite
+
+
+def read(spec: GrammarSpec, config: OutlinesConfig) -> Node:
+    """The constraint as a pattern without rules. Raises ``GrammarError``."""
+    match spec.kind:
+        case GrammarKind.REGEX:
+            return read_regex(spec, config.max_size)
+        case GrammarKind.CHOICE:
+            return Alt(tuple(map(literal, read_choice(spec))))
+        case GrammarKind.JSON_SCHEMA:
+            return _schema(spec, config)
+        case _:
+            raise GrammarError(
+                f"grammar backend outlines has no {spec.kind}; it has json_schema, regex and choice",
+                param=spec.kind,
+                keyword=spec.kind,
+            )
+
+
+def _schema(spec: GrammarSpec, config: OutlinesConfig) -> Node:
+    try:
+        schema = rewrite(read_json(spec), strict=config.strict)
+        terms = Terms(schema, config.max_whitespace, config.open_depth)
+        node, rules = productive(terms.value(schema), terms.rules)
+        return inlined(node, rules, config.max_size)
+    except RecursionError as error:
+        raise Refusal("#", "the schema is nested too deeply for grammar backend outlines", "size") from error
+    except PatternError as error:
+        raise Refusal("#", str(error), "pattern") from error
+
+
+def inlined(node: Node, rules: Mapping[str, Node], most: int) -> Node:
+    """The pattern with each rule in the place of its calls. Raises ``Refusal`` where it would be too large."""
+    sizes: dict[str, int] = {}
+    if (size := _size(node, rules, sizes)) > most:
+        raise Refusal("#", f"the schema is a regex of {size} characters; allowed: {most} (`max_size`)", "size")
+    return _put(node, rules)
+
+
+def _size(node: Node, rules: Mapping[str, Node], sizes: dict[str, int]) -> int:
+    match node:
+        case Call(name):
+            if name not in sizes:
+                sizes[name] = _size(rules[name], rules, sizes)
+            return sizes[name]
+        case Repeat(inner, low, high):
+            return _size(inner, rules, sizes) * max(high if high is not None else low + 1, 1)
+        case Seq(items) | Alt(items):
+            return 1 + sum(_size(item, rules, sizes) for item in items)
+        case _:
+            return 1
+
+
+def _put(node: Node, rules: Mapping[str, Node]) -> Node:
+    match node:
+        case Call(name):
+            return _put(rules[name], rules)
+        case Repeat(inner, low, high):
+            return Repeat(_put(inner, rules), low, high)
+        case Seq(items):
+            return Seq(tuple(_put(item, rules) for item in items))
+        case Alt(options):
+            return Alt(tuple(_put(option, rules) for option in options))
+        case _:
+            return node
+
+
+def without_empty(node: Node) -> Node | None:
+    """The pattern without the empty text; None if nothing is left."""
+    match node:
+        case Alt(options):
+            left = tuple(kept for option in options if (kept := without_empty(option)))
+            return Alt(left) if left else None
+        case Seq(items):
+            return _sequence_without_empty(items)
+        case Repeat(inner, low, high):
+            some = without_empty(inner) if may_be_empty(inner) else inner
+            if some is None or high == 0:
+                return None
+            if some is inner:
+                return Repeat(inner, max(low, 1), high)
+            return Seq((some, Repeat(some, 0, None if high is None else high - 1)))
+        case _:
+            return node
+
+
+def _sequence_without_empty(items: tuple[Node, ...]) -> Node | None:
+    if not all(map(may_be_empty, items)):
+        return Seq(items)
+    options = [
+        Seq((some, *items[i + 1 :])) for i, item in enumerate(items) if (some := without_empty(item)) is not None
+    ]
+    return Alt(tuple(options)) if options else None
+
+
+def may_be_empty(node: Node) -> bool:
+    """True if the pattern matches the empty text."""
+    match node:
+        case Alt(options):
+            return any(map(may_be_empty, options))
+        case Seq(items):
+            return all(map(may_be_empty, items))
+        case Repeat(inner, low, _):
+            return low == 0 or may_be_empty(inner)
+        case _:
+            return False
