@@ -192,11 +192,14 @@ def test_accept_equals_the_walk_in_plain_python():
         parents = np.stack([[rng.integers(-1, j) if j else -1 for j in range(width)] for _ in range(rows)])
         lens = rng.integers(0, width + 1, rows)
         sampled = rng.integers(0, 3, (rows, width + 1))
-        tensors = [torch.from_numpy(a.astype(np.int64)) for a in (sampled, drafts, parents, lens)]
-        accepted = accept(*tensors)
+        starts = np.arange(rows) * (width + 1)
+        arrays = (sampled.reshape(-1), starts, drafts, parents, lens)
+        accepted = accept(*(torch.from_numpy(a.astype(np.int64)) for a in arrays))
         for r in range(rows):
             expected = walk(sampled[r].tolist(), drafts[r], parents[r], lens[r])
             assert accepted.tokens[r, : accepted.lens[r]].tolist() == expected
+            assert accepted.tokens[r, -1] == expected[-1]
+            assert sampled[r, accepted.nodes[r]].tolist() == accepted.tokens[r].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -259,9 +259,7 @@ class Engine:
 
     def _keep_last(self, batch: Batch, output: ForwardOutput) -> None:
         slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]
-        last = output.token_ids[:, 0]
-        if output.accept_lens is not None:
-            last = output.token_ids.gather(1, output.accept_lens[:, None] - 1)[:, 0]
+        last = output.token_ids[:, -1]  # the last of those accepted, see ``verify.Accepted``
         self.inputs.last_token.index_copy_(0, to_device(slots.astype(np.int64), self.device), last)
 
     def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:

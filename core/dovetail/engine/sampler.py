@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.engine.inputs import Int64Array, depths
+from dovetail.engine.inputs import Int64Array, depths, pack, unpack
 from dovetail.engine.masks import mask_logits
 from dovetail.engine.penalties import Penalties, draft_rows, path_tokens
 from dovetail.engine.settings import RowSettings, expand
@@ -122,13 +122,9 @@ class Sampler:
     def _verify(self, batch: Batch, tokens: torch.Tensor, layout: LogitRows) -> ForwardOutput:
         drafts = batch.drafts
         assert drafts is not None
-        node = np.arange(drafts.token_ids.shape[1] + 1)
-        # nodes that a row does not have read its root: they are never accepted
-        index = layout.starts[:, None] + np.where(node < layout.spans[:, None], node, 0)
-        grid = tokens[to_device(index, self.device)]
-        trees = (drafts.token_ids, drafts.parents, drafts.lens)
-        ids, parents, lens = (to_device(a[layout.rows].astype(np.int64), self.device) for a in trees)
-        accepted = accept(grid, ids, parents, lens)
+        trees = (a[layout.rows].astype(np.int64) for a in (drafts.token_ids, drafts.parents, drafts.lens))
+        arrays = layout.starts, *trees
+        accepted = accept(tokens, *unpack(to_device(pack(arrays), self.device), arrays))
         return ForwardOutput(accepted.tokens, accepted.lens, accepted.nodes)
 
 

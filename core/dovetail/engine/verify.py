@@ -19,30 +19,36 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """``tokens`` int64 ``[rows, depth + 1]``, of which ``lens [rows]`` are new; ``nodes`` int64 ``[rows, depth + 1]``
-    are the tree nodes they were sampled at (0: the root; j + 1: draft j)."""
+    """``tokens`` int64 ``[rows, k + 1]``, of which ``lens [rows]`` are new, the last of those repeated behind them; ``nodes``
+    int64 ``[rows, k + 1]`` are the tree nodes they were sampled at (0: the root; j + 1: draft j)."""
 
     tokens: torch.Tensor
     lens: torch.Tensor
     nodes: torch.Tensor
 
 
-def accept(sampled: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor, lens: torch.Tensor) -> Accepted:
-    """Walk the trees. ``sampled`` int64 ``[rows, k + 1]`` are the target's samples at the root and at each draft,
-    ``draft_ids`` and ``parents`` int64 ``[rows, k]`` the drafts (parent -1: the root), ``lens`` int64 ``[rows]``."""
+def accept(
+    sampled: torch.Tensor, starts: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor, lens: torch.Tensor
+) -> Accepted:
+    """Walk the trees. All are int64. ``sampled [nodes of all rows]`` are the target's samples, of row r from ``starts[r]`` on at
+    the root and at each draft; ``draft_ids`` and ``parents [rows, k]`` the drafts (parent -1: the root), ``lens [rows]``."""
+    if sampled.device.type == "cuda":
+        from dovetail.ops.triton.verify import walk
+
+        return Accepted(*walk(sampled, starts, draft_ids, parents, lens))
     rows, width = draft_ids.shape
     valid = torch.arange(width, device=sampled.device) < lens[:, None]
     node = torch.zeros(rows, 1, dtype=torch.int64, device=sampled.device)
     nodes, alive, accept_len = [node], torch.ones_like(node, dtype=torch.bool), torch.ones_like(node)
     for _ in range(width):
-        token = sampled.gather(1, node)
+        token = sampled[starts[:, None] + node]
         child = valid & (parents + 1 == node) & (draft_ids == token) & alive
         alive = child.any(dim=1, keepdim=True)
         node = torch.where(alive, child.int().argmax(dim=1, keepdim=True) + 1, node)
         accept_len = accept_len + alive
         nodes.append(node)
     path = torch.cat(nodes, dim=1)
-    return Accepted(sampled.gather(1, path), accept_len[:, 0], path)
+    return Accepted(sampled[starts[:, None] + path], accept_len[:, 0], path)
 
 
 def compact(batch: Batch, output: ForwardOutput, pool: PagedKVPool) -> None:
