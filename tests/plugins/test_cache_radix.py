@@ -13,6 +13,7 @@ import pytest
 from dovetail.interfaces.cache import CacheContext
 from dovetail.testing.cache import PrefixCacheSuite, make_pages
 from dovetail_cache.config import RadixConfig
+from dovetail_cache.node import TOKEN_BYTES
 from dovetail_cache.radix import RadixCache
 from dovetail_cache.sharing import Fork, shared_prefixes
 
@@ -137,23 +138,27 @@ def test_unlocking_twice_is_an_assertion():
         cache.unlock(found.handle)
 
 
+def _bytes(token: int) -> bytes:
+    return np.int32(token).tobytes()
+
+
 @pytest.mark.parametrize("fault", ["counter", "locks", "page twice", "parent", "length"])
 def test_check_integrity_finds(fault: str):
     cache = _three("lru")
     cache.insert(np.array([1, 1, 5], dtype=np.int32), make_pages(70, 3))
     (root,) = cache._roots.values()
-    node = root.children[1]
+    node = root.children[_bytes(1)]
     cache.check_integrity()
     if fault == "counter":
         cache._total += 1
     elif fault == "locks":
-        node.children[5].locks += 1
+        node.children[_bytes(5)].locks += 1
     elif fault == "page twice":
         node.pages[0, 0] = node.pages[0, 1]
     elif fault == "parent":
-        node.children[5].parent = root
+        node.children[_bytes(5)].parent = root
     else:
-        node.key = node.key[1:]
+        node.key = node.key[TOKEN_BYTES:]
     with pytest.raises(AssertionError):
         cache.check_integrity()
 

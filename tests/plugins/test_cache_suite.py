@@ -17,7 +17,7 @@ from dovetail.testing.cache import PrefixCacheSuite
 from dovetail.testing.cache_reference import ReferenceCache
 from dovetail.types import IntArray
 from dovetail_cache.config import RadixConfig
-from dovetail_cache.node import Handle, Node
+from dovetail_cache.node import TOKEN_BYTES, Handle, Node
 from dovetail_cache.radix import RadixCache
 
 
@@ -27,7 +27,7 @@ class LosesAPageAtSplit(RadixCache):
     def _end_at(self, path: list[Node], length: int) -> Node:
         node = super()._end_at(path, length)
         if node.end == length and node.num_pages > 1 and len(node.children) == 1:
-            node.key, node.pages = node.key[: -self._page_size], node.pages[:, :-1]
+            node.key, node.pages = node.key[: -self._page_size * TOKEN_BYTES], node.pages[:, :-1]
             self._total -= 1
         return node
 

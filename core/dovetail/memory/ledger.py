@@ -40,8 +40,7 @@ class PageLedger:
         return -(-length // self.page_size)
 
     def admit(self, req: Req, match: Match) -> None:
-        """Give the request a slot whose row starts with the matched pages, locked."""
-        self.cache.lock(match.handle)
+        """Give the request a slot whose row starts with the matched pages. They are locked; from now on by the request."""
         req.slot = self.table.take_slot()
         req.cache_handle = match.handle
         req.cached_len = match.length

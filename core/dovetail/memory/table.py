@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class RequestTable:
         self.pages: IntArray = np.zeros((num_groups, num_slots + 1, max_pages), np.int32)
         self._free = list(range(num_slots, PADDING_SLOT, -1))
         self._updates: list[PageUpdates] = []
+        self._runs: list[_Run] = []  # written after ``_updates``
 
     @property
     def num_free(self) -> int:
@@ -37,20 +39,20 @@ class RequestTable:
         self._free.append(slot)
 
     def write(self, slot: int, column: int, pages: IntArray) -> None:
-        """Set ``pages [groups, n]`` from ``column`` on in a slot's row."""
-        n = pages.shape[1]
-        self.pages[:, slot, column : column + n] = pages
-        columns = np.arange(column, column + n, dtype=np.int32)
-        self._updates.append(PageUpdates(np.full(n, slot, np.int32), columns, pages))
+        """Set ``pages [groups, n]`` from ``column`` on in a slot's row. ``pages`` must not change afterwards."""
+        self.pages[:, slot, column : column + pages.shape[1]] = pages
+        self._runs.append(_Run(slot, column, pages))
 
     def write_each(self, slots: Sequence[int], columns: Sequence[int], pages: IntArray) -> None:
         """Set ``pages [groups, n]`` at ``columns [n]`` of the rows of ``slots [n]``."""
         update = PageUpdates(np.array(slots, np.int32), np.array(columns, np.int32), pages)
         self.pages[:, update.slots, update.columns] = pages
+        self._settle_runs()
         self._updates.append(update)
 
     def take_updates(self) -> PageUpdates:
-        """All that was written since the last call."""
+        """All that was written since the last call, in the order in which it was."""
+        self._settle_runs()
         updates, self._updates = self._updates, []
         if len(updates) == 1:
             return updates[0]
@@ -63,6 +65,30 @@ class RequestTable:
         """These may not have reached the device: hand them out again, before what was written since."""
         if len(updates.slots):
             self._updates.insert(0, updates)
+
+    def _settle_runs(self) -> None:
+        if self._runs:
+            self._updates.append(_expanded(self._runs))
+            self._runs = []
+
+
+class _Run(NamedTuple):
+    """Entries of one row that follow one another."""
+
+    slot: int
+    column: int
+    pages: IntArray  # [groups, n]
+
+
+def _expanded(runs: Sequence[_Run]) -> PageUpdates:
+    """An entry for each page."""
+    slots, columns, pages = zip(*runs, strict=True)
+    counts = np.array([run.shape[1] for run in pages], np.int32)
+    ends = np.cumsum(counts, dtype=np.int32)
+    shifts = np.array(columns, np.int32) - (ends - counts)  # a page's column, less its place among all
+    places = np.arange(ends[-1], dtype=np.int32)
+    places += np.repeat(shifts, counts)
+    return PageUpdates(np.repeat(np.array(slots, np.int32), counts), places, np.concatenate(pages, axis=1))
 
 
 _NO_UPDATES = PageUpdates(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((1, 0), np.int32))

@@ -66,7 +66,7 @@ class Admission:
             if waits is not None and not _scores_prompt(req) and waits.start(req, match.length):
                 continue
             if claims is None:
-                claims = sum(map(self._claim, prefilling)) + sum(map(self._claim, decoding))
+                claims = sum(map(self._claim, prefilling + decoding))
             if not self._take(req, match, claims):
                 break
             claims += self._claim(req)
@@ -99,19 +99,19 @@ class Admission:
 
     def _claim(self, req: Req) -> int:
         """Pages that a running request is likely to need soon, beyond those it has."""
-        length = req.device_len + min(req.remain_len, DECODE_HEADROOM)
+        length = min(req.device_len + DECODE_HEADROOM, req.max_device_len)
         return max(0, self.ledger.pages_for(length) - req.num_pages)
 
     def _take(self, req: Req, match: Match, claims: int) -> bool:
         """Admit the request if its whole text fits beside what the running ones claim."""
         ledger = self.ledger
         need = ledger.pages_for(req.device_len) - match.pages.shape[1]
-        ledger.cache.lock(match.handle)
-        fits = need + claims <= ledger.available
-        if fits:
-            self._place(req, match)
-        ledger.cache.unlock(match.handle)
-        return fits
+        ledger.cache.lock(match.handle)  # first: what it protects cannot be evicted for the rest
+        if need + claims > ledger.available:
+            ledger.cache.unlock(match.handle)
+            return False
+        self._place(req, match)
+        return True
 
     def _place(self, req: Req, match: Match) -> None:
         self.ledger.admit(req, match)

@@ -10,7 +10,7 @@ from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
 from dovetail.types import IntArray
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.eviction import EvictionQueue, evictable
-from dovetail_cache.node import Handle, Node, Root, child_key, common_length, split, truncate_back
+from dovetail_cache.node import TOKEN_BYTES, Handle, Node, Root, child_key, common_length, split, truncate_back
 from dovetail_cache.sharing import shared_prefixes
 
 
@@ -56,7 +56,7 @@ class RadixCache(PrefixCache):
         end = num_pages * self._page_size
         if length < end:
             parent = self._end_at(path, length) if path else root
-            path.append(self._grow(parent, tokens[length:end], pages[:, length // self._page_size :]))
+            path.append(self._grow(parent, tokens[length:end].tobytes(), pages[:, length // self._page_size :]))
         for node in path:
             node.priority = max(node.priority, priority)
         return self._match_of(path, end)
@@ -67,7 +67,8 @@ class RadixCache(PrefixCache):
             return
         handle.node = node = self._settle(handle)
         while node.parent is not None:
-            self._locked += node.num_pages if node.locks == 0 else 0
+            if node.locks == 0:
+                self._locked += node.num_pages
             node.locks += 1
             node.uses += 1
             node = node.parent
@@ -82,8 +83,9 @@ class RadixCache(PrefixCache):
         while node.parent is not None:
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
-            self._locked -= node.num_pages if node.locks == 0 else 0
-            self._queue.push(node)
+            if node.locks == 0:
+                self._locked -= node.num_pages
+                self._queue.push(node)
             node = node.parent
 
     def evict(self, num_pages: int) -> IntArray:
@@ -131,11 +133,11 @@ class RadixCache(PrefixCache):
     def _check_children(self, node: Node) -> None:
         for key, child in node.children.items():
             assert child.parent is node
-            assert key == child_key(child.key, 0, self._page_size)
+            assert key == child_key(child.key, self._page_size)
             assert child.start == node.end
             assert child.num_pages > 0
             assert child.pages.shape == (self._num_groups, child.num_pages)
-            assert len(child.key) == child.num_pages * self._page_size
+            assert child.num_tokens == child.num_pages * self._page_size
             assert child.locks >= sum(c.locks for c in child.children.values()), "a descendant has more locks"
             assert child.last_used >= max((c.last_used for c in child.children.values()), default=0)
             assert child.queued or not evictable(child), "an unlocked leaf is not in the eviction queue"
@@ -145,14 +147,16 @@ class RadixCache(PrefixCache):
         agree in part. Touches their recency."""
         assert tokens.dtype == np.int32, "keys are int32"
         self._clock += 1
-        page_size, end = self._page_size, len(tokens) - len(tokens) % self._page_size
+        page_size, page_bytes = self._page_size, self._page_size * TOKEN_BYTES
+        key = tokens[: len(tokens) - len(tokens) % page_size].tobytes()
         path: list[Node] = []
         node, length = root, 0
-        while length < end and node.end == length:
-            child = node.children.get(child_key(tokens, length, page_size))
+        while node.end == length:
+            start = length * TOKEN_BYTES
+            child = node.children.get(key[start : start + page_bytes])
             if child is None:
                 break
-            length += common_length(child.key, tokens[length:end], page_size)
+            length += common_length(child.key, key, length, page_size)
             child.last_used = self._clock
             path.append(child)
             node = child
@@ -161,7 +165,7 @@ class RadixCache(PrefixCache):
     def _match_of(self, path: list[Node], length: int) -> Match:
         if not path:
             return Match(0, np.empty((self._num_groups, 0), dtype=np.int32), Handle(None, 0))
-        pages = np.concatenate([node.pages for node in path], axis=1)
+        pages = np.concatenate([node.pages for node in path], axis=1) if len(path) > 1 else path[0].pages
         return Match(length, pages[:, : length // self._page_size], Handle(path[-1], length))
 
     def _end_at(self, path: list[Node], length: int) -> Node:
@@ -171,11 +175,11 @@ class RadixCache(PrefixCache):
             node = path[-1] = split(node, length - node.start, self._page_size)
         return node
 
-    def _grow(self, parent: Node, tokens: IntArray, pages: IntArray) -> Node:
+    def _grow(self, parent: Node, key: bytes, pages: IntArray) -> Node:
         """A new leaf below ``parent``."""
-        leaf = Node(parent, tokens.copy(), pages.copy())
+        leaf = Node(parent, key, pages.copy())
         leaf.last_used = self._clock
-        parent.children[child_key(tokens, 0, self._page_size)] = leaf
+        parent.children[child_key(key, self._page_size)] = leaf
         self._total += leaf.num_pages
         self._queue.push(leaf)
         return leaf
@@ -200,7 +204,7 @@ class RadixCache(PrefixCache):
             return dropped
         parent = leaf.parent
         assert parent is not None
-        del parent.children[child_key(leaf.key, 0, self._page_size)]
+        del parent.children[child_key(leaf.key, self._page_size)]
         leaf.parent = None
         if isinstance(parent, Root) and not parent.children:
             del self._roots[parent.namespace]
