@@ -111,6 +111,44 @@ def test_forms_of_a_plugin_section(registry):
     assert names("attention=quick") == [["fast"], ["fast"]]
 
 
+def test_forms_of_the_grammar_section(registry):
+    def read(*sets):
+        section = load(registry, *sets).grammar
+        return [c.kind for c in section.candidates], section.disabled, section.timeout, section.isolation
+
+    assert (
+        read()
+        == read("grammar=auto")
+        == read("grammar={backend: auto}")
+        == read("grammar={}")
+        == ([], False, 10, "process")
+    )
+    assert read("grammar=gram") == read("grammar={kind: gram}") == read("grammar={backend: {kind: gram}}")
+    assert read("grammar={backend: [gram], timeout: 3}") == (["gram"], False, 3, "process")
+    assert (
+        read("grammar=gram", "grammar.timeout=3")
+        == read("grammar.timeout=3", "grammar=gram")
+        == (["gram"], False, 3, "process")
+    )
+    assert read("grammar=gram", "grammar.isolation=thread", "grammar=none") == ([], True, 10, "thread")
+    assert read("grammar.backend=gram", "grammar={timeout: 4}") == (["gram"], False, 4, "process")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("grammar={backend: gram, tiemout: 3}", "grammar.tiemout is no key of grammar; allowed: backend, isolation"),
+        ("grammar={backend: gram, timeout: 0}", "grammar.timeout is 0; allowed: a number greater than 0"),
+        ("grammar.isolation=jail", "grammar.isolation is 'jail'; allowed: 'process' or 'thread'"),
+        ("grammar={threads: 3}", "grammar.backend has no `kind`"),
+        ("grammar={backend: {backend: gram}}", "grammar.backend has no `kind`"),
+        ("grammar=gramm", "grammar.backend.kind: no grammar component is called 'gramm'"),
+    ],
+)
+def test_what_is_wrong_in_the_grammar_section_is_told_by_its_key(registry, given, message):
+    assert message in problems(registry, given)
+
+
 def test_optional_sections_can_be_switched_off_and_a_component_may_be_called_none(registry):
     config = load(registry, "grammar=none", "cache=none", "speculative=auto")
     assert config.grammar.disabled

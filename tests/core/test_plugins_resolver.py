@@ -352,6 +352,42 @@ def test_drafter_needs_a_grammar_that_rolls_back(fakes):
     assert reasons(alone, "grammar", "forward") == ["features.grammar.rollback"]
 
 
+def names(resolved):
+    automatic = [c.kind for c in resolved.config.grammar.candidates]
+    return [c.name for c in resolved.grammars], automatic
+
+
+def test_every_usable_grammar_backend_is_kept_in_order_of_preference(fakes):
+    specs = [
+        fakes.spec(K.GRAMMAR, "b", priority=5, offers=ROLLBACK),
+        fakes.spec(K.GRAMMAR, "a", priority=1, offers=ROLLBACK),
+        fakes.spec(K.GRAMMAR, "c", priority=9),
+        fakes.spec(K.GRAMMAR, "gone", priority=99, requires=(Requirement("no-such-dist"),)),
+        fakes.spec(K.DRAFTER, "ngram", offers=DRAFT),
+    ]
+    resolved = run(fakes, *specs)
+    assert names(resolved) == (["c", "b", "a"], ["c", "b", "a"])
+    found = {name: verdict for name, (verdict, _) in verdicts(resolved, "grammar").items()}
+    available = Verdict.AVAILABLE
+    assert found == {"c": Verdict.CHOSEN, "b": available, "a": available, "gone": Verdict.REJECTED}
+    assert names(run(fakes, *specs, sets=["grammar=a"])) == (["a", "c", "b"], ["a"])
+    assert names(run(fakes, *specs, sets=["grammar={backend: [a, b], timeout: 3}"])) == (["a", "b", "c"], ["a", "b"])
+    drafting = run(fakes, *specs, sets=["speculative=ngram"])
+    assert names(drafting) == (["b", "a"], ["b", "a"])
+    assert reasons(drafting, "grammar", "c") == ["features.grammar.rollback"]
+    assert names(run(fakes, *specs, sets=["grammar=none"])) == ([], [])
+
+
+def test_settings_beside_the_grammar_backend_survive_and_resolve_again(fakes):
+    registry = fakes.registry(fakes.spec(K.GRAMMAR, "a"), fakes.spec(K.GRAMMAR, "b"))
+    config = fakes.config(registry, "grammar={backend: b, timeout: 3, isolation: thread}")
+    first = resolve(config, registry, CPU)
+    assert (first.config.grammar.timeout, first.config.grammar.isolation) == (3, "thread")
+    second = resolve(first.config, registry, CPU)
+    assert (second.config, names(second)) == (first.config, (["b", "a"], ["b"]))
+    assert fakes.config(registry, "grammar.timeout=4").grammar.is_auto
+
+
 def test_grammar_auto_with_nothing_usable_keeps_the_reasons(fakes):
     gone = fakes.spec(K.GRAMMAR, "xg", requires=(Requirement("no-such-dist", "", "pip install no-such-dist"),))
     resolved = run(fakes, gone)
