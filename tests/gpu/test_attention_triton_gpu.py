@@ -14,6 +14,7 @@ import torch
 from dovetail import LLM, SamplingParams
 from dovetail.testing.attention import GRAPH_ROWS, SHARED_STEPS, STEPS, AttentionSuite
 from dovetail.testing.attention_reference import Case, Step
+from dovetail_attention.triton import backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +31,18 @@ class TestTritonOnCuda(AttentionSuite):
     @pytest.mark.parametrize("window", [7, 20, 60])
     def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
         self.compare(replace(SHARED_STEPS[step], window=window))
+
+    @pytest.mark.parametrize("variant", [backend.EVEN, backend.SCHEDULED], ids=["even", "scheduled"])
+    @pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
+    @pytest.mark.parametrize("step", ["decode", "many rows", *SHARED_STEPS])
+    @torch.inference_mode()
+    def test_either_variant_serves_any_decode_step(self, step: str, window: int | None, variant: int):
+        case = replace(SHARED_STEPS.get(step) or STEPS[step][0], window=window, sinks=window is not None)
+        made = Step(case, torch.device(self.device))
+        built = self.make(made.context())
+        made.batch.variant = variant
+        built.plan(made.batch)
+        self.compare_output(made, built.forward(made.q, made.layer, made.batch))
 
     @pytest.mark.parametrize("head_dim", [24, 80, 192, 256])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -77,6 +77,18 @@ class TestTriton(AttentionSuite):
     def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):
         self.compare(replace(SHARED_STEPS[step], window=window))
 
+    @pytest.mark.parametrize("variant", [backend.EVEN, backend.SCHEDULED], ids=["even", "scheduled"])
+    @pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
+    @pytest.mark.parametrize("step", ["decode", "many rows", *SHARED_STEPS])
+    @torch.inference_mode()
+    def test_either_variant_serves_any_decode_step(self, step: str, window: int | None, variant: int):
+        case = replace(SHARED_STEPS.get(step) or STEPS[step][0], window=window, sinks=window is not None)
+        made = Step(case, torch.device(self.device))
+        built = self.make(made.context())
+        made.batch.variant = variant
+        built.plan(made.batch)
+        self.compare_output(made, built.forward(made.q, made.layer, made.batch))
+
     @pytest.mark.parametrize("head_dim", [24, 80])
     @pytest.mark.parametrize("page_size", [1, 7])
     @pytest.mark.parametrize("heads", [6, 34])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.ops.triton.decode import decode_splits, paged_decode
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.attend import Partial, attend
-from dovetail_attention.triton.merge import merge
+from dovetail_attention.triton.merge import merge, merge_into
 from dovetail_attention.triton.schedule import Entries, Schedule, fill
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class TritonAttention(AttentionBackend):
         self._kept: dict[tuple[str, tiles.Tile, int], Memory] = {}
         self._steps: list[Step] = []
         self._even = 0  # parts of every row's keys, in a step of the variant EVEN
+        self._shared: Launch | None = None  # what its groups share
         self._leaders: dict[int | None, int] = {}  # by window: the layer that makes the schedule
 
     def shares(self, batch: Batch) -> bool:
@@ -104,11 +106,11 @@ class TritonAttention(AttentionBackend):
         return batch.shared.saved * self._token_bytes > SHARING_BYTES
 
     def variant(self, batch: Batch) -> int:
-        """``EVEN`` where no row is so long that the device would wait for the program that reads it. Shared prefixes are always
-        read by a schedule, and need no variant."""
-        if batch.shared is not None:
-            return EVEN
+        """``EVEN`` where no row is so long that the device would wait for the program that reads it: its own keys, as shared
+        prefixes are always read by a schedule."""
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
+        if batch.shared is not None:
+            lens = lens - np.repeat(batch.shared.lens, np.diff(batch.shared.starts))
         bytes_read = int(lens.sum()) * self._token_bytes
         longest = int(lens.max()) / decode_splits(rows, self._kv_heads, self._processors) * SECONDS_PER_KEY
         return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else SCHEDULED
@@ -130,9 +132,10 @@ class TritonAttention(AttentionBackend):
         if batch.drafts is not None:
             self._even, self._steps = 0, [self._verify_step(batch)]
             return
-        even = batch.variant == EVEN and batch.shared is None
+        even = batch.variant == EVEN
         self._even = decode_splits(len(batch.slots), self._kv_heads, self._processors) if even else 0
-        self._steps = [] if even else [self._decode_step(batch)]
+        shared = None if batch.shared is None else self._shared_launch(batch.shared, len(batch.slots))
+        self._steps, self._shared = ([], shared) if even else ([self._decode_step(batch, shared)], None)
 
     def plan_replay(self, batch: Batch) -> None:
         """Nothing: lengths and tables are read on the device."""
@@ -141,7 +144,7 @@ class TritonAttention(AttentionBackend):
         """See ``AttentionBackend.forward``."""
         if self._even:
             return self._forward_even(q, layer, batch)
-        leads = self._leaders.setdefault(layer.window, layer.layer_id) == layer.layer_id
+        leads = self._leads(layer)
         out = q.new_empty(*q.shape[:2], self._value_dim)
         for tokens, own, shared in self._steps:
             parts = [
@@ -154,19 +157,30 @@ class TritonAttention(AttentionBackend):
         return out
 
     def _forward_even(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        """Every row in the same number of parts."""
-        return paged_decode(
+        """Every row's own keys in the same number of parts, then what groups share."""
+        groups = batch.shared
+        table, lens = (batch.page_table, batch.kv_lens) if groups is None else (groups.own_table, groups.own_lens)
+        out, lse = paged_decode(
             q,
             self._pool.keys(layer.layer_id),
             self._pool.values(layer.layer_id),
-            batch.page_table,
-            batch.kv_lens,
+            table,
+            lens,
             layer.scale,
             splits=self._even,
             window=layer.window,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
-        )[0]
+        )
+        if self._shared is not None:
+            leads = self._leads(layer)
+            schedule, partial = self._attend(q, layer, batch, self._shared, out, leads=leads, partial=True)
+            merge_into(out, lse, schedule, partial)
+        return out
+
+    def _leads(self, layer: AttentionLayer) -> bool:
+        """True for the layer that makes the schedule."""
+        return self._leaders.setdefault(layer.window, layer.layer_id) == layer.layer_id
 
     def _attend(
         self,
@@ -188,12 +202,12 @@ class TritonAttention(AttentionBackend):
         attend(q, kv, entries, schedule, layer, batch.positions, out, memory.partial)
         return schedule, memory.partial
 
-    def _decode_step(self, batch: Batch) -> Step:
+    def _decode_step(self, batch: Batch, shared: Launch | None) -> Step:
         """One query a row, for all rows."""
         groups, rows = batch.shared, len(batch.slots)
-        table, lens, shared = batch.page_table, batch.kv_lens, None
+        table, lens = batch.page_table, batch.kv_lens
         if groups is not None:
-            table, lens, shared = groups.own_table, groups.own_lens, self._shared_launch(groups, rows)
+            table, lens = groups.own_table, groups.own_lens
         tile = self._tile(self._group)
         slots = self._slots(tile)
         entries = Entries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)

@@ -66,6 +66,44 @@ def _merge(
         tl.store(to, (acc / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), at < DIM)
 
 
+@triton.jit
+def _merge_into(
+    out, lse, partial, part_lse, tokens, rows,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    TOKEN: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    q_head = tl.program_id(0) % (KV_HEADS * GROUP)
+    token = tl.program_id(0) // (KV_HEADS * GROUP)
+    head, member = q_head // GROUP, q_head % GROUP
+    info = tokens + token * TOKEN
+    base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)
+    if chunks > 0:
+        at = tl.arange(0, BLOCK)
+        place = out + (token.to(tl.int64) * (KV_HEADS * GROUP) + q_head) * DIM + at
+        acc = tl.load(place, at < DIM, 0.0).to(tl.float32)
+        top = tl.maximum(tl.load(lse + q_head * rows + token) * 1.4426950408889634, -1e30)
+        top, total, acc = _fold(
+            top, 1.0, acc, partial, part_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
+        )
+        tl.store(place, (acc / total).to(out.dtype.element_ty), at < DIM)
+
+
+def merge_into(out: torch.Tensor, lse: torch.Tensor, schedule: Schedule, partial: Partial) -> None:
+    """Add to ``out [tokens, heads, dim]``, whose log-sum-exps are ``lse [heads, tokens]``, what the queries found in the chunks
+    of a schedule, for those that have any."""
+    rows, heads, dim = out.shape
+    kv_heads = partial.lse.shape[1]
+    launch(
+        _merge_into, (rows * heads,),
+        out, lse, *partial, schedule.tokens, rows,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PARTS=PARTS, TOKEN=TOKEN,
+        num_warps=2,
+    )  # fmt: skip
+
+
 def merge(out: torch.Tensor, tokens: range, parts: list[tuple[Schedule, Partial]], sinks: torch.Tensor | None) -> None:
     """Write the rows ``tokens`` of ``out [tokens, heads, dim]`` that have several chunks. With two ``parts``, of own keys and
     of shared ones, write all of them."""
