@@ -51,7 +51,7 @@ class TestLLGuidance(GrammarSuite):
         (GrammarKind.JSON_SCHEMA, '{"minimum": NaN}', "NaN", None),
         (GrammarKind.JSON_SCHEMA, '{"minimum": 1e999}', "reasonable size", None),
         (GrammarKind.JSON_SCHEMA, '{"minimum": 9007199254740993}', "digits", "minimum"),
-        (GrammarKind.JSON_SCHEMA, '{"not": {"type": "string", "minLength": 2}}', "not", "not"),
+        (GrammarKind.JSON_SCHEMA, '{"not": {"items": {"type": "string"}}}', "not", "not"),
         (GrammarKind.JSON_SCHEMA, '{"x-guidance": {"lenient": true}, "contains": {}}', "contains", "contains"),
         (GrammarKind.JSON_SCHEMA, '{"pattern": "(?=a)"}', "look", "pattern"),
         (GrammarKind.JSON_SCHEMA, '{"format": "regex"}', "format", "format"),

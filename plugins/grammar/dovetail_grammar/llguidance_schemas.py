@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from dovetail_grammar.disjoint import all_disjoint
 from dovetail_grammar.formats import FORMATS, UNSUPPORTED_FORMATS
 from dovetail_grammar.merge import TYPES, Schema
 from dovetail_grammar.patterns import emit, size, whole
 from dovetail_grammar.regex_parser import PatternError, parse
-from dovetail_grammar.schema_rules import KNOWN, REFUSED, REWRITTEN, Refusal, tidy, unsupported
+from dovetail_grammar.schema_documents import Document
+from dovetail_grammar.schema_rules import KNOWN, REFUSED, REWRITTEN, Refusal, unsupported
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -44,8 +46,11 @@ def prepare(schema: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     if schema is not True and not isinstance(schema, dict):
         raise Refusal.not_a_schema(schema)
     document: dict[str, Any] = {} if schema is True else schema
-    preparer = _Preparer(document)
-    preparer.root(document)
+    try:
+        preparer = _Preparer(document)
+        preparer.root(document)
+    except RecursionError as error:
+        raise Refusal("#", f"the schema is nested too deeply; allowed: {MAX_DEPTH} levels", "nesting") from error
     free = not preparer.names_are_ambiguous
     escapes = {"json_allowed_escapes": ESCAPES + "u" * free, "json_allow_general_unicode_escapes": free}
     return {**document, "x-guidance": {**options, **escapes}}
@@ -54,18 +59,16 @@ def prepare(schema: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 class _Preparer:
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
+        self.names = Document(document)
         self.done: set[int] = set()
         self.pointers: list[tuple[str, str]] = []
         self.names_are_ambiguous = False
 
     def root(self, schema: dict[str, Any]) -> None:
         """The document, and whatever its references reach."""
-        try:
-            self.visit(schema, "#", 0)
-            while self.pointers:
-                self.follow(*self.pointers.pop())
-        except RecursionError as error:
-            raise Refusal("#", f"the schema is nested too deeply; allowed: {MAX_DEPTH} levels", "nesting") from error
+        self.visit(schema, "#", 0)
+        while self.pointers:
+            self.follow(*self.pointers.pop())
 
     def follow(self, pointer: str, path: str) -> None:
         """Prepare the target of a reference too, wherever it stands."""
@@ -75,7 +78,8 @@ class _Preparer:
             try:
                 value = value[int(key)] if isinstance(value, list) else value[key]
             except (KeyError, IndexError, ValueError, TypeError) as error:
-                raise Refusal(path, f"the reference '#{pointer}' points to nothing") from error
+                found = "$ref" if self.names.scoped else None
+                raise Refusal(path, f"the reference '#{pointer}' points to nothing", found) from error
         self.visit(value, path, 0)
 
     def visit(self, schema: Any, path: str, depth: int) -> None:
@@ -87,7 +91,7 @@ class _Preparer:
         if depth > MAX_DEPTH:
             raise Refusal(path, f"the schema is nested more than {MAX_DEPTH} deep", "nesting")
         self.done.add(id(schema))
-        tidied = tidy(schema, path)
+        tidied = self.names.tidied(schema, path)
         kept = {key: value for key, value in schema.items() if key not in _DECIDING}
         order = [key for key in schema if key in tidied]
         self.rewrite(tidied, path)
@@ -111,6 +115,7 @@ class _Preparer:
     def rewrite(self, s: dict[str, Any], path: str) -> None:
         """The keywords of one tidy schema."""
         _types(s, path)
+        self.one_of(s, path)
         _patterns(s, path)
         _format(s, path)
         _numbers(s, path)
@@ -122,6 +127,19 @@ class _Preparer:
             self.reference(s["$ref"], path)
         if s.pop("uniqueItems", False) is True and s.get("maxItems", 2) > 1:
             raise unsupported(path, "uniqueItems")
+
+    def one_of(self, s: dict[str, Any], path: str) -> None:
+        """``oneOf`` as ``anyOf`` where that is the same; what is left, llguidance judges."""
+        branches = s.get("oneOf")
+        if branches is None:
+            return
+        try:
+            plain = {"anyOf": branches}
+            whole = plain if all_disjoint(self.names, branches, path) else self.names.exclusive(branches, path)
+        except Refusal:
+            return
+        del s["oneOf"]
+        s["allOf"] = [*s.get("allOf", ()), whole]
 
     def reference(self, ref: str, path: str) -> None:
         """Note where it points, if it is a pointer into the document."""

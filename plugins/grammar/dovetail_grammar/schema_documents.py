@@ -7,7 +7,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from dovetail_grammar.merge import Schema
-from dovetail_grammar.schema_rules import Refusal, tidy
+from dovetail_grammar.negation import NegationError, exclusive, without_not
+from dovetail_grammar.schema_rules import Refusal, tidy, unsupported
 
 MAX_HOPS = 64
 
@@ -18,17 +19,19 @@ class Document:
     def __init__(self, root: Schema) -> None:
         self.root = root
         self._own_id = root.get("$id") if isinstance(root, dict) else None
-        self._scoped = _has_scope(root, top=True)
+        self.scoped = _has_scope(root, top=True)
+        """True if a part has an ``$id`` of its own that references are read against."""
 
     def pointer(self, ref: str, path: str) -> str:
         """The fragment of a reference, unquoted. Raises ``Refusal`` for those that leave the document."""
         base, _, fragment = ref.partition("#")
         own = isinstance(self._own_id, str) and base == self._own_id.rstrip("#")
-        if (base and not own) or (fragment and not fragment.startswith("/")) or self._scoped:
+        if (base and not own) or (fragment and not fragment.startswith("/")) or self.scoped:
             raise Refusal(
                 f"{path}/$ref",
-                f"the reference {ref!r} is not supported by grammar backend xgrammar; allowed: pointers into the same "
+                f"the reference {ref!r} is not supported by this grammar backend; allowed: pointers into the same "
                 "document like '#/$defs/name', without nested $id",
+                "$ref",
             )
         return unquote(fragment)
 
@@ -50,13 +53,31 @@ class Document:
             raise Refusal(path, f"a schema is an object or a boolean, not {value!r}")
         return value
 
+    def tidied(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
+        """Tidy, and without ``not`` and ``if``. Raises ``Refusal``."""
+        key = "not" if "not" in schema else "if"
+        if key in schema:
+            try:
+                schema = without_not(schema, lambda part: self.resolve(part, path))
+            except NegationError as error:
+                raise unsupported(path, key, f"the opposite of {str(error)!r} has no grammar") from error
+        return tidy(schema, path)
+
+    def exclusive(self, branches: list[Schema], path: str) -> Schema:
+        """``oneOf`` written without it. Raises ``Refusal``."""
+        try:
+            return exclusive(branches, lambda part: self.resolve(part, path))
+        except NegationError as error:
+            why = f"two branches may both be satisfied, and the opposite of {str(error)!r} has no grammar; use anyOf, or a property with a const in each"
+            raise unsupported(path, "oneOf", why) from error
+
     def resolve(self, schema: Schema, path: str) -> Schema:
         """Tidy, with a lone reference replaced by what it names. Raises ``Refusal`` for circles."""
         for _ in range(MAX_HOPS):
             if isinstance(self.checked(schema, path), bool):
                 return schema
             assert isinstance(schema, dict)
-            schema = tidy(schema, path)
+            schema = self.tidied(schema, path)
             if set(schema) != {"$ref"}:
                 return schema
             schema = self.target(self.pointer(schema["$ref"], path), path)

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from dovetail_grammar import schema_objects, schema_values
-from dovetail_grammar.merge import MAX_BRANCHES, TYPES, MergeError, Schema, merge, same, types_of
+from dovetail_grammar.disjoint import all_disjoint, type_name
+from dovetail_grammar.merge import TYPES, MergeError, Schema, merge, types_of
 from dovetail_grammar.schema_documents import Document
-from dovetail_grammar.schema_rules import ASSERTIONS, Refusal, tidy, unsupported
+from dovetail_grammar.schema_rules import ASSERTIONS, Refusal, unsupported
 
 MAX_DEPTH = 64
 Converted = dict[str, Any] | None
@@ -48,7 +49,7 @@ class _Writer:
         if isinstance(self.document.checked(schema, path), bool):
             return {} if schema else None
         assert isinstance(schema, dict)
-        s = tidy(schema, path)
+        s = self.document.tidied(schema, path)
         if "$ref" in s:
             return self.reference(s, path, depth)
         for key in ("allOf", "anyOf", "oneOf"):
@@ -88,51 +89,16 @@ class _Writer:
             return self.convert(whole, path, depth + 1)
         if rest:
             branches = [self.merged(rest, branch, f"{path}/{key}/{i}") for i, branch in enumerate(branches)]
-        if key == "oneOf":
-            self.check_disjoint(branches, path)
+        if key == "oneOf" and not all_disjoint(self.document, branches, path):
+            return self.convert(self.document.exclusive(branches, path), path, depth + 1)
         return either(self.convert(branch, f"{path}/{key}/{i}", depth + 1) for i, branch in enumerate(branches))
-
-    def check_disjoint(self, branches: list[Schema], path: str) -> None:
-        """``oneOf`` is ``anyOf`` where no value satisfies two branches."""
-        if len(branches) > MAX_BRANCHES:
-            raise unsupported(path, "oneOf", f"it has {len(branches)} branches; allowed: {MAX_BRANCHES}")
-        for j, b in enumerate(branches):
-            for i, a in enumerate(branches[:j]):
-                if not self.disjoint(a, b, path, 0):
-                    why = f"branches {i} and {j} may both be satisfied; use anyOf, or a property with a const in each"
-                    raise unsupported(path, "oneOf", why)
-
-    def disjoint(self, a: Schema, b: Schema, path: str, depth: int) -> bool:
-        """True if it is plain that no value satisfies both."""
-        a, b = self.document.resolve(a, path), self.document.resolve(b, path)
-        if isinstance(a, bool) or isinstance(b, bool) or depth > 8:
-            return a is False or b is False
-        for first, second in ((a, b), (b, a)):
-            for key in ("anyOf", "oneOf"):
-                if key in first and all(self.disjoint(branch, second, path, depth + 1) for branch in first[key]):
-                    return True
-            if "enum" in first and not any(_may_be(value, second) for value in first["enum"]):
-                return True
-        return not types_of(a) & types_of(b) or self.objects_disjoint(a, b, path, depth)
-
-    def objects_disjoint(self, a: dict[str, Any], b: dict[str, Any], path: str, depth: int) -> bool:
-        """True if both are objects, and a property that both require, or one requires, tells them apart."""
-        if types_of(a) & types_of(b) != {"object"}:
-            return False
-        for first, second in ((a, b), (b, a)):
-            for name in first.get("required", ()):
-                mine, other = (_property(s, name) for s in (first, second))
-                tells = name in second.get("required", ()) and self.disjoint(mine, other, path, depth + 1)
-                if tells or other is False:
-                    return True
-        return False
 
     def enumerated(self, s: dict[str, Any], path: str) -> Converted:
         """Values, of which other keywords may leave out some."""
-        values = [value for value in s["enum"] if _type(value) in types_of(s)]
+        values = [value for value in s["enum"] if type_name(value) in types_of(s)]
         for kind, keywords in ASSERTIONS.items():
             touched = [key for key in keywords if key in s]
-            if touched and any(_type(value) in (kind, "integer" if kind == "number" else kind) for value in values):
+            if touched and any(type_name(value) in (kind, "integer" if kind == "number" else kind) for value in values):
                 raise unsupported(path, touched[0], "it stands beside 'enum' or 'const'")
         return {"enum": values} if values else None
 
@@ -162,22 +128,3 @@ def either(options: Any) -> Converted:
     """Any of the options; None if all of them allow nothing."""
     left = [option for option in options if option is not None]
     return ({"anyOf": left} if len(left) > 1 else left[0]) if left else None
-
-
-def _type(value: Any) -> str:
-    names = {bool: "boolean", type(None): "null", str: "string", list: "array", dict: "object", int: "integer"}
-    return "integer" if isinstance(value, float) and value.is_integer() else names.get(type(value), "number")
-
-
-def _may_be(value: Any, s: dict[str, Any]) -> bool:
-    """False if it is plain that the value does not satisfy the schema."""
-    if "enum" in s and not any(same(value, other) for other in s["enum"]):
-        return False
-    return _type(value) in types_of(s)
-
-
-def _property(s: dict[str, Any], name: str) -> Schema:
-    """The schema of a property, as far as it is plain; True where it is not."""
-    if name in s.get("properties", {}):
-        return s["properties"][name]
-    return True if s.get("patternProperties") else s.get("additionalProperties", True)
