@@ -280,15 +280,17 @@ def tree_mask(batch: Batch, indptr: IntArray) -> np.ndarray[Any, np.dtype[np.boo
     """See ``AttentionBackend.plan``: bool ``[tokens, longest row]``; a draft sees the root, its ancestors and itself."""
     drafts: DraftTree | None = batch.drafts
     assert drafts is not None
-    width = int(batch.extend_lens.max())
-    mask = np.zeros((int(indptr[-1]), width), np.bool_)
-    for row in range(len(batch.reqs)):
+    split, longest = batch.num_extend, 1 + int(drafts.lens.max())
+    mask = np.zeros((int(indptr[-1]), int(batch.extend_lens.max())), np.bool_)
+    for row in range(split):
         view = mask[indptr[row] : indptr[row + 1]]
-        if row < batch.num_extend:
-            view[:] = np.tri(len(view), width, dtype=np.bool_)
-            continue
-        view[0, 0] = True
-        for node in range(len(view) - 1):
-            view[node + 1] = view[drafts.parents[row, node] + 1]
-            view[node + 1, node + 1] = True
+        view[:] = np.tri(*view.shape, dtype=np.bool_)
+    parents, lens = drafts.parents[split:], batch.extend_lens[split:]
+    rows = np.arange(len(parents))
+    own = np.zeros((len(rows), longest, longest), np.bool_)
+    own[:, 0, 0] = True
+    for node in range(1, longest):  # of all rows at once; nodes that a row does not have are left out below
+        own[:, node] = own[rows, parents[:, node - 1] + 1]
+        own[:, node, node] = True
+    mask[indptr[split] :, :longest] = own[np.arange(longest) < lens[:, None]]
     return mask
