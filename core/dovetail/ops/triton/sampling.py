@@ -8,12 +8,15 @@ NaN counts as -inf here, +inf as the largest finite number.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.triton.filters import SLOTS, filtered_kernel, value_bits
+from dovetail.ops.triton.bounds import SLOTS, value_bits
+from dovetail.ops.triton.filters import filtered_kernel
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.rows import BLOCK, SUB, best_token, clean, combine, exponent_scale, invert_blocks
 
@@ -190,34 +193,30 @@ def sample(
     n, vocab = logits.shape
     if n == 0:
         return out
-    filtered = not (top_k is None and top_p is None and min_p is None)
+    filters = (top_k, top_p, min_p)
+    filtered = any(column is not None for column in filters)
     values, ids, peaks = _statistics(logits, temperature, filtered)
     blocks = ids.shape[1]
-    uniform = uniform.contiguous()
-    sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK, "SUB": SUB}
     row = (logits, logits.stride(0), vocab, temperature, temperature.stride(0))
-    if not filtered:
-        launch(_sample_kernel, (n,), *row, uniform, values, ids, out, blocks, **sizes, num_warps=8)
-        return out
-    columns = [
-        c for tensor in (top_k, top_p, min_p) for c in ((tensor, 0) if tensor is None else (tensor, tensor.stride(0)))
-    ]
-    launch(
-        filtered_kernel,
-        (n,),
-        *row,
-        *columns,
-        uniform,
-        values,
-        ids,
-        peaks,
-        torch.empty((n, SLOTS), dtype=torch.int32, device=logits.device),
-        out,
-        blocks,
-        **sizes,
-        SLOTS=SLOTS,
-        PEAKS=triton.next_power_of_2(peaks.shape[1]),
-        SHIFT=value_bits(logits.dtype),
-        num_warps=16,
-    )
+    sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK, "SUB": SUB}
+    if filtered:
+        found = (uniform.contiguous(), values, ids, peaks)
+        _launch_filtered(row, filters, found, out, blocks, sizes)
+    else:
+        launch(_sample_kernel, (n,), *row, uniform.contiguous(), values, ids, out, blocks, **sizes, num_warps=8)
     return out
+
+
+def _launch_filtered(
+    row: tuple[Any, ...],
+    filters: tuple[torch.Tensor | None, ...],
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    blocks: int,
+    sizes: dict[str, int],
+) -> None:
+    logits, peaks = row[0], found[-1]
+    columns = [c for tensor in filters for c in ((tensor, 0) if tensor is None else (tensor, tensor.stride(0)))]
+    groups = torch.empty((len(logits), SLOTS), dtype=torch.int32, device=logits.device)
+    bits = {"SLOTS": SLOTS, "PEAKS": triton.next_power_of_2(peaks.shape[1]), "SHIFT": value_bits(logits.dtype)}
+    launch(filtered_kernel, (len(logits),), *row, *columns, *found, groups, out, blocks, **sizes, **bits, num_warps=16)
