@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -11,10 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.errors import RequestError
+from dovetail.interfaces.parsers import Tool, ToolRequest
 from dovetail.server.body import parse
-from dovetail.server.openai_format import chat_logprobs, finish_name, usage_json
-from dovetail.server.openai_types import ChatMessage, ChatRequest
-from dovetail.server.outputs import Delta, Outputs
+from dovetail.server.openai_format import call_json, chat_logprobs, finish_name, usage_json, whole_calls
+from dovetail.server.openai_types import ChatMessage, ChatRequest, NamedTool
+from dovetail.server.outputs import Choice, Delta, Outputs
+from dovetail.server.parsing import ChatPlan, tool_request
 from dovetail.server.requests import ParsedRequest, Prompt, new_id
 from dovetail.server.responses import event, streamed, whole
 from dovetail.server.service import Service
@@ -24,23 +26,38 @@ async def chat_completions(service: Service, request: Request) -> Response:
     """Answer one chat request."""
     body = await parse(request, ChatRequest, service.max_body)
     service.check_model(body.model)
-    outputs = service.submit(await _parsed(service, body))
-    formatter = ChatFormat(service, body, outputs)
+    parsed, plan = await _parsed(service, body)
+    outputs = service.submit(parsed)
+    formatter = ChatFormat(service, body, outputs, plan)
     if body.stream:
         return await streamed(request, outputs, formatter)
     return await whole(request, outputs, formatter.whole)
 
 
-async def _parsed(service: Service, body: ChatRequest) -> ParsedRequest:
+async def _parsed(service: Service, body: ChatRequest) -> tuple[ParsedRequest, ChatPlan]:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     params = body.params(
         _max_tokens(body), (body.top_logprobs or 0) if body.logprobs else None, None, {"logprobs": "top_logprobs"}
     )
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-    ids = await service.encode_chat(messages, body.chat_template_kwargs or {})
+    request = _tool_request(body)
+    shown = [tool.model_dump(exclude_unset=True) for tool in (body.tools or ()) if request is not None]
+    text = await service.render_chat(messages, shown, body.chat_template_kwargs or {})
+    plan = service.parsers.plan(params, text, request, body.separate_reasoning is not False)
+    ids = await service.encode(text, add_special_tokens=False)
     rid = body.rid or new_id("chatcmpl-")
-    return ParsedRequest(rid, (Prompt(ids, params),), False, body.cache_salt or "", body.priority or 0)
+    return ParsedRequest(rid, (Prompt(ids, plan.params),), False, body.cache_salt or "", body.priority or 0), plan
+
+
+def _tool_request(body: ChatRequest) -> ToolRequest | None:
+    tools = [
+        Tool(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
+        for tool in body.tools or ()
+    ]
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    choice = body.tool_choice if isinstance(body.tool_choice, str) else None
+    return tool_request(tools, choice, named, body.parallel_tool_calls is not False)
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -99,8 +116,10 @@ class ChatFormat:
 
     openai = True
 
-    def __init__(self, service: Service, body: ChatRequest, outputs: Outputs) -> None:
+    def __init__(self, service: Service, body: ChatRequest, outputs: Outputs, plan: ChatPlan) -> None:
         self._outputs = outputs
+        self._plan = plan
+        self._readers = [plan.reader() for _ in outputs.choices]
         self._tokenizer = service.tokenizer
         self._logprobs = bool(body.logprobs)
         self._include_usage = body.include_usage
@@ -114,17 +133,32 @@ class ChatFormat:
         choices = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": self._message(choice),
                 "logprobs": chat_logprobs(self._tokenizer, choice.visible_logprobs) if self._logprobs else None,
-                "finish_reason": finish_name(choice.finish),
+                "finish_reason": finish_name(choice.finish, self._readers[choice.index].calls),
             }
             for choice in outputs.choices
         ]
         return {**self._common, "object": "chat.completion", "choices": choices, "usage": usage_json(outputs.usage)}
 
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        reader = self._readers[choice.index]
+        parts = [reader.feed(choice.text), reader.finish()]
+        reasoning = "".join(part.reasoning for part in parts)
+        content = "".join(part.content for part in parts)
+        calls = whole_calls([call for part in parts for call in part.calls])
+        return {
+            "role": "assistant",
+            "content": content or None if calls else content,
+            "refusal": None,
+            **({"reasoning_content": reasoning} if reasoning else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
     def head(self) -> bytes:
-        """The roles."""
-        role = b'{"role":"assistant","content":"","refusal":null}'
+        """The roles. Where there may be calls, there need not be content."""
+        content = b"null" if self._plan.tools else b'""'
+        role = b'{"role":"assistant","content":%b,"refusal":null}' % content
         return b"".join(self._chunk(choice.index, role, b"null", b"null") for choice in self._outputs.choices)
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
@@ -140,14 +174,33 @@ class ChatFormat:
         return usage + event(b"[DONE]")
 
     def _delta(self, delta: Delta) -> bytes:
-        index, data = delta.choice.index, b""
-        if delta.text or (self._logprobs and delta.logprobs):
-            logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._logprobs else None
-            content = b'{"content":' + msgspec.json.encode(delta.text) + b"}"
-            data = self._chunk(index, content, msgspec.json.encode(logprobs), b"null")
+        index, logprobs = delta.choice.index, b"null"
+        if self._logprobs and delta.logprobs:
+            logprobs = msgspec.json.encode(chat_logprobs(self._tokenizer, delta.logprobs))
+        fields = [{"content": delta.text}] if delta.text else []
+        if not self._plan.plain:
+            fields = list(self._fields(index, delta))
+        if not fields and logprobs != b"null":
+            fields = [{"content": ""}]
+        data = b""
+        for field in fields:  # the logprobs of all of a step's tokens are in its first chunk
+            data += self._chunk(index, msgspec.json.encode(field), logprobs, b"null")
+            logprobs = b"null"
         if delta.finish is not None:
-            data += self._chunk(index, b"{}", b"null", msgspec.json.encode(finish_name(delta.finish)))
+            finish = finish_name(delta.finish, self._readers[index].calls)
+            data += self._chunk(index, b"{}", b"null", msgspec.json.encode(finish))
         return data
+
+    def _fields(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """What a step's text turned out to be, as the fields of chunks."""
+        reader = self._readers[index]
+        for part in [reader.feed(delta.text), *([reader.finish()] if delta.finish is not None else [])]:
+            if part.reasoning:
+                yield {"reasoning_content": part.reasoning}
+            if part.content:
+                yield {"content": part.content}
+            if part.calls:
+                yield {"tool_calls": [call_json(call) for call in part.calls]}
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish: bytes) -> bytes:
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (

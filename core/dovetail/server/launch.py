@@ -18,11 +18,13 @@ import uvicorn
 from dovetail.config import Config
 from dovetail.errors import ConfigError, EngineDeadError
 from dovetail.plugins.candidates import call_hook
+from dovetail.plugins.loader import load_plugins
 from dovetail.plugins.registry import Registry
 from dovetail.server.app import build_app
 from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import Endpoints, run_engine
 from dovetail.server.metrics import Metrics
+from dovetail.server.parsing import load_parsers
 from dovetail.server.service import Service, info_labels, package_version
 from dovetail.tokenizer import load_tokenizer
 
@@ -148,7 +150,9 @@ async def _serve(
     engine = EngineClient(config, target)
     await engine.start()
     try:
-        service = Service(config, engine, tokenizer, _metrics(config, engine, registry))
+        plugins = registry or load_plugins(config.plugins)
+        parsers = load_parsers(engine.info, config, tokenizer, plugins)
+        service = Service(config, engine, tokenizer, _metrics(config, engine, registry), parsers)
 
         def on_started(server: DrainingServer) -> None:
             seconds = time.perf_counter() - started

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from dovetail.interfaces.parsers import CallDelta
 from dovetail.server.outputs import Usage
 from dovetail.tokenizer import Tokenizer
-from dovetail.types import FinishReason, TokenLogprob
+from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -20,9 +22,30 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-def finish_name(finish: FinishReason | None) -> str | None:
-    """``stop``, ``length`` or ``abort``."""
-    return None if finish is None else finish.kind.value
+def finish_name(finish: FinishReason | None, calls: int = 0) -> str | None:
+    """``stop``, ``length`` or ``abort``; ``tool_calls`` for an output that stopped after some."""
+    if finish is None:
+        return None
+    return "tool_calls" if calls and finish.kind is FinishKind.STOP else finish.kind.value
+
+
+def call_json(call: CallDelta, whole: bool = False) -> dict[str, Any]:
+    """A part of a tool call in a stream, or a ``whole`` one: without its index."""
+    function = {"name": call.name} if call.name is not None else {}
+    head = {"id": call.id, "type": "function"} if call.id is not None else {}
+    index = {} if whole else {"index": call.index}
+    return {**index, **head, "function": {**function, "arguments": call.arguments}}
+
+
+def whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    """The calls that ``deltas`` add up to."""
+    calls: list[CallDelta] = []
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append(delta)
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.arguments)
+    return [call_json(call, whole=True) for call in calls]
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:

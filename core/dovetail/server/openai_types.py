@@ -134,6 +134,43 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
+class FunctionSpec(BaseModel):
+    """A function that the model may call. Fields beyond these are handed to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(BaseModel):
+    """One of ``tools``."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(BaseModel):
+    """The function that ``tool_choice`` names."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """``tool_choice`` where it is one function."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -143,9 +180,15 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
 
+    tools: list[ToolSpec] | None = Field(None, max_length=256)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = Field(
+        None, description="False leaves the model's reasoning in `content`, with its marks."
+    )
+
+    ignored = _IGNORED - {"parallel_tool_calls"}
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "tools": (),
-        "tool_choice": ("none",),
         "functions": (),
         "function_call": ("none",),
         "audio": (),

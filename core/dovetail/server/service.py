@@ -16,6 +16,7 @@ from dovetail.server.client import EngineClient
 from dovetail.server.errors import DrainingError, UnknownModelError
 from dovetail.server.metrics import Metrics, RequestMetrics
 from dovetail.server.outputs import Outputs
+from dovetail.server.parsing import OutputParsers
 from dovetail.server.requests import ParsedRequest
 from dovetail.tokenizer import Tokenizer
 
@@ -29,12 +30,15 @@ _LARGE = 16_384
 class Service:
     """One server's shared state. ``draining`` refuses new requests while the running ones finish."""
 
-    def __init__(self, config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
+    ) -> None:
         """``engine`` has been started."""
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self.parsers = parsers
         self.created = int(time.time())
         self.draining = False
         self.version = package_version()
@@ -85,11 +89,13 @@ class Service:
             )
         return self.tokenizer.encode(text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation, the assistant's turn opened. Raises ``RequestError``."""
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+    ) -> str:
+        """The prompt of a conversation, the assistant's turn opened; encode it without special tokens. Raises
+        ``RequestError``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
-        text = await _in_thread(large, self.tokenizer.apply_chat_template, messages, None, True, extra)
-        return await self.encode(text, add_special_tokens=False)
+        return await _in_thread(large, self.tokenizer.apply_chat_template, messages, tools or None, True, extra)
 
     def room(self, ids: Sequence[int], default: int) -> int:
         """The output length where the request sets none: ``default``, or what is left of the context."""

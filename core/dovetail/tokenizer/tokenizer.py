@@ -89,6 +89,11 @@ class Tokenizer:
         """True if ``apply_chat_template`` can be called."""
         return self._template is not None
 
+    @property
+    def tool_template(self) -> str:
+        """The source of the chat template for conversations with tools; empty without one."""
+        return self._tool_template.source if self._tool_template else ""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. ``add_special_tokens`` lets the tokenizer add its own (a BOS, say); text that spells
         a special token becomes that token. Releases the GIL for most of its time."""

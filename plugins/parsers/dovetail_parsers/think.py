@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 
 from pydantic import BaseModel
 
@@ -10,6 +11,8 @@ from dovetail.interfaces.parsers import Gate, ParserContext, ReasoningDelta, Rea
 from dovetail_parsers.reader import Finder
 
 OPEN, CLOSE = "<think>", "</think>"
+_OPENS = re.compile(r"""<think>(\\n|\s)*['"]\s*-?\}\}""")
+"""A template that ends a prompt with the mark."""
 
 
 class Place(enum.Enum):
@@ -105,17 +108,20 @@ class Qwen3(ReasoningParser):
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """See ``ReasoningParser``."""
+        self._prompt_opens = bool(_OPENS.search(context.chat_template))
 
     def stream(self, prompt: str) -> ReasoningStream:
         """See ``ReasoningParser``."""
         return ThinkStream(place_after(prompt, self.otherwise))
 
     def gate(self, prompt: str) -> Gate | None:
-        """See ``ReasoningParser``."""
+        """A model whose template opens the reasoning, where it is wanted, does not reason otherwise; others may."""
         place = place_after(prompt, self.otherwise)
-        if place is Place.ANSWER:
+        if place is Place.THINKING:
+            return Gate(until=CLOSE)
+        if place is Place.ANSWER or self._prompt_opens:
             return None
-        return Gate(until=CLOSE) if place is Place.THINKING else Gate(lead=OPEN, optional=True, until=CLOSE)
+        return Gate(lead=OPEN, optional=True, until=CLOSE)
 
 
 class DeepseekR1(Qwen3):
