@@ -23,7 +23,7 @@ def read_json(spec: GrammarSpec) -> Any:
     except ValueError as error:
         raise GrammarError(f"the {spec.kind} is not valid JSON: {error}", param=spec.kind) from error
     except RecursionError as error:
-        raise GrammarError(f"the {spec.kind} is nested too deeply", param=spec.kind) from error
+        raise GrammarError(f"the JSON of the {spec.kind} is nested too deeply", param=spec.kind) from error
 
 
 def _refuse_constant(name: str) -> None:
@@ -35,7 +35,7 @@ def read_regex(spec: GrammarSpec, most: int = MAX_PATTERN) -> Node:
     try:
         node = checked(whole(parse(spec.text), search=False))
     except (PatternError, RecursionError) as error:
-        construct = getattr(error, "construct", None)
+        construct = error.construct if isinstance(error, PatternError) else "nesting"
         raise GrammarError(f"the regex is not supported: {error}", param=spec.kind, keyword=construct) from error
     if size(node) > most:
         raise GrammarError(

@@ -18,7 +18,11 @@ _LARGEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperti
 
 
 class MergeError(ValueError):
-    """Two schemas cannot be written as one here; the message says which keyword is in the way."""
+    """Two schemas cannot be written as one here; ``keyword`` is in the way."""
+
+    def __init__(self, keyword: str, why: str) -> None:
+        super().__init__(f"{keyword!r} {why}")
+        self.keyword = keyword
 
 
 def same(a: Any, b: Any) -> bool:
@@ -71,7 +75,7 @@ def _both(key: str, a: Any, b: Any, resolve: Resolve) -> Any:
         return [*a, *b]
     if key in ("anyOf", "oneOf") and len(a) * len(b) <= MAX_BRANCHES:
         return [merge(x, y, resolve) for x in a for y in b]
-    raise MergeError(f"{key!r} is given twice with different values")
+    raise MergeError(key, "is given twice with different values")
 
 
 def types_of(s: dict[str, Any]) -> set[str]:
@@ -91,7 +95,7 @@ def _objects(a: dict[str, Any], b: dict[str, Any], resolve: Resolve) -> dict[str
     if not first or not second or first == second:
         return first or second
     if "patternProperties" in first or "patternProperties" in second:
-        raise MergeError("'patternProperties' beside object keywords of another subschema")
+        raise MergeError("patternProperties", "stands beside object keywords of another subschema")
     names = dict.fromkeys([*first.get("properties", {}), *second.get("properties", {})])
     rest = [s.get("additionalProperties", True) for s in (first, second)]
     values = {

@@ -46,7 +46,9 @@ def whole(node: Node, *, search: bool) -> Node:
 def _refuse_anchors(node: Node) -> None:
     match node:
         case Anchor(sign):
-            raise PatternError(f"the anchor {sign} is supported only at the ends of the pattern or of an alternative")
+            raise PatternError(
+                f"the anchor {sign} is supported only at the ends of the pattern or of an alternative", sign
+            )
         case Repeat(inner):
             _refuse_anchors(inner)
         case Seq(items) | Alt(items):

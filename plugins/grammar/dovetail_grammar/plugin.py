@@ -11,7 +11,7 @@ XGRAMMAR = ComponentSpec(
     name="xgrammar",
     target="dovetail_grammar.xgrammar_backend:XGrammarBackend",
     config="dovetail_grammar.config:XGrammarConfig",
-    summary="XGrammar: pushdown automata with token masks computed ahead; JSON schema, regex and EBNF.",
+    summary="XGrammar: pushdown automata with token masks computed ahead; JSON schema, regex, EBNF, choice and structural tags.",
     requires=(Requirement("xgrammar", ">=0.2", "pip install xgrammar"),),
     offers=frozenset(
         {
@@ -19,6 +19,8 @@ XGRAMMAR = ComponentSpec(
             Feature.GRAMMAR_JSON_OBJECT,
             Feature.GRAMMAR_REGEX,
             Feature.GRAMMAR_EBNF,
+            Feature.GRAMMAR_CHOICE,
+            Feature.GRAMMAR_STRUCTURAL_TAG,
             Feature.GRAMMAR_ROLLBACK,
             Feature.GRAMMAR_JUMP_FORWARD,
             Feature.GRAMMAR_PORTABLE,

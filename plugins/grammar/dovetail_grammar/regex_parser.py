@@ -17,7 +17,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class PatternError(ValueError):
-    """The pattern is malformed, or says what cannot be honoured."""
+    """The pattern is malformed, or says what cannot be honoured: ``construct`` is that part of it."""
+
+    def __init__(self, message: str, construct: str | None = None) -> None:
+        super().__init__(message)
+        self.construct = construct
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +116,8 @@ class _Parser:
         self.text = text
         self.at = 0
 
-    def fail(self, message: str) -> PatternError:
-        return PatternError(f"{message} at position {self.at} of {self.text!r}")
+    def fail(self, message: str, construct: str | None = None) -> PatternError:
+        return PatternError(f"{message} at position {self.at} of {self.text!r}", construct)
 
     def peek(self, text: str) -> bool:
         return self.text.startswith(text, self.at)
@@ -180,7 +184,9 @@ class _Parser:
 
     def group(self) -> Node:
         if self.peek("?") and not self.match(r"\?:|\?P?<[A-Za-z_]\w*>"):
-            raise self.fail("lookaround and inline flags are not supported, found")
+            raise self.fail(
+                "lookaround and inline flags are not supported, found", "(" + self.text[self.at : self.at + 2]
+            )
         node = self.alternatives()
         if not self.take(")"):
             raise self.fail("an open parenthesis is never closed,")
@@ -203,7 +209,9 @@ class _Parser:
         if in_class and sign == "b":
             return ((8, 8),)
         if sign.isalnum():
-            raise self.fail(f"the escape \\{sign} (backreference, assertion or property class) is not supported,")
+            raise self.fail(
+                f"the escape \\{sign} (backreference, assertion or property class) is not supported,", f"\\{sign}"
+            )
         return set_of(sign)
 
     def char_class(self) -> Node:

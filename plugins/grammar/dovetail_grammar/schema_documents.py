@@ -81,7 +81,7 @@ class Document:
             if set(schema) != {"$ref"}:
                 return schema
             schema = self.target(self.pointer(schema["$ref"], path), path)
-        raise Refusal(path, "the references go round in a circle")
+        raise Refusal(path, "the references go round in a circle", "$ref")
 
 
 def _has_scope(value: Any, *, top: bool = False) -> bool:

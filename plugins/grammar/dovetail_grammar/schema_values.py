@@ -23,13 +23,17 @@ def text_pattern(pattern: str, path: str) -> Node:
     try:
         return without_escapes(whole(parse(pattern), search=True))
     except PatternError as error:
-        raise Refusal(path, f"the pattern {pattern!r} is not supported by grammar backend xgrammar: {error}") from error
+        raise Refusal(
+            path, f"the pattern {pattern!r} is not supported by this grammar backend: {error}", "pattern"
+        ) from error
 
 
 def anchored(node: Node, path: str) -> str:
     """The pattern as text for xgrammar. Raises ``Refusal`` if it is too large."""
     if size(node) > MAX_PATTERN:
-        raise Refusal(path, f"the pattern has {size(node)} characters with its repetitions; allowed: {MAX_PATTERN}")
+        raise Refusal(
+            path, f"the pattern has {size(node)} characters with its repetitions; allowed: {MAX_PATTERN}", "pattern"
+        )
     return f"^(?:{emit(node)})$"
 
 

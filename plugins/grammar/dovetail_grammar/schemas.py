@@ -13,6 +13,7 @@ from typing import Any
 
 from dovetail_grammar import schema_objects, schema_values
 from dovetail_grammar.disjoint import all_disjoint, type_name
+from dovetail_grammar.formats import FORMATS
 from dovetail_grammar.merge import TYPES, MergeError, Schema, merge, types_of
 from dovetail_grammar.schema_documents import Document
 from dovetail_grammar.schema_rules import ASSERTIONS, Refusal, unsupported
@@ -22,30 +23,32 @@ Converted = dict[str, Any] | None
 """A rewritten schema; None allows nothing."""
 
 
-def rewrite(schema: Schema, *, strict: bool = False) -> dict[str, Any]:
-    """The schema for xgrammar (with ``strict_mode=False``). ``strict`` closes objects that name properties and arrays
+def rewrite(schema: Schema, *, strict: bool = False, free_text: bool = False) -> dict[str, Any]:
+    """The schema for xgrammar (with ``strict_mode=False``). In ``free_text``, where control characters may be, bounds of
+    lengths become patterns: xgrammar lets control characters into strings with such bounds. ``strict`` closes objects that name properties and arrays
     that name items, where the schema leaves them open. Raises ``GrammarError``."""
     try:
-        writer = _Writer(Document(Document.checked(schema, "#")), strict)
+        writer = _Writer(Document(Document.checked(schema, "#")), strict, free_text)
         converted = writer.convert(schema, "#", 0)
     except RecursionError as error:
-        raise Refusal("#", f"the schema is nested too deeply; allowed: about {MAX_DEPTH} levels") from error
+        raise Refusal("#", f"the schema is nested too deeply; allowed: about {MAX_DEPTH} levels", "nesting") from error
     if converted is None:
         raise Refusal("#", "the schema allows nothing, so no answer can satisfy it")
     return {**converted, "$defs": writer.defs} if writer.defs else converted
 
 
 class _Writer:
-    def __init__(self, document: Document, strict: bool) -> None:
+    def __init__(self, document: Document, strict: bool, free_text: bool) -> None:
         self.document = document
         self.strict = strict
+        self.free_text = free_text
         self.defs: dict[str, Converted] = {}
         self.names: dict[str, str] = {}
 
     def convert(self, schema: Schema, path: str, depth: int) -> Converted:
         """Any schema. ``path`` is where it stands, for messages."""
         if depth > MAX_DEPTH:
-            raise Refusal(path, f"the schema is nested more than {MAX_DEPTH} deep")
+            raise Refusal(path, f"the schema is nested more than {MAX_DEPTH} deep", "nesting")
         if isinstance(self.document.checked(schema, path), bool):
             return {} if schema else None
         assert isinstance(schema, dict)
@@ -75,9 +78,9 @@ class _Writer:
         try:
             return merge(a, b, lambda schema: self.document.resolve(schema, path))
         except MergeError as error:
-            raise Refusal(path, f"subschemas cannot be combined for grammar backend xgrammar: {error}") from error
+            raise Refusal(path, f"subschemas cannot be combined here: {error}", error.keyword) from error
         except RecursionError as error:
-            raise Refusal(path, "subschemas that refer to themselves cannot be combined") from error
+            raise Refusal(path, "subschemas that refer to themselves cannot be combined", "$ref") from error
 
     def combined(self, key: str, s: dict[str, Any], path: str, depth: int) -> Converted:
         """``allOf``, ``anyOf`` or ``oneOf``, with its siblings moved into the branches."""
@@ -114,6 +117,13 @@ class _Writer:
 
     def of_type(self, name: str, s: dict[str, Any], path: str, depth: int) -> Converted:
         """One type."""
+        if (
+            name == "string"
+            and self.free_text
+            and {"minLength", "maxLength"} & s.keys()
+            and s.get("format") not in FORMATS
+        ):
+            s = {"pattern": "^[\\s\\S]*$", **s}
         values = {"string": schema_values.string, "number": schema_values.number, "integer": schema_values.integer}
         if name in values:
             return values[name](s, path)

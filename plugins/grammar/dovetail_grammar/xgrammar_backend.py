@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xgrammar
@@ -13,9 +14,10 @@ import xgrammar
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
 from dovetail.types import GrammarKind, GrammarSpec, IntArray
+from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.config import XGrammarConfig
-from dovetail_grammar.patterns import checked, emit, size, whole
-from dovetail_grammar.regex_parser import PatternError, parse
+from dovetail_grammar.constraints import read_choice, read_json, read_regex, read_tags
+from dovetail_grammar.patterns import emit
 from dovetail_grammar.schema_values import MAX_PATTERN
 from dovetail_grammar.schemas import rewrite
 
@@ -25,13 +27,6 @@ _NEVER_IN_JSON = frozenset(range(0x20)) - {0x0A}
 
 
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
-
-
-def pack_bits(width: int, token_ids: Iterable[int]) -> IntArray:
-    """A bitmask row of ``width`` tokens with the given ones set: int32 ``[ceil(width / 32)]``."""
-    flags = np.zeros(-(-width // 32) * 32, np.uint8)
-    flags[list(token_ids)] = 1
-    return np.packbits(flags, bitorder="little").view(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +69,16 @@ class XGrammarMatcher(Matcher):
         self._path: list[int] = []
 
     @property
+    def handle(self) -> xgrammar.GrammarMatcher:
+        """xgrammar's matcher."""
+        return self._handle
+
+    @property
+    def ended(self) -> bool:
+        """True after an end-of-sequence token: only another may follow."""
+        return self._handle.is_terminated()
+
+    @property
     def _usable(self) -> IntArray:
         after_ed = bool(self._path) and self._path[-1] in self._tokens.ends_in_ed
         return self._tokens.usable_after_ed if after_ed else self._tokens.usable
@@ -84,7 +89,11 @@ class XGrammarMatcher(Matcher):
             bitmask[row] = self._tokens.eos
             return
         self._handle.fill_next_token_bitmask(bitmask, row)
-        bitmask[row] &= self._usable  # xgrammar sets the bits beyond the vocabulary
+        self.restrict(bitmask[row])
+
+    def restrict(self, row: IntArray) -> None:
+        """Take out of xgrammar's mask what may not come: it sets the bits beyond the vocabulary, and halves of surrogates."""
+        row &= self._usable
 
     def accept(self, token_id: int) -> bool:
         """See ``Matcher``."""
@@ -159,17 +168,21 @@ class XGrammarBackend(GrammarBackend):
         self._json_tokens = TokenSets.of(texts, eos, width, _NEVER_IN_JSON)
         self._info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=eos)
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=config.threads, cache_enabled=False)
+        self._batch = xgrammar.BatchGrammarMatcher(config.threads)
 
     def compile(self, spec: GrammarSpec) -> XGrammarCompiled:
         """See ``GrammarBackend``."""
         is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
         try:
             compiled = self._compile(spec)
+        except GrammarError:
+            raise
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, GrammarError):
-                raise
             message = _LOG_PREFIX.sub("", str(error)).strip()
-            raise GrammarError(f"xgrammar cannot compile this {spec.kind}: {message}", param=spec.kind) from error
+            lack = str(spec.kind) if is_json else None  # what was rewritten is well-formed
+            raise GrammarError(
+                f"xgrammar cannot compile this {spec.kind}: {message}", param=spec.kind, keyword=lack
+            ) from error
         grammar = XGrammarCompiled(compiled, self._json_tokens if is_json else self._plain_tokens)
         self._refuse_empty(grammar, spec)
         return grammar
@@ -184,16 +197,60 @@ class XGrammarBackend(GrammarBackend):
         tokens = self._json_tokens if data[:1] == b"j" else self._plain_tokens
         return XGrammarCompiled(xgrammar.CompiledGrammar.deserialize_json(data[1:].decode(), self._info), tokens)
 
-    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+    def check(self, spec: GrammarSpec) -> None:
+        """See ``GrammarBackend``."""
+        self._write(spec)
+
+    def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:
+        """See ``GrammarBackend``. xgrammar's threads fill the rows of those that have not ended."""
+        open_ones = [(m, row) for m, row in zip(matchers, rows, strict=True) if not _xgrammar(m).ended]
+        if len(open_ones) > 1:
+            handles = [_xgrammar(matcher).handle for matcher, _ in open_ones]
+            self._batch.batch_fill_next_token_bitmask(handles, bitmask, [row for _, row in open_ones])
+            for matcher, row in open_ones:
+                _xgrammar(matcher).restrict(bitmask[row])
+        for matcher, row in zip(matchers, rows, strict=True):
+            if len(open_ones) <= 1 or _xgrammar(matcher).ended:
+                matcher.fill_bitmask(bitmask, row)
+
+    def _write(self, spec: GrammarSpec) -> Any:
+        """The constraint as xgrammar gets it: schema, regex, EBNF or structural tag. Raises ``GrammarError``."""
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:
-                return self._compile_schema(rewrite(_read_schema(spec.text), strict=self._config.strict))
+                return rewrite(read_json(spec), strict=self._config.strict)
             case GrammarKind.JSON_OBJECT:
-                return self._compile_schema({"type": "object"})
+                return {"type": "object"}
             case GrammarKind.REGEX:
-                return self._compiler.compile_regex(_plain_regex(spec.text))
+                return emit(read_regex(spec, MAX_PATTERN))
             case GrammarKind.EBNF:
-                return self._compile_ebnf(spec.text)
+                return spec.text
+            case GrammarKind.CHOICE:
+                return "root ::= " + " | ".join(_literal(text) for text in read_choice(spec))
+            case GrammarKind.STRUCTURAL_TAG:
+                return self._tags(spec)
+            case GrammarKind.LARK:
+                raise GrammarError("xgrammar does not read Lark", param=spec.kind, keyword=str(spec.kind))
+
+    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        written = self._write(spec)
+        match spec.kind:
+            case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
+                return self._compile_schema(written)
+            case GrammarKind.REGEX:
+                return self._compiler.compile_regex(written)
+            case GrammarKind.STRUCTURAL_TAG:
+                return self._compiler.compile_structural_tag(written)
+            case _:
+                return self._compile_ebnf(written)
+
+    def _tags(self, spec: GrammarSpec) -> dict[str, Any]:
+        structures, triggers = read_tags(spec)
+        tags = [{"begin": s.begin, "content": self._content(s.schema), "end": s.end} for s in structures]
+        return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags}}
+
+    def _content(self, schema: Any) -> dict[str, Any]:
+        written = rewrite(schema, strict=self._config.strict, free_text=True)
+        return {"type": "json_schema", "json_schema": written, "max_whitespace_cnt": self._config.max_whitespace}
 
     def _compile_schema(self, schema: dict[str, object]) -> xgrammar.CompiledGrammar:
         text = json.dumps(schema, ensure_ascii=False)
@@ -215,28 +272,16 @@ class XGrammarBackend(GrammarBackend):
             raise GrammarError(f"{what} satisfies this {spec.kind}", param=spec.kind)
 
 
-def _read_schema(text: str) -> bool | dict[str, object]:
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise GrammarError(f"the JSON schema is not valid JSON: {error}", param=GrammarKind.JSON_SCHEMA) from error
-    except RecursionError as error:
-        raise GrammarError("the JSON schema is nested too deeply", param=GrammarKind.JSON_SCHEMA) from error
+def _xgrammar(matcher: Matcher) -> XGrammarMatcher:
+    assert isinstance(matcher, XGrammarMatcher)
+    return matcher
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")
+def _literal(text: str) -> str:
+    return '"' + "".join(_escaped(char) for char in text) + '"'
 
 
-def _plain_regex(text: str) -> str:
-    """The regex in the plainest spelling; the whole output must match it. Raises ``GrammarError``."""
-    try:
-        node = checked(whole(parse(text), search=False))
-    except (PatternError, RecursionError) as error:
-        raise GrammarError(f"the regex is not supported: {error}", param=GrammarKind.REGEX) from error
-    if size(node) > MAX_PATTERN:
-        raise GrammarError(
-            f"the regex has {size(node)} characters with its repetitions written out; allowed: {MAX_PATTERN}",
-            param=GrammarKind.REGEX,
-        )
-    return emit(node)
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return f"\\{char}"
+    return char if char.isprintable() else f"\\U{ord(char):08x}"
