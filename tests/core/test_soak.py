@@ -29,14 +29,14 @@ def llm():
 @pytest.fixture
 def load(llm, monkeypatch):
     monkeypatch.setattr(soak, "FULL_LOAD", 8)
-    monkeypatch.setattr(soak, "STALLED_SECONDS", 1.0)
+    monkeypatch.setattr(soak, "STALLED_SECONDS", 4.0)
     return soak.Soak(llm, random.Random(3), 6)
 
 
 def test_a_sound_engine_has_nothing_wrong(load):
     load.round(1.0)
     assert load.tally.wrong == []
-    assert load.tally.sent.total() == load.tally.ended.total() > 8
+    assert load.tally.sent.total() == load.tally.ended.total() >= 8
 
 
 def test_a_page_that_is_not_returned(load, llm):
