@@ -12,7 +12,7 @@ from dovetail.scheduler import grammar_worker as worker
 from dovetail.scheduler.grammar_cache import Compiled
 from dovetail.scheduler.grammar_choice import candidates, choose
 from dovetail.scheduler.grammar_jobs import too_slow
-from dovetail.scheduler.grammar_process import Ended, TimedOut, WorkerProcess
+from dovetail.scheduler.grammar_process import Abandoned, Ended, TimedOut, WorkerProcess
 
 if TYPE_CHECKING:
     from dovetail.interfaces.grammar import GrammarContext
@@ -102,18 +102,36 @@ class ProcessCompiler:
             process, fresh = self._take()
             try:
                 answer = process.ask(job.spec, self.seconds, lambda: job.wanted)
+            except Abandoned:
+                self._replace()
+                raise
             except TimedOut as error:
+                self._replace()
                 if error.building:
                     raise EngineError("the grammar worker took too long to import its backends") from None
                 raise too_slow(job.spec, self.seconds) from None
             except Ended as error:
                 if error.compiling:
+                    self._replace()
                     raise self._too_large(job.spec, str(error)) from None
                 if fresh:
                     raise EngineError(f"the grammar worker ended ({error}) before it could compile") from None
                 continue  # one that had grown too large ended after its last answer
             self._put_back(process)
             return answer
+
+    def _replace(self) -> None:
+        """Start another process for the one that was ended, with the imports that are likely to be needed."""
+
+        def start() -> None:
+            process = WorkerProcess(self._setup)
+            try:
+                process.prepare([engine.name for engine in self.engines if engine.built])
+            except OSError:
+                return  # told to whoever needs it: the next one is started for a constraint
+            self._put_back(process)
+
+        threading.Thread(target=start, name="dovetail-grammar-start").start()
 
     def _too_large(self, spec: GrammarSpec, how: str) -> GrammarError:
         most = self._setup.memory / 2**20

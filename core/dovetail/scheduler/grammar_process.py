@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -71,9 +71,7 @@ class WorkerProcess:
         """The answer to ``spec``. Raises ``Ended``, ``TimedOut`` or ``Abandoned``; the process has then ended."""
         clock = _Clock(seconds)
         try:
-            if self._setup is not None:
-                self._conn.send(self._setup)
-                self._setup = None
+            self.prepare(())
             self._conn.send(spec)
             return self._answer(clock, wanted)
         except (EOFError, OSError):
@@ -81,6 +79,13 @@ class WorkerProcess:
         except BaseException:
             self.kill()
             raise
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Tell a fresh process what it is for, and to build the backends of these names. Raises ``OSError`` if it has
+        ended."""
+        if self._setup is not None:
+            self._conn.send((self._setup, tuple(names)))
+            self._setup = None
 
     def _answer(self, clock: _Clock, wanted: Callable[[], bool]) -> worker.Event:
         start = time.monotonic()

@@ -1,6 +1,6 @@
 """The process that compiles grammars: bounded in memory, low in priority, and killed where it takes too long.
 
-It is told ``Setup`` and then one ``GrammarSpec`` after another. Each is answered with events, the last of them a ``Done``,
+It is told ``Setup`` and which backends to build at once, and then one ``GrammarSpec`` after another. Each is answered with events, the last of them a ``Done``,
 ``Refusal`` or ``Failure``. It imports the backends it needs, and of this package as little as that takes.
 """
 
@@ -10,16 +10,17 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from dovetail.errors import GrammarError
+from dovetail.errors import EngineError, GrammarError
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.grammar import GrammarContext
+from dovetail.interfaces.grammar import CompiledGrammar, GrammarContext
 from dovetail.scheduler.grammar_choice import GrammarEngine, GrammarRecipe, choose
 from dovetail.types import GrammarSpec
 
-NICENESS = 10
+NICENESS = 5
 _MIB = 2**20
 
 
@@ -45,8 +46,7 @@ class Compiling:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Backend ``name`` honours the constraint. ``data`` is the compiled grammar, None if the backend has no form for it that
-    can travel."""
+    """Backend ``name`` honours the constraint. ``data`` is the compiled grammar, None where it cannot travel."""
 
     name: str
     data: bytes | None
@@ -150,8 +150,9 @@ class _Reporter:
 
 def serve(conn: Connection) -> None:
     """Compile until the other end closes, or until this process has grown too large."""
-    setup: Setup = conn.recv()
+    setup, names = conn.recv()
     engines = [recipe.engine(setup.context) for recipe in setup.recipes]
+    _build(engines, names)
     bounds = Bounds(setup.memory, setup.seconds)
     reporter = _Reporter(conn.send, bounds)
     tired = False
@@ -163,11 +164,17 @@ def serve(conn: Connection) -> None:
         conn.send(answer)
 
 
+def _build(engines: Sequence[GrammarEngine], names: Sequence[str]) -> None:
+    for engine in engines:
+        if engine.name in names:
+            with suppress(EngineError):  # told to whoever needs it
+                _ = engine.backend
+
+
 def _answer(engines: Sequence[GrammarEngine], spec: GrammarSpec, reporter: _Reporter) -> Event:
     try:
         engine, grammar = choose(engines, spec, reporter)
-        portable = Feature.GRAMMAR_PORTABLE in engine.offers
-        return Done(engine.name, engine.backend.dump(grammar) if portable else None)
+        return Done(engine.name, _dumped(engine, grammar))
     except GrammarError as error:
         return Refusal.of(error)
     except MemoryError:
@@ -175,6 +182,17 @@ def _answer(engines: Sequence[GrammarEngine], spec: GrammarSpec, reporter: _Repo
     except Exception as error:
         traceback.print_exc()
         return Failure(f"{type(error).__name__}: {error}")
+
+
+def _dumped(engine: GrammarEngine, grammar: CompiledGrammar) -> bytes | None:
+    """The grammar in the form that travels; None where there is none, or the memory for it is lacking."""
+    if Feature.GRAMMAR_PORTABLE not in engine.offers:
+        return None
+    try:
+        return engine.backend.dump(grammar)
+    except Exception:  # libraries have exceptions of their own for a lack of memory
+        traceback.print_exc()
+        return None
 
 
 def main(fd: int) -> None:

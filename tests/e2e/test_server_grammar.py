@@ -1,0 +1,229 @@
+"""Constraints through the server: which backend serves them, what a refusal says, hostile ones beside a stream.
+
+.venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_server_grammar.py
+"""
+
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import config_with
+from dovetail.server.launch import running_server
+
+SECONDS = 3.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[httpx.Client]:
+    """A server whose constraints have three seconds and 512 MiB each."""
+    config = config_with(max_body_mib=8, drain_seconds=2)
+    section = config.grammar.model_copy(update={"timeout": SECONDS, "memory_mib": 512})
+    with (
+        running_server(config.model_copy(update={"grammar": section})) as url,
+        httpx.Client(base_url=url, timeout=120) as client,
+    ):
+        client.post("/generate", json=native(regex="[ab]{3}"))  # the workers' imports
+        yield client
+
+
+def native(**constraint: Any) -> dict[str, Any]:
+    return {"text": "Say:", "sampling_params": {"max_new_tokens": 24, "temperature": 0.7, "seed": 1, **constraint}}
+
+
+def ask(server: httpx.Client, **constraint: Any) -> dict[str, Any]:
+    answer = server.post("/generate", json=native(**constraint))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(server: httpx.Client, **constraint: Any) -> str:
+    answer = server.post("/generate", json=native(**constraint))
+    assert answer.status_code == 400, answer.text
+    return answer.text
+
+
+def backends(server: httpx.Client) -> list[str]:
+    return server.get("/server_info").json()["engine"]["resolved"]["grammars"]
+
+
+def metrics(server: httpx.Client) -> dict[str, float]:
+    lines = server.get("/metrics").text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_a_request_names_its_backend_and_is_told_which_served_it(server: httpx.Client) -> None:
+    first, *_ = backends(server)
+    assert ask(server, regex="[ab]{4}")["meta_info"]["grammar_backend"] == first
+    for name in backends(server):
+        answer = ask(server, regex="(cat|dog){2}", grammar_backend=name)
+        assert answer["meta_info"]["grammar_backend"] == name
+        assert re.fullmatch("(cat|dog){2}", answer["text"])
+    assert "grammar_backend" not in ask(server)["meta_info"]
+
+
+def test_choices_are_served_by_the_first_backend_that_takes_them(server: httpx.Client) -> None:
+    answer = ask(server, choice=["alpha", "beta (x)"])
+    assert answer["text"] in ("alpha", "beta (x)")
+    body = {"model": "tiny", "prompt": "Say:", "max_tokens": 20, "choice": ["one", "two"]}
+    completion = server.post("/v1/completions", json=body)
+    assert completion.json()["choices"][0]["text"] in ("one", "two")
+
+
+def test_a_lark_grammar_and_a_structural_tag(server: httpx.Client) -> None:
+    assert re.fullmatch("(yes|no)!", ask(server, lark='start: ("yes" | "no") "!"')["text"])
+    tag = {
+        "structures": [{"begin": "<n>", "schema": {"type": "integer", "maximum": 9, "minimum": 0}, "end": "</n>"}],
+        "triggers": ["<n"],
+    }
+    for text in (ask(server, structural_tag=tag)["text"], ask(server, structural_tag=json.dumps(tag))["text"]):
+        for part in text.split("<n")[1:-1]:
+            assert re.match(r">\s*[0-9]\s*</n>", part)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ({"regex": "a", "grammar_backend": "nobody"}, ["grammar_backend is 'nobody'", "xgrammar"]),
+        ({"grammar_backend": "xgrammar"}, ["there is no constraint", "structural_tag"]),
+        ({"choice": []}, ["no text to choose"]),
+        ({"choice": [""]}, ["no text to choose"]),
+        ({"choice": ["a"], "lark": "start: A"}, ["only one constraint"]),
+        ({"structural_tag": {"structures": [], "triggers": ["<"]}}, ["structural_tag is", "triggers"]),
+        (
+            {"structural_tag": {"structures": [{"begin": "x", "schema": {}, "end": "y"}], "triggers": ["<"]}},
+            ["no trigger begins 'x'"],
+        ),
+        ({"lark": ""}, ["lark is empty"]),
+    ],
+)
+def test_what_is_wrong_with_the_fields_is_said(
+    server: httpx.Client, constraint: dict[str, Any], words: list[str]
+) -> None:
+    text = refused(server, **constraint)
+    for word in words:
+        assert word in text
+
+
+def test_a_refusal_names_the_keyword_and_the_engines_that_could(server: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": "Say:", "lark": 'start: "a"', "grammar_backend": "xgrammar"}
+    answer = server.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_grammar", "lark")
+    assert "xgrammar does not support 'lark'" in error["message"]
+    assert re.search(r"Could do it: [a-z_, ]*llguidance", error["message"])
+
+
+def test_metrics_count_by_backend(server: httpx.Client) -> None:
+    before = metrics(server)
+    for _ in range(3):
+        ask(server, regex="(metrics|count)", grammar_backend="xgrammar")
+    after = metrics(server)
+
+    def grown(name: str) -> float:
+        return after[f"dovetail_{name}"] - before.get(f"dovetail_{name}", 0)
+
+    assert grown('grammar_requests_total{backend="xgrammar"}') == 3
+    assert (grown("grammar_misses_total"), grown("grammar_hits_total")) == (1, 2)
+    assert grown("grammar_compile_seconds_total") > 0
+    assert after["dovetail_grammar_cached_bytes"] > 0
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"regex": "(a{1000}){1000}"},
+    {"regex": "((a{1,100}){1,100}){1,100}"},
+    {"regex": "(a*)*" * 2000},
+    {"regex": "(a|b)*a(a|b){400}"},
+    {"regex": "(" * 5000 + "a" + ")" * 5000},
+    {"json_schema": {"anyOf": [{"const": i} for i in range(10_000)]}},
+    {"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(4000)]}},
+    {"json_schema": {"enum": ["x" * 10 + str(i) for i in range(14_000)]}},
+    {"json_schema": '{"items":' * 2000 + "{}" + "}" * 2000},
+    {"json_schema": {"$ref": "#"}},
+    {
+        "json_schema": {
+            "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 4} for i in range(20)}
+            | {"d20": {"type": "null"}},
+            "$ref": "#/$defs/d0",
+        }
+    },
+    {"json_schema": {"type": "array", "items": {"type": "string"}, "minItems": 100_000}},
+    {"json_schema": {"type": "string", "pattern": "^(([a-z]{1,64}){1,64}){1,64}$"}},
+    {"ebnf": "root ::= " + "(" * 4000 + '"a"' + ")" * 4000},
+    {"ebnf": "root ::= root root | root"},
+]
+MUST_BE_REFUSED = (0, 1, 4, 8, 13)
+
+
+class Stream(threading.Thread):
+    """Free outputs, one after another, and when each of their tokens came."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+        self.times: list[float] = []
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while not self.over.is_set():
+                with client.stream("POST", "/v1/completions", json=body) as answer:
+                    for line in answer.iter_lines():
+                        if line.startswith("data:"):
+                            self.times.append(time.monotonic())
+                        if self.over.is_set():
+                            break
+
+    def longest_gap(self, start: float, end: float) -> float:
+        inside = [start, *(t for t in self.times if start < t < end), end]
+        return max(b - a for a, b in itertools.pairwise(inside))
+
+
+@pytest.fixture(scope="module")
+def stream(server: httpx.Client) -> Iterator[Stream]:
+    thread = Stream(str(server.base_url))
+    thread.start()
+    yield thread
+    thread.over.set()
+    thread.join(60)
+
+
+@pytest.mark.parametrize("index", range(len(HOSTILE)))
+def test_a_hostile_constraint_is_answered_in_time_and_stops_nobody(
+    server: httpx.Client, stream: Stream, index: int
+) -> None:
+    start = time.monotonic()
+    answer = server.post("/generate", json=native(**HOSTILE[index]))
+    end = time.monotonic()
+    assert answer.status_code in ((400,) if index in MUST_BE_REFUSED else (200, 400)), answer.text
+    assert end - start < SECONDS + 30, "the time limit, and the start of another worker on a busy machine"
+    assert stream.longest_gap(start, end) < 3, "the free stream went on meanwhile"
+    assert stream.is_alive()
+
+
+def test_after_all_that_ordinary_constraints_are_served(server: httpx.Client) -> None:
+    text = ask(server, json_schema={"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]})["text"]
+    assert text.lstrip().startswith("{")
+    deadline = time.monotonic() + 20
+    while server.get("/server_info").json()["stats"]["waiting"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.get("/server_info").json()["stats"]["waiting"] == 0
+
+
+def test_a_client_that_leaves_takes_its_compilation_along(server: httpx.Client) -> None:
+    slow = {"json_schema": {"enum": ["z" * 10 + str(i) for i in range(14_000)]}, "grammar_backend": "xgrammar"}
+    with pytest.raises(httpx.ReadTimeout):
+        server.post("/generate", json=native(**slow), timeout=0.3)
+    assert ask(server, regex="[xyz]{2}")["text"]
+    deadline = time.monotonic() + 20
+    while server.get("/server_info").json()["stats"]["waiting"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.get("/server_info").json()["stats"]["waiting"] == 0
