@@ -85,8 +85,9 @@ def _merge_into(
         place = out + (token.to(tl.int64) * (KV_HEADS * GROUP) + q_head) * DIM + at
         acc = tl.load(place, at < DIM, 0.0).to(tl.float32)
         top = tl.maximum(tl.load(lse + q_head * rows + token) * 1.4426950408889634, -1e30)
+        total = tl.full([], 1.0, tl.float32)
         top, total, acc = _fold(
-            top, 1.0, acc, partial, part_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
+            top, total, acc, partial, part_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
         )
         tl.store(place, (acc / total).to(out.dtype.element_ty), at < DIM)
 
