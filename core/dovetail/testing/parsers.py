@@ -255,34 +255,34 @@ class ReasoningParserSuite(PropertySuite):
         """Reasoning and answer are those that were written, however the text is cut."""
         for prompt in self.prompts:
 
-            def test(reasoning: str, answer: str, at: list[int], prompt: str = prompt) -> None:
+            def test(reasoning: str, answer: str, at: list[int], prompt: str) -> None:
                 text = self.write(reasoning or "x", answer or "y", prompt)
                 found = self.hear(prompt, *cut(text, at))
                 assert [part.strip() for part in found] == [reasoning or "x", answer or "y"]
 
-            self.check(test, reasoning=words, answer=words, at=places)
+            self.check(test, prompt=st.just(prompt), reasoning=words, answer=words, at=places)
 
     def test_pieces_do_not_matter(self) -> None:
         """Damaged texts too."""
         for prompt in self.prompts:
 
-            def test(text: str, at: list[int], prompt: str = prompt) -> None:
+            def test(text: str, at: list[int], prompt: str) -> None:
                 whole = self.hear(prompt, text)
                 assert self.hear(prompt, *cut(text, at)) == whole
                 assert self.hear(prompt, *text) == whole
 
-            self.check(test, text=damaged(self.texts(prompt)), at=places)
+            self.check(test, prompt=st.just(prompt), text=damaged(self.texts(prompt)), at=places)
 
     def test_no_word_is_lost(self) -> None:
         """A word put anywhere is in one of the parts."""
         for prompt in self.prompts:
 
-            def test(text: str, at: int, prompt: str = prompt) -> None:
+            def test(text: str, at: int, prompt: str) -> None:
                 at %= len(text) + 1
                 found = "".join(self.hear(prompt, text[:at] + SENTINEL + text[at:]))
                 assert SENTINEL in found
 
-            self.check(test, text=damaged(self.texts(prompt)), at=st.integers(0, 10_000))
+            self.check(test, prompt=st.just(prompt), text=damaged(self.texts(prompt)), at=st.integers(0, 10_000))
 
     def test_a_gate_ends_with_what_it_writes(self) -> None:
         """Where a constraint on the answer has to wait, there is a mark to wait for."""

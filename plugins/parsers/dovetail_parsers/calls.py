@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from dovetail.interfaces.parsers import CallDelta, Tool, ToolDelta, ToolStream
-from dovetail_parsers.reader import END, Finder, MalformedError, Reader, Reading
+from dovetail_parsers.reader import END, MalformedError, Reader, Reading
 
 
 class CallReader(Reader, ToolStream):
@@ -18,7 +18,7 @@ class CallReader(Reader, ToolStream):
         self._new_id = new_id
         self._index = -1
         self._content: list[str] = []
-        self._calls: list[CallDelta] = []
+        self._told: list[CallDelta] = []
         self._spaces = ""  # whitespace after content or a call: shown once content follows
         self._after_call = False
         self.telling = False
@@ -37,9 +37,9 @@ class CallReader(Reader, ToolStream):
         return self._take()
 
     def _take(self) -> ToolDelta:
-        content, calls = "".join(self._content), tuple(_joined(self._calls))
+        content, calls = "".join(self._content), tuple(_joined(self._told))
         self._content.clear()
-        self._calls.clear()
+        self._told.clear()
         return ToolDelta(content, calls)
 
     def say(self, text: str) -> None:
@@ -55,29 +55,16 @@ class CallReader(Reader, ToolStream):
         self.accept()
         self._index += 1
         self._spaces, self._after_call, self.telling = "", True, True
-        self._calls.append(CallDelta(self._index, self._new_id(), name))
+        self._told.append(CallDelta(self._index, self._new_id(), name))
 
     def tell_arguments(self, text: str) -> None:
         """The next characters of its arguments."""
         self.accept()
-        self._calls.append(CallDelta(self._index, arguments=text))
+        self._told.append(CallDelta(self._index, arguments=text))
 
     def content_until(self, *marks: str) -> Reading[str]:
         """Say content up to the first of ``marks``, which stays kept; "" at the end of the text."""
-        self.accept()
-        finder = Finder(marks)
-        while True:
-            char = yield from self.next()
-            if char == END:
-                self.say(self.accept())
-                return END
-            found = finder.feed(char)
-            done = len(self._kept) - (len(found) if found else finder.held)
-            if done:
-                self.say("".join(self._kept[:done]))
-                del self._kept[:done]
-            if found:
-                return found
+        return (yield from self.copy_until(self.say, *marks))
 
     def attempt(self, call: Reading[None]) -> Reading[bool]:
         """Read a call whose first characters are kept; True if it was one. What is left of one that was not is read again
@@ -89,9 +76,7 @@ class CallReader(Reader, ToolStream):
             if self.telling:
                 self.give_back()
             else:
-                kept = self.accept()
-                self.say(kept[:1])
-                self._back.extend(reversed(kept[1:]))
+                self.say(self.first_of_kept())
             return False
         self.accept()
         return True

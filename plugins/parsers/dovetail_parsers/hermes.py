@@ -46,6 +46,7 @@ class Hermes(ToolParser):
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """See ``ToolParser``."""
+        self._special = BEGIN in context.special_tokens  # no grammar writes it
 
     def stream(self, tools: Sequence[Tool]) -> ToolStream:
         """See ``ToolParser``."""
@@ -55,8 +56,12 @@ class Hermes(ToolParser):
         """Structural tags, where a backend has them; one call as JSON otherwise."""
         if not enforced(request):
             return None
-        if request.required and (Feature.GRAMMAR_STRUCTURAL_TAG not in offers or not request.parallel):
+        tags = Feature.GRAMMAR_STRUCTURAL_TAG in offers and not self._special
+        if request.required and (not tags or not request.parallel):
             return ToolConstraint(json_spec(call_schema(request.tools)), Gate(prefix=f"{BEGIN}\n"))
+        if self._special:
+            gate = Gate(until=BEGIN, may_end=True, prefix="\n")
+            return ToolConstraint(json_spec(call_schema(loosened(request))), gate)
         needs_tags("hermes", offers)
         grammar = tag_spec([_structure(tool) for tool in loosened(request)], BEGIN)
         return ToolConstraint(grammar, Gate(prefix=BEGIN, prefix_in_grammar=True) if request.required else Gate())

@@ -190,3 +190,11 @@ def _arguments(reader: CallReader, name: str | None, kept: list[str]) -> Reading
 def _tell_all(reader: CallReader, name: str, arguments: str) -> None:
     reader.tell(name)
     reader.tell_arguments(arguments)
+
+
+def told_object(reader: CallReader, name: str) -> Reading[None]:
+    """Tell a call of ``name`` and its arguments, which come next."""
+    if (yield from reader.peek()) != "{":
+        raise MalformedError("arguments are an object")
+    reader.tell(name)
+    yield from json_object(reader, reader.tell_arguments)

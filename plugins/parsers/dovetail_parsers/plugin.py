@@ -8,9 +8,11 @@ from dovetail.plugins.hookspecs import hookimpl
 from dovetail.plugins.specs import ComponentKind, ComponentSpec
 
 
-def _tools(name: str, target: str, config: str, summary: str, template: str, priority: int = 0) -> ComponentSpec:
+def _spec(
+    kind: ComponentKind, name: str, target: str, config: str, template: str, summary: str, priority: int = 0
+) -> ComponentSpec:
     return ComponentSpec(
-        kind=ComponentKind.TOOL_PARSER,
+        kind=kind,
         name=name,
         target=f"dovetail_parsers.{target}",
         config=f"dovetail_parsers.config:{config}",
@@ -20,43 +22,80 @@ def _tools(name: str, target: str, config: str, summary: str, template: str, pri
     )
 
 
-def _reasoning(name: str, target: str, config: str, summary: str, template: str, priority: int = 0) -> ComponentSpec:
-    return ComponentSpec(
-        kind=ComponentKind.REASONING_PARSER,
-        name=name,
-        target=f"dovetail_parsers.{target}",
-        config=f"dovetail_parsers.config:{config}",
-        summary=summary,
-        template=template,
-        priority=priority,
-    )
+_TOOL, _REASONING = ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER
+
+HERMES = _spec(
+    _TOOL,
+    "hermes",
+    "hermes:Hermes",
+    "HermesConfig",
+    r"<tool_call>(\\n|\s)*\{",
+    "<tool_call>{JSON}</tool_call>: Hermes, Qwen 2.5 and 3.",
+)
+MISTRAL = _spec(
+    _TOOL, "mistral", "mistral:Mistral", "MistralConfig", r"\[TOOL_CALLS\]", "[TOOL_CALLS] and the calls: Mistral."
+)
+DEEPSEEK = _spec(
+    _TOOL,
+    "deepseek",
+    "deepseek:Deepseek",
+    "DeepseekConfig",
+    "<｜tool▁call▁begin｜>",
+    "Marks around name and arguments: DeepSeek V3, R1, V3.1.",
+)
+GPT_OSS_TOOLS = _spec(
+    _TOOL,
+    "gpt_oss",
+    "harmony:GptOssTools",
+    "GptOssToolsConfig",
+    r"<\|channel\|>",
+    "Messages to functions in harmony channels: gpt-oss.",
+)
+LLAMA3_JSON = _spec(
+    _TOOL,
+    "llama3_json",
+    "llama3_json:Llama3Json",
+    "Llama3JsonConfig",
+    r"\{\\?[\"']name\\?[\"']: function name, \\?[\"']parameters\\?[\"']",
+    "A call as the whole answer, in JSON: Llama 3.1 to 3.3.",
+)
+PYTHONIC = _spec(
+    _TOOL,
+    "pythonic",
+    "pythonic:Pythonic",
+    "PythonicConfig",
+    r"\[func_name1\(params_name1=params_value1",
+    "A Python list of calls as the whole answer: Llama 3.2 and 4.",
+)
+QWEN3 = _spec(
+    _REASONING, "qwen3", "think:Qwen3", "Qwen3Config", "</?think>", "<think> to </think>, where either is written."
+)
+DEEPSEEK_R1 = _spec(
+    _REASONING,
+    "deepseek_r1",
+    "think:DeepseekR1",
+    "DeepseekR1Config",
+    r"(?s)\A(?=.*<｜Assistant｜>).*</think>",
+    "All up to </think>, whether or not <think> is written.",
+    priority=10,
+)
+GPT_OSS_REASONING = _spec(
+    _REASONING,
+    "gpt_oss",
+    "harmony:GptOssReasoning",
+    "GptOssReasoningConfig",
+    r"<\|channel\|>",
+    "The analysis channel of harmony: gpt-oss.",
+)
 
 
 @hookimpl
 def register_tool_parsers() -> Sequence[ComponentSpec]:
     """One for each format of calls."""
-    return (
-        _tools(
-            "hermes",
-            "hermes:Hermes",
-            "HermesConfig",
-            "<tool_call>{JSON}</tool_call>: Hermes, Qwen 2.5 and 3.",
-            r"<tool_call>(\\n|\s)*\{",
-        ),
-    )
+    return (HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, GPT_OSS_TOOLS)
 
 
 @hookimpl
 def register_reasoning_parsers() -> Sequence[ComponentSpec]:
     """One for each way to mark reasoning."""
-    return (
-        _reasoning("qwen3", "think:Qwen3", "Qwen3Config", "<think> to </think>, where either is written.", "</?think>"),
-        _reasoning(
-            "deepseek_r1",
-            "think:DeepseekR1",
-            "DeepseekR1Config",
-            "All up to </think>, whether or not <think> is written.",
-            r"(?s)\A(?=.*<｜Assistant｜>).*</think>",
-            priority=10,
-        ),
-    )
+    return (DEEPSEEK_R1, QWEN3, GPT_OSS_REASONING)

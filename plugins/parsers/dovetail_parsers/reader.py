@@ -7,7 +7,7 @@ A reader's ``read`` is a generator. ``yield from self.next()`` is the next chara
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -81,6 +81,12 @@ class Reader(ABC):
         self._back.extend(reversed(self._kept))
         self._kept.clear()
 
+    def first_of_kept(self) -> str:
+        """Keep the first of the characters kept as read, return it, and give the others back."""
+        kept = self.accept()
+        self._back.extend(reversed(kept[1:]))
+        return kept[:1]
+
     def peek(self) -> Reading[str]:
         """The next character, which stays unread."""
         char = yield from self.next()
@@ -123,6 +129,23 @@ class Reader(ABC):
                 raise MalformedError(f"expected {mark!r}")
             text += char
         return text.removesuffix(mark)
+
+    def copy_until(self, say: Callable[[str], None], *marks: str) -> Reading[str]:
+        """Say text up to the first of ``marks``, which stays kept; "" at the end of the text."""
+        self.accept()
+        finder = Finder(marks)
+        while True:
+            char = yield from self.next()
+            if char == END:
+                say(self.accept())
+                return END
+            found = finder.feed(char)
+            done = len(self._kept) - (len(found) if found else finder.held)
+            if done:
+                say("".join(self._kept[:done]))
+                del self._kept[:done]
+            if found:
+                return found
 
 
 class Finder:

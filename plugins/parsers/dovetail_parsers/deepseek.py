@@ -1,0 +1,103 @@
+"""DeepSeek's marks around each call; V3 and R1 write the arguments as a Markdown block, V3.1 bare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail_parsers.calls import CallReader
+from dovetail_parsers.jsontext import told_object
+from dovetail_parsers.reader import END, MalformedError, Reading
+from dovetail_parsers.schemas import enforced, json_spec, loosened, needs_tags, object_schema, refuse, tag_spec
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+FENCE, FENCE_END = "\n```json\n", "\n```"
+_LONGEST_NAME = 80
+_COMMON = "<｜tool▁call"
+"""What both marks that may follow a call begin with."""
+
+
+class _DeepseekReader(CallReader):
+    def read(self) -> Reading[None]:
+        while (mark := (yield from self.content_until(CALLS, CALL))) != END:
+            yield from self.attempt(self._calls(mark))
+
+    def _calls(self, mark: str) -> Reading[None]:
+        if mark == CALLS:
+            yield from self.skip_space()
+            yield from self.expect(CALL)
+        more = True
+        while more:
+            yield from self._call()
+            more = yield from self._another()
+
+    def _call(self) -> Reading[None]:
+        name = yield from self.until(SEPARATOR, _LONGEST_NAME)
+        fenced = name == "function" and name not in self.names
+        if fenced:
+            name = yield from self.until(FENCE, _LONGEST_NAME)
+        if name not in self.names:
+            raise MalformedError(f"there is no function {name!r}")
+        yield from self.skip_space()
+        yield from told_object(self, name)
+        yield from self.close(*(("```",) if fenced else ()), CALL_END)
+
+    def _another(self) -> Reading[bool]:
+        """Read the mark behind a call; true if it begins another."""
+        if (yield from self.space()) == END:
+            self.accept()
+            return False
+        self.unread()
+        if (yield from self.peek()) != _COMMON[0]:
+            return False
+        yield from self.expect(_COMMON)
+        if (yield from self.one_of("s▁")) == "▁":
+            yield from self.expect(CALL.removeprefix(f"{_COMMON}▁"))
+            return True
+        yield from self.expect(CALLS_END.removeprefix(f"{_COMMON}s"))
+        return False
+
+
+class Deepseek(ToolParser):
+    """The formats of DeepSeek V3, R1 and V3.1."""
+
+    special_tokens = (CALLS, CALLS_END, CALL, CALL_END, SEPARATOR)
+    call_end = CALL_END
+
+    def __init__(self, config: BaseModel, context: ParserContext) -> None:
+        """See ``ToolParser``. The template shows which of the formats the model writes."""
+        self._fenced = "```json" in context.chat_template
+        self._special = CALL in context.special_tokens
+
+    def stream(self, tools: Sequence[Tool]) -> ToolStream:
+        """See ``ToolParser``."""
+        return _DeepseekReader(tools, self.new_id)
+
+    def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
+        """Structural tags; without them, arguments alone where one function must be called."""
+        if not enforced(request):
+            return None
+        if self._special or Feature.GRAMMAR_STRUCTURAL_TAG not in offers:
+            if request.required and len(request.tools) == 1:
+                tool = request.tools[0]
+                return ToolConstraint(json_spec(object_schema(tool)), Gate(prefix=CALLS + self._begin(tool)))
+            if self._special:
+                raise refuse("deepseek", "the choice between functions", "name one function in tool_choice")
+        needs_tags("deepseek", offers)
+        grammar = tag_spec([self._structure(tool) for tool in loosened(request)], CALL)
+        return ToolConstraint(
+            grammar, Gate(prefix=CALLS + CALL, prefix_in_grammar=True) if request.required else Gate()
+        )
+
+    def _begin(self, tool: Tool) -> str:
+        return f"{CALL}function{SEPARATOR}{tool.name}{FENCE}" if self._fenced else f"{CALL}{tool.name}{SEPARATOR}"
+
+    def _structure(self, tool: Tool) -> dict[str, Any]:
+        end = FENCE_END + CALL_END if self._fenced else CALL_END
+        return {"begin": self._begin(tool), "schema": object_schema(tool), "end": end}

@@ -1,0 +1,151 @@
+"""OpenAI's harmony format, as gpt-oss writes it: messages in channels.
+
+``<|channel|>analysis<|message|>`` reasoning ``<|end|><|start|>assistant<|channel|>final<|message|>`` answer ``<|return|>``;
+calls are messages of the commentary channel to a function, ``to=functions.name``, which end with ``<|call|>``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import (
+    Gate,
+    ParserContext,
+    ReasoningDelta,
+    ReasoningParser,
+    ReasoningStream,
+    Tool,
+    ToolConstraint,
+    ToolParser,
+    ToolRequest,
+    ToolStream,
+)
+from dovetail_parsers.calls import CallReader
+from dovetail_parsers.jsontext import told_object
+from dovetail_parsers.reader import END, MalformedError, Reader, Reading
+from dovetail_parsers.schemas import enforced, json_spec, object_schema, refuse
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+MESSAGE_END, CALL_END, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, MESSAGE_END, CALL_END, RETURN)
+THINK = f"{CHANNEL}analysis{MESSAGE}"
+_LONGEST_HEADER = 200
+_TO = r"(?: to=functions\.(?P<{}>[A-Za-z0-9_.-]+))?"
+_HEADER = re.compile(
+    rf"(?:<\|start\|>assistant{_TO.format('first')})?<\|channel\|>(?P<channel>analysis|commentary|final)"
+    rf"{_TO.format('second')} ?(?:(?:<\|constrain\|>)?json)?<\|message\|>"
+)
+
+
+def read_header(reader: Reader, mark: str) -> Reading[re.Match[str]]:
+    """The header of a message, of which ``mark`` has been read. Raises ``MalformedError``."""
+    header = yield from reader.until(MESSAGE, _LONGEST_HEADER)
+    found = _HEADER.fullmatch(mark + header + MESSAGE)
+    if found is None:
+        raise MalformedError("no header of a message")
+    return found
+
+
+def recipient(header: re.Match[str]) -> str | None:
+    """The function that a message is for."""
+    return header["first"] or header["second"]
+
+
+class _CallsInChannels(CallReader):
+    def read(self) -> Reading[None]:
+        while (mark := (yield from self.content_until(START, CHANNEL))) != END:
+            yield from self.attempt(self._message(mark))
+
+    def _message(self, mark: str) -> Reading[None]:
+        name = recipient((yield from read_header(self, mark)))
+        if name is None or name not in self.names:
+            raise MalformedError(f"there is no function {name!r}")
+        yield from self.skip_space()
+        yield from told_object(self, name)
+        yield from self.close(CALL_END)
+
+
+class GptOssTools(ToolParser):
+    """Calls of gpt-oss."""
+
+    special_tokens = MARKS
+    call_end = CALL_END
+
+    def __init__(self, config: BaseModel, context: ParserContext) -> None:
+        """See ``ToolParser``."""
+
+    def stream(self, tools: Sequence[Tool]) -> ToolStream:
+        """See ``ToolParser``."""
+        return _CallsInChannels(tools, self.new_id)
+
+    def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
+        """The function is named among special tokens, which no grammar writes: one that is known can be forced."""
+        if not enforced(request):
+            return None
+        if not request.required or len(request.tools) != 1:
+            raise refuse("gpt_oss", "the choice between functions", "name one function in tool_choice")
+        tool = request.tools[0]
+        prefix = f"{START}assistant{CHANNEL}commentary to=functions.{tool.name} {CONSTRAIN}json{MESSAGE}"
+        gate = Gate(lead=THINK, until=MESSAGE_END, prefix=prefix)
+        return ToolConstraint(json_spec(object_schema(tool)), gate, covers_reasoning=True)
+
+
+class _ChannelStream(Reader, ReasoningStream):
+    """Analysis is reasoning; messages to functions pass as they are, for the tool parser; all else is content."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        super().__init__()
+
+    def feed(self, text: str) -> ReasoningDelta:
+        """See ``ReasoningStream``."""
+        self.push(text)
+        return self._take()
+
+    def finish(self) -> ReasoningDelta:
+        """See ``ReasoningStream``."""
+        self.end()
+        return self._take()
+
+    def _take(self) -> ReasoningDelta:
+        delta = ReasoningDelta("".join(self._reasoning), "".join(self._content))
+        self._reasoning.clear()
+        self._content.clear()
+        return delta
+
+    def read(self) -> Reading[None]:
+        """Text outside of messages is content."""
+        while (mark := (yield from self.copy_until(self._content.append, START, CHANNEL))) != END:
+            try:
+                header = yield from read_header(self, mark)
+            except MalformedError:
+                self._content.append(self.first_of_kept())
+                continue
+            if recipient(header):
+                self._content.append(self.accept())
+                continue
+            ends = (MESSAGE_END, RETURN)
+            sink = self._reasoning if header["channel"] == "analysis" else self._content
+            yield from self.copy_until(sink.append, *ends)
+
+
+class GptOssReasoning(ReasoningParser):
+    """Reasoning of gpt-oss."""
+
+    special_tokens = MARKS
+
+    def __init__(self, config: BaseModel, context: ParserContext) -> None:
+        """See ``ReasoningParser``."""
+
+    def stream(self, prompt: str) -> ReasoningStream:
+        """See ``ReasoningParser``."""
+        return _ChannelStream()
+
+    def gate(self, prompt: str) -> Gate | None:
+        """The analysis comes first, and then the message with the answer."""
+        return Gate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{CHANNEL}final{MESSAGE}")

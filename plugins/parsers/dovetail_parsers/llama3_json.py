@@ -1,0 +1,81 @@
+"""A call is the whole answer, ``{"name": ..., "parameters": {...}}``; further ones follow behind ``;``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail_parsers.calls import CallReader
+from dovetail_parsers.jsontext import json_call
+from dovetail_parsers.reader import END, Reading
+from dovetail_parsers.schemas import (
+    call_schema,
+    dumps,
+    enforced,
+    json_spec,
+    loosened,
+    needs_tags,
+    object_schema,
+    tag_spec,
+)
+
+TAG = "<|python_tag|>"
+
+
+class _LlamaReader(CallReader):
+    def read(self) -> Reading[None]:
+        """Calls at the beginning of the output, and behind the tag."""
+        if (yield from self.space()) == "{":
+            yield from self.attempt(self._calls())
+        else:
+            self.give_back()
+        while (yield from self.content_until(TAG)) != END:
+            yield from self.attempt(self._tagged())
+
+    def _tagged(self) -> Reading[None]:
+        yield from self.skip_space()
+        yield from self.one_of("{")
+        yield from self._calls()
+
+    def _calls(self) -> Reading[None]:
+        """The first ``{`` has been read."""
+        while True:
+            yield from json_call(self)
+            self.accept()
+            char = yield from self.space()
+            if char != ";":
+                if char != END:
+                    self.unread()
+                return
+            yield from self.skip_space()
+            yield from self.one_of("{")
+
+
+class Llama3Json(ToolParser):
+    """The format of Llama 3.1 to 3.3."""
+
+    special_tokens = (TAG,)
+
+    def __init__(self, config: BaseModel, context: ParserContext) -> None:
+        """See ``ToolParser``."""
+
+    def stream(self, tools: Sequence[Tool]) -> ToolStream:
+        """See ``ToolParser``."""
+        return _LlamaReader(tools, self.new_id)
+
+    def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
+        """One call as JSON; structural tags for strict functions that need not be called."""
+        if not enforced(request):
+            return None
+        if request.required:
+            return ToolConstraint(json_spec(call_schema(request.tools, "parameters")))
+        needs_tags("llama3_json", offers)
+        return ToolConstraint(tag_spec([_structure(tool) for tool in loosened(request)], '{"name":'))
+
+
+def _structure(tool: Tool) -> dict[str, Any]:
+    return {"begin": f'{{"name": {dumps(tool.name)}, "parameters": ', "schema": object_schema(tool), "end": "}"}

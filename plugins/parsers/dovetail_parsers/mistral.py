@@ -1,0 +1,111 @@
+"""``[TOOL_CALLS]`` and a JSON array of calls, or, from the tokenizers of 2025 on, name and arguments of each:
+``[TOOL_CALLS]name[ARGS]{...}``."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail_parsers.calls import CallReader
+from dovetail_parsers.jsontext import json_call, told_object
+from dovetail_parsers.reader import END, MalformedError, Reading
+from dovetail_parsers.schemas import call_schema, enforced, json_spec, loosened, object_schema, refuse
+
+MARK, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_IN_NAME = frozenset(string.ascii_letters + string.digits + "_.-")
+
+
+class _MistralReader(CallReader):
+    def read(self) -> Reading[None]:
+        while (yield from self.content_until(MARK)) != END:
+            yield from self.attempt(self._calls())
+
+    def _calls(self) -> Reading[None]:
+        yield from self.skip_space()
+        if (yield from self.peek()) == "[":
+            yield from self._array()
+        else:
+            yield from self._named()
+
+    def _array(self) -> Reading[None]:
+        yield from self.next()
+        while True:
+            yield from self.skip_space()
+            yield from self.one_of("{")
+            yield from json_call(self)
+            self.accept()
+            yield from self.skip_space()
+            if (yield from self.one_of(",]")) == "]":
+                return
+
+    def _named(self) -> Reading[None]:
+        name = yield from self._word()
+        if (yield from self.peek()) == "[":
+            yield from self._marks()
+        if name not in self.names:
+            raise MalformedError(f"there is no function {name!r}")
+        yield from self.skip_space()
+        yield from told_object(self, name)
+
+    def _word(self) -> Reading[str]:
+        word = ""
+        while (char := (yield from self.next())) != END and char in _IN_NAME:
+            word += char
+        if char != END:
+            self.unread()
+        return word
+
+    def _marks(self) -> Reading[None]:
+        """``[ARGS]``, perhaps with ``[CALL_ID]`` and an id before it, which is not told."""
+        yield from self.expect("[")
+        if (yield from self.one_of("AC")) == "A":
+            yield from self.expect(ARGUMENTS[2:])
+        else:
+            yield from self.expect(CALL_ID[2:])
+            if len((yield from self._word())) != _ID_LENGTH:
+                raise MalformedError("no id of a call")
+            yield from self.expect(ARGUMENTS)
+
+
+_ID_LENGTH = 9
+
+
+class Mistral(ToolParser):
+    """The formats of Mistral."""
+
+    special_tokens = (MARK, ARGUMENTS, CALL_ID)
+
+    def __init__(self, config: BaseModel, context: ParserContext) -> None:
+        """See ``ToolParser``. The template shows which of the formats the model writes."""
+        self._named = ARGUMENTS in context.chat_template
+
+    def stream(self, tools: Sequence[Tool]) -> ToolStream:
+        """See ``ToolParser``."""
+        return _MistralReader(tools, self.new_id)
+
+    def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
+        """An array of calls behind the mark; of the newer format, arguments alone."""
+        if not enforced(request):
+            return None
+        if self._named:
+            return self._one_named(request)
+        call = call_schema(loosened(request))
+        defs = call.pop("$defs")
+        most = {} if request.parallel else {"maxItems": 1}
+        grammar = json_spec({"type": "array", "items": call, "minItems": 1, **most, "$defs": defs})
+        return ToolConstraint(grammar, Gate(prefix=MARK) if request.required else Gate(until=MARK, may_end=True))
+
+    def _one_named(self, request: ToolRequest) -> ToolConstraint:
+        if not request.required or len(request.tools) != 1:
+            raise refuse("mistral", "the choice between functions", "name one function in tool_choice")
+        tool = request.tools[0]
+        return ToolConstraint(json_spec(object_schema(tool)), Gate(prefix=f"{MARK}{tool.name}{ARGUMENTS}"))
+
+    def new_id(self) -> str:
+        """Nine letters and digits, which Mistral's templates insist on."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_ID_LENGTH))

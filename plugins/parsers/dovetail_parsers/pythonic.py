@@ -1,0 +1,153 @@
+"""A list of Python calls is the whole answer: ``[name(argument="value"), ...]``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import string
+import warnings
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail_parsers.calls import CallReader
+from dovetail_parsers.reader import END, MalformedError, Reading
+from dovetail_parsers.schemas import enforced, refuse
+
+BEGIN, CLOSE = "<|python_start|>", "<|python_end|>"
+_IN_NAME = frozenset(string.ascii_letters + string.digits + "_.-")
+_WORDS = {"true": True, "false": False, "null": None}
+_DEEPEST = 50
+
+
+class _PythonicReader(CallReader):
+    def read(self) -> Reading[None]:
+        """Calls at the beginning of the output, and behind the mark."""
+        if (yield from self.space()) == "[":
+            yield from self.attempt(self._calls())
+        else:
+            self.give_back()
+        while (yield from self.content_until(BEGIN)) != END:
+            yield from self.attempt(self._marked())
+
+    def _marked(self) -> Reading[None]:
+        yield from self.skip_space()
+        yield from self.one_of("[")
+        yield from self._calls()
+        yield from self.close(CLOSE)
+
+    def _calls(self) -> Reading[None]:
+        """The ``[`` has been read."""
+        while True:
+            yield from self.skip_space()
+            yield from self._call()
+            self.accept()
+            yield from self.skip_space()
+            if (yield from self.one_of(",]")) == "]":
+                return
+
+    def _call(self) -> Reading[None]:
+        name = yield from self._word("(")
+        if name not in self.names:
+            raise MalformedError(f"there is no function {name!r}")
+        before = "{"
+        if (yield from self.space()) == ")":
+            self.tell(name)
+            self.tell_arguments("{}")
+            return
+        self.unread()
+        end = ","
+        while end == ",":
+            yield from self.skip_space()
+            key = yield from self._word("=")
+            value, end = yield from self._value()
+            if before == "{":
+                self.tell(name)
+            self.tell_arguments(f"{before}{json.dumps(key)}: {value}")
+            before = ", "
+        self.tell_arguments("}")
+
+    def _word(self, end: str) -> Reading[str]:
+        """A name, and the ``end`` behind it."""
+        word = ""
+        while (char := (yield from self.next())) != END and char in _IN_NAME:
+            word += char
+        if char != END:
+            self.unread()
+        yield from self.skip_space()
+        yield from self.one_of(end)
+        if not word:
+            raise MalformedError("a name is missing")
+        return word
+
+    def _value(self) -> Reading[tuple[str, str]]:
+        """A literal as JSON, and the comma or parenthesis behind it."""
+        text, depth, quote, escaped = "", 0, "", False
+        while True:
+            char = yield from self.next()
+            if char == END or (char == "#" and not quote):
+                raise MalformedError("no literal")
+            if quote:
+                quote = "" if char == quote and not escaped else quote
+                escaped = char == "\\" and not escaped
+            elif char in "\"'":
+                quote = char
+            elif depth == 0 and char in ",)":
+                return as_json(text), char
+            else:
+                depth += (char in "([{") - (char in ")]}")
+            text += char
+
+
+def as_json(text: str) -> str:
+    """A Python literal as JSON; JSON's own words count as literals too. Raises ``MalformedError``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            node = ast.parse(text.strip(), mode="eval").body
+        value = _value_of(node, _DEEPEST)
+        plain = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return plain if plain.isprintable() else json.dumps(value)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise MalformedError(f"{text!r} is no literal: {error}") from error
+
+
+def _value_of(node: ast.expr, depth: int) -> object:
+    match node:
+        case _ if not depth:
+            raise ValueError("it is nested too deep")
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id=word) if word in _WORDS:
+            return _WORDS[word]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value_of(item, depth - 1) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            if len(names) != len(keys) or len(set(names)) != len(names):
+                raise ValueError("keys are distinct strings")
+            return dict(zip(names, (_value_of(value, depth - 1) for value in values), strict=True))
+    raise ValueError(f"it has a {type(node).__name__}")
+
+
+class Pythonic(ToolParser):
+    """The format of Llama 3.2 and 4."""
+
+    special_tokens = (BEGIN, CLOSE)
+
+    def __init__(self, config: BaseModel, context: ParserContext) -> None:
+        """See ``ToolParser``."""
+
+    def stream(self, tools: Sequence[Tool]) -> ToolStream:
+        """See ``ToolParser``."""
+        return _PythonicReader(tools, self.new_id)
+
+    def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
+        """JSON schemas say nothing about Python literals: nothing can be enforced."""
+        if enforced(request):
+            raise refuse("pythonic", "a call", "give tool_choice: auto and no strict functions")
+        return None

@@ -1,0 +1,248 @@
+"""The tool parsers beside hermes: the suite for each, both writings where there are two, and what they enforce.
+
+Run: python -m pytest -q tests/plugins/test_parsers_formats.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dovetail.errors import GrammarError
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolParser, ToolRequest
+from dovetail.testing.parsers import TOOLS, Call, Heard, ToolParserSuite, listen
+from dovetail_parsers.config import DeepseekConfig, GptOssToolsConfig, Llama3JsonConfig, MistralConfig, PythonicConfig
+from dovetail_parsers.deepseek import Deepseek
+from dovetail_parsers.harmony import GptOssTools
+from dovetail_parsers.llama3_json import Llama3Json
+from dovetail_parsers.mistral import Mistral
+from dovetail_parsers.pythonic import Pythonic, as_json
+from dovetail_parsers.reader import MalformedError
+
+TAGS = frozenset({Feature.GRAMMAR_STRUCTURAL_TAG})
+STRICT = tuple(Tool(tool.name, tool.parameters, strict=True) for tool in TOOLS)
+V3 = ParserContext("... <｜tool▁sep｜>' + name + '\n```json\n' ...")
+
+
+def as_text(call: Call, arguments: str = "arguments") -> str:
+    return json.dumps({"name": call.name, arguments: call.arguments}, ensure_ascii=False)
+
+
+class TestMistral(ToolParserSuite):
+    name = "mistral"
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        return f"{content}[TOOL_CALLS] [{', '.join(map(as_text, calls))}]"
+
+
+class TestMistralNamed(ToolParserSuite):
+    name = "mistral"
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        return content + "".join(f"[TOOL_CALLS]{c.name}[ARGS]{json.dumps(c.arguments)}" for c in calls)
+
+
+class TestLlama3Json(ToolParserSuite):
+    name = "llama3_json"
+    mixed = False
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        return "; ".join(as_text(call, "parameters") for call in calls)
+
+
+class TestLlama3Tagged(ToolParserSuite):
+    name = "llama3_json"
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        return f"{content}<|python_tag|>" + ";".join(as_text(call, "parameters") for call in calls)
+
+
+class TestDeepseekV3(ToolParserSuite):
+    name = "deepseek"
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        made = "\n".join(
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c.name}\n```json\n{json.dumps(c.arguments)}\n```<｜tool▁call▁end｜>"
+            for c in calls
+        )
+        return f"{content}<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
+
+
+class TestDeepseekV31(ToolParserSuite):
+    name = "deepseek"
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        made = "".join(
+            f"<｜tool▁call▁begin｜>{c.name}<｜tool▁sep｜>{json.dumps(c.arguments)}<｜tool▁call▁end｜>" for c in calls
+        )
+        return f"{content}<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
+
+
+class TestPythonic(ToolParserSuite):
+    name = "pythonic"
+    mixed = False
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        return f"[{', '.join(_python(call) for call in calls)}]"
+
+
+class TestPythonicMarked(ToolParserSuite):
+    name = "pythonic"
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        return f"{content}<|python_start|>[{', '.join(_python(call) for call in calls)}]<|python_end|>"
+
+
+class TestGptOss(ToolParserSuite):
+    name = "gpt_oss"
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        return content + "<|start|>assistant".join(
+            f"<|channel|>commentary to=functions.{c.name} <|constrain|>json<|message|>{json.dumps(c.arguments)}<|call|>"
+            for c in calls
+        )
+
+
+class TestGptOssOtherHeader(ToolParserSuite):
+    name = "gpt_oss"
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        return content + "".join(
+            f"<|start|>assistant to=functions.{c.name}<|channel|>commentary json<|message|>{json.dumps(c.arguments)}<|call|>"
+            for c in calls
+        )
+
+
+def _python(call: Call) -> str:
+    return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+
+
+def hear(parser: ToolParser, text: str) -> Heard:
+    return listen(parser.stream(TOOLS), [text])
+
+
+LLAMA = Llama3Json(Llama3JsonConfig(), ParserContext())
+MISTRAL = Mistral(MistralConfig(), ParserContext())
+PYTHONIC = Pythonic(PythonicConfig(), ParserContext())
+GPT_OSS = GptOssTools(GptOssToolsConfig(), ParserContext())
+
+
+def test_an_answer_in_json_is_no_call():
+    text = ' {"name": "Anna", "age": 31}'
+    assert hear(LLAMA, text) == Heard(text, ())
+
+
+def test_json_in_the_middle_of_an_answer_is_no_call():
+    text = 'Like this: {"name": "add", "parameters": {}}'
+    assert hear(LLAMA, text) == Heard(text, ())
+
+
+def test_a_list_that_is_an_answer_is_no_call():
+    for text in ("[1, 2]", "[add]", "[add(1)]", "See [add(a=1)]"):
+        assert hear(PYTHONIC, text) == Heard(text, ())
+
+
+def test_mistral_ids_are_what_its_template_takes():
+    assert len(MISTRAL.new_id()) == 9
+    assert MISTRAL.new_id().isalnum()
+    assert hear(MISTRAL, "[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{}").calls == (("add", "{}"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'it\\'s'", "it's"),
+        ('"a" "b"', "ab"),
+        ("(1, -2.5, None)", [1, -2.5, None]),
+        ("{'a': [True, false], 'b': null}", {"a": [True, False], "b": None}),
+        (r"'\d'", r"\d"),
+        (r"'\ud800'", "\ud800"),
+        ("'é\n'", None),
+    ],
+)
+def test_python_literals(text: str, value: Any):
+    if value is None:
+        with pytest.raises(MalformedError):
+            as_json(text)
+    else:
+        assert json.loads(as_json(text)) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["f(1)", "a", "1 + 2", "b'x'", "{1: 2}", "{'a': 1, 'a': 2}", "1e999", "[" * 5000, "1j", "", "f'{x}'", "..."]
+)
+def test_what_is_no_literal(text: str):
+    with pytest.raises(MalformedError):
+        as_json(text)
+
+
+# constraints
+
+
+def made(parser: ToolParser, *tools: Tool, offers: frozenset[Feature] = TAGS, **given: Any) -> tuple[Any, Gate]:
+    found = parser.constraint(ToolRequest(tools, **given), offers)
+    assert found is not None
+    return json.loads(found.grammar.text), found.gate
+
+
+@pytest.mark.parametrize("parser", [LLAMA, MISTRAL, PYTHONIC, GPT_OSS, Deepseek(DeepseekConfig(), V3)])
+def test_nothing_is_enforced_unless_asked(parser: ToolParser):
+    assert parser.constraint(ToolRequest(TOOLS), TAGS) is None
+
+
+def test_llama_required():
+    schema, gate = made(LLAMA, *TOOLS[:2], required=True, offers=frozenset())
+    assert gate == Gate()
+    assert [option["required"] for option in schema["anyOf"]] == [["name", "parameters"]] * 2
+
+
+def test_mistral_array():
+    schema, gate = made(MISTRAL, *TOOLS[:1], required=True, parallel=False)
+    assert gate == Gate(prefix="[TOOL_CALLS]")
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    assert schema["items"]["properties"]["arguments"] == {"$ref": "#/$defs/0"}
+    schema, gate = made(MISTRAL, *STRICT)
+    assert gate == Gate(until="[TOOL_CALLS]", may_end=True)
+    assert "maxItems" not in schema
+
+
+def test_mistral_with_names_forces_the_one():
+    parser = Mistral(MistralConfig(), ParserContext("... [ARGS] ..."))
+    assert made(parser, TOOLS[1], required=True) == ({"type": "object"}, Gate(prefix="[TOOL_CALLS]add[ARGS]"))
+    with pytest.raises(GrammarError, match="name one function"):
+        parser.constraint(ToolRequest(TOOLS, required=True), TAGS)
+
+
+def test_deepseek_tags_in_the_writing_of_the_template():
+    old, new = Deepseek(DeepseekConfig(), V3), Deepseek(DeepseekConfig(), ParserContext())
+    tags, gate = made(old, TOOLS[1], required=True)
+    assert tags["structures"][0]["begin"] == "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    assert tags["structures"][0]["end"] == "\n```<｜tool▁call▁end｜>"
+    assert gate == Gate(prefix="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", prefix_in_grammar=True)
+    tags, gate = made(new, *STRICT)
+    assert gate == Gate()
+    assert tags["structures"][1]["begin"] == "<｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+    _, gate = made(new, TOOLS[1], required=True, offers=frozenset())
+    assert gate.prefix == "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+
+
+def test_gpt_oss_forces_the_named_function_behind_its_reasoning():
+    found = GPT_OSS.constraint(ToolRequest(TOOLS[1:2], required=True), frozenset())
+    assert found is not None
+    assert found.covers_reasoning
+    assert found.gate == Gate(
+        lead="<|channel|>analysis<|message|>",
+        until="<|end|>",
+        prefix="<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+    )
+
+
+@pytest.mark.parametrize("parser", [PYTHONIC, GPT_OSS])
+@pytest.mark.parametrize("request_", [ToolRequest(TOOLS, required=True), ToolRequest(STRICT)])
+def test_what_a_format_cannot_enforce_is_refused(parser: ToolParser, request_: ToolRequest):
+    with pytest.raises(GrammarError, match="cannot be enforced in the tool format"):
+        parser.constraint(request_, TAGS)

@@ -1,0 +1,134 @@
+"""The reasoning parsers: the suite for each, what is their own, and that the suite fails for a broken one.
+
+Run: python -m pytest -q tests/plugins/test_parsers_reasoning.py
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase
+
+from dovetail.interfaces.parsers import Gate, ParserContext, ReasoningDelta, ReasoningParser, ReasoningStream
+from dovetail.testing.parsers import ReasoningParserSuite
+from dovetail_parsers.config import DeepseekR1Config, GptOssReasoningConfig, Qwen3Config
+from dovetail_parsers.harmony import GptOssReasoning
+from dovetail_parsers.think import DeepseekR1, Qwen3
+
+OPENED = "<|im_start|>assistant\n<think>\n"
+CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+BARE = "<|im_start|>assistant\n"
+QWEN = Qwen3(Qwen3Config(), ParserContext())
+R1 = DeepseekR1(DeepseekR1Config(), ParserContext())
+GPT_OSS = GptOssReasoning(GptOssReasoningConfig(), ParserContext())
+
+
+class TestQwen3(ReasoningParserSuite):
+    name = "qwen3"
+    prompts = (OPENED, BARE)
+
+    def write(self, reasoning: str, answer: str, prompt: str) -> str:
+        return ("" if prompt == OPENED else "<think>\n") + f"{reasoning}\n</think>\n\n{answer}"
+
+
+class TestDeepseekR1(ReasoningParserSuite):
+    name = "deepseek_r1"
+    prompts = (OPENED, BARE)
+
+    def write(self, reasoning: str, answer: str, prompt: str) -> str:
+        return f"{reasoning}\n</think>\n\n{answer}"
+
+
+class TestGptOss(ReasoningParserSuite):
+    name = "gpt_oss"
+
+    def write(self, reasoning: str, answer: str, prompt: str) -> str:
+        final = f"<|start|>assistant<|channel|>final<|message|>{answer}<|return|>"
+        return f"<|channel|>analysis<|message|>{reasoning}<|end|>{final}"
+
+
+def hear(parser: ReasoningParser, prompt: str, text: str) -> tuple[str, str]:
+    stream = parser.stream(prompt)
+    return tuple(a + b for a, b in zip(stream.feed(text), stream.finish(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "text", "found"),
+    [
+        (QWEN, BARE, "\n\nParis.\n", ("", "\n\nParis.\n")),
+        (QWEN, CLOSED, "a </think> b", ("", "a </think> b")),
+        (QWEN, BARE, "a <think>b</think>", ("", "a <think>b</think>")),
+        (QWEN, OPENED, "<think>\nhm\n</think>yes", ("hm", "yes")),
+        (QWEN, OPENED, "it breaks off </thin", ("it breaks off </thin", "")),
+        (QWEN, f"<think> {BARE}", "x", ("", "x")),
+        (R1, BARE, "hm</think>yes", ("hm", "yes")),
+        (R1, CLOSED, "yes", ("", "yes")),
+        (GPT_OSS, "", "plain", ("", "plain")),
+        (GPT_OSS, "", "<|channel|>odd<|message|>x<|end|>", ("", "<|channel|>odd<|message|>x<|end|>")),
+        (
+            GPT_OSS,
+            "",
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
+            "<|message|>{}<|call|>",
+            ("a", "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"),
+        ),
+    ],
+)
+def test_what_is_reasoning(parser: ReasoningParser, prompt: str, text: str, found: tuple[str, str]):
+    assert hear(parser, prompt, text) == found
+
+
+def test_gates():
+    assert QWEN.gate(OPENED) == R1.gate(BARE) == Gate(until="</think>")
+    assert QWEN.gate(CLOSED) is None
+    assert QWEN.gate(BARE) == Gate(lead="<think>", optional=True, until="</think>")
+    opens = Qwen3(Qwen3Config(), ParserContext("{%- if enable_thinking %}{{- '<think>\\n' -}}{% endif %}"))
+    assert opens.gate(BARE) is None
+    assert opens.gate(OPENED) == Gate(until="</think>")
+
+
+class _Hasty(ReasoningStream):
+    """Looks for the mark in each piece alone."""
+
+    def __init__(self) -> None:
+        self._thinking = True
+
+    def feed(self, text: str) -> ReasoningDelta:
+        if not self._thinking:
+            return ReasoningDelta(content=text)
+        before, mark, after = text.partition("</think>")
+        self._thinking = not mark
+        return ReasoningDelta(before, after)
+
+    def finish(self) -> ReasoningDelta:
+        return ReasoningDelta()
+
+
+class _Forgets(_Hasty):
+    """Loses the answer's first letter."""
+
+    def feed(self, text: str) -> ReasoningDelta:
+        delta = super().feed(text)
+        return delta._replace(content=delta.content.strip()[1:])
+
+
+@pytest.mark.parametrize(
+    ("stream", "failing"),
+    [
+        (_Hasty, "test_both_parts_are_found_in_any_pieces"),
+        (_Hasty, "test_pieces_do_not_matter"),
+        (_Forgets, "test_no_word_is_lost"),
+    ],
+)
+def test_the_suite_fails_for_a_broken_parser(stream: type[ReasoningStream], failing: str):
+    class Broken(TestQwen3):
+        phases = (Phase.generate,)
+        max_examples = 300
+        prompts = (OPENED,)
+
+        def make(self) -> ReasoningParser:
+            parser = Qwen3(Qwen3Config(), ParserContext())
+            parser.stream = lambda prompt: stream()  # type: ignore[method-assign]
+            return parser
+
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        getattr(Broken(), failing)()
