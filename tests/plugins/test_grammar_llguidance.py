@@ -31,7 +31,7 @@ class TestLLGuidance(GrammarSuite):
         (GrammarKind.EBNF, "root ::= (", "never closed", None),
         (GrammarKind.EBNF, 'root ::= "\\q"', "not known", None),
         (GrammarKind.EBNF, "root ::= " + "(" * 3000, "recursion", None),
-        (GrammarKind.REGEX, "(" * 3000, "not supported", None),
+        (GrammarKind.REGEX, "(" * 3000, "not supported", "nesting"),
         (GrammarKind.REGEX, r"[^\s\S]", "matches nothing", None),
         (GrammarKind.REGEX, "(a{1000}){1000}", "allowed: 20000", "size"),
         (GrammarKind.CHOICE, "[]", "not empty", None),

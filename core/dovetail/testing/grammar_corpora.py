@@ -123,7 +123,7 @@ def _number(value: float) -> str:
 
 def in_schema_order(schema: Any, data: Any) -> Any:
     """``data`` with its keys in the order in which the schema names them: ``properties``, then ``required``, first those of
-    the schema itself, then those of its parts; keys without a name stay behind in their order."""
+    the schema itself, then those of its parts, woven into them; keys without a name stay behind in their order."""
     return _ordered([schema], data, schema)
 
 
@@ -133,10 +133,25 @@ def _ordered(schemas: Sequence[Any], data: Any, root: Any) -> Any:
         return [_ordered(_items(parts, index), value, root) for index, value in enumerate(data)]
     if not isinstance(data, dict):
         return data
-    named = [name for part in parts for name in (*_mapping(part, "properties"), *_names(part))]
-    rank = {name: index for index, name in reversed(list(enumerate(named)))}
+    named: list[str] = []
+    for part in parts:
+        _weave(named, [*_mapping(part, "properties"), *_names(part)])
+    rank = {name: index for index, name in enumerate(named)}
     keys = sorted(data, key=lambda key: rank.get(key, len(named)))
     return {key: _ordered(_values(parts, key), data[key], root) for key in keys}
+
+
+def _weave(order: list[str], names: list[str]) -> None:
+    """Add names to an order: each new one before the first of ``order`` that comes after it in ``names``."""
+    new: list[str] = []
+    for name in dict.fromkeys(names):
+        if name in order:
+            index = order.index(name)
+            order[index:index] = new
+            new = []
+        else:
+            new.append(name)
+    order += new
 
 
 def _applied(schema: Any, root: Any, hops: int) -> Iterator[dict[str, Any]]:
@@ -183,12 +198,14 @@ def _items(parts: list[dict[str, Any]], index: int) -> list[Any]:
 
 @dataclass(slots=True)
 class Judge:
-    """Tries cases on one backend. ``encode`` is the tokenizer's, ``width`` the vocabulary's, ``end`` an end token."""
+    """Tries cases on one backend. ``encode`` is the tokenizer's, ``width`` the vocabulary's, ``end`` an end token. With
+    ``masks`` every token's mask is filled, timed and compared with ``accept``, which alone decides without."""
 
     backend: GrammarBackend
     encode: Encode
     width: int
     end: int
+    masks: bool = True
 
     def judge(self, case: SchemaCase) -> Verdict:
         """Compile the schema and try every instance. Errors other than refusals are raised."""
@@ -220,6 +237,10 @@ class Judge:
         matcher = grammar.matcher()
         mask = np.zeros((1, -(-self.width // 32)), np.int32)
         for token in [*self.encode(text), self.end]:
+            if not self.masks:
+                if not matcher.accept(token):
+                    return False
+                continue
             start = time.perf_counter()
             matcher.fill_bitmask(mask, 0)
             verdict.fills.append(time.perf_counter() - start)

@@ -30,6 +30,11 @@ _OPPOSITE: dict[str, tuple[str, str, int]] = {
 }
 """Keyword to the type it is about, and the keyword and shift of the bound that says the opposite."""
 
+_ALWAYS_TRUE = (
+    *((key, value) for key in ("items", "additionalProperties", "propertyNames") for value in (True, {})),
+    ("uniqueItems", False),
+)
+
 Resolve = Callable[[Schema], Schema]
 
 
@@ -67,9 +72,9 @@ def _of_keyword(key: str, s: dict[str, Any], below: Callable[[Schema], Schema]) 
         return [{"type": kind, opposite: value + shift}] if value + shift >= 0 or kind == "number" else []
     if key in _NEGATIONS:
         return _NEGATIONS[key](value, below)
-    if value is True or (key in ("patternProperties",) and all(part is True or part == {} for part in value.values())):
+    if key == "patternProperties" and all(part in (True, {}) for part in value.values()):
         return []
-    if key in ("uniqueItems", "items", "additionalProperties", "propertyNames") and value in (True, {}):
+    if (key, value) in _ALWAYS_TRUE:
         return []
     raise NegationError(key)
 

@@ -178,6 +178,15 @@ def avoid(names: Iterable[str]) -> Node:
     return _avoid(sorted(set(names)))
 
 
+def avoid_by_head(names: Iterable[str]) -> list[Node]:
+    """Disjoint patterns, by first character, for all texts but ``names`` and the empty one."""
+    tails: dict[str, list[str]] = {}
+    for name in sorted(filter(None, set(names))):
+        tails.setdefault(name[0], []).append(name[1:])
+    other = Seq((Chars(minus(EVERY, set_of("".join(tails)))), ANYTHING))
+    return [*(Seq((Chars(set_of(head)), _avoid(rest))) for head, rest in tails.items()), other]
+
+
 def _avoid(names: list[str]) -> Node:
     if not names:
         return ANYTHING

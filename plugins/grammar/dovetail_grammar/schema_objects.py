@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from dovetail_grammar.merge import Schema
-from dovetail_grammar.patterns import avoid, emit, first, whole, without_escapes
+from dovetail_grammar.patterns import avoid, avoid_by_head, emit, first, size, whole, without_escapes
 from dovetail_grammar.regex_parser import EVERY, JSON_ESCAPED, Chars, Node, Repeat, parse
 from dovetail_grammar.schema_rules import Refusal, unsupported
-from dovetail_grammar.schema_values import anchored, text_pattern
+from dovetail_grammar.schema_values import MAX_PATTERN, anchored, text_pattern
 
+MAX_FREE_KEYS = 20_000
+"""Characters of the pattern for keys without a name, before it is cut."""
+MAX_COPIED = 200
+"""Characters of the schema of such keys that may be copied for every part."""
 Convert = Callable[[Schema, str], dict[str, Any] | None]
 
 
@@ -109,7 +114,18 @@ def _other_keys(
     if not named:
         return {"additionalProperties": value or True}
     plain = [name for name in named if not any(low <= ord(c) <= high for c in name for low, high in JSON_ESCAPED)]
-    return {"patternProperties": {anchored(without_escapes(avoid(plain)), f"{path}/properties"): value}}
+    return {"patternProperties": _free_keys(plain, value, f"{path}/properties")}
+
+
+def _free_keys(taken: list[str], value: dict[str, Any], path: str) -> dict[str, Any]:
+    """Any key but the taken ones, without escapes. xgrammar's time grows with the square of a pattern, so a long one is cut
+    by the first character of the key."""
+    whole_pattern = without_escapes(avoid(taken))
+    if size(whole_pattern) <= MAX_PATTERN or len(json.dumps(value)) > MAX_COPIED:
+        return {anchored(whole_pattern, path): value}
+    if size(whole_pattern) > MAX_FREE_KEYS:
+        raise unsupported(path, "properties", f"keys without a name are allowed beside {len(taken)} with one")
+    return {anchored(without_escapes(part), path): value for part in avoid_by_head(taken)}
 
 
 def _pattern_keys(patterns: list[Any], path: str, convert: Convert) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dovetail_grammar.patterns import bounded, emit, size, whole, without_escape
 from dovetail_grammar.regex_parser import Node, PatternError, parse
 from dovetail_grammar.schema_rules import Refusal, unsupported
 
-MAX_PATTERN = 2000
+MAX_PATTERN = 3000
 """Characters of a pattern with its repetitions written out; xgrammar's time grows with the square."""
 MAX_INT = 2**63 - 1
 MAX_ENUM = 1000

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from dovetail_grammar import schema_objects, schema_values
-from dovetail_grammar.disjoint import all_disjoint, type_name
+from dovetail_grammar.disjoint import all_disjoint
 from dovetail_grammar.formats import FORMATS
+from dovetail_grammar.instances import UndecidedError, satisfies
 from dovetail_grammar.merge import TYPES, MergeError, Schema, merge, types_of
 from dovetail_grammar.schema_documents import Document
-from dovetail_grammar.schema_rules import ASSERTIONS, Refusal, unsupported
+from dovetail_grammar.schema_rules import Refusal, unsupported
 
 MAX_DEPTH = 64
 Converted = dict[str, Any] | None
@@ -97,13 +98,16 @@ class _Writer:
         return either(self.convert(branch, f"{path}/{key}/{i}", depth + 1) for i, branch in enumerate(branches))
 
     def enumerated(self, s: dict[str, Any], path: str) -> Converted:
-        """Values, of which other keywords may leave out some."""
-        values = [value for value in s["enum"] if type_name(value) in types_of(s)]
-        for kind, keywords in ASSERTIONS.items():
-            touched = [key for key in keywords if key in s]
-            if touched and any(type_name(value) in (kind, "integer" if kind == "number" else kind) for value in values):
-                raise unsupported(path, touched[0], "it stands beside 'enum' or 'const'")
-        return {"enum": values} if values else None
+        """The values that the other keywords allow."""
+        try:
+            values = [
+                value for value in s["enum"] if satisfies(value, s, lambda part: self.document.resolve(part, path))
+            ]
+        except UndecidedError as error:
+            raise unsupported(path, str(error), "it stands beside 'enum' or 'const'") from error
+        plain = [_plain(value) for value in values if not isinstance(value, list | dict)]
+        options: list[Converted] = [{"enum": plain}] if plain else []
+        return either([*options, *(_spelled(value) for value in values if isinstance(value, list | dict))])
 
     def typed(self, s: dict[str, Any], path: str, depth: int) -> Converted:
         """Each type with the keywords that apply to it."""
@@ -138,3 +142,20 @@ def either(options: Any) -> Converted:
     """Any of the options; None if all of them allow nothing."""
     left = [option for option in options if option is not None]
     return ({"anyOf": left} if len(left) > 1 else left[0]) if left else None
+
+
+def _plain(value: Any) -> Any:
+    """A number without a fraction of zero, as everywhere else."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _spelled(value: Any) -> dict[str, Any]:
+    """One JSON value as a schema, so that space is free around its parts. Keys come in their order."""
+    if isinstance(value, list):
+        items = [_spelled(item) for item in value]
+        sizes = {"minItems": len(items)} if items else {"maxItems": 0}
+        return {"type": "array", **({"prefixItems": items, "items": False} if items else {}), **sizes}
+    if not isinstance(value, dict):
+        return {"enum": [_plain(value)]}
+    parts = {name: _spelled(item) for name, item in value.items()}
+    return {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
