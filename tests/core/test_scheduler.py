@@ -207,6 +207,39 @@ def test_drafts_in_little_memory(page_size, seed):
     assert 0 < totals.accepted_tokens < totals.drafted_tokens
 
 
+def lengths_in_order(drafts, draft_width):
+    """Ids and lengths of the decode rows of each step, in their order, while four requests decode together."""
+    scheduler, device = build(chunk_size=200, num_pages=200, draft_width=draft_width)
+    run = Run(scheduler, device, drafts=drafts)
+    for i, length in enumerate((20, 24, 10, 23)):
+        run.add(f"r{i}", [i] * length, max_new_tokens=60, ignore_eos=True)
+    run.step()
+    seen = []
+    while len(scheduler.decoding) == 4:
+        rows = scheduler._decode_rows().reqs
+        seen.append(([r.rid for r in rows], [r.device_len for r in rows]))
+        run.step()
+    return seen
+
+
+def test_decode_rows_stand_in_order_of_length():
+    steps = lengths_in_order(None, 0)
+    assert [rids for rids, _ in steps] == [["r1", "r3", "r0", "r2"]] * len(steps)
+
+
+def test_drafts_do_not_change_the_order_of_rows():
+    """They let one row overtake another; but what the sampler holds on the device goes by the order of the rows."""
+
+    def for_one(batch):
+        tree = half_right(batch)
+        tree.lens[[req.rid != "r2" for req in batch.reqs]] = 0
+        return tree
+
+    steps = lengths_in_order(for_one, 3)
+    assert [rids for rids, _ in steps] == [["r1", "r3", "r0", "r2"]] * len(steps)
+    assert any(lens != sorted(lens, reverse=True) for _, lens in steps), "nobody has overtaken anybody"
+
+
 def test_memory_pressure_retracts_and_everybody_still_finishes():
     scheduler, device = build(num_pages=32)
     run = Run(scheduler, device)

@@ -10,8 +10,6 @@ Cursors advance in ``schedule``, when work is handed out; ``commit`` brings the 
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -21,14 +19,15 @@ import numpy as np
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
+from dovetail.scheduler.compiling import Compiling
 from dovetail.scheduler.drafts import checked
-from dovetail.scheduler.gated import FreeTokens, gated
+from dovetail.scheduler.gated import FreeTokens
 from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.limits import Limits, Totals
+from dovetail.scheduler.outcome import add_prompt_logprobs, sampled, settle_drafts, take_tokens
 from dovetail.scheduler.rows import DecodeRows, decode_batch, mixed_batch
 from dovetail.scheduler.sharing import Sharing
-from dovetail.scheduler.stopping import finish_reason
-from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req, TokenLogprob
+from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
 
 if TYPE_CHECKING:
     from dovetail.interfaces.policy import SchedulePolicy
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from dovetail.scheduler.grammar import GrammarService
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import DraftTree
-
-
-log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -65,8 +61,7 @@ class Scheduler:
         self._rows: DecodeRows | None = None  # None: someone has joined or left, or reads other pages of the cache
         self._sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
         self._admission = Admission(limits, ledger, policy, self.totals)
-        self._compiling: list[Req] = []
-        self._free = FreeTokens(limits.vocab_size, eos_token_ids)
+        self._compiling = Compiling(FreeTokens(limits.vocab_size, eos_token_ids))
         self._departed: list[Req] = []
         self._by_rid: dict[str, Req] = {}
         self._next_uid = 0
@@ -83,8 +78,7 @@ class Scheduler:
             )
         req = make_req(msg, self.limits, self.tokenizer)
         if msg.params.grammar is not None:
-            req.ticket = self.grammars.submit(msg.params.grammar)
-            self._compiling.append(req)
+            self._compiling.start(req, msg.params.grammar, self.grammars)
         req.uid, self._next_uid = self._next_uid, self._next_uid + 1
         self.waiting.append(req)
         self._by_rid[req.rid] = req
@@ -106,23 +100,11 @@ class Scheduler:
     def poll(self) -> list[Answer]:
         """Collect grammars that have been compiled; the answers are of requests whose grammar was refused."""
         answers: list[Answer] = []
-        for req in [r for r in self._compiling if r.ticket.ready]:
-            self._compiling.remove(req)
-            ticket, req.ticket = req.ticket, None
-            try:
-                req.matcher = gated(self.grammars.matcher(ticket), req.params.grammar_gate, self._free)
-                req.grammar_backend = ticket.backend
-            except RequestError as error:
-                answers.append(RequestFailed(req.rid, 400, str(error), error.code, error.param))
-            except QueueFullError as error:
-                answers.append(RequestFailed(req.rid, 503, str(error), "queue_full"))
-            except Exception as error:
-                log.exception("the grammar backend gave request %s no matcher", req.rid)
-                text = f"the grammar backend gave no matcher: {type(error).__name__}: {error}"
-                answers.append(RequestFailed(req.rid, 500, text, "engine_error"))
-            if req.matcher is None:
+        for req, refusal in self._compiling.collect(self.grammars):
+            if refusal is not None:
                 self.waiting.remove(req)
                 self._forget(req)
+                answers.append(refusal)
         return answers
 
     def take_departed(self) -> list[Req]:
@@ -149,10 +131,14 @@ class Scheduler:
     def _decode_rows(self) -> DecodeRows:
         """All that can take another token, the longest first: attention kernels start rows in their order, and whoever
         starts last should not take the longest."""
-        if self._rows is None or self._rows.steps_left < 1 or self.limits.draft_width:
-            reqs = sorted((r for r in self.decoding if r.remain_len > 0), key=attrgetter("device_len"), reverse=True)
-            self._rows = DecodeRows(reqs, self.ledger.page_size)
+        if self._rows is not None and self.limits.draft_width:
+            self._rows = self._rows_of(self._rows.reqs)  # their lengths cross, which is not worth another order
+        elif self._rows is None or self._rows.steps_left < 1:
+            self._rows = self._rows_of(sorted(self.decoding, key=attrgetter("device_len"), reverse=True))
         return self._rows
+
+    def _rows_of(self, reqs: Sequence[Req]) -> DecodeRows:
+        return DecodeRows([r for r in reqs if r.remain_len > 0], self.ledger.page_size)
 
     def _reserve(self, rows: DecodeRows) -> bool:
         """Pages for the next token of each row, and its drafts. False if a row is left without: one must go."""
@@ -233,75 +219,27 @@ class Scheduler:
         for req in batch.reqs:
             req.in_flight -= 1
         for row, entries in output.prompt_logprobs.items():
-            self._add_prompt_logprobs(batch.reqs[row], int(batch.prefix_lens[row]), entries)
+            add_prompt_logprobs(batch.reqs[row], int(batch.prefix_lens[row]), entries)
         if batch.drafts is not None:
-            self._settle_drafts(batch, batch.drafts, output)
-        logprobs = output.logprobs if output.logprobs is not None else itertools.repeat(None)
+            settle_drafts(batch, batch.drafts, output, self.totals)
+        logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
         answers = [
-            self._commit_row(req, tokens, entries)
-            for req, tokens, entries in zip(_sampled(batch), output.token_ids, logprobs, strict=False)
+            take_tokens(req, tokens, entries, self.eos_token_ids)
+            for req, tokens, entries in zip(sampled(batch), output.token_ids, logprobs, strict=True)
             if req.finish is None
         ]
+        self.totals.generated_tokens += sum(len(answer.token_ids) for answer in answers)
         self._leave([self._by_rid[answer.rid] for answer in answers if answer.finish is not None])
         for req in batch.reqs[: batch.num_extend]:
             if req.finish is None and req.slot >= 0:
                 self._share(req)
         return list[Answer](answers)
 
-    def _settle_drafts(self, batch: Batch, drafts: DraftTree, output: HostOutput) -> None:
-        """Take back what was not accepted."""
-        drafted = drafts.lens[batch.samples].tolist()
-        for req, count, tokens in zip(_sampled(batch), drafted, output.token_ids, strict=True):
-            if count == 0 or req.finish is not None:
-                continue
-            accepted = len(tokens) - 1
-            req.cached_len -= count - accepted
-            req.device_len -= count - accepted
-            req.drafted += count
-            req.accepted += accepted
-            self.totals.drafted_tokens += count
-            self.totals.accepted_tokens += accepted
-
-    def _commit_row(self, req: Req, tokens: list[int], logprobs: list[TokenLogprob] | None) -> TokenOutput:
-        before = known = req.known_len
-        for token in tokens:
-            req.token_ids[known] = token
-            req.known_len = known = known + 1
-            try:
-                req.finish = finish_reason(req, token, self.eos_token_ids)
-            except Exception as error:  # of its matcher or detokenizer: it ends this request alone
-                log.exception("request %s could not take token %d", req.rid, token)
-                text = f"token {token}: {type(error).__name__}: {error}"
-                req.finish = FinishReason(FinishKind.ERROR, message=text)
-            if req.finish is not None:
-                break
-        count = known - before
-        self.totals.generated_tokens += count
-        return TokenOutput(
-            req.rid,
-            tokens[:count],
-            req.finish,
-            req.prompt_len,
-            known - req.prompt_len,
-            req.prefix_hit_len,
-            logprobs[:count] if logprobs is not None and req.params.logprobs is not None else None,
-            req.prompt_logprobs if before == req.prompt_len and req.params.prompt_logprobs is not None else None,
-            req.drafted,
-            req.accepted,
-            req.grammar_backend,
-        )
-
     def _share(self, req: Req) -> None:
         """A part of its prompt is in the pool: others may read it."""
         self.ledger.share(req)
         if self._sharing is not None:
             self._rows = None
-
-    @staticmethod
-    def _add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> None:
-        """``entries[i]`` belongs to prompt token ``start + i + 1``; a retracted request computes some of them again."""
-        fresh = entries[len(req.prompt_logprobs) - start - 1 :]
-        req.prompt_logprobs.extend(fresh[: req.prompt_len - len(req.prompt_logprobs)])
 
     # -- leave -------------------------------------------------------------------------------------------------------
 
@@ -318,8 +256,7 @@ class Scheduler:
         for req in reqs:
             req.finish = FinishReason(FinishKind.ABORT, message=message)
             if req.ticket is not None:
-                req.ticket.cancel()
-                self._compiling.remove(req)
+                self._compiling.cancel(req)
         self._leave(reqs)
         return [
             TokenOutput(r.rid, [], r.finish, r.prompt_len, r.known_len - r.prompt_len, r.prefix_hit_len) for r in reqs
@@ -362,8 +299,3 @@ class Scheduler:
         for req in self.running:
             assert 0 <= req.cached_len <= req.device_len <= req.max_device_len + 1, req.rid
             assert req.num_pages * self.ledger.page_size >= req.cached_len, req.rid
-
-
-def _sampled(batch: Batch) -> list[Req]:
-    """Requests of the rows for which there are tokens."""
-    return list(itertools.compress(batch.reqs, batch.samples.tolist())) if batch.num_extend else batch.reqs

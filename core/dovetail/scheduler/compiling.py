@@ -1,0 +1,58 @@
+"""Requests that wait for their grammars."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from dovetail.errors import QueueFullError, RequestError
+from dovetail.messages import RequestFailed
+from dovetail.scheduler.gated import FreeTokens, gated
+
+if TYPE_CHECKING:
+    from dovetail.scheduler.grammar import GrammarService
+    from dovetail.types import GrammarSpec, Req
+
+log = logging.getLogger(__name__)
+
+
+class Compiling:
+    """Gives requests their matchers. Mutates their ``ticket`` (set while the grammar is compiled), ``matcher`` and
+    ``grammar_backend``."""
+
+    def __init__(self, free: FreeTokens) -> None:
+        """``free`` is what a request may say before its grammar begins."""
+        self._free = free
+        self._reqs: list[Req] = []
+
+    def start(self, req: Req, spec: GrammarSpec, grammars: GrammarService) -> None:
+        """Have the grammar compiled. Raises ``GrammarError`` for what is refused at once; then nothing was kept."""
+        req.ticket = grammars.submit(spec)
+        self._reqs.append(req)
+
+    def cancel(self, req: Req) -> None:
+        """The request has left."""
+        req.ticket.cancel()
+        self._reqs.remove(req)
+
+    def collect(self, grammars: GrammarService) -> list[tuple[Req, RequestFailed | None]]:
+        """Requests whose compilation has ended since the last call: None, they have their matcher; or a refusal."""
+        ready = [req for req in self._reqs if req.ticket.ready]
+        for req in ready:
+            self._reqs.remove(req)
+        return [(req, self._finish(req, grammars)) for req in ready]
+
+    def _finish(self, req: Req, grammars: GrammarService) -> RequestFailed | None:
+        ticket, req.ticket = req.ticket, None
+        try:
+            req.matcher = gated(grammars.matcher(ticket), req.params.grammar_gate, self._free)
+        except RequestError as error:
+            return RequestFailed(req.rid, 400, str(error), error.code, error.param)
+        except QueueFullError as error:
+            return RequestFailed(req.rid, 503, str(error), "queue_full")
+        except Exception as error:
+            log.exception("the grammar backend gave request %s no matcher", req.rid)
+            text = f"the grammar backend gave no matcher: {type(error).__name__}: {error}"
+            return RequestFailed(req.rid, 500, text, "engine_error")
+        req.grammar_backend = ticket.backend
+        return None
