@@ -4,7 +4,9 @@
 """
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ import pytest
 from openai.lib.streaming._deltas import accumulate_delta
 
 from dovetail.config import Config
+from dovetail.plugins import setup
 from dovetail.server.launch import running_server
 
 
@@ -123,6 +126,24 @@ def test_required_holds_at_high_temperature(client: openai.OpenAI, seed: int):
     only_call(ask(client, bool(seed % 2), PARIS, temperature=1.5, seed=seed, **made))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_strict_function_is_called_as_its_schema_says_or_not_at_all(client: openai.OpenAI, seed: int):
+    north = function("get_weather", "Get the weather of a city", strict=True, city={"enum": ["Oslo", "Tromsø"]})
+    choice = ask(client, bool(seed % 2), PARIS, tools=[north], temperature=1.0 * (seed > 1), seed=seed)
+    for call in choice["message"].get("tool_calls") or []:
+        assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Tromsø")
+    assert seed > 1 or choice["finish_reason"] == "tool_calls"
+
+
+def test_references_inside_of_parameters(client: openai.OpenAI):
+    tree = function("get_weather", "Get the weather of a city", city={"$ref": "#/$defs/city"})
+    tree["function"]["parameters"]["$defs"] = {"city": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"}}
+    for parallel in (True, False):
+        choice = ask(client, False, PARIS, tools=[tree, ADD], tool_choice="required", parallel_tool_calls=parallel)
+        choice["message"]["tool_calls"] = choice["message"]["tool_calls"][:1]
+        assert only_call(choice) == ("get_weather", {"city": "Paris"})
+
+
 def test_arguments_arrive_in_fragments(client: openai.OpenAI):
     chunks = list(client.chat.completions.create(model="tiny", messages=PARIS, temperature=0, tools=TOOLS, stream=True))
     calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
@@ -226,3 +247,33 @@ def test_a_server_without_parsers_says_so():
         assert "no tool parser" in answer.json()["error"]["message"]
         body = {"messages": SUM, "temperature": 0, **THINK}
         assert "</think>" in http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("parser", ["llama3_json", "mistral", "deepseek"])
+def test_a_named_function_in_the_other_formats(parser: str):
+    """The model was never taught them: that a call comes of it is the constraint's doing."""
+    config, registry = setup(sets=[f"tool_parser={parser}", "threads=1", "server.port=0", "server.log_level=warning"])
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    with (
+        running_server(config, registry) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for stream in (False, True):
+            choice = ask(client, stream, PARIS, tools=TOOLS, tool_choice=named)
+            call = choice["message"]["tool_calls"][0]
+            assert len(choice["message"]["tool_calls"]) == 1
+            assert call["function"]["name"] == "get_weather"
+            assert list(json.loads(call["function"]["arguments"])) == ["city"]
+
+
+def test_the_page_s_examples_work(tiny_url: str, capsys: pytest.CaptureFixture[str]):
+    """docs/tools.md: every Python block runs, and prints what the block behind it shows."""
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```(python|text)\n(.*?)```", page, re.DOTALL)
+    assert [kind for kind, _ in blocks].count("python") >= 4
+    for kind, block in blocks:
+        if kind == "python":
+            exec(block.replace("http://127.0.0.1:30000", tiny_url), names)
+        else:
+            assert capsys.readouterr().out == block
