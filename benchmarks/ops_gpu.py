@@ -1,9 +1,9 @@
-"""Microseconds of the kernels of a decode step on one GPU, without a model, correctness first.
+"""Microseconds of the kernels of a decode step on one GPU, without a model.
 
     python benchmarks/ops_gpu.py [--models 8b small] [--rows 1 16 64]
 
-Three tables. The small ops, beside torch's. Matrix products on cold weights, beside cuBLAS and the time that reading the
-weight takes at ``READ``. Steps: all layers of a model but attention, as one graph, with cuBLAS, with the
+Three tables. The small ops, beside torch's (``tests/gpu/test_ops_gpu.py`` checks them). Matrix products on cold weights,
+checked first, beside cuBLAS and the time that reading the weight takes at ``READ``. Steps, whose replays must repeat themselves: all layers of a model but attention, as one graph, with cuBLAS, with the
 products of ``ops.linear.few_rows``, and with those but without programmatic dependent launch (``ops.triton.launch``).
 
 On an H200 (torch 2.11, 2026-11-21), microseconds of a step without attention, ours / without dependent launch / cuBLAS:

@@ -55,8 +55,13 @@ def test_float32_tokens_equal_those_of_the_cpu(expected, overlap, page_size):
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 @pytest.mark.parametrize("graphs", ["none", "idle", "start"])
 def test_graphs_overlap_and_shared_prefixes_change_no_token(expected, graphs, overlap, shared, monkeypatch):
-    if shared:
-        monkeypatch.setattr("dovetail_attention.triton.backend.TritonAttention.shares", lambda self, batch: True)
+    saved = []
+
+    def always(self, batch):
+        saved.append(batch.shared.saved)
+        return True
+
+    monkeypatch.setattr("dovetail_attention.triton.backend.TritonAttention.shares", always)
     llm = LLM(
         "tiny",
         device="cuda",
@@ -72,6 +77,8 @@ def test_graphs_overlap_and_shared_prefixes_change_no_token(expected, graphs, ov
     assert run(llm, params) == expected
     for _ in range(2):
         assert run(llm, params, repeats=8) == expected * 8
+    assert bool(saved) == shared, "prefixes were to be read once, or never"
+    assert all(tokens > 0 for tokens in saved)
     assert (llm.loop.engine.graphs is not None) == (graphs != "none")
     if graphs != "none":
         assert llm.loop.engine.graphs.num_captured > 0
