@@ -3,8 +3,9 @@
     python benchmarks/ops_gpu.py [--models 8b small] [--rows 1 16 64]
 
 Three tables. The small ops, beside torch's (``tests/gpu/test_ops_gpu.py`` checks them). Matrix products on cold weights,
-checked first, beside cuBLAS and the time that reading the weight takes at ``READ``. Steps, whose replays must repeat themselves: all layers of a model but attention, as one graph, with cuBLAS, with the
-products of ``ops.linear.few_rows``, and with those but without programmatic dependent launch (``ops.triton.launch``).
+checked first, beside cuBLAS and the time that reading the weight takes at ``READ``. Steps: all layers of a model but
+attention, as one graph whose replays must repeat themselves, with cuBLAS, with the products of ``ops.linear.few_rows``, and
+with those but without programmatic dependent launch (``ops.triton.launch``).
 
 On an H200 (torch 2.11, 2026-11-21), microseconds of a step without attention, ours / without dependent launch / cuBLAS:
 8 layers of the 8B shape and its head, one row 1101 / 1151 / 1230, 16 rows 1170 / 1223 / 1264, 64 rows 1276 / 1322 / 1364;
