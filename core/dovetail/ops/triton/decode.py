@@ -26,7 +26,7 @@ LARGE = 256  # elements of values from which on a program has no registers for m
 def decode_splits(rows: int, kv_heads: int, processors: int) -> int:
     """Parts of each row's keys that keep ``processors`` multiprocessors busy; measured on an H200 at 600 and 8,000 keys."""
     tiles = rows * kv_heads
-    return 1 if 2 * tiles > 3 * processors else min(MAX_SPLITS, 4 * processors // tiles)
+    return 1 if tiles > 3 * processors else min(MAX_SPLITS, max(2, 4 * processors // tiles))
 
 
 def tiling(row_bytes: int, tiles: int, processors: int) -> tuple[int, int, int]:
@@ -41,11 +41,9 @@ def tiling(row_bytes: int, tiles: int, processors: int) -> tuple[int, int, int]:
         return 32, 2, 4
     if tiles >= 10 * processors:
         return 32, 2, 2
-    if tiles >= 3 * processors:
+    if tiles > 4 * processors:
         return 64, 2, 4
-    if 2 * tiles > 3 * processors:
-        return 128, 2, 4
-    return (128, 3, 4) if 2 * tiles > processors else (64, 2, 4)
+    return (128, 2, 4) if 2 * tiles > processors else (64, 2, 4)
 
 
 @functools.cache
@@ -65,8 +63,8 @@ def _decode(
     q, keys, values, table, kv_lens, sinks, out, lse, parts, scale, soft_cap, window,
     q_row, q_head, table_row, splits, heads, rows,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_PLACE: tl.constexpr, K_HEAD: tl.constexpr,
-    V_PLACE: tl.constexpr, V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -94,8 +92,6 @@ def _decode(
     if REST:
         at_r = tl.arange(0, BLOCK_REST)
         query_r = tl.load(from_q + KEY_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
-    keys += kv_head * K_HEAD
-    values += kv_head * V_HEAD
     top = tl.full([BLOCK_HEADS], -1e30, tl.float32)  # finite: padding rows may read NaN
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     result = tl.zeros([BLOCK_HEADS, BLOCK_V], tl.float32)
@@ -103,8 +99,8 @@ def _decode(
         token = start + tl.arange(0, BLOCK_N)
         there = token < end
         page = tl.load(table + row * table_row + token // PAGE, there, 0)
-        place = page.to(tl.int64) * PAGE + token % PAGE
-        from_k = keys + (place * K_PLACE)[None, :]
+        place = (page.to(tl.int64) * PAGE + token % PAGE) * KV_HEADS + kv_head
+        from_k = keys + (place * K_HEAD)[None, :]
         key = tl.load(from_k + at[:, None], there[None, :] & (at < KEY_DIM)[:, None], 0.0).to(query.dtype)
         score = tl.dot(query, key, input_precision="ieee")
         if REST:
@@ -120,7 +116,7 @@ def _decode(
         if SAME:
             value = tl.trans(key)
         else:
-            from_v = values + (place * V_PLACE)[:, None] + at_v[None, :]
+            from_v = values + (place * V_HEAD)[:, None] + at_v[None, :]
             value = tl.load(from_v, there[:, None] & (at_v < VALUE_DIM)[None, :], 0.0).to(query.dtype)
         result = tl.dot(weight.to(query.dtype), value, result * factor[:, None], input_precision="ieee")
         total = total * factor + tl.sum(weight, 1)

@@ -15,9 +15,9 @@ WHOLE = 256
 
 def layout(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int | bool]:
     """Constants of kernels that read ``keys`` and ``values [pages, page_size, kv_heads, d]``, whose elements are contiguous
-    and whose pages are places that follow each other:
+    and whose pages are places, and places heads, that follow each other:
 
-    - PAGE, KV_HEADS; K_PLACE, K_HEAD, V_PLACE, V_HEAD: elements from a place and from a head to the next
+    - PAGE, KV_HEADS; K_HEAD and V_HEAD: elements from a head to the next, the first head of the next place after the last
     - KEY_DIM and VALUE_DIM elements are read in blocks of BLOCK_K and BLOCK_V, and where a key has REST more, in BLOCK_REST
     - SAME: the first part of a key is the value, and is read once
     """
@@ -26,6 +26,7 @@ def layout(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int | bool]:
     first, rest = parts(key_dim)
     for x in (keys, values):
         assert x.stride(3) == 1
+        assert kv_heads == 1 or x.stride(1) == kv_heads * x.stride(2)
         assert x.stride(0) == page_size * x.stride(1)
     same = (
         values.data_ptr() == keys.data_ptr()
@@ -41,10 +42,8 @@ def layout(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int | bool]:
         "BLOCK_REST": block(rest),
         "VALUE_DIM": value_dim,
         "BLOCK_V": block(value_dim),
-        "K_PLACE": keys.stride(1),
-        "K_HEAD": keys.stride(2),
-        "V_PLACE": values.stride(1),
-        "V_HEAD": values.stride(2),
+        "K_HEAD": keys.stride(1) // kv_heads,
+        "V_HEAD": values.stride(1) // kv_heads,
         "SAME": same,
     }
 

@@ -40,8 +40,8 @@ def _blocks(
     top, total, acc, q_tile, q_rest, low, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
     first_query, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_PLACE: tl.constexpr, K_HEAD: tl.constexpr,
-    V_PLACE: tl.constexpr, V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -59,13 +59,13 @@ def _blocks(
             mask_k, mask_v = (at_k < KEY_DIM)[None, :], (at_v < VALUE_DIM)[None, :]
             mask_r = (at_r < REST)[None, :]
         where = page.to(tl.int64) * PAGE + key % PAGE
-        from_k = k + (where * K_PLACE + head * K_HEAD)[:, None] + at_k[None, :]
-        from_v = v + (where * V_PLACE + head * V_HEAD)[:, None] + at_v[None, :]
+        from_k = k + ((where * KV_HEADS + head) * K_HEAD)[:, None] + at_k[None, :]
+        from_v = v + ((where * KV_HEADS + head) * V_HEAD)[:, None] + at_v[None, :]
         keys = tl.load(from_k, mask_k, 0.0) if MASKED or KEY_DIM != BLOCK_K else tl.load(from_k)
         keys = keys.to(q_tile.dtype)
         scores = tl.dot(q_tile, tl.trans(keys), input_precision="ieee")
         if REST:
-            from_r = k + (where * K_PLACE + head * K_HEAD)[:, None] + KEY_DIM + at_r[None, :]
+            from_r = k + ((where * KV_HEADS + head) * K_HEAD)[:, None] + KEY_DIM + at_r[None, :]
             rest = tl.load(from_r, mask_r, 0.0)
             scores = tl.dot(q_rest, tl.trans(rest.to(q_rest.dtype)), scores, input_precision="ieee")
         if CAP:
@@ -110,8 +110,8 @@ def _item(
     item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_PLACE: tl.constexpr, K_HEAD: tl.constexpr,
-    V_PLACE: tl.constexpr, V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     RECORD: tl.constexpr,
@@ -157,13 +157,13 @@ def _item(
         top, total, acc = _blocks(
             top, total, acc, q_tile, q_rest, low, middle, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
             first_query, tree_width, window, scale, cap,
-            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_PLACE, K_HEAD, V_PLACE, V_HEAD, SAME,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
             KEYS, CAUSAL, TREE, WINDOW, CAP, False,
         )  # fmt: skip
     top, total, acc = _blocks(
         top, total, acc, q_tile, q_rest, middle, high, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
         first_query, tree_width, window, scale, cap,
-        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_PLACE, K_HEAD, V_PLACE, V_HEAD, SAME,
+        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
         KEYS, CAUSAL, TREE, WINDOW, CAP, True,
     )  # fmt: skip
 
@@ -193,8 +193,8 @@ def _attend(
     q, k, v, out, partial, lse, records, count, table, positions, tree, sinks,
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_PLACE: tl.constexpr, K_HEAD: tl.constexpr,
-    V_PLACE: tl.constexpr, V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     RECORD: tl.constexpr, FEWER: tl.constexpr, PDL: tl.constexpr,
@@ -210,14 +210,14 @@ def _attend(
             _item(
                 item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
                 q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_PLACE, K_HEAD, V_PLACE, V_HEAD, SAME,
+                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
                 GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
             )  # fmt: skip
     elif first < items:
         _item(
             first, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
             q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
-            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_PLACE, K_HEAD, V_PLACE, V_HEAD, SAME,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
             GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
         )  # fmt: skip
 
