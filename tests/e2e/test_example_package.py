@@ -27,6 +27,8 @@ NAMES = {
     "speculative": "example_bigram",
     "policy": "example_shortest",
     "model": "example",
+    "tool_parser": "example_lines",
+    "reasoning_parser": "example_comments",
 }
 
 

@@ -48,3 +48,15 @@ class ExampleConfig(PluginConfig):
     """``model: {arch: example}``."""
 
     kind: Literal["example"] = "example"
+
+
+class CallLinesConfig(PluginConfig):
+    """``tool_parser: example_lines``."""
+
+    kind: Literal["example_lines"] = "example_lines"
+
+
+class CommentsConfig(PluginConfig):
+    """``reasoning_parser: example_comments``."""
+
+    kind: Literal["example_comments"] = "example_comments"

@@ -126,3 +126,31 @@ def register_models() -> list[ComponentSpec]:
             stability=Stability.EXPERIMENTAL,
         )
     ]
+
+
+@hookimpl
+def register_tool_parsers() -> list[ComponentSpec]:
+    """``example_lines``; without a ``template`` it is taken by name only."""
+    return [
+        _spec(
+            ComponentKind.TOOL_PARSER,
+            "example_lines",
+            "parsers:CallLines",
+            "CallLinesConfig",
+            "A line CALL name {...} is a call.",
+        )
+    ]
+
+
+@hookimpl
+def register_reasoning_parsers() -> list[ComponentSpec]:
+    """``example_comments``."""
+    return [
+        _spec(
+            ComponentKind.REASONING_PARSER,
+            "example_comments",
+            "parsers:Comments",
+            "CommentsConfig",
+            "Lines that begin with # are reasoning.",
+        )
+    ]
