@@ -83,5 +83,6 @@ def test_without_groups_every_row_is_in_one_that_shares_nothing(inputs):
 def test_of_two_entries_for_one_place_the_last_counts():
     inputs = Inputs(3, 8, 4, torch.device("cpu"))
     updates = PageUpdates(np.array([1, 2, 1], np.int32), np.array([5, 0, 5], np.int32), np.array([[7, 8, 9]], np.int32))
+    inputs.note(updates)
     places, pages = inputs.places_of(updates)
-    assert dict(zip(places.tolist(), pages.tolist(), strict=True)) == {13: 9, 16: 8}
+    assert list(zip(places.tolist(), pages.tolist(), strict=True)) == [(13, 9), (16, 8), (13, 9)]

@@ -38,7 +38,7 @@ K = TypeVar("K")
 
 
 def ladder(most: int) -> list[int]:
-    """Counts of rows, or tokens, to capture: steps of an eighth at most, up to ``most`` itself."""
+    """Counts of rows, or tokens, to capture, up to ``most`` itself: doubled up to 16, then in steps that shrink to an eighth."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1 << 14, 64)]
     return [size for size in sizes if size < most] + [most]
 

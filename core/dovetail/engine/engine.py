@@ -229,8 +229,9 @@ class Engine:
         """True if ``key`` is captured, now at the latest where it has been needed often enough for that to pay."""
         if graphs.is_captured(key):
             return True
-        self._needed[key] += 1
-        return self._needed[key] >= NEEDED_BEFORE_CAPTURE and key not in graphs.refused and try_capture(graphs, key)
+        needed = id(graphs), key
+        self._needed[needed] += 1
+        return self._needed[needed] >= NEEDED_BEFORE_CAPTURE and key not in graphs.refused and try_capture(graphs, key)
 
     @torch.inference_mode()
     def sample(self, batch: Batch) -> ForwardOutput:

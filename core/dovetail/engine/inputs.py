@@ -124,12 +124,12 @@ class Inputs:
         return tensors[: len(arrays)]
 
     def places_of(self, updates: PageUpdates) -> tuple[()] | tuple[Int64Array, IntArray]:
-        """Flat places in the page table (int64) and the pages that go there; of several for one place the last."""
+        """Flat places in the page table (int64), and the pages that are there once ``updates`` are noted: several entries for
+        one place bring the same page."""
         if not len(updates.slots):
             return ()
-        flat = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
-        places, last = np.unique(flat[::-1], return_index=True)
-        return places, np.ascontiguousarray(updates.pages[0][::-1][last])
+        places = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
+        return places, self.page_table.reshape(-1)[places]
 
 
 class DecodeTensors:

@@ -115,8 +115,8 @@ def budget_for(
     needs: Needs,
 ) -> Budget:
     """Divide the device's memory, as it is now: the weights are loaded, the pool is not there. The pool gets
-    ``memory.num_pages``, or as many pages as ``memory.kv_gib`` or else ``memory.fraction`` allows, but no more than every
-    running request could fill. Raises ``ConfigError`` if not even one page fits, or not what was asked for."""
+    ``memory.num_pages``, or as many pages as ``memory.kv_gib`` holds, or else as many as ``memory.fraction`` allows, but no
+    more than all running requests together could fill. Raises ``ConfigError`` if not even one page fits, or not what was asked for."""
     memory = config.memory
     page = PagedKVPool.bytes_per_page(group, memory.page_size, dtype)
     free, total = (0, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
@@ -126,8 +126,9 @@ def budget_for(
     else:
         allowed = CPU_POOL_BYTES if device.type == "cpu" else room - int((1 - memory.fraction) * total)
         allowed = allowed if memory.kv_gib is None else int(memory.kv_gib * GIB)
-        useful = config.scheduler.rows * (-(-context_len // memory.page_size) + 1) + 1
-        pages = min(allowed // page, useful)
+        pages = allowed // page
+        if memory.kv_gib is None:
+            pages = min(pages, config.scheduler.rows * (-(-context_len // memory.page_size) + 1) + 1)
         if pages < 2:
             raise ConfigError(_too_little(config, needs, allowed, page, free, total))
     if total and pages * page > room:

@@ -73,6 +73,7 @@ class Loop:
         self.scheduler = build_scheduler(resolved, self.engine, width, self.grammars, tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True
         self.dead: str | None = None
+        self._kept: EngineDeadError | None = None  # its traceback holds tensors of a lost device: freeing them aborts
         self._interrupt: BaseException | None = None
         self._fence = Fence(self._end_if_lost)
         self._launched: tuple[Batch, ForwardOutput] | None = None
@@ -238,7 +239,8 @@ class Loop:
         if reason is not None:
             log.error("the device was lost", exc_info=error)
             self.dead = f"the device was lost: {reason}; {_START_AGAIN}"
-            raise EngineDeadError(self.dead) from error
+            self._kept = EngineDeadError(self.dead)
+            raise self._kept from error
 
     def _timed(self, name: str, part: Callable[[], T]) -> T:
         start = time.perf_counter()
