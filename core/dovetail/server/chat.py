@@ -96,7 +96,7 @@ def _part(part: dict[str, Any], index: int) -> str:
 
 
 def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """Calls of an earlier turn; templates expect their arguments parsed."""
+    """Calls of an earlier turn. Some templates expect their arguments parsed, others as text."""
     try:
         return [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
     except (TypeError, KeyError, msgspec.DecodeError, RecursionError) as error:
@@ -108,7 +108,28 @@ def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
 
 def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
     given = function["arguments"]
-    return {**function, "arguments": msgspec.json.decode(given) if isinstance(given, str) else given}
+    if not isinstance(given, str):
+        return {**function, "arguments": given}
+    parsed = msgspec.json.decode(given)
+    return {**function, "arguments": Arguments(parsed, given) if isinstance(parsed, dict) else parsed}
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call that are a mapping to templates that look into them, and their text to those that print them or
+    join them to other text."""
+
+    def __init__(self, parsed: dict[str, Any], text: str) -> None:
+        super().__init__(parsed)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
 
 
 class ChatFormat:
