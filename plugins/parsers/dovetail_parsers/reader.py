@@ -6,6 +6,8 @@ A reader's ``read`` is a generator. ``yield from self.next()`` is the next chara
 
 from __future__ import annotations
 
+import functools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TypeVar
@@ -31,13 +33,23 @@ class Reader(ABC):
         self._back: list[str] = []  # characters to be read again, last first
         self._kept: list[str] = []  # characters read since the last accept
         self._ended = False
+        self._copying: tuple[re.Pattern[str], Callable[[str], None]] | None = None  # text that copy_until says unread
         self._run = self._start()
         next(self._run)
 
     def push(self, text: str) -> None:
         """More text."""
-        for char in text:
-            self._run.send(char)
+        at = 0
+        while at < len(text):
+            if self._copying and not self._kept:
+                plain, say = self._copying
+                run = plain.match(text, at)
+                if run:
+                    say(run[0])
+                    at = run.end()
+                    continue
+            self._run.send(text[at])
+            at += 1
 
     def end(self) -> None:
         """No more text."""
@@ -134,6 +146,7 @@ class Reader(ABC):
         """Say text up to the first of ``marks``, which stays kept; "" at the end of the text."""
         self.accept()
         finder = Finder(marks)
+        self._copying = _none_of(frozenset(mark[0] for mark in marks)), say
         while True:
             char = yield from self.next()
             if char == END:
@@ -145,7 +158,13 @@ class Reader(ABC):
                 say("".join(self._kept[:done]))
                 del self._kept[:done]
             if found:
+                self._copying = None
                 return found
+
+
+@functools.cache
+def _none_of(chars: frozenset[str]) -> re.Pattern[str]:
+    return re.compile(f"[^{re.escape(''.join(sorted(chars)))}]+")
 
 
 class Finder:

@@ -82,14 +82,20 @@ class ThinkStream(ReasoningStream):
         if self._skip_space:
             text = text.lstrip()
             self._skip_space = not text
+        if not self._finder.held and CLOSE[0] not in text:
+            self._held += text
+            return self._sure()
         for at, char in enumerate(text):
             self._held += char
             if self._finder.feed(char):
                 reasoning = self._held.removesuffix(CLOSE).rstrip()
                 self._place, self._held, self._skip_space = Place.ANSWER, "", True
                 return reasoning, text[at + 1 :]
-        sure = len(self._held) - self._finder.held
-        sure = len(self._held[:sure].rstrip())
+        return self._sure()
+
+    def _sure(self) -> tuple[str, str]:
+        """The reasoning that no mark can follow at once."""
+        sure = len(self._held[: len(self._held) - self._finder.held].rstrip())
         reasoning, self._held = self._held[:sure], self._held[sure:]
         return reasoning, ""
 
