@@ -20,6 +20,7 @@ from dovetail.testing.grammar_cases import (
     EOS,
     EXACT,
     FEATURES,
+    HARD,
     INVALID,
     JSON_OBJECT,
     REGULAR,
@@ -43,6 +44,7 @@ GARBAGE = -0x5A5A5A5B
 
 each_exact = pytest.mark.parametrize("case", EXACT, ids=lambda case: case.spec.text[:24])
 each_json = pytest.mark.parametrize("case", [*SCHEMAS, JSON_OBJECT], ids=lambda case: case.spec.text[:24] or "object")
+each_hard = pytest.mark.parametrize("case", HARD, ids=lambda case: case.spec.text[:60])
 each_tag = pytest.mark.parametrize("case", TAGS, ids=lambda case: case.spec.text[:48])
 each_invalid = pytest.mark.parametrize("spec", INVALID, ids=lambda spec: f"{spec.kind}-{spec.text[:24]}")
 
@@ -334,12 +336,38 @@ class GrammarSuite(ComponentSuite):
             self.make().compile(spec)
         assert len(str(caught.value)) > 10
 
+    @each_hard
+    def test_is_honoured_or_refused_by_keyword(self, case: JsonCase) -> None:
+        """What the engine has no grammar for is refused with the keyword, so that ``auto`` can ask another."""
+        self.require(FEATURES[case.spec.kind])
+        refused = _refusal(self.make().compile, case.spec)
+        if refused is None:
+            self.test_invalid_json_is_stopped(case)
+        else:
+            assert refused.keyword, f"{refused}: no keyword"
+
+    def test_check_refuses_nothing_that_compiles(self) -> None:
+        """``check`` lets through what ``compile`` does, and raises nothing but ``GrammarError``."""
+        backend = self.make()
+        for spec in [*(case.spec for case in [*EXACT, *SCHEMAS, *HARD, *TAGS, JSON_OBJECT]), *INVALID]:
+            if self.offers(FEATURES[spec.kind]):
+                refused, caught = _refusal(backend.check, spec), _refusal(backend.compile, spec)
+                assert refused is None or (caught is not None and caught.keyword == refused.keyword), spec
+
     def test_refuses_kinds_that_are_not_declared(self) -> None:
         """A kind of constraint that the backend does not offer is refused with a ``GrammarError``."""
         for case in [*EXACT, SCHEMAS[0], JSON_OBJECT, TAGS[0]]:
             if not self.offers(FEATURES[case.spec.kind]):
                 with pytest.raises(GrammarError):
                     self.make().compile(case.spec)
+
+
+def _refusal(action: Callable[[GrammarSpec], object], spec: GrammarSpec) -> GrammarError | None:
+    try:
+        action(spec)
+    except GrammarError as error:
+        return error
+    return None
 
 
 def spelled(path: Iterable[int]) -> str:

@@ -285,6 +285,37 @@ SCHEMAS: list[JsonCase] = [
     ),
 ]
 
+
+def _hard(schema: Any, *wrong: str) -> JsonCase:
+    return _schema(schema, lambda value: True, (), wrong)
+
+
+HARD: list[JsonCase] = [
+    _hard({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1,1]", "[1, 2, 1]"),
+    _hard({"type": "array", "contains": {"type": "string"}}, "[]", "[1]"),
+    _hard({"type": "array", "not": {"items": {"type": "integer"}}}, "[]", "[1]"),
+    _hard({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, '{"a":1}'),
+    _hard({"type": "object", "dependentRequired": {"a": ["b"]}}, '{"a":1}'),
+    _hard({"type": "object", "propertyNames": {"maxLength": 1}}, '{"ab":1}'),
+    _hard({"type": "object", "minProperties": 2}, "{}", '{"a":1}', '{"a":1,"a":1}'),
+    _hard({"type": "object", "maxProperties": 1}, '{"a":1,"b":1}'),
+    _hard({"type": "object", "patternProperties": {"^a": {"type": "integer"}, "b$": {"minimum": 3}}}, '{"ab":1}'),
+    _hard({"type": "object", "properties": {"a": {"type": "integer"}}}, '{"a":"x"}', '{"\\u0061":"x"}'),
+    _hard({"allOf": [{"properties": {"a": {}}}, {"type": "object"}], "unevaluatedProperties": False}, '{"b":1}'),
+    _hard({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]}, "3", "1.5"),
+    _hard({"type": "number", "multipleOf": 0.5}, "0.25", "1.3"),
+    _hard({"type": "integer", "minimum": 9007199254740993}, "9007199254740992"),
+    _hard({"type": "string", "pattern": "^(?!a)"}, '"ab"'),
+    _hard({"type": "string", "pattern": "^a$|b"}, '"ac"', '"a\\n"'),
+    _hard({"type": "string", "format": "date"}, '"2023-02-29"', '"x"'),
+    _hard({"type": "string", "format": "regex"}, '"("'),
+    _hard({"enum": ["a", "bc", 1], "maxLength": 1}, '"bc"'),
+    _hard({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {"type": "integer"}}}, "2", "3.5"),
+    _hard({"$ref": "https://example.com/other.json"}, "1"),
+    _hard({"type": "integer", "x-guidance": {"lenient": True}, "not": {"multipleOf": 2}}, "2"),
+]
+"""Schemas that an engine honours or refuses by keyword."""
+
 JSON_OBJECT = JsonCase(
     GrammarSpec(GrammarKind.JSON_OBJECT),
     lambda value: isinstance(value, dict),

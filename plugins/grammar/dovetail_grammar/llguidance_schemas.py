@@ -24,8 +24,7 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "propertyNames")
 _DECIDING = KNOWN | REFUSED | REWRITTEN | {"then", "else", "x-guidance"}
 """Keywords that ``tidy`` deals with, and options for llguidance; all others are annotations, or places for references."""
-_NATIVE = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-_NO_LEAP_SECOND = r"^[^:]*:[0-9]*:[0-5]"
+_NATIVE = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _EXACT = 2**53
 _MAX_INT = 2**63 - 1
 MAX_PATTERN = 20_000
@@ -189,10 +188,7 @@ def _format(s: dict[str, Any], path: str) -> None:
     name = s.get("format")
     if name in UNSUPPORTED_FORMATS:
         raise unsupported(path, "format", f"{name!r} cannot be checked; allowed: {', '.join(sorted(FORMATS))}")
-    if name is None or name in _NATIVE - {"time", "date-time"}:
-        return
-    if name in _NATIVE:
-        s["allOf"] = [*s.get("allOf", ()), {"pattern": _NO_LEAP_SECOND}]
+    if name is None or name in _NATIVE:
         return
     del s["format"]
     if name in FORMATS:
