@@ -10,14 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
-from dovetail_grammar.regex_parser import SURROGATES, Alt, Call, Chars, Node, PatternError, Repeat, Seq, minus
+from dovetail_grammar.emptiness import may_be_empty, without_empty
+from dovetail_grammar.regex_parser import SURROGATES, Alt, Call, Chars, Node, PatternError, Ranges, Repeat, Seq, minus
 from dovetail_grammar.utf8 import encoded
 
-MAX_MEMORIES = 20_000
-"""Steps that an automaton remembers before it forgets them all; each is about a kilobyte."""
+MAX_STEPS = 10_000
+"""Steps that an automaton remembers before it forgets them all."""
+_BYTES_PER_STEP = 1000
+_BYTES_PER_OP = 200
 
 
 class TooLargeError(ValueError):
@@ -69,20 +72,21 @@ class Place:
 class State:
     """A set of places, each of which reads a byte or is the end. Equal states are one object.
 
-    ``mask`` has bit b set if byte b may come next; every byte that may leads to a text. ``note`` is the user's own.
+    ``mask`` has bit b set if byte b may come next; every byte that may leads to a text. ``heads`` are what ``sources`` stand
+    for.
     """
 
-    __slots__ = ("__weakref__", "_automaton", "_steps", "ends", "heads", "mask", "note")
+    __slots__ = ("__weakref__", "_automaton", "_steps", "ends", "heads", "mask", "sources")
 
-    def __init__(self, automaton: Automaton, heads: frozenset[Place]) -> None:
+    def __init__(self, automaton: Automaton, heads: frozenset[Place], sources: frozenset[Place]) -> None:
         self._automaton = automaton
         self._steps: dict[int, State] = {}
         self.heads = heads
+        self.sources = sources
         self.ends = automaton.end in heads
         self.mask = 0
         for place in heads:
             self.mask |= place.mask
-        self.note: Any = None
 
     def step(self, byte: int) -> State | None:
         """The state after a byte; None if it may not come."""
@@ -98,9 +102,8 @@ class State:
         return state
 
     def forget(self) -> None:
-        """Drop what can be found again."""
+        """Drop the steps, which can be found again."""
         self._steps.clear()
-        self.note = None
 
 
 class Automaton:
@@ -112,22 +115,34 @@ class Automaton:
         self._lock = threading.Lock()
         self._ops: list[_Op] = []
         self._ids: dict[_Op, int] = {}
+        self._operations: dict[Node, int] = {}
         self._places: WeakValueDictionary[tuple[int, int], Place] = WeakValueDictionary()
         self._states: WeakValueDictionary[frozenset[Place], State] = WeakValueDictionary()
-        self._memories = 0
+        self._remembered = 0
         self.end = Place(-1, None, 0)
         self.end.heads = frozenset({self.end})
         self._rules = {name: self._compile(rule) for name, rule in rules.items()}
         self._nullable = dict.fromkeys(rules, False)
         self._find_nullable()
         with self._lock:
-            self._anchor = self._place(self._compile(node), self.end)
-            self.start = self._state(self._heads(self._anchor))
+            self.start = self._state(frozenset({self._place(self._compile(node), self.end)}))
 
     @property
-    def num_ops(self) -> int:
-        """Operations of the grammar."""
-        return len(self._ops)
+    def num_bytes(self) -> int:
+        """Memory it occupies, at most."""
+        return _BYTES_PER_OP * len(self._ops) + _BYTES_PER_STEP * MAX_STEPS
+
+    def operation(self, node: Node) -> int:
+        """The number that a part of the grammar has as an operation; new if it is no part of it."""
+        with self._lock:
+            if node not in self._operations:
+                self._operations[node] = self._compile(node)
+            return self._operations[node]
+
+    def repetition(self, place: Place) -> tuple[int, int | None] | None:
+        """What ``place`` repeats, and how often at most, if it is a repetition."""
+        what = self._ops[place.op] if place.rest is not None else None
+        return (what.op, what.high) if isinstance(what, _Times) else None
 
     # -- the grammar -----------------------------------------------------------------------------------------------------
 
@@ -146,22 +161,21 @@ class Automaton:
             case Alt(options):
                 return self._add(_Or(tuple(dict.fromkeys(map(self._compile, options)))))
             case Repeat(inner, low, high):
-                return self._add(_Times(self._compile(inner), low, high))
+                return self._repeat(inner, low, high)
             case Call(name):
                 return self._add(_Jump(name))
             case _:
                 raise PatternError("an anchor is left in the pattern")
 
-    def _characters(self, ranges: tuple[tuple[int, int], ...]) -> int:
+    def _repeat(self, inner: Node, low: int, high: int | None) -> int:
+        if may_be_empty(inner):  # what may be empty is repeated without it: else each count would be a place of its own
+            inner, low = without_empty(inner) or Seq(()), 0
+        return self._add(_Times(self._compile(inner), low, high))
+
+    def _characters(self, ranges: Ranges) -> int:
         if not ranges:
             raise PatternError("a part of it matches nothing, or only surrogates, which no text holds")
-        spans = [spans for low, high in ranges for spans in encoded(low, high)]
-        single = 0
-        for ((low, high),) in (s for s in spans if len(s) == 1):
-            single |= _span_mask(low, high)
-        options = [self._add(_Bytes(single))] if single else []
-        several = [tuple(self._add(_Bytes(_span_mask(*span))) for span in s) for s in spans if len(s) > 1]
-        options += [self._add(_Cat(items)) for items in several]
+        options = [self._add(_Cat(tuple(self._add(_Bytes(mask)) for mask in masks))) for masks in _byte_masks(ranges)]
         return options[0] if len(options) == 1 else self._add(_Or(tuple(options)))
 
     def _find_nullable(self) -> None:
@@ -234,28 +248,25 @@ class Automaton:
             reached.append(self._place(inner, self._place(left, rest)))
         return reached
 
-    def _state(self, heads: frozenset[Place]) -> State:
+    def _state(self, sources: frozenset[Place]) -> State:
+        heads = frozenset().union(*map(self._heads, sources))
         state = self._states.get(heads)
         if state is None:
-            state = self._states[heads] = State(self, heads)
+            state = self._states[heads] = State(self, heads, sources)
         return state
 
     def advance(self, state: State, byte: int, steps: dict[int, State]) -> State:
         """The state after ``byte``, which may come; remembered in ``steps``."""
         with self._lock:
-            heads: set[Place] = set()
-            for place in state.heads:
-                if place.mask >> byte & 1:
-                    assert place.rest is not None
-                    heads |= self._heads(place.rest)
-            found = steps[byte] = self._state(frozenset(heads))
-            self._memories += 1
-            if self._memories > MAX_MEMORIES:
+            sources = {place.rest for place in state.heads if place.mask >> byte & 1 and place.rest is not None}
+            found = steps[byte] = self._state(frozenset(sources))
+            self._remembered += 1
+            if self._remembered > MAX_STEPS:
                 self._forget()
             return found
 
     def _forget(self) -> None:
-        self._memories = 0
+        self._remembered = 0
         for place in list(self._places.values()):
             place.heads = None
         for state in list(self._states.values()):
@@ -278,6 +289,17 @@ class Automaton:
             if len(seen) > max_states or work > max_work:
                 raise TooLargeError(f"its automaton has more than {len(seen) - 1} states")
         return weight
+
+
+@lru_cache(maxsize=1024)
+def _byte_masks(ranges: Ranges) -> list[tuple[int, ...]]:
+    """The characters as sequences of sets of bytes; those of one byte make one set."""
+    spans = [spans for low, high in ranges for spans in encoded(low, high)]
+    single = 0
+    for span in (span for span, *more in spans if not more):
+        single |= _span_mask(*span)
+    several = [tuple(_span_mask(*span) for span in many) for many in spans if len(many) > 1]
+    return [(single,), *several] if single else several
 
 
 def _span_mask(low: int, high: int) -> int:

@@ -89,3 +89,30 @@ class OutlinesConfig(PluginConfig):
         description="Tokens allowed in all states together: the size of the index, at 18 bytes each. What would have more is "
         "refused.",
     )
+
+
+class LMFormatEnforcerConfig(PluginConfig):
+    """JSON schemas, regexes and choices by lm-format-enforcer, in Python. What it cannot honour whole is refused."""
+
+    kind: Literal["lm_format_enforcer"] = "lm_format_enforcer"  # pyright: ignore[reportIncompatibleVariableOverride]
+    strict: bool = Field(
+        default=False,
+        description="Objects that name their properties, and arrays that name their items, allow no others, even where "
+        "the schema is open. By default a schema means what JSON Schema says it means.",
+    )
+    max_whitespace: int | None = Field(
+        default=20,
+        ge=1,
+        description="Most whitespace characters in a row between the parts of a JSON text; `null`: any number.",
+    )
+    max_size: int = Field(
+        default=20_000,
+        ge=1,
+        description="Characters of a regex with its repetitions written out, and parts of a schema as a pattern. What has more is "
+        "refused.",
+    )
+    cache_bytes: int = Field(
+        default=4 * 2**20,
+        ge=0,
+        description="Most memory for the masks that one grammar remembers; the rest are computed again where they are needed.",
+    )

@@ -6,6 +6,8 @@ and lets control characters into strings. The regex is made of the schema as it 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from outlines_core import Guide, Index, Vocabulary
 
@@ -15,28 +17,34 @@ from dovetail.types import GrammarSpec, IntArray
 from dovetail_grammar.automaton import Automaton, State, TooLargeError
 from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.config import OutlinesConfig
-from dovetail_grammar.outlines_regexes import may_be_empty, read, without_empty
-from dovetail_grammar.patterns import emit
-from dovetail_grammar.regex_parser import Node, PatternError
+from dovetail_grammar.outlines_regexes import read
+from dovetail_grammar.patterns import emit, holds, literal, without
+from dovetail_grammar.regex_parser import Node, PatternError, set_of
 
 _MAX_ROLLBACK = 2**31
+_SIGNS = ("\0", "\U0010ffff")
+"""Characters to begin a regex with. The second, a noncharacter, no output holds where the regex itself holds the first."""
 _BYTES_PER_TRANSITION = 18
 """Of the index in memory: a hash table of pairs of 32-bit numbers."""
+
+
+def _start_token(words: int) -> int:
+    return 32 * words + 1
+
+
+def _with_start(tokens: Mapping[bytes, list[int]], start: int) -> dict[bytes, list[int]]:
+    return {sign.encode(): [*tokens.get(sign.encode(), ()), start] for sign in _SIGNS}
 
 
 class OutlinesMatcher(Matcher):
     """A position in an index."""
 
-    def __init__(self, index: Index, eos: IntArray, end_at_start: bool) -> None:
+    def __init__(self, index: Index, eos: IntArray) -> None:
         self._guide = Guide(index, max_rollback=_MAX_ROLLBACK)
+        self._guide.advance(_start_token(len(eos)), return_tokens=False)
         self._eos = eos
-        self._end_at_start = end_at_start
         self._accepted = 0
-        self._ended = 0
-
-    @property
-    def _may_end(self) -> bool:
-        return self._guide.is_finished() if self._accepted else self._end_at_start
+        self._ended = False
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         """See ``Matcher``. After an end-of-sequence token, nothing but another is allowed."""
@@ -45,7 +53,7 @@ class OutlinesMatcher(Matcher):
             words[:] = self._eos
             return
         self._guide.write_mask_into(words.ctypes.data, len(words), 4)
-        if self._may_end:
+        if self._guide.is_finished():
             words |= self._eos
 
     def accept(self, token_id: int) -> bool:
@@ -53,8 +61,8 @@ class OutlinesMatcher(Matcher):
         if self._ended or not 0 <= token_id < 32 * len(self._eos):
             return False
         if self._eos[token_id // 32] >> (token_id % 32) & 1:
-            self._ended = int(self._may_end)
-            return self._may_end
+            self._ended = self._guide.is_finished()
+            return self._ended
         if not self._guide.accepts_tokens([token_id]):
             return False
         self._guide.advance(token_id, return_tokens=False)
@@ -65,16 +73,17 @@ class OutlinesMatcher(Matcher):
         """See ``Matcher``."""
         given = self._accepted + self._ended
         assert 0 <= num_tokens <= given, f"{num_tokens} tokens to take back of {given}"
-        if num_tokens > self._ended:
-            self._guide.rollback_state(num_tokens - self._ended)
-        self._accepted -= max(num_tokens - self._ended, 0)
-        self._ended = 0 if num_tokens else self._ended
+        inside = max(num_tokens - self._ended, 0)
+        if inside:
+            self._guide.rollback_state(inside)
+        self._accepted -= inside
+        self._ended = self._ended and not num_tokens
 
     @property
     def is_terminated(self) -> bool:
         """See ``Matcher``."""
-        if self._ended or not self._may_end:
-            return bool(self._ended)
+        if self._ended or not self._guide.is_finished():
+            return self._ended
         row = np.empty((1, len(self._eos)), np.int32)
         self.fill_bitmask(row, 0)
         return bool(np.array_equal(row[0], self._eos))
@@ -83,15 +92,14 @@ class OutlinesMatcher(Matcher):
 class OutlinesCompiled(CompiledGrammar):
     """An index."""
 
-    def __init__(self, index: Index, eos: IntArray, end_at_start: bool, transitions: int) -> None:
+    def __init__(self, index: Index, eos: IntArray, transitions: int) -> None:
         self._index = index
         self._eos = eos
-        self._end_at_start = end_at_start
         self._transitions = transitions
 
     def matcher(self) -> OutlinesMatcher:
         """A fresh matcher."""
-        return OutlinesMatcher(self._index, self._eos, self._end_at_start)
+        return OutlinesMatcher(self._index, self._eos)
 
     @property
     def num_bytes(self) -> int:
@@ -111,8 +119,9 @@ class OutlinesBackend(GrammarBackend):
         for token, data in enumerate(context.token_bytes[: context.vocab_size]):
             if data and token not in eos:
                 tokens.setdefault(data, []).append(token)
-        # It knows one end token, and sets its bit: an id beyond the row, so that ends are left to the matcher.
-        self._vocabulary = Vocabulary(32 * words, tokens)
+        # Ids beyond the row are never seen in it: the one end token that it knows, as ends are left to the matcher, and
+        # the token of the characters that a regex begins with.
+        self._vocabulary = Vocabulary(32 * words, {**tokens, **_with_start(tokens, _start_token(words))})
         self._begin_with = [0] * 256
         for data, ids in tokens.items():
             self._begin_with[data[0]] += len(ids)
@@ -123,17 +132,38 @@ class OutlinesBackend(GrammarBackend):
 
     def compile(self, spec: GrammarSpec) -> OutlinesCompiled:
         """See ``GrammarBackend``."""
-        whole = read(spec, self._config)
-        some = without_empty(whole)
-        if some is None:
-            raise GrammarError(f"only the empty text satisfies this {spec.kind}", param=spec.kind)
-        transitions = self._count_transitions(some, spec)
+        sign, node = self._marked(spec)
+        transitions = self._count_transitions(node, spec)
         try:
-            # Without \z, 0.2.14 drops what leads from an end to a state that is none: b in a(bc)?
-            index = Index(rf"(?:{emit(some)})\z", self._vocabulary)
+            index = Index(rf"{emit(literal(sign))}(?:{emit(node)})\z", self._vocabulary)
         except ValueError as error:
             raise GrammarError(f"outlines cannot compile this {spec.kind}: {error}", param=spec.kind) from error
-        return OutlinesCompiled(index, self._eos, may_be_empty(whole), transitions)
+        grammar = OutlinesCompiled(index, self._eos, transitions)
+        self._refuse_empty(grammar, spec)
+        return grammar
+
+    def _marked(self, spec: GrammarSpec) -> tuple[str, Node]:
+        """A character that the regex begins with, and the regex without it.
+
+        outlines-core 0.2.14 also builds the automaton that looks for the regex anywhere in a text, and never uses it; one
+        that begins with what it holds nowhere else is small. And without the \\z at its end, it drops what leads from an
+        end to a state that is none: b in a(bc)?
+        """
+        node = read(spec, self._config)
+        if not holds(node, ord(_SIGNS[0])):
+            return _SIGNS[0], node
+        try:
+            return _SIGNS[1], without(node, set_of(_SIGNS[1]))
+        except PatternError as error:
+            message = "only texts with U+10FFFF match, which grammar backend outlines does not write"
+            raise GrammarError(message, param=spec.kind, keyword="U+10FFFF") from error
+
+    def _refuse_empty(self, grammar: OutlinesCompiled, spec: GrammarSpec) -> None:
+        row = np.zeros((1, len(self._eos)), np.int32)
+        grammar.matcher().fill_bitmask(row, 0)
+        if not (row[0] & ~self._eos).any():
+            what = "only the empty text" if row.any() else "no text that this vocabulary can spell"
+            raise GrammarError(f"{what} satisfies this {spec.kind}", param=spec.kind)
 
     def _count_transitions(self, node: Node, spec: GrammarSpec) -> int:
         """The most that the index can have; outlines-core itself has no bound on time and memory."""

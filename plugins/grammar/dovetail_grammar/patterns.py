@@ -74,7 +74,25 @@ def _rebuild(node: Node, change: Callable[[Ranges], Ranges]) -> Node:
 
 def without_escapes(node: Node) -> Node:
     """The same pattern without characters that JSON would have to escape. Raises ``PatternError`` where nothing is left."""
-    return checked(_rebuild(node, lambda ranges: minus(ranges, JSON_ESCAPED)))
+    return without(node, JSON_ESCAPED)
+
+
+def without(node: Node, taken: Ranges) -> Node:
+    """The same pattern without some characters. Raises ``PatternError`` where nothing is left."""
+    return checked(_rebuild(node, lambda ranges: minus(ranges, taken)))
+
+
+def holds(node: Node, code: int) -> bool:
+    """True if a character class of the pattern holds this character."""
+    match node:
+        case Chars(ranges):
+            return any(low <= code <= high for low, high in ranges)
+        case Repeat(inner):
+            return holds(inner, code)
+        case Seq(items) | Alt(items):
+            return any(holds(item, code) for item in items)
+        case Anchor() | Call():
+            return False
 
 
 def checked(node: Node) -> Node:
