@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ class XGrammarBackend(GrammarBackend):
         self._json_tokens = TokenSets.of(texts, eos, width, _NEVER_IN_JSON)
         self._info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=eos)
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=config.threads, cache_enabled=False)
-        self._batch = xgrammar.BatchGrammarMatcher(config.threads)
+        self._batch = xgrammar.BatchGrammarMatcher(min(config.threads, os.cpu_count() or 1))
 
     def compile(self, spec: GrammarSpec) -> XGrammarCompiled:
         """See ``GrammarBackend``."""
