@@ -294,3 +294,35 @@ def test_a_matcher_that_raises_under_drafts(odd, text):
     assert traffic.tokens["r0"] == traffic.tokens["r2"] == outputs[0].token_ids
     assert "odd" in traffic.ends["r1"].message
     check_idle(llm)
+
+
+# -- which backend, and clients that leave ---------------------------------------------------------------------------
+
+
+def test_a_request_names_its_backend_and_the_output_says_which_served_it(llm):
+    names = [chosen.name for chosen in llm.resolved.grammars]
+    for name in names:
+        asked = GrammarSpec(GrammarKind.REGEX, "(ab|cd){2}", name)
+        output = llm.generate("x", SamplingParams(grammar=asked, max_new_tokens=9, seed=1))[0]
+        assert re.fullmatch("(ab|cd){2}", output.text)
+        assert output.grammar_backend == name
+    assert llm.generate("x", SamplingParams(max_new_tokens=2))[0].grammar_backend is None
+    with pytest.raises(RequestError, match=f"this server has: {', '.join(names)}"):
+        llm.generate("x", SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, "a", "nobody")))
+    check_idle(llm)
+
+
+def test_a_request_that_leaves_while_it_compiles_leaves_nothing_behind(llm):
+    slow = GrammarSpec(
+        GrammarKind.JSON_SCHEMA, json.dumps({"enum": ["y" * 9 + str(i) for i in range(14_000)]}), "xgrammar"
+    )
+    traffic = Traffic(llm)
+    traffic.add("gone", [5, 6, 7], SamplingParams(grammar=slow, max_new_tokens=8))
+    traffic.add("free", [5, 6, 7], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    for _ in range(4):
+        traffic.step()
+    traffic.abort("gone")
+    traffic.finish()
+    assert (traffic.kind("gone"), traffic.kind("free")) == ("abort", "length")
+    assert not llm.loop.scheduler.waiting
+    check_idle(llm)

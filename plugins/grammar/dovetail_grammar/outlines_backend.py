@@ -21,7 +21,8 @@ from dovetail_grammar.outlines_regexes import read
 from dovetail_grammar.patterns import emit, holds, literal, without
 from dovetail_grammar.regex_parser import Node, PatternError, set_of
 
-_MAX_ROLLBACK = 2**31
+_MAX_ROLLBACK = 2**20
+"""Tokens. The library sets aside four bytes for each, for every matcher."""
 _SIGNS = ("\0", "\U0010ffff")
 """Characters to begin a regex with. The second, a noncharacter, no output holds where the regex itself holds the first."""
 _BYTES_PER_TRANSITION = 18
