@@ -106,7 +106,7 @@ class LMFormatEnforcerConfig(PluginConfig):
         description="Most whitespace characters in a row between the parts of a JSON text; `null`: any number.",
     )
     max_size: int = Field(
-        default=20_000,
+        default=50_000,
         ge=1,
         description="Characters of a regex with its repetitions written out, and parts of a schema as a pattern. What has more is "
         "refused.",

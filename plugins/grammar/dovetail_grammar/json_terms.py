@@ -190,8 +190,8 @@ class Terms:
         members = [(self._member(name, self.value(value)), name in required) for name, value in s["properties"].items()]
         other = self._other_member(s)
         low, high = s.get("minProperties", 0), s.get("maxProperties")
-        if low > len(required) or high is not None:
-            inside = self._counted(members, other, low, high)
+        if low > len(required) or high is not None or (self._depth is None and not required):
+            inside = self._counted(members, other, max(low, 1), high)
         else:
             inside = self._joined(members, other)
         empty = not required and low == 0
@@ -217,16 +217,24 @@ class Terms:
             after: list[Node] = [Repeat(Seq((self._comma, member)), 0, 1) for member, _ in members[last + 1 :]]
             more = [] if other is None else [Repeat(Seq((self._comma, other)), 0, None)]
             return Seq((*self._before(members[:last]), members[last][0], *after, *more))
+        members = [(self._named(member), False) for member, _ in members]
         options: list[Node] = [Seq((*self._before(members[:i]), member)) for i, (member, _) in enumerate(members)]
         if other is not None:
+            other = self._named(other)
             options.append(Seq((*self._before(members), Repeat(Seq((other, self._comma)), 0, None), other)))
         return Alt(tuple(options))
+
+    def _named(self, node: Node) -> Node:
+        """A rule of its own, for what is written many times."""
+        name = f"part {len(self.rules)}"
+        self.rules[name] = node
+        return Call(name)
 
     def _before(self, members: list[tuple[Node, bool]]) -> list[Node]:
         return [Repeat(Seq((member, self._comma)), 1 if required else 0, 1) for member, required in members]
 
     def _counted(self, members: list[tuple[Node, bool]], other: Node | None, low: int, high: int | None) -> Node:
-        """``low`` members up to ``high``: a rule for each member and count of those before it."""
+        """``low`` members up to ``high``, at least one: a rule for each member and count of those before it."""
         group = f"members {len(self.rules)}"
 
         def rest(index: int, count: int) -> Node:
@@ -241,7 +249,8 @@ class Terms:
             if index == len(members):
                 return self._last(other, comma, low - count, None if high is None else high - count)
             member, required = members[index]
-            taken = [] if count == high else [Seq((*comma, member, rest(index + 1, count + 1)))]
+            more = min(count + 1, low) if high is None else count + 1
+            taken = [] if count == high else [Seq((*comma, member, rest(index + 1, more)))]
             return Alt((*taken, *([] if required else [rest(index + 1, count)])))
 
         return write(0, 0)
@@ -288,14 +297,15 @@ def _spelled(value: Any) -> str:
     return json.dumps(value) if any("\ud800" <= char <= "\udfff" for char in text) else text
 
 
-def productive(start: Node, rules: Mapping[str, Node]) -> tuple[Node, dict[str, Node]]:
+def productive(start: Node, rules: dict[str, Node]) -> tuple[Node, dict[str, Node]]:
     """The same without options that lead to no text, and without rules that nobody calls. Raises ``Refusal``."""
     alive: dict[str, Node] = {}
-    found = True
-    while found:
-        names = [name for name in rules if name not in alive and _live(rules[name], alive) is not None]
-        found = bool(names)
-        alive.update((name, rules[name]) for name in names)
+    found = -1
+    while found < len(alive):
+        found = len(alive)
+        for name in reversed(rules):  # those that others need come after them, as a rule
+            if name not in alive and _live(rules[name], alive) is not None:
+                alive[name] = rules[name]
     left = _live(start, alive)
     if left is None:
         raise Refusal("#", "the schema allows nothing, so no answer can satisfy it")
