@@ -271,6 +271,7 @@ class Req:
     cache_handle: Any = None  # set by the scheduler: what match or insert returned, locked
     prefix_hit_len: int = 0  # set by the scheduler at first admission: tokens found in the prefix cache
     matcher: Any = None  # an interfaces.grammar.Matcher, set by the scheduler once the grammar is compiled
+    masks: Any = None  # the GrammarBackend that fills its bitmask together with others', set with the matcher
     grammar_backend: str | None = None  # set by the scheduler with the matcher: whose it is
     finish: FinishReason | None = None  # set by the scheduler
     in_flight: int = 0  # steps launched and not yet committed

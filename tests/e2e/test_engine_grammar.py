@@ -163,7 +163,7 @@ def test_no_grammar_backend_is_said():
 
 
 class OddMatcher(Matcher):
-    """Allows every token; raises at the n-th call of what ``text`` names."""
+    """Allows every token; raises from the n-th call of what ``text`` names on."""
 
     def __init__(self, text):
         name, count = text.split()
@@ -171,7 +171,7 @@ class OddMatcher(Matcher):
 
     def _call(self, name):
         self.left -= name == self.name
-        if name == self.name and self.left == 0:
+        if name == self.name and self.left <= 0:
             raise KeyError(f"odd {name}")
 
     def fill_bitmask(self, bitmask, row):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,29 +26,59 @@ def mask_logits(logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[
     """Forbid, in place, what the grammars forbid. ``constrained`` are (first logit row, batch row, request). A matcher that
     raises sets its request's ``error``; the other rows are masked as usual."""
     nodes = [(start, req, *draft_rows(batch.drafts, row)) for start, row, req in constrained]
-    bitmask = np.zeros((sum(1 + len(drafts) for _, _, drafts, _ in nodes), bitmask_width(logits.shape[1])), np.int32)
-    rows: list[int] = []
-    for start, req, drafts, parents in nodes:
-        part = bitmask[len(rows) : len(rows) + 1 + len(drafts)]
-        try:
-            _fill(req.matcher, part, drafts, parents)
-        except Exception as error:
-            log.exception("the grammar matcher of request %s failed", req.rid)
-            req.error = f"the grammar matcher failed: {type(error).__name__}: {error}"
-            part[:] = -1
-        rows.extend(range(start, start + 1 + len(drafts)))
+    spans = [1 + len(drafts) for _, _, drafts, _ in nodes]
+    bitmask = np.zeros((sum(spans), bitmask_width(logits.shape[1])), np.int32)
+    firsts = [sum(spans[:i]) for i in range(len(spans))] if batch.drafts is not None else list(range(len(spans)))
+    _fill_roots([(req, first) for (_, req, _, _), first in zip(nodes, firsts, strict=True)], bitmask)
+    for (_, req, drafts, parents), first, span in zip(nodes, firsts, spans, strict=True):
+        if drafts and req.error is None:
+            part = bitmask[first : first + span]
+            _guarded(req, part, lambda req=req, part=part, d=drafts, p=parents: _fill_drafts(req.matcher, part, d, p))
+    rows = [row for (start, *_), span in zip(nodes, spans, strict=True) for row in range(start, start + span)]
     device = logits.device
     apply_bitmask(logits, to_device(bitmask, device), to_device(np.array(rows, np.int64), device))
 
 
-def _fill(matcher: Matcher, bitmask: IntArray, drafts: list[int], parents: list[int]) -> None:
-    """Masks of the root and of every draft, by a walk down the tree; the matcher ends where it began.
+def _fill_roots(reqs: Sequence[tuple[Req, int]], bitmask: IntArray) -> None:
+    """The masks of the next tokens, at the rows given; those of one backend in one call."""
+    together: dict[int, list[tuple[Req, Matcher, int]]] = {}
+    for req, row in reqs:
+        matcher = req.matcher.inner
+        if matcher is None or req.masks is None:
+            _guarded(req, bitmask[row : row + 1], lambda req=req, row=row: req.matcher.fill_bitmask(bitmask, row))
+        else:
+            together.setdefault(id(req.masks), []).append((req, matcher, row))
+    for group in together.values():
+        _fill_group(group, bitmask)
+
+
+def _fill_group(group: Sequence[tuple[Req, Matcher, int]], bitmask: IntArray) -> None:
+    """One call; if it raises, one for each, so that only who is to blame is ended."""
+    if len(group) > 1:
+        try:
+            group[0][0].masks.fill_bitmasks([m for _, m, _ in group], bitmask, [row for _, _, row in group])
+        except Exception:
+            log.debug("masks are filled one by one", exc_info=True)
+        else:
+            return
+    for req, matcher, row in group:
+        _guarded(req, bitmask[row : row + 1], lambda matcher=matcher, row=row: matcher.fill_bitmask(bitmask, row))
+
+
+def _guarded(req: Req, part: IntArray, fill: Callable[[], None]) -> None:
+    try:
+        fill()
+    except Exception as error:
+        log.exception("the grammar matcher of request %s failed", req.rid)
+        req.error = f"the grammar matcher failed: {type(error).__name__}: {error}"
+        part[:] = -1
+
+
+def _fill_drafts(matcher: Matcher, bitmask: IntArray, drafts: list[int], parents: list[int]) -> None:
+    """Masks of every draft, by a walk down the tree from the root in row 0; the matcher ends where it began.
 
     A node that the grammar forbids is never accepted, so its mask, and those below it, allow everything.
     """
-    matcher.fill_bitmask(bitmask, 0)
-    if not drafts:
-        return
     bitmask[1:] = -1
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

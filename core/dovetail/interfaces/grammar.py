@@ -50,6 +50,12 @@ class Matcher(ABC):
     def is_terminated(self) -> bool:
         """True once an end-of-sequence token was accepted, or nothing but one may follow."""
 
+    @property
+    def inner(self) -> Matcher | None:
+        """Who alone decides about the next token, for ``GrammarBackend.fill_bitmasks``: itself, unless it wraps the matcher of a
+        backend; None where the wrapper decides."""
+        return self
+
     def jump_forward(self) -> str:
         """The text that must come next, empty if there is a choice. Needs ``grammar.jump_forward``."""
         return ""

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class Compiling:
-    """Gives requests their matchers. Mutates their ``ticket`` (set while the grammar is compiled), ``matcher`` and
-    ``grammar_backend``."""
+    """Gives requests their matchers. Mutates their ``ticket`` (set while the grammar is compiled), ``matcher``,
+    ``grammar_backend`` and ``masks``."""
 
     def __init__(self, free: FreeTokens) -> None:
         """``free`` is what a request may say before its grammar begins."""
@@ -55,4 +55,5 @@ class Compiling:
             text = f"the grammar backend gave no matcher: {type(error).__name__}: {error}"
             return RequestFailed(req.rid, 500, text, "engine_error")
         req.grammar_backend = ticket.backend
+        req.masks = grammars.backend(ticket.backend)
         return None

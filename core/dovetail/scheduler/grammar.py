@@ -17,7 +17,7 @@ from dovetail.scheduler.grammar_limits import check_size
 from dovetail.scheduler.grammar_process import Abandoned
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.grammar import Matcher
+    from dovetail.interfaces.grammar import GrammarBackend, Matcher
     from dovetail.scheduler.grammar_compilers import Compiler
     from dovetail.types import GrammarSpec
 
@@ -98,6 +98,11 @@ class GrammarService:
         matcher = ticket.matcher()
         self.totals.backends[ticket.backend] += 1
         return matcher
+
+    def backend(self, name: str) -> GrammarBackend:
+        """The backend of that name, which has made a matcher."""
+        assert self._compiler is not None
+        return next(engine.backend for engine in self._compiler.engines if engine.name == name)
 
     def _known(self, spec: GrammarSpec, first: str, seconds: float) -> Job | None:
         """A job that has an outcome, or is at work. What the first candidate has compiled is what would be chosen."""

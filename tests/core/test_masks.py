@@ -1,0 +1,89 @@
+"""Bitmasks of a batch: those of one backend in one call.
+
+.venv/bin/python -m pytest -q tests/core/test_masks.py
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from dovetail.engine.masks import mask_logits
+from dovetail.interfaces.grammar import GrammarBackend, Matcher
+from dovetail.testing.batches import make_batch
+
+VOCAB = 70
+
+
+class Only(Matcher):
+    """Allows one token; raises if it is negative."""
+
+    def __init__(self, token, wraps=False):
+        self.token, self.wraps = token, wraps
+
+    @property
+    def inner(self):
+        return None if self.wraps else self
+
+    def fill_bitmask(self, bitmask, row):
+        if self.token < 0:
+            raise KeyError("odd")
+        bitmask[row] = 0
+        bitmask[row, self.token // 32] = np.int64(1 << self.token % 32).astype(np.int32)
+
+    def accept(self, token_id):
+        return True
+
+    def rollback(self, num_tokens):
+        pass
+
+    @property
+    def is_terminated(self):
+        return False
+
+
+class Backend(GrammarBackend):
+    def __init__(self):
+        self.calls = []
+
+    def compile(self, spec):
+        raise NotImplementedError
+
+    def fill_bitmasks(self, matchers, bitmask, rows):
+        self.calls.append(len(matchers))
+        super().fill_bitmasks(matchers, bitmask, rows)
+
+
+def masked(reqs):
+    batch = make_batch(4, np.zeros((len(reqs) + 1, 4), np.int32), [3] * (len(reqs) + 1), [1] * (len(reqs) + 1))
+    logits = torch.zeros(len(reqs) + 1, VOCAB)
+    mask_logits(logits, batch, [(row + 1, row + 1, req) for row, req in enumerate(reqs)])
+    assert (logits[0] == 0).all()  # a row without a grammar
+    return [(row > -1e9).nonzero()[:, 0].tolist() for row in logits[1:]]
+
+
+def req(matcher, backend):
+    return SimpleNamespace(rid="r", matcher=matcher, masks=backend, error=None)
+
+
+def test_each_backend_is_called_once():
+    one, two = Backend(), Backend()
+    reqs = [req(Only(3), one), req(Only(40), two), req(Only(69), one), req(Only(33), two), req(Only(8), None)]
+    assert masked(reqs) == [[3], [40], [69], [33], [8]]
+    assert (one.calls, two.calls) == ([2], [2])
+
+
+def test_a_wrapper_that_decides_for_itself_is_asked_itself():
+    backend = Backend()
+    assert masked([req(Only(3, wraps=True), backend), req(Only(4), backend), req(Only(5), backend)]) == [[3], [4], [5]]
+    assert backend.calls == [2]
+
+
+def test_of_a_call_that_fails_only_the_culprit_ends():
+    backend = Backend()
+    reqs = [req(Only(3), backend), req(Only(-1), backend), req(Only(5), backend)]
+    assert masked(reqs) == [[3], list(range(VOCAB)), [5]]
+    assert [r.error is None for r in reqs] == [True, False, True]
+    assert "odd" in reqs[1].error
