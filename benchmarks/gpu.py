@@ -125,6 +125,12 @@ class Bench:
         for ended in run_tasks(self.job("engine", model), tasks, deadline) if tasks else ():
             self.take(ended, model)
             self.keep(model, ended)
+        if "json" in rows:
+            batches = SIZES[model].json_batches[: 1 if args.quick else None]
+            for ended in run_tasks(self.job("json", model), [f"json:{batch}" for batch in batches], deadline):
+                self.take(ended, model)
+                if ended.task != "start":
+                    self.keep(model, ended)
         if "http" in rows:
             self.http(model, deadline)
         if "startup" in rows:

@@ -8,7 +8,7 @@ from typing import Any
 
 Ids = list[list[int]]
 
-ROWS = ("decode", "prefill", "mixed", "indep", "gsp", "chat", "startup", "http")
+ROWS = ("decode", "prefill", "mixed", "indep", "gsp", "chat", "startup", "http", "json")
 ENGINE_ROWS = ROWS[:6]
 """Rows that one engine in a worker process measures, one after another."""
 
@@ -31,6 +31,7 @@ class Sizes:
     gsp: tuple[int, int, int, int, int] = (32, 16, 2048, 128, 256)  # groups, of each, prefix, question, out
     chat: tuple[int, int, int, int, int] = (32, 6, 1024, 64, 96)  # conversations, turns, system, user, out
     http: tuple[int, int, int] = (64, 512, 128)  # streams, in, out
+    json_batches: tuple[int, ...] = (1, 64)
     breakdown_batches: tuple[int, ...] = (1, 64, 256)
     breakdown_steps: int = 20
 
@@ -57,6 +58,7 @@ SIZES = {
         gsp=(2, 3, 48, 8, 4),
         chat=(2, 2, 32, 8, 4),
         http=(4, 40, 8),
+        json_batches=(1, 4),
         breakdown_batches=(1, 4),
         breakdown_steps=4,
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dovetail
+from dovetail import GrammarSpec
 from dovetail.messages import CommandReply, FlushCacheMsg
 
 TEMPERATURE = 0.6
@@ -42,10 +43,12 @@ class Subject:
     def __init__(self, config: dict[str, Any]) -> None:
         self.llm = dovetail.LLM(**config)
 
-    def run(self, prompts: Sequence[Sequence[int]], lens: Sequence[int]) -> Run:
-        """Generate ``lens[i]`` tokens for each prompt, all submitted at once."""
+    def run(self, prompts: Sequence[Sequence[int]], lens: Sequence[int], grammar: GrammarSpec | None = None) -> Run:
+        """Generate ``lens[i]`` tokens for each prompt, all submitted at once; the same ``grammar`` for all, if there is one."""
         params = [
-            dovetail.SamplingParams(temperature=TEMPERATURE, max_new_tokens=n, ignore_eos=True, seed=i)
+            dovetail.SamplingParams(
+                temperature=TEMPERATURE, max_new_tokens=n, ignore_eos=grammar is None, seed=i, grammar=grammar
+            )
             for i, n in enumerate(lens)
         ]
         start = time.perf_counter()

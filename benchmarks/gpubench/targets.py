@@ -35,6 +35,8 @@ TARGETS: dict[tuple[str, str, str], Target] = {
     ("8b", "chat", ""): Target(4386, 5200),
     ("8b", "chat", "hit"): Target(0.944, 0.944),
     ("8b", "startup", ""): Target(56, 15),
+    ("8b", "json", "bs 1"): Target(1.006, 1.0, 1.0),
+    ("8b", "json", "bs 64"): Target(1.003, 1.0, 1.0),
     ("8b", "http", "native / in-process"): Target(1.08, 1.0, 1.0),
     ("8b", "http", "completions / in-process"): Target(1.08, 1.0, 1.0),
     ("0.6b", "decode", "bs 1"): Target(0.98, 0.55, 0.27),

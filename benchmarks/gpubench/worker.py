@@ -112,10 +112,18 @@ def versions() -> dict[str, str]:
     }
 
 
+def structured(job: Job) -> tuple[Handler, dict[str, Any]]:
+    """Decode under a grammar."""
+    from gpubench.structured import structured as handler
+
+    return handler(job)
+
+
 HANDLERS: dict[str, Callable[[Job], tuple[Handler, dict[str, Any]]]] = {
     "engine": engine,
     "check": check,
     "startup": startup,
+    "json": structured,
 }
 
 if __name__ == "__main__":

@@ -18,7 +18,13 @@ STATUS_STYLE = {
     "incompatible": "red",
     "failed": "red",
 }
-VERDICT_STYLE = {"chosen": "bold green", "available": "green", "passed over": "dim", "rejected": "red", "none": "yellow"}
+VERDICT_STYLE = {
+    "chosen": "bold green",
+    "available": "green",
+    "passed over": "dim",
+    "rejected": "red",
+    "none": "yellow",
+}
 
 
 def console() -> Console:
