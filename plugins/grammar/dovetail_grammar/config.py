@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from dovetail.config.plugin import PluginConfig
+
+Strict = Annotated[
+    bool,
+    Field(
+        description="Objects that name their properties, and arrays that name their items, allow no others, even where "
+        "the schema is open. By default a schema means what JSON Schema says it means."
+    ),
+]
+MaxWhitespace = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        description="Most whitespace characters in a row between the parts of a JSON text, so that no output runs on in "
+        "spaces for ever; `null`: any number.",
+    ),
+]
 
 
 class XGrammarConfig(PluginConfig):
@@ -14,17 +30,8 @@ class XGrammarConfig(PluginConfig):
 
     kind: Literal["xgrammar"] = "xgrammar"  # pyright: ignore[reportIncompatibleVariableOverride]
     threads: int = Field(default=4, ge=1, le=256, description="Threads of one compilation.")
-    strict: bool = Field(
-        default=False,
-        description="Objects that name their properties, and arrays that name their items, allow no others, even where "
-        "the schema is open. By default a schema means what JSON Schema says it means.",
-    )
-    max_whitespace: int | None = Field(
-        default=20,
-        ge=1,
-        description="Most whitespace characters in a row between the parts of a JSON text, so that no output runs on in "
-        "spaces for ever; `null`: any number.",
-    )
+    strict: Strict = False
+    max_whitespace: MaxWhitespace = 20
 
 
 class LLGuidanceConfig(PluginConfig):
@@ -32,11 +39,7 @@ class LLGuidanceConfig(PluginConfig):
 
     kind: Literal["llguidance"] = "llguidance"  # pyright: ignore[reportIncompatibleVariableOverride]
     threads: int = Field(default=4, ge=1, le=256, description="Threads that fill the masks of a batch.")
-    max_whitespace: int | None = Field(
-        default=20,
-        ge=1,
-        description="Most whitespace characters in a row between the parts of a JSON text; `null`: any number.",
-    )
+    max_whitespace: MaxWhitespace = 20
     max_items: int = Field(
         default=50_000,
         ge=1000,
@@ -57,11 +60,7 @@ class OutlinesConfig(PluginConfig):
     """JSON schemas, regexes and choices by outlines-core, as one regex. What it cannot honour whole is refused."""
 
     kind: Literal["outlines"] = "outlines"  # pyright: ignore[reportIncompatibleVariableOverride]
-    strict: bool = Field(
-        default=False,
-        description="Objects that name their properties, and arrays that name their items, allow no others, even where "
-        "the schema is open. By default a schema means what JSON Schema says it means.",
-    )
+    strict: Strict = False
     open_depth: int = Field(
         default=1,
         ge=0,
@@ -69,12 +68,7 @@ class OutlinesConfig(PluginConfig):
         description="Levels of arrays and objects in a value that the schema leaves open: a regex cannot leave that open. "
         "Each level doubles the size of the index.",
     )
-    max_whitespace: int | None = Field(
-        default=8,
-        ge=1,
-        description="Most whitespace characters in a row between the parts of a JSON text; `null`: any number. Each is a "
-        "state of the index.",
-    )
+    max_whitespace: MaxWhitespace = 8
     max_size: int = Field(
         default=50_000,
         ge=1,
@@ -95,16 +89,8 @@ class LMFormatEnforcerConfig(PluginConfig):
     """JSON schemas, regexes and choices by lm-format-enforcer, in Python. What it cannot honour whole is refused."""
 
     kind: Literal["lm_format_enforcer"] = "lm_format_enforcer"  # pyright: ignore[reportIncompatibleVariableOverride]
-    strict: bool = Field(
-        default=False,
-        description="Objects that name their properties, and arrays that name their items, allow no others, even where "
-        "the schema is open. By default a schema means what JSON Schema says it means.",
-    )
-    max_whitespace: int | None = Field(
-        default=20,
-        ge=1,
-        description="Most whitespace characters in a row between the parts of a JSON text; `null`: any number.",
-    )
+    strict: Strict = False
+    max_whitespace: MaxWhitespace = 20
     max_size: int = Field(
         default=50_000,
         ge=1,
