@@ -183,7 +183,7 @@ def test_refusals_come_back_whole(make: Make) -> None:
     assert (str(error), error.param, error.code) == ("bad at line 1", "regex", "invalid_grammar")
     error = refusal(service, "lacks x")
     assert (error.keyword, error.code) == ("x", "unsupported_grammar")
-    assert "one does not support 'x' (there is no x); two does not support 'x'" in str(error)
+    assert "one and two do not support 'x' (there is no x). No other" in str(error)
     assert "oops" in str(refusal(service, "bug"))
 
 

@@ -159,7 +159,10 @@ def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Watch) -> 
 
 def refusal(spec: GrammarSpec, refusals: Mapping[str, GrammarError], able: Sequence[str]) -> GrammarError:
     """What to tell a client whose constraint was refused: what each engine lacks, and who could."""
-    reasons = "; ".join(f"{name} does not support {error.keyword!r} ({error})" for name, error in refusals.items())
+    alike: dict[str, list[str]] = {}
+    for name, error in refusals.items():
+        alike.setdefault(f"not support {error.keyword!r} ({error})", []).append(name)
+    reasons = "; ".join(f"{' and '.join(names)} do{'' if names[1:] else 'es'} {lack}" for lack, names in alike.items())
     who = f"the grammar backend {spec.backend!r}" if spec.backend else "any grammar backend that was tried"
     way_out = (
         f"could do it: {', '.join(able)} (grammar_backend names one)"
