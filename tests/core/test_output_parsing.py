@@ -128,3 +128,12 @@ def test_arguments_are_text_and_mapping_to_templates():
 )
 def test_what_tool_choice_asks_for(choice: str | None, named: str | None, parallel: bool, wanted: ToolRequest | None):
     assert tool_request([ADD, GET], choice, named, parallel) == wanted
+
+
+@pytest.mark.parametrize("kind", ["string", "array", ["object", "null"], None, 3])
+def test_parameters_that_are_no_object_are_refused(kind: object):
+    odd = Tool("odd", {"type": kind})
+    for choice in ("auto", "required"):
+        with pytest.raises(RequestError, match=r"function 'odd' have type .*; allowed: 'object'"):
+            tool_request([ADD, odd], choice, None, True)
+    assert tool_request([ADD, odd], "none", None, True) is None

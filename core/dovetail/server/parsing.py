@@ -207,12 +207,23 @@ def tool_request(tools: Sequence[Tool], choice: str | None, named: str | None, p
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         raise RequestError(f"tools has the function {doubled!r} twice", param="tools")
+    for tool in tools:
+        _check_parameters(tool)
     if named is not None and named not in names:
         raise RequestError(
             f"tool_choice names {named!r}, which is none of the tools: {', '.join(names)}", param="tool_choice"
         )
     wanted = tuple(tool for tool in tools if named in (None, tool.name))
     return ToolRequest(wanted, named is not None or choice == "required", parallel and named is None)
+
+
+def _check_parameters(tool: Tool) -> None:
+    """Arguments have names, so that they are an object: parsers would take no other call for one."""
+    given = tool.parameters.get("type", "object")
+    if given != "object":
+        raise RequestError(
+            f"the parameters of function {tool.name!r} have type {given!r:.80}; allowed: 'object'", param="tools"
+        )
 
 
 def load_parsers(info: Mapping[str, Any], config: Config, tokenizer: Tokenizer, registry: Registry) -> OutputParsers:

@@ -21,7 +21,7 @@ def call_schema(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str
     """The schema of one call of any of ``tools``, an object with ``name`` and ``arguments``. References inside of the
     parameters are moved along with them."""
     calls = [_call(tool, index, arguments) for index, tool in enumerate(tools)]
-    schemas = {str(index): _moved(tool.parameters, f"#/$defs/{index}") for index, tool in enumerate(tools)}
+    schemas = {str(index): _moved(object_schema(tool), f"#/$defs/{index}") for index, tool in enumerate(tools)}
     return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": schemas}
 
 
