@@ -120,6 +120,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     retractions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    jumped_tokens: int = 0
     grammar_compiles: int = 0
     grammar_hits: int = 0
     grammar_misses: int = 0

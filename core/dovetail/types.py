@@ -276,6 +276,7 @@ class Req:
     finish: FinishReason | None = None  # set by the scheduler
     in_flight: int = 0  # steps launched and not yet committed
     num_retractions: int = 0
+    wasted: int = 0  # of the steps in flight, those whose token is not taken, as the request has jumped on
     ticket: Any = None  # set by Scheduler.add: the grammar being compiled, until there is a matcher
     detokenizer: Any = None  # set by Scheduler.add where there are stop strings
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # set by the scheduler, one per prompt token

@@ -58,6 +58,10 @@ class GrammarSettings(Section):
         default=1024, ge=16, description="Memory that a constraint may take to compile in a process of its own."
     )
     cache_mib: int = Field(default=256, ge=0, description="Memory for compiled constraints that are kept.")
+    jump_forward: bool = Field(
+        default=False,
+        description="Text that the constraint forces is written at once, in the tokenizer's own tokens, by backends that declare grammar.jump_forward; not for requests with log-probabilities or biases, and not with a drafter.",
+    )
 
 
 class GrammarSelection(GrammarSettings, Selection):

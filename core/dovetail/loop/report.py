@@ -31,6 +31,7 @@ def stats_of(scheduler: Scheduler, seconds: Mapping[str, float], steps: int, cal
         retractions=totals.retractions,
         drafted_tokens=totals.drafted_tokens,
         accepted_tokens=totals.accepted_tokens,
+        jumped_tokens=totals.jumped_tokens,
         grammar_compiles=grammars.totals.compiles,
         grammar_hits=grammars.totals.hits,
         grammar_misses=grammars.totals.misses,

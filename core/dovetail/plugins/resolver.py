@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from dovetail.config import AttentionSelection, Config, PluginConfig, Selection
 from dovetail.errors import ConfigError, ResolutionError
+from dovetail.interfaces.features import Feature
 from dovetail.plugins import fit
 from dovetail.plugins.candidates import Slot, Tuning, call_hook, open_slot
 from dovetail.plugins.machine import Machine
@@ -52,6 +53,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     slots = _open_slots(config, registry, machine, model, best)
     combo = _search(slots, config, machine, model)
     _judge_the_others(slots, combo, _lags(config, machine), model)
+    _check_jump_forward(config, slots, combo)
     resolved = _resolved(config, registry, machine, model, slots, combo, record, parsers)
     for resolution in resolved.resolutions:
         logger.info("%s: %s, %s%s", *_told(resolution))
@@ -129,6 +131,24 @@ def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
         raise ConfigError(
             f"memory.kv_dtype is fp8_e4m3, which needs compute capability {'.'.join(map(str, FP8_E4M3))}; "
             f"{machine.device_name} has {'.'.join(map(str, have))}. Set memory.kv_dtype to fp8_e5m2 or auto"
+        )
+
+
+def _check_jump_forward(config: Config, slots: Slots, combo: fit.Combination) -> None:
+    """Somebody must name the forced text, and drafts must not stand where it goes."""
+    if not config.grammar.jump_forward:
+        return
+    if combo[fit.DRAFTER] is not None:
+        raise ConfigError(
+            f"grammar.jump_forward is true with speculative {fit.show(combo[fit.DRAFTER])!r}; allowed: one of the two. "
+            "Set grammar.jump_forward: false or speculative: none"
+        )
+    usable = [c for c in [combo[fit.GRAMMAR], *_beside(slots, combo)] if isinstance(c, Candidate) and c.asked]
+    if not any(Feature.GRAMMAR_JUMP_FORWARD in c.spec.offers for c in usable):
+        names = ", ".join(c.spec.name for c in usable) or "none"
+        raise ConfigError(
+            f"grammar.jump_forward is true and no grammar backend in use offers {Feature.GRAMMAR_JUMP_FORWARD} (in use: "
+            f"{names}); select one that does (xgrammar or llguidance, say), or set grammar.jump_forward: false"
         )
 
 

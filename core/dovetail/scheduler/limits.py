@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The scheduler's bounds, from config and model. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
-    ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``."""
+    ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
+    ``jump_forward`` appends text that a grammar forces; not together with drafts."""
 
     max_running: int
     max_waiting: int
@@ -19,6 +20,7 @@ class Limits:
     wait_for_prefix: bool = True
     draft_width: int = 0
     shared_prefixes: bool = False
+    jump_forward: bool = False
 
 
 @dataclass(slots=True)
@@ -31,3 +33,4 @@ class Totals:
     retractions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    jumped_tokens: int = 0

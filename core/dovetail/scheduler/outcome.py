@@ -7,10 +7,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from dovetail.messages import TokenOutput
-from dovetail.scheduler.stopping import finish_reason
+from dovetail.scheduler.stopping import end_of, finish_reason
 from dovetail.types import FinishKind, FinishReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dovetail.scheduler.jump import Jumper
     from dovetail.scheduler.limits import Totals
     from dovetail.types import Batch, DraftTree, HostOutput, Req, TokenLogprob
 
@@ -38,9 +41,14 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
 
 
 def take_tokens(
-    req: Req, tokens: list[int], logprobs: list[TokenLogprob] | None, eos_token_ids: frozenset[int]
+    req: Req,
+    tokens: list[int],
+    logprobs: list[TokenLogprob] | None,
+    eos_token_ids: frozenset[int],
+    jump: Callable[[Req], list[int]] | None = None,
 ) -> TokenOutput:
-    """Append ``tokens`` to the request, up to the one that ends it, and set ``req.finish`` then. The answer for its client."""
+    """Append ``tokens`` to the request, up to the one that ends it, and set ``req.finish`` then. Else ``jump`` may append
+    more, and returns them. The answer for its client."""
     before = known = req.known_len
     for token in tokens:
         req.token_ids[known] = token
@@ -48,11 +56,12 @@ def take_tokens(
         try:
             req.finish = finish_reason(req, token, eos_token_ids)
         except Exception as error:  # of its matcher or detokenizer: it ends this request alone
-            log.exception("request %s could not take token %d", req.rid, token)
-            text = f"token {token}: {type(error).__name__}: {error}"
-            req.finish = FinishReason(FinishKind.ERROR, message=text)
+            req.finish = _failure(req, f"token {token}", error)
         if req.finish is not None:
             break
+    if jump is not None and req.finish is None:
+        tokens = tokens + jump(req)
+        known = req.known_len
     count = known - before
     return TokenOutput(
         req.rid,
@@ -67,6 +76,37 @@ def take_tokens(
         req.accepted,
         req.grammar_backend,
     )
+
+
+def take_forced(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    """Append tokens that nobody sampled, up to the one that ends the request or that its grammar refuses. Those appended."""
+    before = req.known_len
+    for token in tokens:
+        try:
+            if not req.matcher.accept(token):
+                break
+            req.token_ids[req.known_len] = token
+            req.known_len += 1
+            req.finish = end_of(req, token, eos_token_ids)
+        except Exception as error:
+            req.finish = _failure(req, f"token {token}", error)
+        if req.finish is not None:
+            break
+    return tokens[: req.known_len - before]
+
+
+def _failure(req: Req, what: str, error: Exception) -> FinishReason:
+    log.error("request %s could not take %s", req.rid, what, exc_info=error)
+    return FinishReason(FinishKind.ERROR, message=f"{what}: {type(error).__name__}: {error}")
+
+
+def forced_tokens(req: Req, jumper: Jumper) -> list[int]:
+    """What ``jumper`` says must follow; a matcher that raises ends its request."""
+    try:
+        return jumper.forced(req)
+    except Exception as error:
+        req.finish = _failure(req, "jump-forward", error)
+        return []
 
 
 def add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> None:

@@ -23,8 +23,16 @@ from dovetail.scheduler.compiling import Compiling
 from dovetail.scheduler.drafts import checked
 from dovetail.scheduler.gated import FreeTokens
 from dovetail.scheduler.intake import make_req
+from dovetail.scheduler.jump import Jumper
 from dovetail.scheduler.limits import Limits, Totals
-from dovetail.scheduler.outcome import add_prompt_logprobs, sampled, settle_drafts, take_tokens
+from dovetail.scheduler.outcome import (
+    add_prompt_logprobs,
+    forced_tokens,
+    sampled,
+    settle_drafts,
+    take_forced,
+    take_tokens,
+)
 from dovetail.scheduler.rows import DecodeRows, decode_batch, mixed_batch
 from dovetail.scheduler.sharing import Sharing
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
@@ -60,6 +68,7 @@ class Scheduler:
         self.decoding: list[Req] = []
         self._rows: DecodeRows | None = None  # None: someone has joined or left, or reads other pages of the cache
         self._sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
+        self._jumper = Jumper(tokenizer) if limits.jump_forward and tokenizer is not None else None
         self._admission = Admission(limits, ledger, policy, self.totals)
         self._compiling = Compiling(FreeTokens(limits.vocab_size, eos_token_ids))
         self._departed: list[Req] = []
@@ -223,10 +232,11 @@ class Scheduler:
         if batch.drafts is not None:
             settle_drafts(batch, batch.drafts, output, self.totals)
         logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
+        jump = self._jump if self._jumper is not None else None
         answers = [
-            take_tokens(req, tokens, entries, self.eos_token_ids)
+            take_tokens(req, tokens, entries, self.eos_token_ids, jump)
             for req, tokens, entries in zip(sampled(batch), output.token_ids, logprobs, strict=True)
-            if req.finish is None
+            if req.finish is None and not self._is_wasted(req)
         ]
         self.totals.generated_tokens += sum(len(answer.token_ids) for answer in answers)
         self._leave([self._by_rid[answer.rid] for answer in answers if answer.finish is not None])
@@ -234,6 +244,33 @@ class Scheduler:
             if req.finish is None and req.slot >= 0:
                 self._share(req)
         return list[Answer](answers)
+
+    def _is_wasted(self, req: Req) -> bool:
+        """True for a token sampled where the request has jumped on meanwhile."""
+        if not req.wasted:
+            return False
+        req.wasted -= 1
+        return True
+
+    def _jump(self, req: Req) -> list[int]:
+        """Append what the grammar forces, if there is memory for it; returns the tokens. They enter like a chunk of a prompt.
+        A step launched meanwhile samples a token in vain, so that a jump over one token would gain nothing then."""
+        assert self._jumper is not None
+        tokens = forced_tokens(req, self._jumper)
+        if len(tokens) <= min(req.in_flight, 1):
+            return []
+        if req.slot >= 0:
+            self._rows = None
+            if not self.ledger.reserve(req, req.known_len + len(tokens)):
+                return []
+        tokens = take_forced(req, tokens, self.eos_token_ids)
+        self.totals.jumped_tokens += len(tokens)
+        if tokens and req.finish is None:
+            req.device_len, req.wasted = req.known_len, req.in_flight
+            if req.slot >= 0:
+                self.decoding.remove(req)
+                self.prefilling.append(req)
+        return tokens
 
     def _share(self, req: Req) -> None:
         """A part of its prompt is in the pool: others may read it."""

@@ -19,12 +19,16 @@ def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> Fin
     """
     if req.error is not None:
         return FinishReason(FinishKind.ERROR, message=req.error)
+    if req.matcher is not None and not req.matcher.accept(token_id):
+        return FinishReason(FinishKind.ERROR, message=f"token {token_id} violates the request's grammar")
+    return end_of(req, token_id, eos_token_ids)
+
+
+def end_of(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    """``finish_reason`` of a token that the matcher has accepted."""
     params = req.params
-    if req.matcher is not None:
-        if not req.matcher.accept(token_id):
-            return FinishReason(FinishKind.ERROR, message=f"token {token_id} violates the request's grammar")
-        if req.matcher.is_terminated:
-            return FinishReason(FinishKind.STOP, token_id if token_id in eos_token_ids else None)
+    if req.matcher is not None and req.matcher.is_terminated:
+        return FinishReason(FinishKind.STOP, token_id if token_id in eos_token_ids else None)
     if req.known_len - req.prompt_len >= params.min_new_tokens and (
         token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
     ):

@@ -31,6 +31,10 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "retractions": ("retractions", "Requests sent back to the queue for want of memory."),
     "drafted_tokens": ("drafted_tokens", "Draft tokens verified."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
+    "jumped_tokens": (
+        "jumped_tokens",
+        "Output tokens that a grammar forced, written without forward passes of their own.",
+    ),
     "grammar_compiles": ("grammar_compiles", "Compilations of constraints started."),
     "grammar_hits": ("grammar_hits", "Requests whose constraint was compiled before, or is being compiled."),
     "grammar_misses": ("grammar_misses", "Requests whose constraint was new."),

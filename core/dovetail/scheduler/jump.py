@@ -1,0 +1,71 @@
+"""Jump-forward decoding: text that a grammar forces is written without a forward pass for each of its tokens.
+
+    output   ... {"na|me|":|          known tokens, the last of them sampled just now
+    forced              "Bel          what the grammar says must follow
+    jump                |_"|          how the tokenizer writes it, as far as nothing that may follow can change that
+
+The tokens of a jump enter the next forward pass together, as a chunk of a prompt would; the next token is sampled after them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dovetail.tokenizer import Tokenizer
+    from dovetail.types import Req
+
+TAIL = 4
+"""Most tokens before the forced text that it is tokenised together with."""
+
+PROBES = ("a", "s", "A", "1", " ", " a", '"', '",', ".", ",", ":", "}", "]", "[", "{", "/", "-", "_", "\n", "é", "字")
+"""What may follow a forced text: tokens that are others before one of these are left to the model."""
+
+
+class Jumper:
+    """Writes forced text in tokens. Spans are remembered: requests under one schema come to the same ones."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._remembered = lru_cache(4096)(self._tokens)
+
+    def forced(self, req: Req) -> list[int]:
+        """The tokens that must follow those of ``req``, no more than it has room for; empty if there is a choice, if the text
+        has no stable tokens, or if the request asks for log-probabilities or biases tokens."""
+        if req.matcher is None or req.params.logprobs is not None or req.params.logit_bias:
+            return []
+        text = req.matcher.jump_forward()
+        if not text:
+            return []
+        tail = tuple(req.output_ids[-TAIL:].tolist())
+        return self._remembered(tail, text)[: len(req.token_ids) - req.known_len]
+
+    def _tokens(self, tail: tuple[int, ...], text: str) -> list[int]:
+        return next((found for k in range(len(tail)) if (found := self._after(tail[k:], text)) is not None), [])
+
+    def _after(self, tail: Sequence[int], text: str) -> list[int] | None:
+        """The tokens of ``text`` after ``tail``; None if the tokenizer would write that tail otherwise."""
+        before = self._bytes(tail)
+        if before is None:
+            return None
+        try:
+            whole = before.decode() + text
+        except UnicodeDecodeError:
+            return None
+        ids = self._tokenizer.encode(whole, add_special_tokens=False)
+        if ids[: len(tail)] != list(tail) or self._bytes(ids) != whole.encode():
+            return None
+        stable = len(ids) - 1  # the last one may merge with whatever comes
+        for probe in PROBES:
+            other = self._tokenizer.encode(whole + probe, add_special_tokens=False)
+            stable = next((i for i in range(stable) if ids[i : i + 1] != other[i : i + 1]), stable)
+        return ids[len(tail) : stable]
+
+    def _bytes(self, ids: Sequence[int]) -> bytes | None:
+        """The text of ``ids``; None if one of them is no text."""
+        vocabulary = self._tokenizer.token_bytes
+        parts = [vocabulary[token] if token < len(vocabulary) else None for token in ids]
+        return b"".join(part for part in parts if part is not None) if None not in parts else None
