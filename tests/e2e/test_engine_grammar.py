@@ -64,12 +64,15 @@ def jsonschema_ok(value):
 
 
 def tiny(**sections):
-    return LLM("tiny", device="cpu", **sections)
+    """Compiles on threads, unless told otherwise: a process costs seconds of imports, and nothing here is hostile."""
+    return LLM("tiny", device="cpu", threads=1, **({"grammar": {"isolation": "thread"}} | sections))
 
 
 @pytest.fixture(scope="module")
 def llm():
-    return tiny()
+    engine = tiny(grammar="auto")
+    yield engine
+    engine.close()
 
 
 def is_prefix(llm, kind, token_ids):
