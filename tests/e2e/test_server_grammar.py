@@ -95,6 +95,7 @@ def test_a_lark_grammar_and_a_structural_tag(server: httpx.Client) -> None:
         ({"grammar_backend": "xgrammar"}, ["there is no constraint", "structural_tag"]),
         ({"choice": []}, ["no text to choose"]),
         ({"choice": [""]}, ["no text to choose"]),
+        ({"choice": ["a", ""]}, ["or an empty one"]),
         ({"choice": ["a"], "lark": "start: A"}, ["only one constraint"]),
         ({"structural_tag": {"structures": [], "triggers": ["<"]}}, ["structural_tag is", "triggers"]),
         (

@@ -98,9 +98,11 @@ def _constraint(name: str, value: Any) -> GrammarSpec:
 
 
 def choice_of(texts: Sequence[str], param: str) -> GrammarSpec:
-    """One of ``texts``, each once. Raises ``GrammarError`` where there is none."""
-    if not any(texts):
-        raise GrammarError(f"{param} has no text to choose; give at least one that is not empty", param=param)
+    """One of ``texts``, each once. Raises ``GrammarError`` where there is none, or an empty one."""
+    if not (texts and all(texts)):
+        raise GrammarError(
+            f"{param} has no text to choose, or an empty one; give texts that are not empty", param=param
+        )
     return GrammarSpec(GrammarKind.CHOICE, msgspec.json.encode(list(dict.fromkeys(texts))).decode())
 
 
