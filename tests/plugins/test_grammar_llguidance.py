@@ -179,3 +179,11 @@ def test_two_tokens_of_one_text_are_both_allowed() -> None:
     assert matcher.accept(3)
     assert matcher.accept(4)
     assert matcher.is_terminated
+
+
+def test_too_many_members_at_one_place_are_refused_before_a_request_runs() -> None:
+    """llguidance has a bound on the members that may come next, which shows when the first token is taken."""
+    schema = {"properties": {f"member {i}": {"type": "integer"} for i in range(900)}, "additionalProperties": False}
+    with pytest.raises(GrammarError, match="too much open") as caught:
+        backend().compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", **schema})))
+    assert caught.value.keyword == "size"

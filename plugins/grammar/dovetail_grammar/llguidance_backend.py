@@ -88,12 +88,16 @@ class LLGuidanceMatcher(Matcher):
             raise GrammarError(f"the grammar is too complex for llguidance at this point of the text: {reason}")
 
     def accept(self, token_id: int) -> bool:
-        """See ``Matcher``."""
+        """See ``Matcher``. Raises ``GrammarError`` where what follows is too complex."""
         if self._ended or not 0 <= token_id < self._vocabulary.width:
             return False
         if token_id in self._vocabulary.eos:
             self._ended = self._handle.is_accepting() and not self._handle.is_error()
-        elif not self._vocabulary.usable[token_id] or self._handle.try_consume_tokens([token_id]) != 1:
+        elif not self._vocabulary.usable[token_id]:
+            return False
+        elif self._handle.try_consume_tokens([token_id]) != 1:
+            if self._handle.is_error():
+                self.require_health()
             return False
         if token_id not in self._vocabulary.eos or self._ended:
             self._path.append(token_id)
@@ -191,7 +195,7 @@ class LLGuidanceBackend(GrammarBackend):
         if warnings := template.get_grammar_warnings():
             raise refusal(spec.kind, warnings[0])
         compiled = LLGuidanceCompiled(template, self._vocabulary, 65536 + 64 * len(text))
-        self._refuse_empty(compiled, spec)
+        self._refuse_unusable(compiled, spec)
         return compiled
 
     def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:
@@ -210,7 +214,7 @@ class LLGuidanceBackend(GrammarBackend):
             assert isinstance(matcher, LLGuidanceMatcher)
             matcher.require_health()
 
-    def _refuse_empty(self, compiled: LLGuidanceCompiled, spec: GrammarSpec) -> None:
+    def _refuse_unusable(self, compiled: LLGuidanceCompiled, spec: GrammarSpec) -> None:
         row = np.zeros((1, len(self._vocabulary.eos_row)), np.int32)
         try:
             compiled.matcher().fill_bitmask(row, 0)
@@ -219,6 +223,17 @@ class LLGuidanceBackend(GrammarBackend):
         if not (row[0] & ~self._vocabulary.eos_row).any():
             what = "only the empty text" if row.any() else "no text that this vocabulary can spell"
             raise GrammarError(f"{what} satisfies this {spec.kind}", param=spec.kind)
+        first = int(np.flatnonzero(np.unpackbits(row[0].view(np.uint8), bitorder="little"))[0])
+        try:
+            matcher = compiled.matcher()
+            if matcher.accept(
+                first
+            ):  # what a text may begin with is often one token, and what follows the first choice
+                matcher.fill_bitmask(row, 0)
+        except GrammarError as error:
+            raise GrammarError(
+                f"this {spec.kind} leaves too much open at one place: {error}", param=spec.kind, keyword="size"
+            ) from error
 
 
 def _text(data: bytes | None) -> bytes:
