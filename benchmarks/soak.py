@@ -229,7 +229,7 @@ def main() -> None:
             "chunk_size": 512,
             "overlap": {"true": True, "false": False}.get(args.overlap, "auto"),
         },
-        graphs={"max_rows": 64, "piecewise_tokens": 256},
+        graphs={"max_rows": 64, "piecewise_tokens": 256 if args.device.startswith("cuda") else None},
     )
     soak = Soak(llm, random.Random(args.seed), args.longest)
     rounds = run(llm, args.seconds, soak)

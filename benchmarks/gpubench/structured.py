@@ -44,8 +44,7 @@ def structured(job: Job) -> tuple[Callable[[str], Any], dict[str, Any]]:
     """A worker's handler of the tasks ``json:BATCH``: TPOT with the schema over TPOT without, both in milliseconds too."""
     config = json.loads(json.dumps(job.config))
     config["model"]["path"] = str(model_with_tokenizer(job))
-    engine = config.pop("grammar", "auto")
-    subject = Subject({**config, "grammar": engine})
+    subject = Subject(config)
     grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
     rest = subject.rest()
 

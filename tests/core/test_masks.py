@@ -13,6 +13,7 @@ import torch
 from dovetail.engine.masks import mask_logits
 from dovetail.interfaces.grammar import GrammarBackend, Matcher
 from dovetail.testing.batches import make_batch
+from dovetail.types import DraftTree
 
 VOCAB = 70
 
@@ -87,3 +88,13 @@ def test_of_a_call_that_fails_only_the_culprit_ends():
     assert masked(reqs) == [[3], list(range(VOCAB)), [5]]
     assert [r.error is None for r in reqs] == [True, False, True]
     assert "odd" in reqs[1].error
+
+
+def test_rows_of_drafts_of_a_matcher_that_fails_allow_everything():
+    drafts = DraftTree(np.array([[7, 8]], np.int32), np.array([[-1, 0]], np.int32), np.array([2], np.int32))
+    batch = make_batch(4, np.zeros((1, 4), np.int32), [3], [3], drafts=drafts)
+    logits = torch.zeros(3, VOCAB)
+    failing = req(Only(-1), Backend())
+    mask_logits(logits, batch, [(0, 0, failing)])
+    assert (logits == 0).all()
+    assert "odd" in failing.error

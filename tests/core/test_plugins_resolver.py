@@ -671,3 +671,10 @@ def test_machines():
 def test_a_cuda_device_that_does_not_exist():
     with pytest.raises(ConfigError, match=r"device is 'cuda:99', but torch .* sees only cpu"):
         Machine.detect("cuda:99")
+
+
+@pytest.mark.parametrize("setting", ["graphs.decode=true", "graphs.piecewise_tokens=64"])
+def test_graphs_are_refused_on_a_device_that_has_none(fakes, setting):
+    with pytest.raises(ConfigError, match=setting.split("=")[0]):
+        run(fakes, sets=[setting])
+    run(fakes, sets=["graphs.decode=auto", "graphs.piecewise_tokens=0"])

@@ -502,3 +502,10 @@ def test_more_to_save_never_turns_sharing_off(install):
         answers.append(backend.shares(batch))
     assert answers == sorted(answers)
     assert set(answers) == {False, True}
+
+
+def test_a_library_of_one_provider_is_refused_beside_another(tmp_path):
+    for provider in ("auto", "vllm"):
+        assert FlashAttnConfig(provider=provider, library=tmp_path / "mine.so").library is not None
+    with pytest.raises(ValueError, match="allowed with it: auto, vllm"):
+        FlashAttnConfig(provider="sgl_kernel", library=tmp_path / "mine.so")

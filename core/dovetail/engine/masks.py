@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -27,8 +28,8 @@ def mask_logits(logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[
     raises sets its request's ``error``; the other rows are masked as usual."""
     nodes = [(start, req, *draft_rows(batch.drafts, row)) for start, row, req in constrained]
     spans = [1 + len(drafts) for _, _, drafts, _ in nodes]
-    bitmask = np.zeros((sum(spans), bitmask_width(logits.shape[1])), np.int32)
-    firsts = [sum(spans[:i]) for i in range(len(spans))] if batch.drafts is not None else list(range(len(spans)))
+    bitmask = np.full((sum(spans), bitmask_width(logits.shape[1])), -1, np.int32)
+    firsts = list(itertools.accumulate(spans, initial=0))[:-1]
     _fill_roots([(req, first) for (_, req, _, _), first in zip(nodes, firsts, strict=True)], bitmask)
     for (_, req, drafts, parents), first, span in zip(nodes, firsts, spans, strict=True):
         if drafts and req.error is None:
@@ -77,9 +78,8 @@ def _guarded(req: Req, part: IntArray, fill: Callable[[], None]) -> None:
 def _fill_drafts(matcher: Matcher, bitmask: IntArray, drafts: list[int], parents: list[int]) -> None:
     """Masks of every draft, by a walk down the tree from the root in row 0; the matcher ends where it began.
 
-    A node that the grammar forbids is never accepted, so its mask, and those below it, allow everything.
+    A node that the grammar forbids is never accepted, so its mask, and those below it, allow everything, as they did before.
     """
-    bitmask[1:] = -1
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)

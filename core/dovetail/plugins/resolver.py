@@ -153,9 +153,14 @@ def _check_jump_forward(config: Config, slots: Slots, combo: fit.Combination) ->
 
 
 def _graphs(config: Config, machine: Machine) -> list[bool]:
-    """The values that ``graphs.decode`` may take, best first."""
+    """The values that ``graphs.decode`` may take, best first. Raises ``ConfigError`` for graphs that the device has none of."""
     if config.graphs.decode is True and machine.device_type != "cuda":
         raise ConfigError(f"graphs.decode is true and device is {machine.device}; allowed there: auto, false")
+    if config.graphs.piecewise_tokens and machine.device_type != "cuda":
+        raise ConfigError(
+            f"graphs.piecewise_tokens is {config.graphs.piecewise_tokens} and device is {machine.device}, which captures "
+            "nothing; allowed there: 0, null"
+        )
     if config.graphs.decode != "auto":
         return [config.graphs.decode]
     return [True, False] if machine.device_type == "cuda" else [False]

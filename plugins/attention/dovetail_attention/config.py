@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dovetail.config.plugin import PluginConfig
 
@@ -33,6 +33,14 @@ class FlashAttnConfig(PluginConfig):
         default=None,
         description="File of vLLM's FlashAttention-3 library, where vLLM itself is not installed; `auto` then means `vllm`.",
     )
+
+    @model_validator(mode="after")
+    def _check_library(self) -> Self:
+        if self.library is not None and self.provider not in ("auto", "vllm"):
+            raise ValueError(
+                f"library is a file of vLLM's, and provider is {self.provider}; allowed with it: auto, vllm"
+            )
+        return self
 
 
 class FlashInferConfig(PluginConfig):
