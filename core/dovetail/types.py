@@ -72,7 +72,8 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class GrammarGate:
-    """What an output has before its constraint begins, in token ids; ``interfaces.parsers.Gate`` says it in texts."""
+    """What an output has before its constraint begins, in token ids; ``interfaces.parsers.Gate`` says it in texts. ``marks``
+    are special tokens, each with the ordinary one that stands for it in the grammar."""
 
     lead: tuple[int, ...] = ()
     optional: bool = False
@@ -80,6 +81,7 @@ class GrammarGate:
     may_end: bool = False
     prefix: tuple[int, ...] = ()
     prefix_in_grammar: bool = False
+    marks: tuple[tuple[int, int], ...] = ()
 
 
 MAX_TOKEN_SETTINGS = 4096

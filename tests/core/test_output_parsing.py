@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from dovetail.chat.parsing import OutputParsers
+from dovetail.chat.reading import ChatDelta
+from dovetail.chat.requests import Arguments, tool_request
 from dovetail.config.checkpoint import EMBEDDED
 from dovetail.errors import GrammarError, RequestError
 from dovetail.interfaces.parsers import CallDelta, ParserContext, ReasoningParser, Tool, ToolParser, ToolRequest
-from dovetail.server.chat import Arguments
-from dovetail.server.parsing import ChatDelta, OutputParsers, tool_request
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
 from dovetail.tokenizer.chat_template import ChatTemplate
 from dovetail.types import GrammarGate, GrammarKind, GrammarSpec, SamplingParams
@@ -47,7 +48,6 @@ def test_a_constraint_on_the_answer_waits_for_the_reasoning():
 def test_reasoning_that_is_not_told_apart_is_waited_for_all_the_same():
     plan = parsers().plan(WORD, OPENED, None, separate_reasoning=False)
     assert plan.params.grammar_gate == GrammarGate(until=THINK_END)
-    assert plan.plain
     assert plan.reader().feed("x</think>y") == ChatDelta(content="x</think>y")
 
 

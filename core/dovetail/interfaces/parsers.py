@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ParserContext:
     """What a parser may know of its model: the source of its chat template (empty where it has none), and the texts of its
-    special tokens. Grammars cannot write special tokens; a ``Gate`` can."""
+    special tokens. Grammars cannot write special tokens; a ``Gate`` can, and lets characters stand for them."""
 
     chat_template: str = ""
     special_tokens: frozenset[str] = frozenset()
@@ -54,6 +54,9 @@ class Gate:
     The output begins with ``lead``, which is forced; where it is ``optional``, an output that begins otherwise has no free
     part. With ``until``, one token's text, a free part follows that ends with it; the output may end before that only if
     ``may_end``. Then ``prefix`` is forced, and then the grammar begins (with the prefix, if ``prefix_in_grammar``).
+
+    ``marks`` are special tokens that the grammar writes: pairs of one's text and the character that stands for it in the
+    grammar, from U+000E to U+001F: no JSON text has those, and no output does where one stands for a mark.
     """
 
     lead: str = ""
@@ -62,6 +65,7 @@ class Gate:
     may_end: bool = False
     prefix: str = ""
     prefix_in_grammar: bool = False
+    marks: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

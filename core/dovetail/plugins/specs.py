@@ -30,6 +30,7 @@ API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
     ComponentKind.CACHE: (1, 1),  # shared_prefixes
     ComponentKind.GRAMMAR: (1, 2),  # check, GrammarSpec.backend, more kinds; dump and load
     ComponentKind.MODEL: (1, 1),  # batch.last
+    ComponentKind.TOOL_PARSER: (1, 1),  # Gate.marks
 }
 """The version (major, minor) of each kind's interface. A plugin built for another major version is incompatible; one
 built for a newer minor version may call what is not there, and is incompatible too."""

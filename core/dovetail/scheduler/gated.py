@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dovetail.types import GrammarGate, IntArray
+
+
+_STAND_IN = re.compile(r"[\x0e-\x1f]")
 
 
 class _Phase(enum.Enum):
@@ -45,6 +49,7 @@ class GatedMatcher(Matcher):
         self._inner = inner
         self._gate = gate
         self._free = free
+        self._stand_ins = dict(gate.marks)
         self._place: tuple[_Phase, int] = self._after_lead()
         if gate.lead:
             self._place = (_Phase.CHOICE if gate.optional else _Phase.LEAD, 0)
@@ -52,14 +57,14 @@ class GatedMatcher(Matcher):
 
     @property
     def inner(self) -> Matcher | None:
-        """The matcher that alone decides about the next token, where the constraint has begun."""
-        return self._inner if self._place[0] is _Phase.GRAMMAR else None
+        """The matcher that alone decides about the next token, where the constraint has begun and has no marks."""
+        return self._inner if self._place[0] is _Phase.GRAMMAR and not self._stand_ins else None
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         """See ``Matcher``."""
         phase, at = self._place
         if phase is _Phase.GRAMMAR:
-            self._inner.fill_bitmask(bitmask, row)
+            self._fill_inner(bitmask, row)
         elif phase is _Phase.FREE:
             bitmask[row] = self._free.all if self._gate.may_end else self._free.not_last
         elif phase is _Phase.CHOICE:
@@ -74,10 +79,20 @@ class GatedMatcher(Matcher):
     def _fill_begin(self, bitmask: IntArray, row: int) -> None:
         """The first token of prefix or grammar."""
         if not self._gate.prefix:
-            self._inner.fill_bitmask(bitmask, row)
+            self._fill_inner(bitmask, row)
             return
         bitmask[row] = 0
         _allow(bitmask, row, self._gate.prefix[0])
+
+    def _fill_inner(self, bitmask: IntArray, row: int) -> None:
+        """What the grammar allows, marks in the place of their stand-ins."""
+        self._inner.fill_bitmask(bitmask, row)
+        for mark, stand_in in self._gate.marks:
+            if _forbid(bitmask, row, stand_in):
+                _allow(bitmask, row, mark)
+
+    def _accept_inner(self, token: int) -> bool:
+        return self._inner.accept(self._stand_ins.get(token, token))
 
     def accept(self, token_id: int) -> bool:
         """See ``Matcher``."""
@@ -106,12 +121,12 @@ class GatedMatcher(Matcher):
                 return ((_Phase.ENDED, 0), False) if gate.may_end else None
             return (self._begin() if token == gate.until else (_Phase.FREE, 0)), False
         if phase is _Phase.PREFIX:
-            if token != gate.prefix[at] or (gate.prefix_in_grammar and not self._inner.accept(token)):
+            if token != gate.prefix[at] or (gate.prefix_in_grammar and not self._accept_inner(token)):
                 return None
             follows = (_Phase.PREFIX, at + 1) if at + 1 < len(gate.prefix) else (_Phase.GRAMMAR, 0)
             return follows, gate.prefix_in_grammar
         if phase is _Phase.GRAMMAR:
-            return ((_Phase.GRAMMAR, 0), True) if self._inner.accept(token) else None
+            return ((_Phase.GRAMMAR, 0), True) if self._accept_inner(token) else None
         return None
 
     def _after_lead(self) -> tuple[_Phase, int]:
@@ -139,7 +154,10 @@ class GatedMatcher(Matcher):
 
     def jump_forward(self) -> str:
         """See ``Matcher``."""
-        return self._inner.jump_forward() if self._place[0] is _Phase.GRAMMAR else ""
+        if self._place[0] is not _Phase.GRAMMAR:
+            return ""
+        forced = self._inner.jump_forward()
+        return _STAND_IN.split(forced, maxsplit=1)[0] if self._stand_ins else forced
 
 
 def _pack(vocab_size: int, tokens: Iterable[int]) -> IntArray:
@@ -150,3 +168,11 @@ def _pack(vocab_size: int, tokens: Iterable[int]) -> IntArray:
 
 def _allow(bitmask: IntArray, row: int, token: int) -> None:
     bitmask.view(np.uint32)[row, token // 32] |= np.uint32(1 << (token % 32))
+
+
+def _forbid(bitmask: IntArray, row: int, token: int) -> bool:
+    """Take ``token`` out; true if it was allowed."""
+    words, bit = bitmask.view(np.uint32), np.uint32(1 << (token % 32))
+    allowed = bool(words[row, token // 32] & bit)
+    words[row, token // 32] &= ~bit
+    return allowed

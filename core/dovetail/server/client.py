@@ -129,7 +129,7 @@ class EngineClient:
         Raises ``EngineDeadError``, or ``RequestError`` if ``group`` is in use."""
         if group in self._groups:
             raise RequestError(f"rid {group!r} is in use by a running request; choose another", param="rid")
-        stream = OutputStream(group, (msg.rid for msg in msgs), self._close)
+        stream = OutputStream(group, (msg.rid for msg in msgs), self._close, self._end)
         self._groups[group] = stream
         self._streams.update((msg.rid, stream) for msg in msgs)
         try:
@@ -242,6 +242,10 @@ class EngineClient:
         future = self._calls.pop(call_id, None)
         if future is not None and not future.done():
             future.set_result(answer)
+
+    def _end(self, rid: str) -> None:
+        with suppress(EngineDeadError):
+            self._send(AbortMsg(rid))
 
     def _close(self, stream: OutputStream) -> None:
         del self._groups[stream.group]

@@ -15,6 +15,7 @@ from types import FrameType
 
 import uvicorn
 
+from dovetail.chat.parsing import load_parsers
 from dovetail.config import Config
 from dovetail.errors import ConfigError, EngineDeadError
 from dovetail.plugins.candidates import call_hook
@@ -24,7 +25,6 @@ from dovetail.server.app import build_app
 from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import Endpoints, run_engine
 from dovetail.server.metrics import Metrics
-from dovetail.server.parsing import load_parsers
 from dovetail.server.service import Service, info_labels, package_version
 from dovetail.tokenizer import load_tokenizer
 

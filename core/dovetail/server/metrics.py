@@ -103,7 +103,7 @@ class RequestMetrics:
             if output.token_ids:
                 self._tokens(output.rid, len(output.token_ids), now)
             if output.finish is not None:
-                self._finish(output.rid, output.finish.kind, now)
+                self.finish(output.rid, output.finish.kind)
 
     def close(self, finished: bool) -> None:
         """Nothing follows."""
@@ -122,11 +122,12 @@ class RequestMetrics:
         for _ in range(count):
             self._metrics.itl.observe((now - last) / count)
 
-    def _finish(self, rid: str, reason: str, now: float) -> None:
+    def finish(self, rid: str, reason: str) -> None:
+        """An output has ended, now."""
         self._metrics.finished.labels(reason=reason).inc()
-        self._metrics.e2e.observe(now - self._arrival)
+        self._metrics.e2e.observe(self.elapsed)
         if self._counts.get(rid, 0) > 1:
-            self._metrics.tpot.observe((now - self._first[rid]) / (self._counts[rid] - 1))
+            self._metrics.tpot.observe((self._last[rid] - self._first[rid]) / (self._counts[rid] - 1))
 
 
 class _EngineCollector(Collector):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dovetail.chat.requests import NamedTool, ToolSpec
 from dovetail.server.body import ApiModel, Int32, Rid, Salt
 from dovetail.server.requests import CONSTRAINTS, grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.types import SamplingParams
@@ -132,43 +133,6 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
-
-
-class FunctionSpec(BaseModel):
-    """A function that the model may call. Fields beyond these are handed to the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolSpec(BaseModel):
-    """One of ``tools``."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-    type: Literal["function"]
-    function: FunctionSpec
-
-
-class FunctionName(BaseModel):
-    """The function that ``tool_choice`` names."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    name: str
-
-
-class NamedTool(BaseModel):
-    """``tool_choice`` where it is one function."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    type: Literal["function"]
-    function: FunctionName
 
 
 class ChatRequest(SamplingFields):

@@ -11,6 +11,7 @@ from dovetail.tokenizer import IncrementalDetokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
+    from dovetail.chat.reading import ChatDelta, OutputReader
     from dovetail.messages import GenerateMsg, TokenOutput
     from dovetail.server.metrics import RequestMetrics
     from dovetail.server.requests import ParsedRequest
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
 class Choice:
     """One output. ``text`` and ``token_ids`` are all of it so far; ``logprobs`` has an entry per token, where asked.
 
+    ``parts`` are what the text of a chat's turned out to be, of which ``calls`` are tool calls.
+
     The stop token that ended it is among ``token_ids`` and not in ``text``. A stop string is cut off, with what follows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool, reader: OutputReader | None = None
+    ) -> None:
         params = msg.params
         self.index = index
         self.prompt_ids = msg.input_ids
@@ -35,6 +40,8 @@ class Choice:
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self.grammar_backend: str | None = None
+        self.parts: list[ChatDelta] = []
+        self._reader = reader
         self._keep_stop = params.include_stop
         self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, params, continues)
 
@@ -50,7 +57,16 @@ class Choice:
         self.finish = output.finish
         text, shown = self._detokenizer.take(output)
         self.text += text
-        return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], output.finish)
+        parts: list[ChatDelta] = []
+        if self._reader is not None:
+            parts, self.finish = self._reader.take(text, output.finish, len(self.token_ids))
+            self.parts += parts
+        return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], self.finish, parts)
+
+    @property
+    def calls(self) -> int:
+        """Tool calls so far."""
+        return self._reader.calls if self._reader else 0
 
     @property
     def visible_logprobs(self) -> list[TokenLogprob]:
@@ -69,6 +85,7 @@ class Delta(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     finish: FinishReason | None
+    parts: Sequence[ChatDelta] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +112,9 @@ class Outputs:
         metrics: RequestMetrics,
     ) -> None:
         self.rid = parsed.rid
-        self.choices = [Choice(tokenizer, i, msg, parsed.continues) for i, msg in enumerate(msgs)]
+        self.choices = [
+            Choice(tokenizer, i, msg, parsed.continues, parsed.reader and parsed.reader()) for i, msg in enumerate(msgs)
+        ]
         self._first = _first_of_each_prompt(parsed)
         self._by_rid = {msg.rid: choice for msg, choice in zip(msgs, self.choices, strict=True)}
         self._stream = stream
@@ -112,9 +131,14 @@ class Outputs:
 
     async def __anext__(self) -> list[Delta]:
         """The deltas of the engine's steps since the last call. Raises what ended a request otherwise."""
-        batch = await self._stream.__anext__()
+        batch = [output for output in await self._stream.__anext__() if self._by_rid[output.rid].finish is None]
         self._metrics.observe(batch)
-        return [self._by_rid[output.rid].add(output) for output in batch]
+        deltas = [self._by_rid[output.rid].add(output) for output in batch]
+        for output, delta in zip(batch, deltas, strict=True):
+            if delta.finish is not None and output.finish is None:  # its reader has found a stop string
+                self._stream.end(output.rid)
+                self._metrics.finish(output.rid, delta.finish.kind)
+        return deltas
 
     async def wait(self) -> None:
         """Until every choice has finished."""

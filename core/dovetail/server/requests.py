@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from dovetail.chat.reading import OutputReader
 from dovetail.errors import GrammarError, RequestError
 from dovetail.messages import GenerateMsg
 from dovetail.ops.random import derive_seed
@@ -37,13 +38,14 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """What one HTTP request asks for. ``rid`` is its public id, ``continues`` whether the output's text follows on the
-    prompt's (a completion) or starts anew (a chat)."""
+    prompt's (a completion) or starts anew (a chat). ``reader`` makes who takes an output apart, where it is a chat's."""
 
     rid: str
     prompts: tuple[Prompt, ...]
     continues: bool = True
     namespace: str = ""
     priority: int = 0
+    reader: Callable[[], OutputReader] | None = None
 
     @property
     def num_outputs(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
 from dovetail.messages import EngineStats
@@ -16,7 +17,6 @@ from dovetail.server.client import EngineClient
 from dovetail.server.errors import DrainingError, UnknownModelError
 from dovetail.server.metrics import Metrics, RequestMetrics
 from dovetail.server.outputs import Outputs
-from dovetail.server.parsing import OutputParsers
 from dovetail.server.requests import ParsedRequest
 from dovetail.tokenizer import Tokenizer
 

@@ -16,11 +16,19 @@ class OutputStream:
     still open; it must be called, or the stream used as a context manager. Belongs to one event loop.
     """
 
-    def __init__(self, group: str, rids: Iterable[str], on_close: Callable[[OutputStream], None]) -> None:
+    def __init__(
+        self,
+        group: str,
+        rids: Iterable[str],
+        on_close: Callable[[OutputStream], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """``on_end`` is called for a request that is no longer wanted, ``on_close`` at the end of all."""
         self.group = group
         self.rids = tuple(rids)
         self.open = set(self.rids)
         self._on_close = on_close
+        self._on_end = on_end
         self._arrived: list[TokenOutput] = []
         self._error: DovetailError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -61,6 +69,11 @@ class OutputStream:
         """Let the reader see what has arrived."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def end(self, rid: str) -> None:
+        """Abort one request; what it still sends is no longer waited for."""
+        self.open.discard(rid)
+        self._on_end(rid)
 
     def close(self) -> None:
         """Abort what is still open."""

@@ -1,69 +1,29 @@
-"""Outputs of chats taken apart: reasoning, content, tool calls; and the constraints that make them come out so."""
+"""How the outputs of a chat are constrained, so that they come out as was asked, and who reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
+from dovetail.chat.reading import OutputReader, Stops
 from dovetail.config import Config, PluginConfig
 from dovetail.errors import GrammarError, RequestError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import (
-    CallDelta,
     Gate,
     ParserContext,
     ReasoningParser,
-    ReasoningStream,
-    Tool,
     ToolConstraint,
     ToolParser,
     ToolRequest,
-    ToolStream,
 )
 from dovetail.plugins.registry import Registry
 from dovetail.plugins.resolution import Chosen
 from dovetail.plugins.specs import ComponentKind
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import GrammarGate, SamplingParams
-
-
-class ChatDelta(NamedTuple):
-    """What new text of an output turned out to be."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallDelta, ...] = ()
-
-
-class OutputReader:
-    """One output: its text runs through the reasoning stream and then the tool stream, where there are any. With
-    ``single``, calls after the first are left out."""
-
-    def __init__(self, reasoning: ReasoningStream | None, tools: ToolStream | None, single: bool) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
-        self._single = single
-        self.calls = 0
-
-    def feed(self, text: str) -> ChatDelta:
-        """What is certain now."""
-        reasoning, content = self._reasoning.feed(text) if self._reasoning else ("", text)
-        return self._called(reasoning, [content], last=False)
-
-    def finish(self) -> ChatDelta:
-        """What was held back. Called once, last."""
-        reasoning, content = self._reasoning.finish() if self._reasoning else ("", "")
-        return self._called(reasoning, [content], last=True)
-
-    def _called(self, reasoning: str, texts: Sequence[str], last: bool) -> ChatDelta:
-        if self._tools is None:
-            return ChatDelta(reasoning, "".join(texts))
-        deltas = [self._tools.feed(text) for text in texts if text]
-        deltas += [self._tools.finish()] if last else []
-        calls = [call for delta in deltas for call in delta.calls if not (self._single and call.index)]
-        self.calls = max([self.calls, *(call.index + 1 for call in calls)])
-        return ChatDelta(reasoning, "".join(delta.content for delta in deltas), tuple(calls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +35,7 @@ class ChatPlan:
     prompt: str
     tools: ToolRequest | None
     separate_reasoning: bool
-
-    @property
-    def plain(self) -> bool:
-        """True if outputs are shown as they are."""
-        return self.tools is None and (self.parsers.reasoning is None or not self.separate_reasoning)
+    stops: Stops | None = None
 
     def reader(self) -> OutputReader:
         """For one output."""
@@ -88,6 +44,7 @@ class ChatPlan:
             reasoning.stream(self.prompt) if reasoning and self.separate_reasoning else None,
             tool.stream(self.tools.tools) if tool and self.tools else None,
             self.tools is not None and not self.tools.parallel,
+            self.stops,
         )
 
 
@@ -109,17 +66,20 @@ class OutputParsers:
     def plan(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
     ) -> ChatPlan:
-        """What a request with this prompt needs. Raises ``RequestError`` where ``tools`` cannot be read or enforced."""
+        """What a request with this prompt needs. Raises ``RequestError`` where ``tools`` cannot be read or enforced.
+
+        With tools, the reader looks for stop strings and not the engine, which does not know what a call is."""
         gate = self.reasoning.gate(prompt) if self.reasoning else None
+        stops = Stops.of(params) if tools else None
         marks: list[str] = list(self.reasoning.special_tokens) if self.reasoning and separate_reasoning else []
         if tools is not None:
             parser = self._tool_parser()
             marks += parser.special_tokens
-            params = self._with_tools(params, parser, tools, gate)
+            params = self._with_tools(replace(params, stop=()), parser, tools, gate)
         elif params.grammar is not None and gate is not None:
             params = replace(params, grammar_gate=self._in_tokens(gate))
         params = replace(params, keep_special=self._kept(marks))
-        return ChatPlan(params, self, prompt, tools, separate_reasoning)
+        return ChatPlan(params, self, prompt, tools, separate_reasoning, stops)
 
     def _tool_parser(self) -> ToolParser:
         if self.tool is None:
@@ -167,7 +127,30 @@ class OutputParsers:
             gate.may_end,
             self._encoded(gate.prefix),
             gate.prefix_in_grammar,
+            tuple(self._stand_in(mark, char) for mark, char in gate.marks),
         )
+
+    def _stand_in(self, mark: str, char: str) -> tuple[int, int]:
+        """The token of a mark, and the one that stands for it in the grammar: no other token has its character."""
+        token, code = self._tokenizer.token_to_id(mark), ord(char)
+        holders = self._control_tokens.get(code, [])
+        if token is None or len(holders) != 1 or self._tokenizer.bytes_of(holders[0]) != char.encode():
+            raise GrammarError(
+                f"this model's vocabulary has no single token for {mark!r}, or for the character U+{code:04X} that stands "
+                "for it in grammars: calls in its format cannot be enforced; give tool_choice: auto and no strict functions",
+                param="tools",
+                keyword="marks",
+            )
+        return token, holders[0]
+
+    @cached_property
+    def _control_tokens(self) -> dict[int, list[int]]:
+        """The tokens that have each of the control characters that may stand for a mark."""
+        found: dict[int, list[int]] = {code: [] for code in range(0x0E, 0x20)}
+        for token in range(self._tokenizer.vocab_size):
+            for code in found.keys() & set(self._tokenizer.bytes_of(token)):
+                found[code].append(token)
+        return found
 
     def _encoded(self, text: str) -> tuple[int, ...]:
         ids = self._tokenizer.encode(text, add_special_tokens=False) if text else []
@@ -194,36 +177,8 @@ def _joined(constraint: ToolConstraint, reasoning: Gate | None) -> Gate:
             param="tools",
             keyword="strict",
         )
-    return replace(reasoning, prefix=reasoning.prefix + gate.prefix, prefix_in_grammar=gate.prefix_in_grammar)
-
-
-def tool_request(tools: Sequence[Tool], choice: str | None, named: str | None, parallel: bool) -> ToolRequest | None:
-    """The calls that ``tools`` and ``tool_choice`` ask for; None where there are to be none. Raises ``RequestError``."""
-    if not tools and (named or choice == "required"):
-        raise RequestError(f"tool_choice is {named or choice!r} and there are no tools", param="tool_choice")
-    if not tools or choice == "none":
-        return None
-    names = [tool.name for tool in tools]
-    doubled = next((name for name in names if names.count(name) > 1), None)
-    if doubled is not None:
-        raise RequestError(f"tools has the function {doubled!r} twice", param="tools")
-    for tool in tools:
-        _check_parameters(tool)
-    if named is not None and named not in names:
-        raise RequestError(
-            f"tool_choice names {named!r}, which is none of the tools: {', '.join(names)}", param="tool_choice"
-        )
-    wanted = tuple(tool for tool in tools if named in (None, tool.name))
-    return ToolRequest(wanted, named is not None or choice == "required", parallel and named is None)
-
-
-def _check_parameters(tool: Tool) -> None:
-    """Arguments have names, so that they are an object: parsers would take no other call for one."""
-    given = tool.parameters.get("type", "object")
-    if given != "object":
-        raise RequestError(
-            f"the parameters of function {tool.name!r} have type {given!r:.80}; allowed: 'object'", param="tools"
-        )
+    prefix = reasoning.prefix + gate.prefix
+    return replace(reasoning, prefix=prefix, prefix_in_grammar=gate.prefix_in_grammar, marks=gate.marks)
 
 
 def load_parsers(info: Mapping[str, Any], config: Config, tokenizer: Tokenizer, registry: Registry) -> OutputParsers:

@@ -1,0 +1,161 @@
+"""Outputs of chats taken apart as they grow: reasoning, content, tool calls, and stop strings in what is no call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from dovetail.interfaces.parsers import CallDelta, ReasoningStream, ToolDelta, ToolStream
+from dovetail.tokenizer.stops import StopFinder
+from dovetail.types import FinishKind, FinishReason
+
+if TYPE_CHECKING:
+    from dovetail.types import SamplingParams
+
+
+class ChatDelta(NamedTuple):
+    """What new text of an output turned out to be."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """Stop strings that hold for reasoning and content, and not inside of calls; from the ``min_tokens``-th token on."""
+
+    texts: tuple[str, ...]
+    include: bool = False
+    min_tokens: int = 0
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Stops | None:
+        """Those that a request asks for."""
+        return cls(params.stop, params.include_stop, params.min_new_tokens) if params.stop else None
+
+
+class _StopCutter:
+    """Text up to the first stop string; what may be the beginning of one is held back."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._texts = stops.texts
+        self._finder = StopFinder(stops.texts)
+        self._include = stops.include
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str, may_stop: bool) -> str:
+        """What is certain now."""
+        seen = 0
+        while (hit := self._finder.feed(text[seen:])) is not None:
+            seen += hit.end
+            if may_stop:
+                self.matched = hit.text
+                whole = self._held + text[:seen]
+                self._held = ""
+                return whole if self._include else whole.removesuffix(hit.text)
+        whole = self._held + text
+        sure = len(whole) - self._finder.pending
+        self._held = whole[sure:]
+        return whole[:sure]
+
+    def finish(self) -> str:
+        """What was held back: no text follows, or something else comes in between."""
+        self._finder = StopFinder(self._texts)
+        held, self._held = self._held, ""
+        return held
+
+
+class OutputReader:
+    """One output: its text runs through the reasoning stream and then the tool stream, where there are any. With
+    ``single``, calls after the first are left out. What follows a stop string is left out."""
+
+    def __init__(
+        self, reasoning: ReasoningStream | None, tools: ToolStream | None, single: bool, stops: Stops | None = None
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._single = single
+        self._min_tokens = stops.min_tokens if stops else 0
+        self._cutters = (_StopCutter(stops), _StopCutter(stops)) if stops else None  # of reasoning, of content
+        self.calls = 0
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that has ended the output."""
+        return next((cutter.matched for cutter in self._cutters or () if cutter.matched is not None), None)
+
+    def take(
+        self, text: str, finish: FinishReason | None, num_tokens: int
+    ) -> tuple[list[ChatDelta], FinishReason | None]:
+        """Add what the engine sent: ``text``, after which there are ``num_tokens``, and why it has ended. Returns what it
+        turned out to be, and the end: a stop string that is found here ends the output where the engine has not."""
+        parts = [self.feed(text, num_tokens >= self._min_tokens)]
+        if finish is not None or self.stopped is not None:
+            parts.append(self.finish())
+        if self.stopped is not None:
+            finish = FinishReason(FinishKind.STOP, self.stopped)
+        return [part for part in parts if any(part)], finish
+
+    def feed(self, text: str, may_stop: bool = True) -> ChatDelta:
+        """What is certain now. ``may_stop`` says whether stop strings count already."""
+        if self._cutters is None:
+            return self._parsed(text)
+        delta = ChatDelta()
+        for char in text:  # so that it is known what came first, content or call
+            if self.stopped is None:
+                delta = _joined(delta, self._cut(self._parsed(char), may_stop))
+        return delta
+
+    def finish(self) -> ChatDelta:
+        """What was held back. Called once, last."""
+        if self.stopped is not None:
+            return ChatDelta()
+        reasoning, content = self._reasoning.finish() if self._reasoning else ("", "")
+        delta = self._called(reasoning, [self._tools.feed(content), self._tools.finish()] if self._tools else content)
+        if self._cutters is None:
+            return delta
+        delta = self._cut(delta, True)
+        if self.stopped is None:
+            held = [cutter.finish() for cutter in self._cutters]
+            delta = _joined(delta, ChatDelta(held[0], held[1]))
+        return delta
+
+    def _parsed(self, text: str) -> ChatDelta:
+        reasoning, content = self._reasoning.feed(text) if self._reasoning else ("", text)
+        return self._called(reasoning, [self._tools.feed(content)] if self._tools and content else content)
+
+    def _called(self, reasoning: str, found: list[ToolDelta] | str) -> ChatDelta:
+        if isinstance(found, str):
+            return ChatDelta(reasoning, found)
+        calls = tuple(call for delta in found for call in delta.calls if not (self._single and call.index))
+        self.calls = max([self.calls, *(call.index + 1 for call in calls)])
+        return ChatDelta(reasoning, "".join(delta.content for delta in found), calls)
+
+    def _cut(self, delta: ChatDelta, may_stop: bool) -> ChatDelta:
+        """Up to the stop string in it. A call that one character told together with content came after that."""
+        assert self._cutters is not None
+        before = self.calls - sum(call.id is not None for call in delta.calls)
+        reasoning = self._cutters[0].feed(delta.reasoning, may_stop)
+        if delta.content and self.stopped is None:
+            reasoning += self._cutters[0].finish()
+        content = self._cutters[1].feed(delta.content, may_stop) if self.stopped is None else ""
+        calls = delta.calls
+        if self.stopped is not None:
+            self.calls = before
+            calls = tuple(call for call in calls if call.index < before)
+        elif any(call.id is not None for call in calls):
+            content += self._cutters[1].finish()
+        return ChatDelta(reasoning, content, calls)
+
+
+def _joined(a: ChatDelta, b: ChatDelta) -> ChatDelta:
+    calls = list(a.calls)
+    for call in b.calls:
+        if calls and call.id is None and calls[-1].index == call.index:
+            last = calls[-1]
+            calls[-1] = CallDelta(last.index, last.id, last.name, last.arguments + call.arguments)
+        else:
+            calls.append(call)
+    return ChatDelta(a.reasoning + b.reasoning, a.content + b.content, tuple(calls))

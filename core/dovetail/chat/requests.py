@@ -1,0 +1,161 @@
+"""What a chat shows to the model: messages and tools as its template expects them, and the calls that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.errors import RequestError
+from dovetail.interfaces.parsers import Tool, ToolRequest
+
+
+class FunctionSpec(BaseModel):
+    """A function that the model may call. Fields beyond these are handed to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(BaseModel):
+    """One of ``tools``."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(BaseModel):
+    """The function that ``tool_choice`` names."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """``tool_choice`` where it is one function."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+"""Which calls are wanted; None is ``auto``."""
+
+
+def calls_wanted(tools: Sequence[ToolSpec], choice: ToolChoice | None, parallel: bool) -> ToolRequest | None:
+    """The calls that ``tools`` and ``tool_choice`` ask for; None where there are to be none. Raises ``RequestError``."""
+    found = [Tool(t.function.name, t.function.parameters or {}, bool(t.function.strict)) for t in tools]
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    return tool_request(found, choice if isinstance(choice, str) else None, named, parallel)
+
+
+def shown_tools(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+    """The tools as chat templates expect them."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+
+def tool_request(tools: Sequence[Tool], choice: str | None, named: str | None, parallel: bool) -> ToolRequest | None:
+    """The calls that ``tools`` and ``tool_choice`` ask for; None where there are to be none. Raises ``RequestError``."""
+    if not tools and (named or choice == "required"):
+        raise RequestError(f"tool_choice is {named or choice!r} and there are no tools", param="tool_choice")
+    if not tools or choice == "none":
+        return None
+    names = [tool.name for tool in tools]
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise RequestError(f"tools has the function {doubled!r} twice", param="tools")
+    for tool in tools:
+        _check_parameters(tool)
+    if named is not None and named not in names:
+        raise RequestError(
+            f"tool_choice names {named!r}, which is none of the tools: {', '.join(names)}", param="tool_choice"
+        )
+    wanted = tuple(tool for tool in tools if named in (None, tool.name))
+    return ToolRequest(wanted, named is not None or choice == "required", parallel and named is None)
+
+
+def _check_parameters(tool: Tool) -> None:
+    """Arguments have names, so that they are an object: parsers would take no other call for one."""
+    given = tool.parameters.get("type", "object")
+    if given != "object":
+        raise RequestError(
+            f"the parameters of function {tool.name!r} have type {given!r:.80}; allowed: 'object'", param="tools"
+        )
+
+
+def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A message as chat templates expect it: text content in one string, tool arguments parsed, no empty fields. ``index``
+    is its place among the messages. Raises ``RequestError``."""
+    role = message["role"]
+    plain: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": _text(message.get("content"), index),
+    }
+    plain |= {name: value for name, value in message.items() if value is not None and name not in plain}
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(plain["tool_calls"], index)
+    return plain
+
+
+def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
+    if isinstance(content, list):
+        return "".join(_part(part, index) for part in content)
+    return content or ""
+
+
+def _part(part: dict[str, Any], index: int) -> str:
+    if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        given = part.get("type")
+        raise RequestError(
+            f"messages.{index}.content has a part of type {given!r}; allowed: {{'type': 'text', 'text': '...'}}",
+            param="messages",
+        )
+    return part["text"]
+
+
+def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    """Calls of an earlier turn. Some templates expect their arguments parsed, others as text."""
+    try:
+        return [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
+    except (TypeError, KeyError, msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(
+            f"messages.{index}.tool_calls is not a list of {{'function': {{'name': ..., 'arguments': JSON}}}}: {error!r}",
+            param="messages",
+        ) from None
+
+
+def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    given = function["arguments"]
+    if not isinstance(given, str):
+        return {**function, "arguments": given}
+    parsed = msgspec.json.decode(given)
+    return {**function, "arguments": Arguments(parsed, given) if isinstance(parsed, dict) else parsed}
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call that are a mapping to templates that look into them, and their text to those that print them or
+    join them to other text."""
+
+    def __init__(self, parsed: dict[str, Any], text: str) -> None:
+        super().__init__(parsed)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
