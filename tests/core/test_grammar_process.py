@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import textwrap
 import threading
@@ -26,7 +27,7 @@ from dovetail.scheduler.grammar_compilers import ProcessCompiler
 from dovetail.types import GrammarKind, GrammarSpec
 
 BACKEND = """
-    import os, time
+    import os, signal, time
     from dovetail.errors import GrammarError
     from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend
 
@@ -63,6 +64,12 @@ BACKEND = """
                 taken = bytearray(int(number) << 20)
             if word == "hoard":
                 self.hoard = [bytearray(1 << 20) for _ in range(int(number))]
+            if word == "tell":  # who compiles it
+                with open(number, "a") as file:
+                    print(os.getpid(), file=file)
+                time.sleep(2)
+            if word == "xcpu":
+                os.kill(os.getpid(), signal.SIGXCPU)  # what the kernel sends at the limit of processor time
             if word == "abort":
                 os.abort()
             if word == "bug":
@@ -227,6 +234,52 @@ def test_a_compiler_that_crashes_costs_one_request(make: Make) -> None:
     service = make()
     assert "crashes the compiler (signal 6)" in str(refusal(service, "abort"))
     assert pid_of(service, "a")
+
+
+def next_pid(told: Path, known: list[int]) -> int:
+    """The process that has just begun to compile a "tell"."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        pids = [int(line) for line in told.read_text().split()] if told.exists() else []
+        if len(pids) > len(known):
+            assert pids[: len(known)] == known
+            return pids[-1]
+        time.sleep(0.01)
+    raise AssertionError("nobody compiles it")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_killed_from_outside_costs_nobody_anything(
+    make: Make, tmp_path: Path, how: signal.Signals
+) -> None:
+    service, told = make(workers=2), tmp_path / "pids"
+    ticket = service.submit(regex(f"tell {told}"))
+    first = next_pid(told, [])
+    os.kill(first, how)
+    other = pid_of(service, "other")
+    second = next_pid(told, [first])
+    assert wait(ticket).matcher().pid == second  # pyright: ignore[reportAttributeAccessIssue]
+    assert len({first, second, other, os.getpid()}) == 4
+    assert service.totals.refusals == 0
+
+
+def test_of_a_constraint_whose_workers_are_killed_twice_the_server_is_to_blame(make: Make, tmp_path: Path) -> None:
+    service, told = make(workers=2), tmp_path / "pids"
+    spec, killed = regex(f"tell {told}"), list[int]()
+    ticket = service.submit(spec)
+    for _ in range(2):
+        killed.append(next_pid(told, killed))
+        os.kill(killed[-1], signal.SIGKILL)
+        assert pid_of(service, f"other {killed[-1]}") not in killed, "others are served meanwhile"
+    with pytest.raises(EngineError, match=r"killed from outside \(signal 9\), twice for this regex.*retry later"):
+        wait(ticket).matcher()
+    again = wait(service.submit(spec)).matcher()
+    assert again.pid == next_pid(told, killed), "nothing is remembered of it"  # pyright: ignore[reportAttributeAccessIssue]
+    assert service.totals.refusals == 0
+
+
+def test_a_worker_that_ends_at_its_limit_of_processor_time_was_given_too_much(make: Make) -> None:
+    assert "took longer than 5 s to compile" in str(refusal(make(), "xcpu"))
 
 
 @pytest.mark.parametrize(

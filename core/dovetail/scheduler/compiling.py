@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from dovetail.errors import QueueFullError, RequestError
+from dovetail.errors import EngineError, QueueFullError, RequestError
 from dovetail.messages import RequestFailed
 from dovetail.scheduler.gated import FreeTokens, gated
 
@@ -50,6 +50,9 @@ class Compiling:
             return RequestFailed(req.rid, 400, str(error), error.code, error.param)
         except QueueFullError as error:
             return RequestFailed(req.rid, 503, str(error), "queue_full")
+        except EngineError as error:
+            log.error("request %s got no matcher: %s", req.rid, error)
+            return RequestFailed(req.rid, 500, str(error), "engine_error")
         except Exception as error:
             log.exception("the grammar backend gave request %s no matcher", req.rid)
             text = f"the grammar backend gave no matcher: {type(error).__name__}: {error}"

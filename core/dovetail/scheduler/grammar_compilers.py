@@ -98,6 +98,8 @@ class ProcessCompiler:
             threading.Thread(target=build, name=f"dovetail-build-{engine.name}").start()
 
     def _ask(self, job: Job) -> worker.Event:
+        """The answer of a process. One that was killed from outside says nothing of the constraint: another is asked, once."""
+        killed = False
         while True:
             process, fresh = self._take()
             try:
@@ -111,14 +113,26 @@ class ProcessCompiler:
                     raise EngineError("the grammar worker took too long to import its backends") from None
                 raise too_slow(job.spec, self.seconds) from None
             except Ended as error:
-                if error.compiling:
+                if error.killed and (error.compiling or fresh) and not killed:
+                    killed = True
+                    log.warning("a grammar worker was killed from outside (%s); its constraint is tried again", error)
+                elif error.compiling or fresh:
                     self._replace()
-                    raise self._too_large(job.spec, str(error)) from None
-                if fresh:
-                    raise EngineError(f"the grammar worker ended ({error}) before it could compile") from None
+                    raise self._verdict(job.spec, error) from None
                 continue  # one that had grown too large ended after its last answer
             self._put_back(process)
             return answer
+
+    def _verdict(self, spec: GrammarSpec, error: Ended) -> EngineError | GrammarError:
+        """What an end says: of the constraint, or of the server."""
+        if error.killed:
+            return EngineError(
+                f"the processes that compile grammars were killed from outside ({error}), twice for this {spec.kind}: by an "
+                "operator, or by the system for want of memory (lower `grammar.memory_mib` or `grammar.workers`); retry later"
+            )
+        if not error.compiling:
+            return EngineError(f"the grammar worker ended ({error}) before it could compile")
+        return too_slow(spec, self.seconds) if error.overtime else self._too_large(spec, str(error))
 
     def _replace(self) -> None:
         """Start another process for the one that was ended, with the imports that are likely to be needed."""

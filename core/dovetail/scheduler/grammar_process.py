@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,9 @@ BUILD_SECONDS = 120.0
 GRACE_SECONDS = 1.0
 """A compilation that nobody waits for any more goes on for so long: most end, and another process need not be started."""
 _TICK_SECONDS = 0.02
+_SENT_BY_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+"""Signals that neither a crash nor a limit of the process itself brings: its processor time ends with SIGXCPU, its memory with an
+error or SIGABRT."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from dovetail.scheduler.grammar_worker import main; main(int(sys.argv[1]))"
@@ -34,11 +38,14 @@ class Abandoned(Exception):
 
 
 class Ended(Exception):
-    """The process has ended before it answered; ``compiling``: while it read the constraint."""
+    """The process has ended before it answered; ``compiling``: while it read the constraint. ``killed``: by somebody else,
+    an operator or the system when it ran out of memory. ``overtime``: by its limit of processor time."""
 
     def __init__(self, code: int, compiling: bool) -> None:
         super().__init__(f"signal {-code}" if code < 0 else f"exit code {code}")
         self.compiling = compiling
+        self.killed = -code in _SENT_BY_OTHERS
+        self.overtime = -code == signal.SIGXCPU
 
 
 class TimedOut(Exception):
