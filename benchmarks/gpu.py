@@ -125,9 +125,11 @@ class Bench:
         for ended in run_tasks(self.job("engine", model), tasks, deadline) if tasks else ():
             self.take(ended, model)
             self.keep(model, ended)
-        if "json" in rows:
+        if "json" in rows or "compile" in rows:
             batches = SIZES[model].json_batches[: 1 if args.quick else None]
-            for ended in run_tasks(self.job("json", model), [f"json:{batch}" for batch in batches], deadline):
+            tasks = [f"json:{batch}" for batch in batches if "json" in rows]
+            tasks += [f"compile:{batches[-1]}"] if "compile" in rows else []
+            for ended in run_tasks(self.job("json", model), tasks, deadline):
                 self.take(ended, model)
                 if ended.task != "start":
                     self.keep(model, ended)

@@ -8,7 +8,7 @@ from typing import Any
 
 Ids = list[list[int]]
 
-ROWS = ("decode", "prefill", "mixed", "indep", "gsp", "chat", "startup", "http", "json")
+ROWS = ("decode", "prefill", "mixed", "indep", "gsp", "chat", "startup", "http", "json", "compile")
 ENGINE_ROWS = ROWS[:6]
 """Rows that one engine in a worker process measures, one after another."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from dovetail import GrammarKind, GrammarSpec
 from dovetail.tokenizer import Tokenizer
+from gpubench.compiling import compiling
 from gpubench.models import CONFIGS
 from gpubench.plan import Job, Measure
 from gpubench.subject import Subject
@@ -41,7 +42,8 @@ def model_with_tokenizer(job: Job) -> Path:
 
 
 def structured(job: Job) -> tuple[Callable[[str], Any], dict[str, Any]]:
-    """A worker's handler of the tasks ``json:BATCH``: TPOT with the schema over TPOT without, both in milliseconds too."""
+    """A worker's handler of the tasks ``json:BATCH`` (TPOT with the schema over TPOT without, both in milliseconds too) and
+    ``compile:BATCH``."""
     config = json.loads(json.dumps(job.config))
     config["model"]["path"] = str(model_with_tokenizer(job))
     subject = Subject(config)
@@ -49,7 +51,10 @@ def structured(job: Job) -> tuple[Callable[[str], Any], dict[str, Any]]:
     rest = subject.rest()
 
     def handle(task: str) -> list[Measure]:
-        return measure(subject, job, int(task.partition(":")[2]), grammar)
+        row, _, batch = task.partition(":")
+        if row == "compile":
+            return compiling(subject, job, int(batch))
+        return measure(subject, job, int(batch), grammar)
 
     return handle, {"rest": rest, "engine": subject.llm.loop.info}
 
