@@ -273,6 +273,7 @@ class Req:
     cache_handle: Any = None  # set by the scheduler: what match or insert returned, locked
     prefix_hit_len: int = 0  # set by the scheduler at first admission: tokens found in the prefix cache
     matcher: Any = None  # an interfaces.grammar.Matcher, set by the scheduler once the grammar is compiled
+    meter: Any = None  # a scheduler.grammar_pace.Meter, set with the matcher: how long that takes
     masks: Any = None  # the GrammarBackend that fills its bitmask together with others', set with the matcher
     grammar_backend: str | None = None  # set by the scheduler with the matcher: whose it is
     finish: FinishReason | None = None  # set by the scheduler
@@ -399,6 +400,8 @@ class Batch:
     tree_mask: torch.Tensor | None = field(init=False, default=None)  # bool, see AttentionBackend.plan
     logit_rows: torch.Tensor | None = field(init=False, default=None)  # int64 tokens to take logits of; None: all
     last: Batch | None = field(init=False, default=None)  # see ModelArchitecture.forward; its rows are ``logit_rows``
+    watch: tuple[int, ...] = field(init=False, default=())  # layers whose hidden states a drafter wants
+    hidden: torch.Tensor | None = field(init=False, default=None)  # set by the model: see ModelArchitecture.forward
     attn: tuple[Attends, ...] = field(init=False)  # one per cache group
     kv: tuple[StoresKV, ...] = field(init=False)  # one per cache group
 

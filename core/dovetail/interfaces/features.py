@@ -58,11 +58,11 @@ class Feature(enum.StrEnum):
 
     # the runtime
     RUNTIME_OVERLAP = "runtime.overlap"  # commit lags one step
-    RUNTIME_HOST_TOKENS = "runtime.host_tokens"  # every token is known to the host before the next step is built
+    RUNTIME_HOST_TOKENS = "runtime.host_tokens"  # every token is known to the host when drafts are asked for
     RUNTIME_DELAYED_MASK = "runtime.delayed_mask"  # bitmasks are filled while the forward pass runs
-    RUNTIME_HIDDEN_STATES = "runtime.hidden_states"  # hidden states of named layers are kept for the drafter
 
     # model architectures
     MODEL_EMBED = "model.embed"
-    MODEL_MTP_HEAD = "model.mtp_head"
+    MODEL_MTP_HEAD = "model.mtp_head"  # the checkpoint has layers that predict further tokens
+    MODEL_HIDDEN_STATES = "model.hidden_states"  # forward keeps hidden states of named layers; embed_tokens
     MODEL_LAST_ROWS = "model.last_rows"  # the last layer computes no more than the rows that are sampled

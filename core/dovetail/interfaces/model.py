@@ -63,11 +63,19 @@ class ModelArchitecture(ABC):
         Where ``batch.last`` is set, nobody reads more than the tokens ``batch.logit_rows``, and the hidden states of these
         are returned alone, ``[rows of batch.last, hidden_size]``: the last layer writes K and V of all tokens, then goes on
         with these as queries and attends through ``batch.last.attn``, unless there are none. Only models that offer
-        ``model.last_rows`` get it."""
+        ``model.last_rows`` get it.
+
+        Where ``batch.watch`` names layers, ``batch.hidden`` is set to their hidden states side by side, ``[tokens, len(watch)
+        * hidden_size]``: the residual stream that enters layer i, and for ``num_layers`` what this method returns. Only models
+        that offer ``model.hidden_states`` are asked, and then ``batch.last`` is None if ``num_layers`` is among them."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, in the model's dtype."""
+
+    def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings ``[tokens, hidden_size]`` of int64 ``[tokens]``, a new tensor. Needs ``model.hidden_states``."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer model.hidden_states")
 
     @abstractmethod
     def weights_map(self) -> Mapping[str, WeightTarget]:

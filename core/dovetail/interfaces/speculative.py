@@ -1,4 +1,9 @@
-"""Drafters propose tokens; the core verifies them, exactly, whoever proposed them."""
+"""Drafters propose tokens; the core verifies them, exactly, whoever proposed them.
+
+A drafter that runs a model of its own gets a ``DraftRuntime``: the target, loaders, and rooms for keys and values. A room has
+the pages of the target's pool: the token at a place of a request has its KV there in both, so that whatever the prefix cache
+keeps is kept for the drafter too, and rejected drafts are abandoned together.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,74 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
     import torch
     from pydantic import BaseModel
 
-    from dovetail.types import Batch, DraftTree, ForwardOutput, Req
+    from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+    from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, IntArray, Req
+
+
+class DraftRoom(ABC):
+    """KV of a drafter's model at the places of the target's, and the attention over it. Its memory is there once the engine
+    is built: use it in ``propose`` and ``observe``, not in a constructor."""
+
+    @abstractmethod
+    def batch(
+        self, slots: IntArray, starts: IntArray, counts: IntArray, *, tree: tuple[IntArray, BoolArray] | None = None
+    ) -> Batch:
+        """A planned batch for the drafter's model: row i is ``counts[i] >= 1`` tokens of the request in ``slots[i]`` (all int32
+        ``[rows]``), at its places ``starts[i]`` and on; the keys before it are what the room holds there. ``input_ids`` (int64
+        ``[tokens]``) are left to the caller, everything else that ``ModelArchitecture.forward`` reads is set.
+
+        With ``tree`` = (positions int32 ``[tokens]``, mask bool ``[tokens, longest row]``) the tokens stand at other positions
+        than their places, and see of their own row's tokens what the mask says, as in ``AttentionBackend.plan``."""
+
+
+class DraftRuntime(ABC):
+    """What the engine lends to a drafter that runs a model. Attributes are read-only."""
+
+    target: ModelArchitecture
+    """The target; those that offer model.hidden_states have ``embed_tokens``, and ``logits`` of hidden states like theirs."""
+    directory: Path
+    """The target's checkpoint."""
+    dtype: torch.dtype
+    """Of the target's weights and activations."""
+
+    @abstractmethod
+    def watch(self, layers: Sequence[int]) -> None:
+        """From now on ``observe`` finds in ``batch.hidden`` the target's hidden states of these layers, see
+        ``Batch.hidden``. Called in the constructor. Raises ``ConfigError`` for layers that the target does not have."""
+
+    @abstractmethod
+    def room(self, info: ModelInfo) -> DraftRoom:
+        """A room for a model of these heads and layers (its one cache group). Called in the constructor."""
+
+    @abstractmethod
+    def load(
+        self, model: Callable[[ModelInfo], ModelArchitecture], info: ModelInfo, directory: Path, load_format: str
+    ) -> ModelArchitecture:
+        """Build ``model(info)`` on the target's device in its dtype, and fill it from the safetensors in ``directory``, or with
+        random numbers where ``load_format`` is ``dummy``. Raises ``WeightsError``."""
+
+    @abstractmethod
+    def open(self, directory: Path, load_format: str) -> ModelArchitecture:
+        """A whole model, by the installed architecture that its config.json names; ``model.info`` tells its vocabulary.
+        Raises ``ConfigError`` and ``WeightsError``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What a drafter is built for."""
+    """What a drafter is built for. ``runtime`` is None where there is no engine: in the conformance suite of drafters that
+    need none."""
 
     device: torch.device
     vocab_size: int
     max_rows: int
     max_context: int
+    runtime: DraftRuntime | None = None
 
 
 class Drafter(ABC):
@@ -41,10 +100,14 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree | None:
         """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_room[r]`` for row r;
-        None where there are none at all. ``req.token_ids[:req.known_len]`` is each row's text so far."""
+        None where there are none at all. ``req.token_ids[:req.known_len]`` is each row's text so far, all of it known; the
+        target's KV of all but the last token is in the pool, and pages are reserved for so many drafts behind it."""
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Called after each commit with what was accepted; for drafters that learn or keep state."""
+        """Called after the commit of a step in which drafts may be asked for, with what was accepted; for drafters that learn
+        or keep state. ``req.known_len`` has moved on; a request that has ended (``req.finish``) may be among them: its pages
+        are still its own. Steps that run without asking (because drafts do not pay at that load) are not observed: tokens of a
+        request can be missing between one call and the next."""
         return
 
     def forget(self, req: Req) -> None:
