@@ -125,6 +125,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     grammar_hits: int = 0
     grammar_misses: int = 0
     grammar_refusals: int = 0
+    grammar_overruns: int = 0
     grammar_evictions: int = 0
     grammar_cached_bytes: int = 0
     grammar_compile_seconds: float = 0.0

@@ -66,7 +66,7 @@ def masked(reqs):
 
 
 def req(matcher, backend):
-    return SimpleNamespace(rid="r", matcher=matcher, masks=backend, error=None)
+    return SimpleNamespace(rid="r", matcher=matcher, masks=backend, error=None, meter=None)
 
 
 def test_each_backend_is_called_once():

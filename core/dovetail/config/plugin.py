@@ -57,6 +57,14 @@ class GrammarSettings(Section):
     memory_mib: int = Field(
         default=1024, ge=16, description="Memory that a constraint may take to compile in a process of its own."
     )
+    mask_ms: float = Field(
+        default=20.0,
+        gt=0,
+        description="Milliseconds that the masks of one request may take for each of its tokens, on the average. Every request waits for them: one that takes longer ends with an error, and its constraint is refused for a minute. Under `isolation: process` masks are tried out when a constraint is compiled.",
+    )
+    mask_burst_ms: float = Field(
+        default=1000.0, gt=0, description="How far the masks of one request may be beyond that, in milliseconds."
+    )
     cache_mib: int = Field(default=256, ge=0, description="Memory for compiled constraints that are kept.")
     jump_forward: bool = Field(
         default=False,

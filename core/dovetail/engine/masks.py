@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dovetail.engine.penalties import draft_rows
+from dovetail.errors import RequestError
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
 from dovetail.ops.transfer import to_device
 
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+_SLOW_CALL = 0.005
+_SLOW_ROW = 0.0005
+"""Seconds of a call for several rows, and for each of them, after which each is filled by itself, so that the time of each is known.
+Usual masks take a tenth."""
 
 
 def mask_logits(logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[int, int, Req]]) -> None:
@@ -47,6 +54,8 @@ def _fill_roots(reqs: Sequence[tuple[Req, int]], bitmask: IntArray) -> None:
         matcher = req.matcher.inner
         if matcher is None or req.masks is None:
             _guarded(req, bitmask[row : row + 1], lambda req=req, row=row: req.matcher.fill_bitmask(bitmask, row))
+        elif req.meter is not None and req.meter.alone:
+            _fill_alone(req, matcher, bitmask, row)
         else:
             together.setdefault(id(req.masks), []).append((req, matcher, row))
     for group in together.values():
@@ -56,19 +65,42 @@ def _fill_roots(reqs: Sequence[tuple[Req, int]], bitmask: IntArray) -> None:
 def _fill_group(group: Sequence[tuple[Req, Matcher, int]], bitmask: IntArray) -> None:
     """One call; if it raises, one for each, so that only who is to blame is ended."""
     if len(group) > 1:
+        start = time.perf_counter()
         try:
             group[0][0].masks.fill_bitmasks([m for _, m, _ in group], bitmask, [row for _, _, row in group])
         except Exception:
             log.debug("masks are filled one by one", exc_info=True)
         else:
+            slow = time.perf_counter() - start > _SLOW_CALL + _SLOW_ROW * len(group)
+            for req, _, _ in group if slow else ():
+                if req.meter is not None:
+                    req.meter.alone = True
             return
     for req, matcher, row in group:
-        _guarded(req, bitmask[row : row + 1], lambda matcher=matcher, row=row: matcher.fill_bitmask(bitmask, row))
+        _fill_alone(req, matcher, bitmask, row)
+
+
+def _fill_alone(req: Req, matcher: Matcher, bitmask: IntArray, row: int) -> None:
+    """One mask; how long it took is told to the request's meter."""
+
+    def fill() -> None:
+        start = time.perf_counter()
+        matcher.fill_bitmask(bitmask, row)
+        seconds = time.perf_counter() - start
+        if req.meter is not None:
+            req.meter.alone = seconds > _SLOW_ROW
+            req.meter.charge(seconds)
+
+    _guarded(req, bitmask[row : row + 1], fill)
 
 
 def _guarded(req: Req, part: IntArray, fill: Callable[[], None]) -> None:
     try:
         fill()
+    except RequestError as error:
+        log.warning("the grammar matcher of request %s gave up: %s", req.rid, error)
+        req.error = str(error)
+        part[:] = -1
     except Exception as error:
         log.exception("the grammar matcher of request %s failed", req.rid)
         req.error = f"the grammar matcher failed: {type(error).__name__}: {error}"

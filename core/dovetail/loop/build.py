@@ -17,6 +17,7 @@ from dovetail.memory.table import RequestTable
 from dovetail.scheduler.grammar import GrammarService
 from dovetail.scheduler.grammar_choice import GrammarRecipe
 from dovetail.scheduler.grammar_compilers import Compiler, ProcessCompiler, ThreadCompiler
+from dovetail.scheduler.grammar_pace import Pace
 from dovetail.scheduler.limits import Limits
 from dovetail.scheduler.scheduler import Scheduler
 
@@ -54,13 +55,14 @@ def build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozens
     section = resolved.config.grammar
     automatic = {candidate.kind for candidate in section.candidates}
     recipes = [_recipe(chosen, automatic) for chosen in resolved.grammars]
+    pace = Pace(section.mask_ms / 1000, section.mask_burst_ms / 1000)
     if section.isolation == "process":
         compiler: Compiler = ProcessCompiler(
-            recipes, context, seconds=section.timeout, memory=section.memory_mib * 2**20
+            recipes, context, seconds=section.timeout, memory=section.memory_mib * 2**20, pace=pace
         )
     else:
         compiler = ThreadCompiler([recipe.engine(context) for recipe in recipes], section.timeout)
-    return GrammarService(compiler, workers=section.workers, cache_bytes=section.cache_mib * 2**20)
+    return GrammarService(compiler, workers=section.workers, cache_bytes=section.cache_mib * 2**20, pace=pace)
 
 
 def _recipe(chosen: Chosen, automatic: Container[str]) -> GrammarRecipe:

@@ -36,6 +36,7 @@ def stats_of(scheduler: Scheduler, seconds: Mapping[str, float], steps: int, cal
         grammar_hits=grammars.totals.hits,
         grammar_misses=grammars.totals.misses,
         grammar_refusals=grammars.totals.refusals,
+        grammar_overruns=grammars.totals.overruns,
         grammar_evictions=grammars.evictions,
         grammar_cached_bytes=grammars.cached_bytes,
         grammar_compile_seconds=grammars.totals.seconds,

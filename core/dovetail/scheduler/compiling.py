@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dovetail.errors import EngineError, QueueFullError, RequestError
 from dovetail.messages import RequestFailed
 from dovetail.scheduler.gated import FreeTokens, gated
+from dovetail.scheduler.grammar_pace import MeteredMatcher
 
 if TYPE_CHECKING:
     from dovetail.scheduler.grammar import GrammarService
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 class Compiling:
     """Gives requests their matchers. Mutates their ``ticket`` (set while the grammar is compiled), ``matcher``,
-    ``grammar_backend`` and ``masks``."""
+    ``meter``, ``grammar_backend`` and ``masks``."""
 
     def __init__(self, free: FreeTokens) -> None:
         """``free`` is what a request may say before its grammar begins."""
@@ -45,7 +46,7 @@ class Compiling:
     def _finish(self, req: Req, grammars: GrammarService) -> RequestFailed | None:
         ticket, req.ticket = req.ticket, None
         try:
-            req.matcher = gated(grammars.matcher(ticket), req.params.grammar_gate, self._free)
+            matcher = gated(grammars.matcher(ticket), req.params.grammar_gate, self._free)
         except RequestError as error:
             return RequestFailed(req.rid, 400, str(error), error.code, error.param)
         except QueueFullError as error:
@@ -57,6 +58,8 @@ class Compiling:
             log.exception("the grammar backend gave request %s no matcher", req.rid)
             text = f"the grammar backend gave no matcher: {type(error).__name__}: {error}"
             return RequestFailed(req.rid, 500, text, "engine_error")
+        req.meter = grammars.meter(ticket)
+        req.matcher = MeteredMatcher(matcher, req.meter)
         req.grammar_backend = ticket.backend
         req.masks = grammars.backend(ticket.backend)
         return None

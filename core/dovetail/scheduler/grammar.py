@@ -14,11 +14,13 @@ from dovetail.scheduler.grammar_cache import Compiled, GrammarCache, named
 from dovetail.scheduler.grammar_choice import candidates
 from dovetail.scheduler.grammar_jobs import GrammarTicket, Job
 from dovetail.scheduler.grammar_limits import check_size
+from dovetail.scheduler.grammar_pace import DEFAULT_PACE, Meter
 from dovetail.scheduler.grammar_process import Abandoned
 
 if TYPE_CHECKING:
     from dovetail.interfaces.grammar import GrammarBackend, Matcher
     from dovetail.scheduler.grammar_compilers import Compiler
+    from dovetail.scheduler.grammar_pace import Pace
     from dovetail.types import GrammarSpec
 
 __all__ = ["GrammarService", "GrammarTicket", "GrammarTotals"]
@@ -28,12 +30,13 @@ __all__ = ["GrammarService", "GrammarTicket", "GrammarTotals"]
 class GrammarTotals:
     """Counts since the start. ``hits`` are requests whose constraint was compiled (or refused) before or is being compiled,
     ``misses`` the others, ``compiles`` the compilations started, ``seconds`` their time, ``refusals`` those that ended in an
-    error. ``backends`` counts requests by the backend that constrains them."""
+    error, ``overruns`` the requests whose matchers took too long. ``backends`` counts requests by the backend that constrains them."""
 
     hits: int = 0
     misses: int = 0
     compiles: int = 0
     refusals: int = 0
+    overruns: int = 0
     seconds: float = 0.0
     backends: Counter[str] = field(default_factory=Counter)
 
@@ -52,9 +55,11 @@ class GrammarService:
         *,
         workers: int = 2,
         cache_bytes: int = 256 * 2**20,
+        pace: Pace = DEFAULT_PACE,
     ) -> None:
         self._compiler = compiler
         self._reason = reason
+        self._pace = pace
         self._pool = ThreadPoolExecutor(workers, "dovetail-grammar") if compiler else None
         self._lock = threading.Lock()
         self._jobs: dict[GrammarSpec, Job] = {}
@@ -98,6 +103,19 @@ class GrammarService:
         matcher = ticket.matcher()
         self.totals.backends[ticket.backend] += 1
         return matcher
+
+    def meter(self, ticket: GrammarTicket) -> Meter:
+        """What the time of the matcher of a ticket is told to. Past the pace, its constraint is refused for a while: it
+        would cost the next request as much."""
+        spec, backend = ticket.spec, ticket.backend
+
+        def over(error: GrammarError) -> None:
+            with self._lock:
+                self.totals.overruns += 1
+                for refused in (spec, named(spec, backend)):
+                    self._cache.refuse(refused, error)
+
+        return Meter(spec, backend, self._pace, over)
 
     def backend(self, name: str) -> GrammarBackend:
         """The backend of that name, which has made a matcher."""

@@ -17,6 +17,7 @@ from dovetail.types import GrammarSpec
 if TYPE_CHECKING:
     from dovetail.config import PluginConfig
     from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext
+    from dovetail.scheduler.grammar_probe import Probe
 
 log = logging.getLogger(__name__)
 
@@ -111,14 +112,16 @@ def candidates(engines: Sequence[GrammarEngine], spec: GrammarSpec) -> list[Gram
     return named
 
 
-def choose(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Watch) -> tuple[GrammarEngine, CompiledGrammar]:
-    """Compile with the first candidate that honours ``spec`` whole. Raises ``GrammarError``: at once where the constraint
-    is wrong for every backend, else with what each of them lacks."""
+def choose(
+    engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Watch, probe: Probe | None = None
+) -> tuple[GrammarEngine, CompiledGrammar]:
+    """Compile with the first candidate that honours ``spec`` whole, at a cost that ``probe`` admits. Raises ``GrammarError``:
+    at once where the constraint is wrong for every backend, else with what each of them lacks."""
     check_nesting(spec)
     refusals: dict[str, GrammarError] = {}
     for engine in candidates(engines, spec):
         try:
-            return engine, _compile(engine, spec, watch)
+            return engine, _compile(engine, spec, watch, probe)
         except GrammarError as error:
             if error.keyword is None:
                 raise
@@ -127,11 +130,14 @@ def choose(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Watch) ->
     raise refusal(spec, refusals, [engine.name for engine in _able(others, spec, watch)])
 
 
-def _compile(engine: GrammarEngine, spec: GrammarSpec, watch: Watch) -> CompiledGrammar:
+def _compile(engine: GrammarEngine, spec: GrammarSpec, watch: Watch, probe: Probe | None) -> CompiledGrammar:
     _prepare(engine, spec, watch)
     engine.check(spec)
     try:
-        return engine.backend.compile(spec)
+        grammar = engine.backend.compile(spec)
+        if probe is not None:
+            probe.try_out(grammar, spec, engine.name)
+        return grammar
     except (GrammarError, EngineError, MemoryError):
         raise
     except Exception as error:

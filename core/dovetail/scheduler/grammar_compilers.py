@@ -12,12 +12,14 @@ from dovetail.scheduler import grammar_worker as worker
 from dovetail.scheduler.grammar_cache import Compiled
 from dovetail.scheduler.grammar_choice import candidates, choose
 from dovetail.scheduler.grammar_jobs import too_slow
+from dovetail.scheduler.grammar_pace import DEFAULT_PACE
 from dovetail.scheduler.grammar_process import Abandoned, Ended, TimedOut, WorkerProcess
 
 if TYPE_CHECKING:
     from dovetail.interfaces.grammar import GrammarContext
     from dovetail.scheduler.grammar_choice import GrammarEngine, GrammarRecipe
     from dovetail.scheduler.grammar_jobs import Job
+    from dovetail.scheduler.grammar_pace import Pace
     from dovetail.types import GrammarSpec
 
 log = logging.getLogger(__name__)
@@ -60,12 +62,18 @@ class ProcessCompiler:
     offer ``grammar.portable``; for others the process has shown that the constraint is harmless, and it is compiled again."""
 
     def __init__(
-        self, recipes: Sequence[GrammarRecipe], context: GrammarContext, *, seconds: float, memory: int
+        self,
+        recipes: Sequence[GrammarRecipe],
+        context: GrammarContext,
+        *,
+        seconds: float,
+        memory: int,
+        pace: Pace = DEFAULT_PACE,
     ) -> None:
-        """``seconds`` and ``memory`` (bytes) are the bounds of one constraint."""
+        """``seconds`` and ``memory`` (bytes) are the bounds of one constraint; masks that do not keep ``pace`` are refused."""
         self.engines: Sequence[GrammarEngine] = [recipe.engine(context) for recipe in recipes]
         self.seconds = seconds
-        self._setup = worker.Setup(tuple(recipes), context, memory, seconds)
+        self._setup = worker.Setup(tuple(recipes), context, memory, seconds, pace)
         self._idle: list[WorkerProcess] = []
         self._lock = threading.Lock()
         self._closed = False

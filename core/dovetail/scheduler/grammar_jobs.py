@@ -98,6 +98,11 @@ class GrammarTicket:
         return not self._job.started and time.monotonic() >= self._patience
 
     @property
+    def spec(self) -> GrammarSpec:
+        """The constraint."""
+        return self._job.spec
+
+    @property
     def backend(self) -> str:
         """The name of the grammar backend that compiled it; only after ``matcher``."""
         assert isinstance(self._job.outcome, Compiled)

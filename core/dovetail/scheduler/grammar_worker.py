@@ -18,6 +18,8 @@ from dovetail.errors import EngineError, GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarContext
 from dovetail.scheduler.grammar_choice import GrammarEngine, GrammarRecipe, choose
+from dovetail.scheduler.grammar_pace import Pace
+from dovetail.scheduler.grammar_probe import Probe
 from dovetail.types import GrammarSpec
 
 NICENESS = 5
@@ -26,12 +28,14 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is told first. ``memory`` is in bytes, ``seconds`` is the time limit of one constraint."""
+    """What a worker is told first. ``memory`` is in bytes, ``seconds`` is the time limit of one constraint, ``pace`` that of
+    its masks."""
 
     recipes: tuple[GrammarRecipe, ...]
     context: GrammarContext
     memory: int
     seconds: float
+    pace: Pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +158,11 @@ def serve(conn: Connection) -> None:
     engines = [recipe.engine(setup.context) for recipe in setup.recipes]
     _build(engines, names)
     bounds = Bounds(setup.memory, setup.seconds)
-    reporter = _Reporter(conn.send, bounds)
+    reporter, probe = _Reporter(conn.send, bounds), Probe(setup.context, setup.pace)
     tired = False
     while not tired:
         spec: GrammarSpec = conn.recv()
-        answer = _answer(engines, spec, reporter)
+        answer = _answer(engines, spec, reporter, probe)
         bounds.lift()
         tired = bounds.bloated or (isinstance(answer, Failure) and answer.memory)
         conn.send(answer)
@@ -171,9 +175,9 @@ def _build(engines: Sequence[GrammarEngine], names: Sequence[str]) -> None:
                 _ = engine.backend
 
 
-def _answer(engines: Sequence[GrammarEngine], spec: GrammarSpec, reporter: _Reporter) -> Event:
+def _answer(engines: Sequence[GrammarEngine], spec: GrammarSpec, reporter: _Reporter, probe: Probe) -> Event:
     try:
-        engine, grammar = choose(engines, spec, reporter)
+        engine, grammar = choose(engines, spec, reporter, probe)
         return Done(engine.name, _dumped(engine, grammar))
     except GrammarError as error:
         return Refusal.of(error)

@@ -39,6 +39,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "grammar_hits": ("grammar_hits", "Requests whose constraint was compiled before, or is being compiled."),
     "grammar_misses": ("grammar_misses", "Requests whose constraint was new."),
     "grammar_refusals": ("grammar_refusals", "Constraints that were wrong, not supported or too costly."),
+    "grammar_overruns": ("grammar_overruns", "Requests that ended because their masks took too long."),
     "grammar_evictions": ("grammar_evictions", "Compiled constraints that made room for others."),
     "grammar_compile_seconds": ("grammar_compile_seconds", "Time in compilations."),
     "step_seconds": ("step_seconds", "Time in engine steps."),

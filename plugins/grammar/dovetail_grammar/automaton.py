@@ -7,8 +7,10 @@ in bulk when there are too many: memory is bounded, whatever the texts.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from weakref import WeakValueDictionary
@@ -25,6 +27,18 @@ _BYTES_PER_OP = 200
 
 class TooLargeError(ValueError):
     """The automaton has more states, or costs more work, than was allowed."""
+
+
+class _Work(threading.local):
+    """Places that this thread may still look at. A place costs about a microsecond."""
+
+    most = left = sys.maxsize
+
+    def spend(self, places: int) -> None:
+        """Raises ``TooLargeError`` where that is too much."""
+        self.left -= places
+        if self.left < 0:
+            raise TooLargeError(f"more than {self.most} places of the grammar have to be looked at")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +133,7 @@ class Automaton:
         self._places: WeakValueDictionary[tuple[int, int], Place] = WeakValueDictionary()
         self._states: WeakValueDictionary[frozenset[Place], State] = WeakValueDictionary()
         self._remembered = 0
+        self._work = _Work()
         self.end = Place(-1, None, 0)
         self.end.heads = frozenset({self.end})
         self._rules = {name: self._compile(rule) for name, rule in rules.items()}
@@ -131,6 +146,16 @@ class Automaton:
     def num_bytes(self) -> int:
         """Memory it occupies, at most."""
         return _BYTES_PER_OP * len(self._ops) + _BYTES_PER_STEP * MAX_STEPS
+
+    @contextmanager
+    def bounded(self, places: int) -> Iterator[None]:
+        """Inside, this thread's steps raise ``TooLargeError`` once they have looked at so many places; those that are
+        remembered cost nothing. What was found until then is kept."""
+        self._work.most = self._work.left = places
+        try:
+            yield
+        finally:
+            self._work.most = self._work.left = sys.maxsize
 
     def operation(self, node: Node) -> int:
         """The number that a part of the grammar has as an operation; new if it is no part of it."""
@@ -214,6 +239,7 @@ class Automaton:
         if place.heads is None:
             heads, seen, waiting = set[Place](), {place}, [place]
             while waiting:
+                self._work.spend(1)
                 for reached in self._unfold(waiting.pop(), heads):
                     if reached not in seen:
                         seen.add(reached)
@@ -249,7 +275,12 @@ class Automaton:
         return reached
 
     def _state(self, sources: frozenset[Place]) -> State:
-        heads = frozenset().union(*map(self._heads, sources))
+        found = set[Place]()
+        for place in sources:
+            reached = self._heads(place)
+            self._work.spend(len(reached))
+            found |= reached
+        heads = frozenset(found)
         state = self._states.get(heads)
         if state is None:
             state = self._states[heads] = State(self, heads, sources)
@@ -258,6 +289,7 @@ class Automaton:
     def advance(self, state: State, byte: int, steps: dict[int, State]) -> State:
         """The state after ``byte``, which may come; remembered in ``steps``."""
         with self._lock:
+            self._work.spend(len(state.heads))
             sources = {place.rest for place in state.heads if place.mask >> byte & 1 and place.rest is not None}
             found = steps[byte] = self._state(frozenset(sources))
             self._remembered += 1

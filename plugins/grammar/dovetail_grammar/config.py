@@ -97,6 +97,12 @@ class LMFormatEnforcerConfig(PluginConfig):
         description="Characters of a regex with its repetitions written out, and parts of a schema as a pattern. What has more is "
         "refused.",
     )
+    max_work: int = Field(
+        default=500_000,
+        ge=1000,
+        description="Most places of a grammar that one mask, or one token, may look at: about a microsecond each. A request whose text "
+        "needs more ends with an error.",
+    )
     cache_bytes: int = Field(
         default=4 * 2**20,
         ge=0,

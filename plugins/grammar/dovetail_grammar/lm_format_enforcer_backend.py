@@ -11,18 +11,19 @@ from __future__ import annotations
 import codecs
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
 from dovetail.types import GrammarKind, GrammarSpec, IntArray
-from dovetail_grammar.automaton import Automaton, State
+from dovetail_grammar.automaton import Automaton, State, TooLargeError
 from dovetail_grammar.config import LMFormatEnforcerConfig
 from dovetail_grammar.constraints import read_choice, read_json, read_regex
 from dovetail_grammar.json_terms import Terms, num_parts, productive
-from dovetail_grammar.lm_format_enforcer_tokens import Vocabulary
+from dovetail_grammar.lm_format_enforcer_tokens import TooMuchError, Vocabulary
 from dovetail_grammar.patterns import literal
 from dovetail_grammar.regex_parser import Alt, Node, PatternError
 from dovetail_grammar.schema_rules import Refusal
@@ -41,7 +42,8 @@ class LMFormatEnforcerMatcher(Matcher):
         self._ended = False
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
-        """See ``Matcher``. After an end-of-sequence token, nothing but another is allowed."""
+        """See ``Matcher``. After an end-of-sequence token, nothing but another is allowed. Raises ``GrammarError``, as all
+        that looks ahead does, where the grammar leaves too much open."""
         bitmask[row] = self._vocabulary.eos_row if self._ended else self._compiled.row(self._states[-1])
 
     def accept(self, token_id: int) -> bool:
@@ -53,7 +55,8 @@ class LMFormatEnforcerMatcher(Matcher):
             self._ended = state.ends
             return state.ends
         data = self._vocabulary.texts.get(token_id)
-        after = None if data is None else state.follow(data)
+        with self._compiled.bounded():
+            after = None if data is None else state.follow(data)
         if after is None:
             return False
         self._states.append(after)
@@ -79,9 +82,10 @@ class LMFormatEnforcerMatcher(Matcher):
         """See ``Matcher``. Empty also where the forced bytes begin inside a character."""
         state: State | None = self._states[-1]
         forced = bytearray()
-        while state and not state.ends and not state.mask & (state.mask - 1) and len(forced) < _MAX_JUMP:
-            forced.append(state.mask.bit_length() - 1)
-            state = state.step(forced[-1])
+        with self._compiled.bounded():
+            while state and not state.ends and not state.mask & (state.mask - 1) and len(forced) < _MAX_JUMP:
+                forced.append(state.mask.bit_length() - 1)
+                state = state.step(forced[-1])
         try:
             return "" if self._ended else codecs.getincrementaldecoder("utf-8")().decode(bytes(forced))
         except UnicodeDecodeError:
@@ -91,10 +95,11 @@ class LMFormatEnforcerMatcher(Matcher):
 class LMFormatEnforcerCompiled(CompiledGrammar):
     """The automaton of a grammar, and the rows of the states that were asked for last."""
 
-    def __init__(self, automaton: Automaton, vocabulary: Vocabulary, cache_bytes: int) -> None:
+    def __init__(self, automaton: Automaton, vocabulary: Vocabulary, config: LMFormatEnforcerConfig) -> None:
         self._automaton = automaton
         self._vocabulary = vocabulary
-        self._most_rows = max(cache_bytes // vocabulary.eos_row.nbytes, 1)
+        self._max_work = config.max_work
+        self._most_rows = max(config.cache_bytes // vocabulary.eos_row.nbytes, 1)
         self._rows: OrderedDict[State, IntArray] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -109,12 +114,25 @@ class LMFormatEnforcerCompiled(CompiledGrammar):
             if row is not None:
                 self._rows.move_to_end(state)
                 return row
-        row = self._vocabulary.row(self._automaton, state)
+        with self.bounded():
+            row = self._vocabulary.row(self._automaton, state)
         with self._lock:
             self._rows[state] = row
             if len(self._rows) > self._most_rows:
                 self._rows.popitem(last=False)
         return row
+
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """Inside, steps of the automaton raise ``GrammarError`` where they cost too much."""
+        try:
+            with self._automaton.bounded(self._max_work):
+                yield
+        except (TooLargeError, TooMuchError) as error:
+            raise GrammarError(
+                f"the grammar leaves too much open for lm_format_enforcer at this point of the text: {error} (`max_work`)",
+                keyword="size",
+            ) from error
 
     @property
     def num_bytes(self) -> int:
@@ -140,7 +158,7 @@ class LMFormatEnforcerBackend(GrammarBackend):
         except (PatternError, RecursionError) as error:
             message = f"the {spec.kind} is not supported by grammar backend lm_format_enforcer: {error}"
             raise GrammarError(message, param=spec.kind, keyword="size") from error
-        grammar = LMFormatEnforcerCompiled(automaton, self._vocabulary, self._config.cache_bytes)
+        grammar = LMFormatEnforcerCompiled(automaton, self._vocabulary, self._config)
         row = grammar.row(automaton.start)
         if not (row & ~self._vocabulary.eos_row).any():
             what = "only the empty text" if row.any() else "no text that this vocabulary can spell"

@@ -8,10 +8,11 @@ from typing import cast
 
 import numpy as np
 from lmformatenforcer import CharacterLevelParser, CharacterLevelParserConfig, TokenEnforcer, TokenEnforcerTokenizerData
+from lmformatenforcer.exceptions import LMFormatEnforcerException
 
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.types import IntArray
-from dovetail_grammar.automaton import Automaton, State
+from dovetail_grammar.automaton import Automaton, State, TooLargeError
 from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.json_terms import CHARACTER, PLAIN
 from dovetail_grammar.regex_parser import Node, Repeat
@@ -19,6 +20,10 @@ from dovetail_grammar.regex_parser import Node, Repeat
 _LONGEST = 512
 """Bytes of the longest token that is offered: the tree is walked recursively, byte by byte."""
 _CONFIG = CharacterLevelParserConfig(alphabet="".join(map(chr, range(256))))
+
+
+class TooMuchError(LMFormatEnforcerException):
+    """A ``TooLargeError`` on its way through the enforcer, which takes errors that it does not know for the end of the text."""
 
 
 class StateParser(CharacterLevelParser):
@@ -30,7 +35,10 @@ class StateParser(CharacterLevelParser):
 
     def add_character(self, new_character: str) -> StateParser:
         """The state after one that is allowed."""
-        after = self._state.step(ord(new_character))
+        try:
+            after = self._state.step(ord(new_character))
+        except TooLargeError as error:
+            raise TooMuchError(str(error)) from error
         assert after is not None, f"the byte {ord(new_character)} is not allowed"
         return StateParser(after)
 
