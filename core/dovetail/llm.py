@@ -8,12 +8,16 @@ import secrets
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.chat.calls import whole_calls
+from dovetail.chat.parsing import OutputParsers, load_parsers
+from dovetail.chat.requests import calls_wanted, plain_message, read_tools, shown_tools
 from dovetail.config import dump
 from dovetail.errors import ConfigError, EngineError, RequestError
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
@@ -26,6 +30,7 @@ from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from dovetail.types import FinishKind, FinishReason, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from dovetail.chat.reading import ChatDelta, OutputReader
     from dovetail.config import Config
 
 Prompt = str | Sequence[int]
@@ -45,6 +50,22 @@ class Output:
     drafted: int = 0
     accepted: int = 0
     grammar_backend: str | None = None
+
+
+@dataclass(slots=True)
+class ChatOutput(Output):
+    """An answer of a chat. ``text`` is all that the model wrote; ``content``, ``reasoning_content`` and ``tool_calls`` (in
+    OpenAI's form) are what it turned out to be."""
+
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, for the next turn of the conversation."""
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
 
 
 class LLM:
@@ -69,6 +90,7 @@ class LLM:
             sections = {**dump(model), **sections}
         files = [Path(config_file)] if config_file else []
         config, registry = setup(files, env=os.environ, arguments=sections)
+        self._config, self._registry = config, registry
         self.resolved = resolve(config, registry, Machine.detect(config.device))
         has_tokenizer = config.model.tokenizer or (self.resolved.model_dir / "tokenizer.json").is_file()
         self.tokenizer = load_tokenizer(config) if has_tokenizer else None
@@ -101,13 +123,38 @@ class LLM:
         self._need_tokenizer()
         return self._stream(self._make(prompt, params))
 
-    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Output:
-        """Answer a conversation of {"role", "content"} messages, written out by the model's chat template."""
-        return self.generate(self._tokens_of_chat(messages), params)[0]
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        separate_reasoning: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatOutput:
+        """Answer a conversation, written out by the model's chat template: constrained and read as /v1/chat/completions
+        does it, with fields of the same names. Raises ``RequestError``, as ``generate`` does."""
+        params = _each(params, 1)[0]
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a chat has one output", param="n")
+        specs, choice = read_tools(tools, tool_choice)
+        wanted = calls_wanted(specs, choice, parallel_tool_calls)
+        shown = shown_tools(specs) if wanted is not None else []
+        prompt = self._chat_prompt(messages, shown, chat_template_kwargs or {})
+        plan = self._parsers.plan(params, prompt, wanted, separate_reasoning)
+        reader = plan.reader()
+        (run,) = self._make(self._encoded(prompt), plan.params)
+        run.output, run.reader = ChatOutput(run.output.prompt_ids), reader
+        with _Held() as held:
+            for _ in self._drive([run], held):
+                pass
+        return _chat_output(run)
 
-    def stream_chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[str]:
-        """Like ``chat``, yielding text as it becomes final."""
-        return self.stream(self._tokens_of_chat(messages), params)
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[str]:
+        """Answer a conversation, yielding the model's text as it becomes final, marks of reasoning included."""
+        return self.stream(self._encoded(self._chat_prompt(messages, [], {})), params)
 
     def close(self) -> None:
         """Free the engine's workers; the object must not be used again."""
@@ -115,9 +162,18 @@ class LLM:
             call_hook(self.resolved.hooks, "on_engine_stop")
         self.loop.close()
 
-    def _tokens_of_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        tokenizer = self._need_tokenizer()
-        return tokenizer.encode(tokenizer.apply_chat_template(list(messages)), add_special_tokens=False)
+    @cached_property
+    def _parsers(self) -> OutputParsers:
+        return load_parsers(self.loop.info, self._config, self._need_tokenizer(), self._registry)
+
+    def _chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+    ) -> str:
+        plain = [plain_message(message, i) for i, message in enumerate(messages)]
+        return self._need_tokenizer().apply_chat_template(plain, tools or None, True, extra)
+
+    def _encoded(self, prompt: str) -> list[int]:
+        return self._need_tokenizer().encode(prompt, add_special_tokens=False)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -184,6 +240,8 @@ class LLM:
                 run.take(answer)
                 if run.error is not None or run.output.finish is not None:
                     del self._runs[answer.rid]
+                    if run.stopped:
+                        self.loop.handle(AbortMsg(answer.rid))
                     run.ended.append(run)
 
     def _abandon(self, runs: list[_Run]) -> None:
@@ -193,18 +251,23 @@ class LLM:
             return
         for rid in unfinished:
             self.loop.handle(AbortMsg(rid))
-        while unfinished and not self._runs and self.loop.has_work:
+        aborted = unfinished or any(run.stopped for run in runs)
+        while aborted and not self._runs and self.loop.has_work:
             self.loop.step()
 
 
 class _Run:
-    """One sequence being generated. ``ended`` is where it is put once it has its ``output.finish`` or its ``error``."""
+    """One sequence being generated. ``ended`` is where it is put once it has its ``output.finish`` or its ``error``;
+    ``stopped`` if its ``reader`` has ended it and not the engine. ``parts`` are what the reader has found."""
 
     def __init__(self, msg: GenerateMsg, tokenizer: Tokenizer | None) -> None:
         self.msg = msg
         self.output = Output(list(msg.input_ids))
         self.error: Exception | None = None
         self.ended: list[_Run] = []
+        self.reader: OutputReader | None = None
+        self.parts: list[ChatDelta] = []
+        self.stopped = False
         self._fresh: list[str] = []
         self._detokenizer = tokenizer and IncrementalDetokenizer.for_params(tokenizer, msg.params)
 
@@ -225,6 +288,13 @@ class _Run:
             text, _ = self._detokenizer.take(answer)
             output.text += text
             self._fresh.append(text)
+            if self.reader is not None:
+                self._read(self.reader, text, answer.finish)
+
+    def _read(self, reader: OutputReader, text: str, finish: FinishReason | None) -> None:
+        parts, self.output.finish = reader.take(text, finish, len(self.output.token_ids))
+        self.stopped = finish is None and self.output.finish is not None
+        self.parts += parts
 
     def take_fresh(self) -> str:
         text = "".join(self._fresh)
@@ -264,6 +334,15 @@ class _Held:
             self._arrived = False
             assert callable(self._handler)
             self._handler(signal.SIGINT, None)
+
+
+def _chat_output(run: _Run) -> ChatOutput:
+    output = run.output
+    assert isinstance(output, ChatOutput)
+    output.content = "".join(part.content for part in run.parts)
+    output.reasoning_content = "".join(part.reasoning for part in run.parts)
+    output.tool_calls = whole_calls([call for part in run.parts for call in part.calls])
+    return output
 
 
 def _with_path(section: object, path: str) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class TestPythonic(ToolParserSuite):
 
 class TestPythonicMarked(ToolParserSuite):
     name = "pythonic"
+    context = ParserContext(special_tokens=frozenset({"<|python_start|>", "<|python_end|>"}))
 
     def write(self, content: str, calls: Sequence[Call]) -> str:
         return f"{content}<|python_start|>[{', '.join(_python(call) for call in calls)}]<|python_end|>"
@@ -161,6 +162,7 @@ def test_mistral_ids_are_what_its_template_takes():
         ("{'a': [True, false], 'b': null}", {"a": [True, False], "b": None}),
         (r"'\d'", r"\d"),
         (r"'\ud800'", "\ud800"),
+        ("{'a': 1, 'a': 2}", {"a": 2}),
         ("'é\n'", None),
     ],
 )
@@ -173,7 +175,7 @@ def test_python_literals(text: str, value: Any):
 
 
 @pytest.mark.parametrize(
-    "text", ["f(1)", "a", "1 + 2", "b'x'", "{1: 2}", "{'a': 1, 'a': 2}", "1e999", "[" * 5000, "1j", "", "f'{x}'", "..."]
+    "text", ["f(1)", "a", "1 + 2", "b'x'", "{1: 2}", "1e999", "[" * 5000, "1j", "", "f'{x}'", "..."]
 )
 def test_what_is_no_literal(text: str):
     with pytest.raises(MalformedError):
@@ -205,16 +207,23 @@ def test_mistral_array():
     assert gate == Gate(prefix="[TOOL_CALLS]")
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert schema["items"]["properties"]["arguments"] == {"$ref": "#/$defs/0"}
-    schema, gate = made(MISTRAL, *STRICT)
+    schema, gate = made(MISTRAL, *STRICT, offers=frozenset())
     assert gate == Gate(until="[TOOL_CALLS]", may_end=True)
     assert "maxItems" not in schema
+    tags, gate = made(MISTRAL, *STRICT)
+    assert gate == Gate()
+    assert [tag["begin"] for tag in tags["structures"]] == tags["triggers"] == ["[TOOL_CALLS]"]
 
 
 def test_mistral_with_names_forces_the_one():
     parser = Mistral(MistralConfig(), ParserContext("... [ARGS] ..."))
-    assert made(parser, TOOLS[1], required=True) == ({"type": "object"}, Gate(prefix="[TOOL_CALLS]add[ARGS]"))
+    one = made(parser, TOOLS[1], required=True, offers=frozenset())
+    assert one == ({"type": "object"}, Gate(prefix="[TOOL_CALLS]add[ARGS]"))
+    tags, gate = made(parser, *TOOLS[:2], required=True)
+    assert gate == Gate(prefix="[TOOL_CALLS]", prefix_in_grammar=True)
+    assert [tag["begin"] for tag in tags["structures"]] == ["[TOOL_CALLS]get_weather[ARGS]", "[TOOL_CALLS]add[ARGS]"]
     with pytest.raises(GrammarError, match="name one function"):
-        parser.constraint(ToolRequest(TOOLS, required=True), TAGS)
+        parser.constraint(ToolRequest(TOOLS, required=True), frozenset())
 
 
 def test_deepseek_tags_in_the_writing_of_the_template():
@@ -241,8 +250,56 @@ def test_gpt_oss_forces_the_named_function_behind_its_reasoning():
     )
 
 
-@pytest.mark.parametrize("parser", [PYTHONIC, GPT_OSS])
-@pytest.mark.parametrize("request_", [ToolRequest(TOOLS, required=True), ToolRequest(STRICT)])
-def test_what_a_format_cannot_enforce_is_refused(parser: ToolParser, request_: ToolRequest):
-    with pytest.raises(GrammarError, match="cannot be enforced in the tool format"):
-        parser.constraint(request_, TAGS)
+NAMED = Mistral(MistralConfig(), ParserContext("... [ARGS] ..."))
+DEEPSEEK = Deepseek(DeepseekConfig(), V3)
+
+
+@pytest.mark.parametrize(
+    ("parser", "request_", "feature"),
+    [
+        (LLAMA, ToolRequest(STRICT), "grammar.lark"),
+        (NAMED, ToolRequest(TOOLS, required=True), "grammar.structural_tag"),
+        (NAMED, ToolRequest(STRICT), "grammar.structural_tag"),
+        (DEEPSEEK, ToolRequest(TOOLS, required=True), "grammar.structural_tag"),
+        (DEEPSEEK, ToolRequest(STRICT), "grammar.structural_tag"),
+        (PYTHONIC, ToolRequest(TOOLS[:1], required=True), "grammar.ebnf"),
+        (GPT_OSS, ToolRequest(TOOLS, required=True), "grammar.lark"),
+        (GPT_OSS, ToolRequest(STRICT), "grammar.lark"),
+    ],
+)
+def test_what_no_backend_can_enforce_is_refused(parser: ToolParser, request_: ToolRequest, feature: str):
+    with pytest.raises(
+        GrammarError, match=f"cannot be enforced without a grammar backend that offers {feature}"
+    ) as error:
+        parser.constraint(request_, frozenset({Feature.GRAMMAR_JSON_SCHEMA}))
+    assert (error.value.param, error.value.keyword) == ("tools", feature.removeprefix("grammar."))
+
+
+def test_marks_that_are_special_tokens_are_written_by_stand_ins():
+    marks = ("[TOOL_CALLS]", "[ARGS]")
+    parser = Mistral(MistralConfig(), ParserContext("... [ARGS] ...", frozenset(marks)))
+    tags, gate = made(parser, TOOLS[1], required=True)
+    assert gate == Gate(prefix=marks[0], prefix_in_grammar=True, marks=((marks[0], "\x0e"), (marks[1], "\x0f")))
+    assert (tags["structures"][0]["begin"], tags["triggers"]) == ("\x0eadd\x0f", ["\x0e"])
+
+
+PROPERTIES: dict[str, dict[str, Any]] = {
+    "pattern": {"type": "string", "pattern": "^a"},
+    "minimum": {"type": "integer", "minimum": 3},
+    "format": {"type": "string", "format": "date"},
+    "oneOf": {"oneOf": [{"type": "string"}, {"type": "null"}]},
+    "uniqueItems": {"type": "array", "items": {}, "uniqueItems": True},
+    "maxLength": {"type": "string", "maxLength": 5000},
+    "enum": {"type": "string", "enum": [1, 2]},
+    "multipleOf": {"anyOf": [{"type": "number", "multipleOf": 2}]},
+    "description2": {"type": "string", "description2": "not known"},
+    "$ref": {"$ref": "#/properties/x"},
+}
+
+
+@pytest.mark.parametrize("keyword", PROPERTIES)
+def test_keywords_that_python_literals_cannot_be_held_to_are_refused_by_name(keyword: str):
+    tool = Tool("f", {"type": "object", "properties": {"x": PROPERTIES[keyword]}})
+    with pytest.raises(GrammarError, match="cannot be enforced in Python literals") as error:
+        PYTHONIC.constraint(ToolRequest((tool,), required=True), frozenset(Feature))
+    assert error.value.keyword == keyword

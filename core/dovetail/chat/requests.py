@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dovetail.errors import RequestError
 from dovetail.interfaces.parsers import Tool, ToolRequest
@@ -60,6 +60,24 @@ def calls_wanted(tools: Sequence[ToolSpec], choice: ToolChoice | None, parallel:
     return tool_request(found, choice if isinstance(choice, str) else None, named, parallel)
 
 
+class _Asked(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    tools: list[ToolSpec] = []
+    tool_choice: ToolChoice | None = None
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]], choice: object) -> tuple[list[ToolSpec], ToolChoice | None]:
+    """``tools`` and ``tool_choice`` as OpenAI's API has them. Raises ``RequestError``."""
+    try:
+        asked = _Asked.model_validate({"tools": list(tools), "tool_choice": choice})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{where} is {first['input']!r:.80}: {first['msg']}", param=str(first["loc"][0])) from None
+    return asked.tools, asked.tool_choice
+
+
 def shown_tools(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
     """The tools as chat templates expect them."""
     return [tool.model_dump(exclude_unset=True) for tool in tools]
@@ -97,7 +115,7 @@ def _check_parameters(tool: Tool) -> None:
 def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """A message as chat templates expect it: text content in one string, tool arguments parsed, no empty fields. ``index``
     is its place among the messages. Raises ``RequestError``."""
-    role = message["role"]
+    role = message.get("role")
     plain: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": _text(message.get("content"), index),

@@ -10,12 +10,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.chat.calls import call_json, whole_calls
 from dovetail.chat.parsing import ChatPlan
 from dovetail.chat.reading import ChatDelta
 from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
 from dovetail.server.body import parse
-from dovetail.server.openai_format import call_json, chat_logprobs, finish_name, usage_json, whole_calls
+from dovetail.server.openai_format import chat_logprobs, finish_name, usage_json
 from dovetail.server.openai_types import ChatRequest
 from dovetail.server.outputs import Choice, Delta, Outputs
 from dovetail.server.requests import ParsedRequest, Prompt, new_id

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from dovetail.interfaces.parsers import CallDelta
 from dovetail.server.outputs import Usage
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
@@ -27,25 +25,6 @@ def finish_name(finish: FinishReason | None, calls: int = 0) -> str | None:
     if finish is None:
         return None
     return "tool_calls" if calls and finish.kind is FinishKind.STOP else finish.kind.value
-
-
-def call_json(call: CallDelta, whole: bool = False) -> dict[str, Any]:
-    """A part of a tool call in a stream, or a ``whole`` one: without its index."""
-    function = {"name": call.name} if call.name is not None else {}
-    head = {"id": call.id, "type": "function"} if call.id is not None else {}
-    index = {} if whole else {"index": call.index}
-    return {**index, **head, "function": {**function, "arguments": call.arguments}}
-
-
-def whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
-    """The calls that ``deltas`` add up to."""
-    calls: list[CallDelta] = []
-    for delta in deltas:
-        if delta.index == len(calls):
-            calls.append(delta)
-        else:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.arguments)
-    return [call_json(call, whole=True) for call in calls]
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:

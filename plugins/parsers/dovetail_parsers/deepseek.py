@@ -11,8 +11,20 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import told_object
+from dovetail_parsers.marks import Marks
 from dovetail_parsers.reader import END, MalformedError, Reading
-from dovetail_parsers.schemas import enforced, json_spec, loosened, needs_tags, object_schema, refuse, tag_spec
+from dovetail_parsers.schemas import (
+    LOOSEN,
+    NAME_ONE,
+    SEVERAL,
+    STRICT_AUTO,
+    enforced,
+    json_spec,
+    loosened,
+    needs,
+    object_schema,
+    tag_spec,
+)
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -73,7 +85,7 @@ class Deepseek(ToolParser):
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """See ``ToolParser``. The template shows which of the formats the model writes."""
         self._fenced = "```json" in context.chat_template
-        self._special = CALL in context.special_tokens
+        self._marks = Marks(self.special_tokens, context.special_tokens)
 
     def stream(self, tools: Sequence[Tool]) -> ToolStream:
         """See ``ToolParser``."""
@@ -83,21 +95,20 @@ class Deepseek(ToolParser):
         """Structural tags; without them, arguments alone where one function must be called."""
         if not enforced(request):
             return None
-        if self._special or Feature.GRAMMAR_STRUCTURAL_TAG not in offers:
-            if request.required and len(request.tools) == 1:
-                tool = request.tools[0]
-                return ToolConstraint(json_spec(object_schema(tool)), Gate(prefix=CALLS + self._begin(tool)))
-            if self._special:
-                raise refuse("deepseek", "the choice between functions", "name one function in tool_choice")
-        needs_tags("deepseek", offers)
-        grammar = tag_spec([self._structure(tool) for tool in loosened(request)], CALL)
-        return ToolConstraint(
-            grammar, Gate(prefix=CALLS + CALL, prefix_in_grammar=True) if request.required else Gate()
-        )
+        if Feature.GRAMMAR_STRUCTURAL_TAG not in offers and request.required and len(request.tools) == 1:
+            tool = request.tools[0]
+            return ToolConstraint(json_spec(object_schema(tool)), Gate(prefix=CALLS + self._begin(tool)))
+        what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
+        needs("deepseek", offers, Feature.GRAMMAR_STRUCTURAL_TAG, what, instead)
+        marks = self._marks.pairs
+        grammar = tag_spec([self._structure(tool) for tool in loosened(request)], self._marks.write(CALL))
+        required = Gate(prefix=CALLS + CALL, prefix_in_grammar=True, marks=marks)
+        return ToolConstraint(grammar, required if request.required else Gate(marks=marks))
 
     def _begin(self, tool: Tool) -> str:
         return f"{CALL}function{SEPARATOR}{tool.name}{FENCE}" if self._fenced else f"{CALL}{tool.name}{SEPARATOR}"
 
     def _structure(self, tool: Tool) -> dict[str, Any]:
         end = FENCE_END + CALL_END if self._fenced else CALL_END
-        return {"begin": self._begin(tool), "schema": object_schema(tool), "end": end}
+        write = self._marks.write
+        return {"begin": write(self._begin(tool)), "schema": object_schema(tool), "end": write(end)}

@@ -24,10 +24,23 @@ from dovetail.interfaces.parsers import (
     ToolRequest,
     ToolStream,
 )
+from dovetail.types import GrammarSpec
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import told_object
+from dovetail_parsers.marks import Marks, json_block
 from dovetail_parsers.reader import END, MalformedError, Reader, Reading
-from dovetail_parsers.schemas import enforced, json_spec, object_schema, refuse
+from dovetail_parsers.schemas import (
+    LOOSEN,
+    NAME_ONE,
+    SEVERAL,
+    STRICT_AUTO,
+    enforced,
+    json_spec,
+    lark_spec,
+    loosened,
+    needs,
+    object_schema,
+)
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 MESSAGE_END, CALL_END, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -77,21 +90,43 @@ class GptOssTools(ToolParser):
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """See ``ToolParser``."""
+        self._marks = Marks(MARKS, context.special_tokens)
 
     def stream(self, tools: Sequence[Tool]) -> ToolStream:
         """See ``ToolParser``."""
         return _CallsInChannels(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """The function is named among special tokens, which no grammar writes: one that is known can be forced."""
+        """Messages before the call, and the call; without Lark, one function behind one message of analysis."""
         if not enforced(request):
             return None
+        if Feature.GRAMMAR_LARK in offers:
+            return ToolConstraint(self._messages(request), Gate(marks=self._marks.pairs), covers_reasoning=True)
         if not request.required or len(request.tools) != 1:
-            raise refuse("gpt_oss", "the choice between functions", "name one function in tool_choice")
+            what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
+            needs("gpt_oss", offers, Feature.GRAMMAR_LARK, what, instead)
         tool = request.tools[0]
-        prefix = f"{START}assistant{CHANNEL}commentary to=functions.{tool.name} {CONSTRAIN}json{MESSAGE}"
-        gate = Gate(lead=THINK, until=MESSAGE_END, prefix=prefix)
+        gate = Gate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{_call_header(tool)}")
         return ToolConstraint(json_spec(object_schema(tool)), gate, covers_reasoning=True)
+
+    def _messages(self, request: ToolRequest) -> GrammarSpec:
+        """One call at the end; where none is required, perhaps an answer. What comes before has no marks inside."""
+        literal = self._marks.literal
+        calls = [f"{literal(_call_header(tool))} {json_block(object_schema(tool))}" for tool in loosened(request)]
+        answer = [] if request.required else [f"{literal(f'{CHANNEL}final{MESSAGE}')} FREE"]
+        heads = " | ".join(literal(f"{CHANNEL}{channel}{MESSAGE}") for channel in ("analysis", "commentary"))
+        return lark_spec(
+            [
+                f"start: (message {literal(f'{START}assistant')})* ({' | '.join(calls + answer)})",
+                f"message: ({heads}) part",
+                f"part[lazy]: FREE {literal(MESSAGE_END)}",
+                *self._marks.terminals(),
+            ]
+        )
+
+
+def _call_header(tool: Tool) -> str:
+    return f"{CHANNEL}commentary to=functions.{tool.name} {CONSTRAIN}json{MESSAGE}"
 
 
 class _ChannelStream(Reader, ReasoningStream):

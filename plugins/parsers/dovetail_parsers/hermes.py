@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,14 +11,17 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import json_call
+from dovetail_parsers.marks import Marks
 from dovetail_parsers.reader import END, Reading
 from dovetail_parsers.schemas import (
+    LOOSEN,
+    STRICT_AUTO,
     call_schema,
     dumps,
     enforced,
     json_spec,
     loosened,
-    needs_tags,
+    needs,
     object_schema,
     tag_spec,
 )
@@ -46,7 +49,8 @@ class Hermes(ToolParser):
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """See ``ToolParser``."""
-        self._special = BEGIN in context.special_tokens  # no grammar writes it
+        self._special = BEGIN in context.special_tokens
+        self._marks = Marks(self.special_tokens, context.special_tokens)
 
     def stream(self, tools: Sequence[Tool]) -> ToolStream:
         """See ``ToolParser``."""
@@ -56,17 +60,19 @@ class Hermes(ToolParser):
         """Structural tags, where a backend has them; one call as JSON otherwise."""
         if not enforced(request):
             return None
-        tags = Feature.GRAMMAR_STRUCTURAL_TAG in offers and not self._special
+        tags = Feature.GRAMMAR_STRUCTURAL_TAG in offers
         if request.required and (not tags or not request.parallel):
             return ToolConstraint(json_spec(call_schema(request.tools)), Gate(prefix=f"{BEGIN}\n"))
-        if self._special:
+        if self._special and not tags:
             gate = Gate(until=BEGIN, may_end=True, prefix="\n")
             return ToolConstraint(json_spec(call_schema(loosened(request))), gate)
-        needs_tags("hermes", offers)
-        grammar = tag_spec([_structure(tool) for tool in loosened(request)], BEGIN)
-        return ToolConstraint(grammar, Gate(prefix=BEGIN, prefix_in_grammar=True) if request.required else Gate())
+        needs("hermes", offers, Feature.GRAMMAR_STRUCTURAL_TAG, STRICT_AUTO, LOOSEN)
+        write, marks = self._marks.write, self._marks.pairs
+        grammar = tag_spec([_structure(tool, write) for tool in loosened(request)], write(BEGIN))
+        required = Gate(prefix=BEGIN, prefix_in_grammar=True, marks=marks)
+        return ToolConstraint(grammar, required if request.required else Gate(marks=marks))
 
 
-def _structure(tool: Tool) -> dict[str, Any]:
+def _structure(tool: Tool, write: Callable[[str], str]) -> dict[str, Any]:
     begin = f'{BEGIN}\n{{"name": {dumps(tool.name)}, "arguments": '
-    return {"begin": begin, "schema": object_schema(tool), "end": f"}}\n{CLOSE}"}
+    return {"begin": write(begin), "schema": object_schema(tool), "end": write(f"}}\n{CLOSE}")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -11,16 +10,17 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import json_call
+from dovetail_parsers.marks import Marks, json_block
 from dovetail_parsers.reader import END, Reading
 from dovetail_parsers.schemas import (
+    LOOSEN,
+    STRICT_AUTO,
     call_schema,
-    dumps,
     enforced,
     json_spec,
+    lark_spec,
     loosened,
-    needs_tags,
-    object_schema,
-    tag_spec,
+    needs,
 )
 
 TAG = "<|python_tag|>"
@@ -68,14 +68,12 @@ class Llama3Json(ToolParser):
         return _LlamaReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """One call as JSON; structural tags for strict functions that need not be called."""
+        """One call as JSON; strict functions need not be called, but no other text begins as a call does."""
         if not enforced(request):
             return None
         if request.required:
             return ToolConstraint(json_spec(call_schema(request.tools, "parameters")))
-        needs_tags("llama3_json", offers)
-        return ToolConstraint(tag_spec([_structure(tool) for tool in loosened(request)], '{"name":'))
-
-
-def _structure(tool: Tool) -> dict[str, Any]:
-    return {"begin": f'{{"name": {dumps(tool.name)}, "parameters": ', "schema": object_schema(tool), "end": "}"}
+        needs("llama3_json", offers, Feature.GRAMMAR_LARK, STRICT_AUTO, LOOSEN)
+        call = json_block(call_schema(loosened(request), "parameters"))
+        other = r"ANSWER: FREE & /(?s:[ \t\r\n]*([^ \t\r\n{].*)?)/"
+        return ToolConstraint(lark_spec([f"start: {call} | ANSWER", *Marks((TAG,), frozenset()).terminals(), other]))

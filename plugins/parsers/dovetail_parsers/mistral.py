@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -13,8 +14,21 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import json_call, told_object
+from dovetail_parsers.marks import Marks
 from dovetail_parsers.reader import END, MalformedError, Reading
-from dovetail_parsers.schemas import call_schema, enforced, json_spec, loosened, object_schema, refuse
+from dovetail_parsers.schemas import (
+    LOOSEN,
+    NAME_ONE,
+    SEVERAL,
+    STRICT_AUTO,
+    call_schema,
+    enforced,
+    json_spec,
+    loosened,
+    needs,
+    object_schema,
+    tag_spec,
+)
 
 MARK, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _IN_NAME = frozenset(string.ascii_letters + string.digits + "_.-")
@@ -82,6 +96,7 @@ class Mistral(ToolParser):
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """See ``ToolParser``. The template shows which of the formats the model writes."""
+        self._marks = Marks(self.special_tokens, context.special_tokens)
         self._named = ARGUMENTS in context.chat_template
 
     def stream(self, tools: Sequence[Tool]) -> ToolStream:
@@ -89,23 +104,45 @@ class Mistral(ToolParser):
         return _MistralReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """An array of calls behind the mark; of the newer format, arguments alone."""
+        """An array of calls behind the mark; of the newer format, structural tags, or the arguments of one function."""
         if not enforced(request):
             return None
-        if self._named:
-            return self._one_named(request)
-        call = call_schema(loosened(request))
-        defs = call.pop("$defs")
-        most = {} if request.parallel else {"maxItems": 1}
-        grammar = json_spec({"type": "array", "items": call, "minItems": 1, **most, "$defs": defs})
-        return ToolConstraint(grammar, Gate(prefix=MARK) if request.required else Gate(until=MARK, may_end=True))
+        if Feature.GRAMMAR_STRUCTURAL_TAG in offers and (self._named or not request.required):
+            structures = self._tags(request)
+            marks = self._marks.pairs
+            required = Gate(prefix=MARK, prefix_in_grammar=True, marks=marks)
+            return ToolConstraint(
+                tag_spec(structures, self._marks.write(MARK)), required if request.required else Gate(marks=marks)
+            )
+        return self._one_named(request, offers) if self._named else self._one_array(request)
 
-    def _one_named(self, request: ToolRequest) -> ToolConstraint:
+    def _tags(self, request: ToolRequest) -> list[dict[str, Any]]:
+        write = self._marks.write
+        if not self._named:
+            return [{"begin": write(MARK), "schema": _array(request), "end": ""}]
+        return [
+            {"begin": write(f"{MARK}{tool.name}{ARGUMENTS}"), "schema": object_schema(tool), "end": ""}
+            for tool in loosened(request)
+        ]
+
+    def _one_array(self, request: ToolRequest) -> ToolConstraint:
+        gate = Gate(prefix=MARK) if request.required else Gate(until=MARK, may_end=True)
+        return ToolConstraint(json_spec(_array(request)), gate)
+
+    def _one_named(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint:
         if not request.required or len(request.tools) != 1:
-            raise refuse("mistral", "the choice between functions", "name one function in tool_choice")
+            what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
+            needs("mistral", offers, Feature.GRAMMAR_STRUCTURAL_TAG, what, instead)
         tool = request.tools[0]
         return ToolConstraint(json_spec(object_schema(tool)), Gate(prefix=f"{MARK}{tool.name}{ARGUMENTS}"))
 
     def new_id(self) -> str:
         """Nine letters and digits, which Mistral's templates insist on."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_ID_LENGTH))
+
+
+def _array(request: ToolRequest) -> dict[str, Any]:
+    call = call_schema(loosened(request))
+    defs = call.pop("$defs")
+    most = {} if request.parallel else {"maxItems": 1}
+    return {"type": "array", "items": call, "minItems": 1, **most, "$defs": defs}

@@ -6,15 +6,17 @@ import ast
 import json
 import string
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pydantic import BaseModel
 
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail.types import GrammarKind, GrammarSpec
 from dovetail_parsers.calls import CallReader
+from dovetail_parsers.python_grammar import call_grammar
 from dovetail_parsers.reader import END, MalformedError, Reading
-from dovetail_parsers.schemas import enforced, refuse
+from dovetail_parsers.schemas import enforced, loosened, needs
 
 BEGIN, CLOSE = "<|python_start|>", "<|python_end|>"
 _IN_NAME = frozenset(string.ascii_letters + string.digits + "_.-")
@@ -23,13 +25,17 @@ _DEEPEST = 50
 
 
 class _PythonicReader(CallReader):
+    def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str], marked: bool) -> None:
+        self._mark = BEGIN if marked else None
+        super().__init__(tools, new_id)
+
     def read(self) -> Reading[None]:
-        """Calls at the beginning of the output, and behind the mark."""
+        """Calls at the beginning of the output, and behind the mark, where there is one."""
         if (yield from self.space()) == "[":
             yield from self.attempt(self._calls())
         else:
             self.give_back()
-        while (yield from self.content_until(BEGIN)) != END:
+        while (yield from self.content_until(*([self._mark] if self._mark else []))) != END:
             yield from self.attempt(self._marked())
 
     def _marked(self) -> Reading[None]:
@@ -107,31 +113,36 @@ def as_json(text: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know
             node = ast.parse(text.strip(), mode="eval").body
-        value = _value_of(node, _DEEPEST)
-        plain = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        return plain if plain.isprintable() else json.dumps(value)
+        return _json_of(node, _DEEPEST)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise MalformedError(f"{text!r} is no literal: {error}") from error
 
 
-def _value_of(node: ast.expr, depth: int) -> object:
+def _json_of(node: ast.expr, depth: int) -> str:
+    """Keys that come twice stay: readers of JSON take the last, as Python does."""
     match node:
         case _ if not depth:
             raise ValueError("it is nested too deep")
         case ast.Constant(value=str() | int() | float() | None as value):
-            return value
+            return _dumps(value)
         case ast.Name(id=word) if word in _WORDS:
-            return _WORDS[word]
+            return _dumps(_WORDS[word])
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+            return _dumps(-value)
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_value_of(item, depth - 1) for item in items]
+            return f"[{', '.join(_json_of(item, depth - 1) for item in items)}]"
         case ast.Dict(keys=keys, values=values):
             names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-            if len(names) != len(keys) or len(set(names)) != len(names):
-                raise ValueError("keys are distinct strings")
-            return dict(zip(names, (_value_of(value, depth - 1) for value in values), strict=True))
+            if len(names) != len(keys):
+                raise ValueError("keys are strings")
+            parts = [_json_of(value, depth - 1) for value in values]
+            return f"{{{', '.join(f'{_dumps(name)}: {part}' for name, part in zip(names, parts, strict=True))}}}"
     raise ValueError(f"it has a {type(node).__name__}")
+
+
+def _dumps(value: object) -> str:
+    plain = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return plain if plain.isprintable() else json.dumps(value)
 
 
 class Pythonic(ToolParser):
@@ -140,14 +151,17 @@ class Pythonic(ToolParser):
     special_tokens = (BEGIN, CLOSE)
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
-        """See ``ToolParser``."""
+        """See ``ToolParser``. Where the mark is no special token, it is text."""
+        self._marked = BEGIN in context.special_tokens
 
     def stream(self, tools: Sequence[Tool]) -> ToolStream:
         """See ``ToolParser``."""
-        return _PythonicReader(tools, self.new_id)
+        return _PythonicReader(tools, self.new_id, self._marked)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """JSON schemas say nothing about Python literals: nothing can be enforced."""
-        if enforced(request):
-            raise refuse("pythonic", "a call", "give tool_choice: auto and no strict functions")
-        return None
+        """A list of calls in GBNF; strict functions need not be called, but no other text begins as a list does."""
+        if not enforced(request):
+            return None
+        needs("pythonic", offers, Feature.GRAMMAR_EBNF, "a call", "give tool_choice: auto and no strict functions")
+        text = call_grammar(loosened(request), request.parallel, request.required)
+        return ToolConstraint(GrammarSpec(GrammarKind.EBNF, text))

@@ -143,7 +143,7 @@ class Reader(ABC):
         return text.removesuffix(mark)
 
     def copy_until(self, say: Callable[[str], None], *marks: str) -> Reading[str]:
-        """Say text up to the first of ``marks``, which stays kept; "" at the end of the text."""
+        """Say text up to the first of ``marks``, which stays kept; "" at the end of the text, the only one without marks."""
         self.accept()
         finder = Finder(marks)
         self._copying = _none_of(frozenset(mark[0] for mark in marks)), say
@@ -164,7 +164,7 @@ class Reader(ABC):
 
 @functools.cache
 def _none_of(chars: frozenset[str]) -> re.Pattern[str]:
-    return re.compile(f"[^{re.escape(''.join(sorted(chars)))}]+")
+    return re.compile(f"[^{re.escape(''.join(sorted(chars)))}]+" if chars else r"(?s:.)+")
 
 
 class Finder:
@@ -180,7 +180,7 @@ class Finder:
         for mark in self._marks:
             if self._tail.endswith(mark):
                 return mark
-        held = max(_overlap(self._tail, mark) for mark in self._marks)
+        held = max((_overlap(self._tail, mark) for mark in self._marks), default=0)
         self._tail = self._tail[len(self._tail) - held :]
         return None
 

@@ -11,6 +11,11 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import Tool, ToolRequest
 from dovetail.types import GrammarKind, GrammarSpec
 
+STRICT_AUTO = "strict functions with tool_choice 'auto'"
+SEVERAL = "the choice between functions"
+LOOSEN = "drop strict, or set tool_choice to 'required'"
+NAME_ONE = "name one function in tool_choice, or start the server with such a backend"
+
 
 def dumps(value: object) -> str:
     """JSON as the house writes it in constraints."""
@@ -70,21 +75,17 @@ def loosened(request: ToolRequest) -> list[Tool]:
     return [tool if keep or tool.strict else Tool(tool.name, {"type": "object"}) for tool in request.tools]
 
 
-def refuse(parser: str, what: str, instead: str) -> GrammarError:
-    """The error for what cannot be enforced."""
-    return GrammarError(
-        f"{what} cannot be enforced in the tool format {parser!r} of this server; {instead}",
-        param="tools",
-        keyword="strict",
-    )
-
-
-def needs_tags(parser: str, offers: frozenset[Feature]) -> None:
-    """Raises ``GrammarError`` unless calls inside of free text can be constrained."""
-    if Feature.GRAMMAR_STRUCTURAL_TAG not in offers:
+def needs(parser: str, offers: frozenset[Feature], feature: Feature, what: str, instead: str) -> None:
+    """Raises ``GrammarError`` unless a backend offers ``feature``, without which ``what`` cannot be enforced."""
+    if feature not in offers:
         raise GrammarError(
-            f"strict tools with tool_choice 'auto' need a grammar backend that offers {Feature.GRAMMAR_STRUCTURAL_TAG} for "
-            f"the tool format {parser!r}; this server's do not: drop strict, or set tool_choice to 'required'",
+            f"{what} in the tool format {parser!r} cannot be enforced without a grammar backend that offers {feature}, and "
+            f"this server has none: {instead}",
             param="tools",
-            keyword="structural_tag",
+            keyword=feature.removeprefix("grammar."),
         )
+
+
+def lark_spec(lines: Sequence[str]) -> GrammarSpec:
+    """A constraint to a Lark grammar."""
+    return GrammarSpec(GrammarKind.LARK, "\n".join([*lines, ""]))

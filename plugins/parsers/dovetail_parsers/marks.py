@@ -1,0 +1,49 @@
+"""Marks in grammars: those that are special tokens are written by characters that stand for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_FIRST = 0x0E
+
+
+class Marks:
+    """The marks of a format, for one model. ``pairs`` are those that are special tokens, with their stand-ins: what a
+    ``Gate`` has to know."""
+
+    def __init__(self, marks: Sequence[str], special: frozenset[str]) -> None:
+        self._marks = marks
+        self._stand_ins = {mark: chr(_FIRST + i) for i, mark in enumerate(m for m in marks if m in special)}
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(mark, stand-in)."""
+        return tuple(self._stand_ins.items())
+
+    def write(self, text: str) -> str:
+        """``text`` as a grammar has it."""
+        for mark, stand_in in self._stand_ins.items():
+            text = text.replace(mark, stand_in)
+        return text
+
+    def literal(self, text: str) -> str:
+        """``text`` as a literal of a Lark grammar."""
+        return json.dumps(self.write(text), ensure_ascii=False)
+
+    def terminals(self) -> list[str]:
+        """Lark terminals: ``ANY`` text, and ``FREE`` text without a mark."""
+        found = "|".join(re.sub(r"[^\w<>\-]", _escaped, self.write(mark), flags=re.ASCII) for mark in self._marks)
+        return ["ANY: /(?s:.*)/", f"FREE: ANY & ~/(?s:.*)(?:{found})(?s:.*)/"]
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x80 else found[0]
+
+
+def json_block(schema: Mapping[str, Any]) -> str:
+    """A JSON text in a Lark grammar."""
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
