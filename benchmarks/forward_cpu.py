@@ -115,8 +115,8 @@ def operations(config: dict[str, Any], dtype: torch.dtype, rows: int) -> Timed:
         turned = [weight.t().contiguous().t() for weight in weights]
         calls[f"{name} linear, weight stored [in, out]"] = turns(linear, x, turned)
         compiled = kernels(dtype)
-        if rows == 1 and compiled is not None:
-            calls[f"{name} matvec"] = turns(compiled.matvec, x, weights)
+        if compiled is not None:
+            calls[f"{name} product"] = turns(compiled.product, x, weights)
         calls[f"{name} packed"] = turns(packed_linear, x, [packed(weight) for weight in weights])
     x, weight = torch.randn(rows, hidden, dtype=dtype), torch.randn(hidden, dtype=dtype)
     calls["norm"] = lambda: rms_norm(x, weight, 1e-5)

@@ -116,16 +116,46 @@ def test_store(dtype, tokens):
     assert int(keys.isnan().all(-1).all(-1).sum()) == 800 - tokens
 
 
+PRODUCTS = [(1, 1), (3, 32), (4, 31), (5, 64), (7, 5), (33, 31), (64, 300), (2400, 512), (130, 96), (257, 705)]
+
+
 @each_dtype
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (7, 5), (33, 31), (64, 300), (2400, 512), (130, 96)])
-def test_matvec(dtype, bias, rows, width):
-    weight, x = torch.randn(rows, width).to(dtype), torch.randn(1, width).to(dtype)
+@pytest.mark.parametrize(("rows", "width"), PRODUCTS)
+@pytest.mark.parametrize("inputs", [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 19])
+def test_product(dtype, bias, rows, width, inputs):
+    weight, x = torch.randn(rows, width).to(dtype), torch.randn(inputs, width).to(dtype)
     shift = torch.randn(rows).to(dtype) if bias else None
     exact = x.double() @ weight.double().t() + (shift.double() if bias else 0)
-    got = kernels(dtype).matvec(x, weight, shift)
+    got = kernels(dtype).product(x, weight, shift)
     assert got.dtype is dtype
+    assert got.shape == exact.shape
     assert ((got.double() - exact).abs() <= TOLERANCES[dtype] * (math.sqrt(width) + exact.abs())).all()
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "width"), PRODUCTS)
+def test_a_row_of_a_product_does_not_depend_on_the_others(dtype, rows, width):
+    weight, x, shift = (torch.randn(*shape).to(dtype) for shape in ((rows, width), (19, width), (rows,)))
+    alone = torch.cat([kernels(dtype).product(row[None], weight, shift) for row in x])
+    for inputs in range(1, 20):
+        assert kernels(dtype).product(x[:inputs], weight, shift).equal(alone[:inputs])
+        assert kernels(dtype).product(x[-inputs:], weight, shift).equal(alone[-inputs:])
+
+
+@each_dtype
+def test_the_order_of_a_weights_rows_changes_nothing_in_their_products(dtype):
+    weight, x = torch.randn(23, 300).to(dtype), torch.randn(5, 300).to(dtype)
+    order = torch.randperm(23)
+    whole = kernels(dtype).product(x, weight)
+    assert kernels(dtype).product(x, weight[order]).equal(whole[:, order])
+
+
+def test_a_product_refuses_what_is_not_contiguous():
+    weight, x = torch.randn(8, 64), torch.randn(4, 64)
+    for given in ((x, weight.t().contiguous().t()), (torch.randn(64, 4).t(), weight), (x[:, ::2], weight[:, :32])):
+        with pytest.raises(AssertionError):
+            kernels(torch.float32).product(*given)
 
 
 def reference(q, keys, values, window, scale, soft_cap, sinks):

@@ -20,7 +20,7 @@ from dovetail.layers.rotary import Rotary
 from dovetail.ops import activation, kv, norm, rotary
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.kv import store
-from dovetail.ops.linear import linear, packed, packed_linear
+from dovetail.ops.linear import compiled_rows, linear, packed, packed_linear
 from dovetail.ops.norm import add_rms_norm, rms_norm
 from dovetail.ops.rotary import apply_rotary
 
@@ -119,6 +119,33 @@ def test_packed_weights_give_the_product(dtype: torch.dtype, tolerance: float, b
     assert got.is_contiguous()
     assert got.shape == (rows, 96)
     assert ((got.double() - exact).abs() <= 4 * tolerance * math.sqrt(40)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out", [4, 1408, 4096])
+def test_rows_of_a_linear_layer_are_the_same_alone_as_far_as_they_are_compiled(dtype: torch.dtype, out: int) -> None:
+    layer = Linear(256, out, bias=True)
+    filled(layer)
+    layer.to(dtype)
+    x = torch.randn(compiled_rows(layer.weight), 256).to(dtype)
+    if not len(x):
+        pytest.skip("there are no compiled kernels here")
+    got = layer.forward(x)
+    assert got.equal(torch.cat([layer.forward(row[None]) for row in x]))
+    more = layer.forward(torch.cat((x, x)))  # computed otherwise, and no worse
+    tolerance = 16 * torch.finfo(dtype).eps * (1 + got.abs().max())
+    assert ((more[: len(x)] - got).abs() <= tolerance).all()
+    assert ((more[len(x) :] - got).abs() <= tolerance).all()
+
+
+def test_compiled_rows_grow_as_weights_shrink() -> None:
+    assert compiled_rows(torch.empty(8, 8, device="meta")) == 0
+    assert compiled_rows(torch.empty(8, 8, dtype=torch.float64)) == 0
+    if compiled_rows(torch.empty(8, 8)):
+        rows = [compiled_rows(torch.empty(size, 1024)) for size in (1, 512, 1024, 2048, 4096, 8192)]
+        assert rows == sorted(rows, reverse=True)
+        assert rows[0] == 16
+        assert rows[-1] == 4
 
 
 def test_no_packed_weight_of_dtypes_without_kernels() -> None:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionBackend
 
 FEWER = 2
-"""The last layer is narrowed where that leaves it less than one in so many tokens."""
+"""The last layer is narrowed where that leaves it less than one in so many tokens,"""
+
+SPARED = 16
+"""and spares it so many: a batch of its own costs the host as much as some tokens' last layer."""
 
 
 def narrows(batch: Batch) -> bool:
@@ -28,9 +31,13 @@ def narrows(batch: Batch) -> bool:
     return (
         batch.num_extend > 0
         and batch.drafts is None
-        and batch.num_tokens > FEWER * int(batch.samples.sum())
+        and _spares(batch.num_tokens, int(batch.samples.sum()))
         and all(req.params.prompt_logprobs is None for req in batch.reqs[: batch.num_extend])
     )
+
+
+def _spares(tokens: int, sampled: int) -> bool:
+    return tokens > FEWER * sampled and tokens >= SPARED + sampled
 
 
 def last_rows(batch: Batch, backend: AttentionBackend) -> Batch:

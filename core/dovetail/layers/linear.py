@@ -10,7 +10,7 @@ import torch
 from dovetail.layers.base import Layer, parameter
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import Kernels, kernels
-from dovetail.ops.linear import few_rows, linear, packed, packed_linear
+from dovetail.ops.linear import compiled_rows, few_rows, linear, packed, packed_linear
 from dovetail.ops.triton.tuning import MAX_ROWS
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Linear(Layer):
         self._operands: tuple[torch.Tensor, torch.Tensor | None]
         self._packed: torch.Tensor | None = None
         self._compiled: Kernels | None = None
+        self._compiled_rows = 0
         self._few_rows: FewRows | None = None
 
     def prepare(self) -> None:
@@ -35,7 +36,8 @@ class Linear(Layer):
         weight = self.weight
         self._operands = (weight, self.bias)
         self._packed = packed(weight)
-        self._compiled = kernels(weight.dtype) if weight.device.type == "cpu" else None
+        self._compiled_rows = compiled_rows(weight)
+        self._compiled = kernels(weight.dtype) if self._compiled_rows else None
         self._few_rows = few_rows(weight)
         super().prepare()
 
@@ -44,8 +46,8 @@ class Linear(Layer):
         if not self.prepared:
             self.prepare()
         weight, bias = self._operands
-        if self._compiled is not None and x.shape[0] == 1:
-            return self._compiled.matvec(x, weight, bias)
+        if self._compiled is not None and x.shape[0] <= self._compiled_rows:
+            return self._compiled.product(x, weight, bias)
         if self._few_rows is not None and x.shape[0] <= MAX_ROWS:
             return self._few_rows(x, bias)
         return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)

@@ -1,8 +1,8 @@
 """Matrix products of the layers.
 
-On the CPU, ``x @ weight.T`` is fastest with a weight that oneDNN has stored in the order its kernels read. One row is
-bound by reading the weight, and a compiled kernel that reads it as it is comes closest to the memory's speed. On CUDA the
-same is true of up to 128 rows: ``few_rows`` gives kernels for the shapes and numbers of rows where they were measured to win.
+On the CPU, ``x @ weight.T`` is fastest with a weight that oneDNN has stored in the order its kernels read. Few rows are
+bound by reading the weight and by the costs of a call, and a compiled kernel that reads it as it is has less of both:
+``compiled_rows`` holds up to where. On CUDA the same is true of up to 128 rows: ``few_rows`` gives kernels for the shapes and numbers of rows where they were measured to win.
 ``benchmarks/forward_cpu.py --ops`` measures these ways on a machine and holds the numbers of one.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from dovetail.ops.cpu.kernels import kernels
 from dovetail.ops.triton import tuning
 
 if TYPE_CHECKING:
@@ -43,6 +44,20 @@ def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
+_COMPILED = {torch.float32: (4, 6 << 20), torch.bfloat16: (1, 3 << 20)}
+"""Rows that the compiled kernel always takes, and the products of numbers (rows * in * out) up to which it takes more: it was
+measured to be no slower than oneDNN up to there, which has instructions for bfloat16 that the kernel, being exact, has not."""
+_MOST_COMPILED = 16
+
+
+def compiled_rows(weight: torch.Tensor) -> int:
+    """Up to how many rows ``Kernels.product`` is the way to multiply with a ``weight [out, in]``; 0 where there is none."""
+    if weight.device.type != "cpu" or kernels(weight.dtype) is None:
+        return 0
+    always, work = _COMPILED[weight.dtype]
+    return max(always, min(_MOST_COMPILED, work // max(1, weight.numel())))
+
+
 def few_rows(weight: torch.Tensor) -> FewRows | None:
     """The products ``(x, bias)`` of ``weight [out, in]`` with up to ``tuning.MAX_ROWS`` rows on CUDA; None where there is
     nothing better than ``linear``. It keeps no copy of the weight."""
@@ -56,7 +71,8 @@ def few_rows(weight: torch.Tensor) -> FewRows | None:
 def describe(weight: torch.Tensor) -> str:
     """What computes the products with ``weight``, for people: by number of rows where that depends on it."""
     if not weight.is_cuda:
-        return "oneDNN, packed" if packed(weight[:1]) is not None else "torch"
+        rows, others = compiled_rows(weight), "oneDNN, packed" if packed(weight[:1]) is not None else "torch"
+        return f"compiled up to {rows} rows, then {others}" if rows else others
     from dovetail.ops.triton import matmul
 
     return tuning.describe(*weight.shape) if matmul.supported(weight) else "torch"

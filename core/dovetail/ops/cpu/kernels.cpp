@@ -62,6 +62,15 @@ inline Lanes lanes(const float* from) {
     return out;
 }
 
+// Keeps x in a register: left to itself the compiler reads it from memory again for each use.
+inline void hold(Lanes& x) {
+#ifdef __AVX512F__
+    asm("" : "+v"(x));
+#else
+    (void)x;
+#endif
+}
+
 inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds one lane after the other
     using Half = float __attribute__((vector_size(32)));
     using Quarter = float __attribute__((vector_size(16)));
@@ -72,6 +81,33 @@ inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds
     std::memcpy(b, a, 32);
     b[0] += b[1];
     return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
+}
+
+// lane_sum of each, in the same order.
+template <int N>
+void lane_sums(const Lanes* x, float* out) {
+    if constexpr (N == 4) {
+        using Half = float __attribute__((vector_size(32)));
+        using Quarter = float __attribute__((vector_size(16)));
+        Quarter quarters[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            Half halves[2];
+            std::memcpy(halves, x + i, 64);
+            halves[0] += halves[1];
+            Quarter parts[2];
+            std::memcpy(parts, halves, 32);
+            quarters[i] = parts[0] + parts[1];
+        }
+        const Quarter a = __builtin_shufflevector(quarters[0], quarters[1], 0, 1, 4, 5) +
+                          __builtin_shufflevector(quarters[0], quarters[1], 2, 3, 6, 7);
+        const Quarter b = __builtin_shufflevector(quarters[2], quarters[3], 0, 1, 4, 5) +
+                          __builtin_shufflevector(quarters[2], quarters[3], 2, 3, 6, 7);
+        const Quarter sums = __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+        std::memcpy(out, &sums, 16);
+    } else {
+        for (int i = 0; i < N; ++i) out[i] = lane_sum(x[i]);
+    }
 }
 
 // 32 elements as floats, in an order that is cheap to have: as they are, or bfloat16's even ones before the odd ones.
@@ -159,45 +195,96 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
     }
 }
 
-// The product of a row of a weight and an input that is floats already, its first `whole` elements in the order of pair.
-template <typename T>
-float row_product(const T* row, const float* x, int64_t whole, int64_t d) {
-    Lanes a = {}, b = {}, c = {}, e = {};
-    int64_t i = 0;
-    for (; i + 64 <= whole; i += 64) {
+constexpr int kRows = 4;    // rows of a weight that are in registers at a time
+constexpr int kInputs = 6;  // inputs that they are multiplied with meanwhile: with their sums, all registers there are
+
+// The products of R rows of a weight and M inputs of d floats each, the first `whole` of them in the order of pair. A sum is
+// taken in one order and rounded in the same places, whatever R and M are.
+template <int R, int M, typename T>
+__attribute__((noinline)) void tile_product(const T* rows, const float* x, int64_t whole, int64_t d, float out[kInputs][kRows]) {
+    Lanes sums[M][R] = {};
+    for (int64_t i = 0; i < whole; i += 32) {
+        Lanes first[R], second[R];
 #pragma GCC unroll 4
-        for (size_t line = 0; line < sizeof(T); ++line)  // 64 elements are as many lines as an element has bytes
-            __builtin_prefetch(reinterpret_cast<const char*>(row + i) + kAhead + 64 * line);
-        const Pair first = pair(row + i), second = pair(row + i + 32);
-        a += first.first * lanes(x + i);
-        b += first.second * lanes(x + i + 16);
-        c += second.first * lanes(x + i + 32);
-        e += second.second * lanes(x + i + 48);
+        for (int r = 0; r < R; ++r) {
+            const T* from = rows + r * d + i;
+            const Pair both = pair(from);
+            first[r] = both.first, second[r] = both.second;
+            hold(first[r]);
+            __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
+            if (sizeof(T) == 4) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead + 64);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+            Lanes input = lanes(x + m * d + i);
+            hold(input);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) sums[m][r] += first[r] * input;
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) hold(second[r]);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+            Lanes input = lanes(x + m * d + i + 16);
+            hold(input);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) sums[m][r] += second[r] * input;
+        }
     }
-    for (; i < whole; i += 32) {
-        const Pair pairs = pair(row + i);
-        a += pairs.first * lanes(x + i);
-        b += pairs.second * lanes(x + i + 16);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+        lane_sums<R>(sums[m], out[m]);
+        for (int64_t i = whole; i < d; ++i)
+            for (int r = 0; r < R; ++r) out[m][r] = std::fma(wide(rows[r * d + i]), x[m * d + i], out[m][r]);
     }
-    float sum = lane_sum((a + b) + (c + e));
-    for (; i < d; ++i) sum += wide(row[i]) * x[i];
-    return sum;
 }
 
-// out [n] = weight [n, d] @ x [d] + bias [n]: bound by reading the weight, which is read once and in order.
-template <typename T>
-void matvec(const T* weight, const T* x, const T* bias, T* out, int64_t n, int64_t d) {
-    const int64_t whole = d / 32 * 32;
-    std::vector<float> input(d);
-    for (int64_t i = 0; i < whole; i += 32) {
-        const Pair ordered = pair(x + i);
-        std::memcpy(&input[i], &ordered, 128);
+template <int R, typename T>
+void tile_product(const T* rows, const float* x, int inputs, int64_t whole, int64_t d, float out[kInputs][kRows]) {
+    switch (inputs) {
+        case 1: return tile_product<R, 1>(rows, x, whole, d, out);
+        case 2: return tile_product<R, 2>(rows, x, whole, d, out);
+        case 3: return tile_product<R, 3>(rows, x, whole, d, out);
+        case 4: return tile_product<R, 4>(rows, x, whole, d, out);
+        case 5: return tile_product<R, 5>(rows, x, whole, d, out);
+        default: return tile_product<R, kInputs>(rows, x, whole, d, out);
     }
-    for (int64_t i = whole; i < d; ++i) input[i] = wide(x[i]);
+}
+
+// out [m, n] = x [m, d] @ weight [n, d].T + bias [n], for few m: the weight is read from memory once and in order, which is
+// what takes the time.
+template <typename T>
+void product(const T* weight, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t d) {
+    const int64_t whole = d / 32 * 32, parts = (m + kInputs - 1) / kInputs;
+    std::vector<float> input(m * d);
+    for (int64_t row = 0; row < m; ++row) {
+        const T* from = x + row * d;
+        float* to = input.data() + row * d;
+        for (int64_t i = 0; i < whole; i += 32) {
+            const Pair ordered = pair(from + i);
+            std::memcpy(to + i, &ordered, 128);
+        }
+        for (int64_t i = whole; i < d; ++i) to[i] = wide(from[i]);
+    }
 #pragma omp parallel for if (n * d > 2 * kSerial) schedule(static)
-    for (int64_t r = 0; r < n; ++r) {
-        const float sum = row_product(weight + r * d, input.data(), whole, d);
-        put(out + r, bias == nullptr ? sum : sum + wide(bias[r]));
+    for (int64_t row = 0; row < n; row += kRows) {
+        const int rows = static_cast<int>(std::min<int64_t>(kRows, n - row));
+        for (int64_t part = 0; part < parts; ++part) {
+            const int64_t first = part * m / parts, end = (part + 1) * m / parts;
+            const int count = static_cast<int>(end - first);
+            float sums[kInputs][kRows];
+            if (rows == kRows)
+                tile_product<kRows>(weight + row * d, input.data() + first * d, count, whole, d, sums);
+            else
+                for (int r = 0; r < rows; ++r) {
+                    float one[kInputs][kRows];
+                    tile_product<1>(weight + (row + r) * d, input.data() + first * d, count, whole, d, one);
+                    for (int i = 0; i < count; ++i) sums[i][r] = one[i][0];
+                }
+            for (int i = 0; i < count; ++i)
+                for (int r = 0; r < rows; ++r)
+                    put(out + (first + i) * n + row + r, bias == nullptr ? sums[i][r] : sums[i][r] + wide(bias[row + r]));
+        }
     }
 }
 
@@ -578,8 +665,8 @@ void attend(const Attention& a, const T* q, const T* keys, const T* values, cons
         rotary(x, cos, sin, out, tokens, heads, stride, d, angle_stride);                                                   \
     }                                                                                                                       \
     extern "C" void silu_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t n) { silu_mul(gate_up, out, rows, n); } \
-    extern "C" void matvec_##NAME(const T* weight, const T* x, const T* bias, T* out, int64_t n, int64_t d) {                 \
-        matvec(weight, x, bias, out, n, d);                                                                                 \
+    extern "C" void product_##NAME(const T* weight, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t d) {     \
+        product(weight, x, bias, out, m, n, d);                                                                             \
     }                                                                                                                       \
     extern "C" void store_##NAME(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, int64_t tokens,          \
                                  int64_t k_stride, int64_t v_stride, int64_t width) {                                       \

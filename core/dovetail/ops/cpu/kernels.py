@@ -22,7 +22,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _P, _P, _P, _I, _I, _I, _I, _F),
     "rotary": (_P, _P, _P, _P, _I, _I, _I, _I, _I),
     "silu_mul": (_P, _P, _I, _I),
-    "matvec": (_P, _P, _P, _P, _I, _I),
+    "product": (_P, _P, _P, _P, _I, _I, _I),
     "store": (_P, _P, _P, _P, _P, _I, _I, _I, _I),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _I, _F, _F),
 }
@@ -43,7 +43,7 @@ class Kernels:
 
     def __init__(self, handle: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._rms_norm, self._rotary, self._silu_mul, self._matvec, self._store, self._attend = (
+        self._rms_norm, self._rotary, self._silu_mul, self._product, self._store, self._attend = (
             _function(handle, name, _DTYPES[dtype]) for name in _SIGNATURES
         )
 
@@ -83,15 +83,17 @@ class Kernels:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
         return out
 
-    def matvec(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``ops.linear.linear`` of one row, ``x [1, in]``; all tensors contiguous."""
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``ops.linear.linear`` of few rows ``x [m, in]``, each of which comes out the same whatever m is; all tensors
+        contiguous. ``ops.linear.compiled_rows`` says up to which m it is the fastest way."""
         assert weight.dtype is self.dtype
         assert x.is_contiguous()
         assert weight.is_contiguous()
         rows, width = weight.shape
-        out = torch.empty(1, rows, dtype=self.dtype)
+        assert x.shape[1] == width
+        out = torch.empty(x.shape[0], rows, dtype=self.dtype)
         added = None if bias is None else bias.data_ptr()
-        self._matvec(weight.data_ptr(), x.data_ptr(), added, out.data_ptr(), rows, width)
+        self._product(weight.data_ptr(), x.data_ptr(), added, out.data_ptr(), x.shape[0], rows, width)
         return out
 
     def store(
