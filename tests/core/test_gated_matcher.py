@@ -136,3 +136,29 @@ def test_rollback_restores_every_place(name: str, seed: int, back: list[int]):
             usual = sorted(allowed(made) - ({EOS} if len(allowed(made)) > 1 else set()))
             path.append(9 if 9 in usual and rng.random() < 0.3 else int(rng.choice(usual)))
             assert made.accept(path[-1])
+
+
+def test_a_mark_is_written_where_its_stand_in_may_be():
+    """Token 6 of the inner grammar stands for 20: the output has 20 there, and 6 nowhere."""
+    made = matcher(GrammarGate(marks=((20, 6), (21, 12))))
+    assert gated_inner(made) is None
+    walk(made, 5)
+    assert allowed(made) == {20}
+    assert not made.accept(6)
+    assert made.accept(20)
+    assert allowed(made) == {7}
+    made.rollback(1)
+    assert allowed(made) == {20}
+    assert walk(made, 20, 7, EOS).is_terminated
+
+
+def test_a_prefix_that_the_grammar_holds_may_have_marks():
+    made = matcher(GrammarGate(prefix=(5, 20), prefix_in_grammar=True, marks=((20, 6),)))
+    assert walk(made, 5, 20, 7, EOS).is_terminated
+    made.rollback(3)
+    assert allowed(made) == {20}
+
+
+def gated_inner(made: Matcher) -> Matcher | None:
+    """What fills masks for many rows in one call, where it alone decides."""
+    return made.inner

@@ -50,6 +50,7 @@ class GatedMatcher(Matcher):
         self._gate = gate
         self._free = free
         self._stand_ins = dict(gate.marks)
+        self._raw = frozenset(self._stand_ins.values())
         self._place: tuple[_Phase, int] = self._after_lead()
         if gate.lead:
             self._place = (_Phase.CHOICE if gate.optional else _Phase.LEAD, 0)
@@ -92,7 +93,7 @@ class GatedMatcher(Matcher):
                 _allow(bitmask, row, mark)
 
     def _accept_inner(self, token: int) -> bool:
-        return self._inner.accept(self._stand_ins.get(token, token))
+        return token not in self._raw and self._inner.accept(self._stand_ins.get(token, token))
 
     def accept(self, token_id: int) -> bool:
         """See ``Matcher``."""
