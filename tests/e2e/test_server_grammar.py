@@ -160,8 +160,12 @@ HOSTILE: list[dict[str, Any]] = [
     {"json_schema": {"type": "string", "pattern": "^(([a-z]{1,64}){1,64}){1,64}$"}},
     {"ebnf": "root ::= " + "(" * 4000 + '"a"' + ")" * 4000},
     {"ebnf": "root ::= root root | root"},
+    {"ebnf": 'root ::= s\ns ::= "a" s s | "a" s | "a" s s s | "a"', "grammar_backend": "xgrammar"},
+    {"regex": ".*a.{200}", "grammar_backend": "lm_format_enforcer"},
+    {"regex": "(a|b)*a(a|b){400}", "grammar_backend": "outlines"},
+    {"json_schema": {"enum": [f"{i * 7919 % 100003}" for i in range(9000)]}, "grammar_backend": "lm_format_enforcer"},
 ]
-MUST_BE_REFUSED = (0, 1, 4, 8, 13)
+MUST_BE_REFUSED = (0, 1, 4, 8, 13, 15, 16, 17)
 
 
 class Stream(threading.Thread):

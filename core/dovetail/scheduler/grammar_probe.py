@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.errors import GrammarError
 from dovetail.scheduler.grammar_pace import Meter, MeteredMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dovetail.errors import GrammarError
     from dovetail.interfaces.grammar import CompiledGrammar, GrammarContext, Matcher
     from dovetail.scheduler.grammar_pace import Pace
     from dovetail.types import GrammarSpec, IntArray
+
+log = logging.getLogger(__name__)
 
 WALKS = 2
 """One over tokens of one byte where there are any, which stay longest; then one over any tokens."""
@@ -40,19 +43,23 @@ class Probe:
         return np.packbits(flags, bitorder="little").view(np.int32)
 
     def try_out(self, grammar: CompiledGrammar, spec: GrammarSpec, backend: str) -> None:
-        """Raises ``GrammarError`` where masks take longer than the pace allows. In bounded time: it goes no further once
-        it has taken twice what a matcher may be ahead."""
+        """Raises ``GrammarError`` where masks take longer than the pace allows, or the backend gives up. In bounded time: it goes no further once
+        it has taken four times what a matcher may be ahead."""
         found: list[GrammarError] = []
         source = random.Random(spec.text)
-        end = time.perf_counter() + 2 * self._pace.ahead
+        end = time.perf_counter() + 4 * self._pace.ahead
         for walk in range(WALKS):
             meter = Meter(spec, backend, self._pace, found.append)
             try:
                 self._walk(MeteredMatcher(grammar.matcher(), meter), source, end, short=walk == 0)
-            except Exception:
+            except GrammarError as error:
                 if found:
-                    raise found[0] from None
-                return  # what an engine gives up on, it gives up on while a request generates: that one ends
+                    raise
+                text = f"grammar backend {backend} gives up on texts of this {spec.kind}: {error}"
+                raise GrammarError(text, param=spec.kind, keyword="size") from error
+            except Exception:
+                log.exception("grammar backend %s failed in a text of a %s", backend, spec.kind)
+                return  # a request whose text comes there ends; others may not come there
 
     def _walk(self, matcher: Matcher, source: random.Random, end: float, *, short: bool) -> None:
         for _ in range(STEPS):
