@@ -1,0 +1,159 @@
+"""The base of drafters that go on from the target's hidden states (EAGLE, MTP).
+
+A head's key and value at place i are made of the target's hidden state at i and the embedding of the token at i + 1; its
+output there says which token is at i + 2. As tokens are committed, their hidden states are known: the head sees them all in
+one pass. To draft it goes on alone, with its own output in the hidden state's stead.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from dovetail.interfaces.speculative import Drafter, DrafterContext, DraftRoom
+from dovetail.layers.drafts import chains, committed
+from dovetail.ops.transfer import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dovetail.layers.drafts import Committed
+    from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, IntArray, Req
+
+MISSED = -2
+"""In place of a place: tokens of the request went unseen. No place follows it."""
+
+
+class DraftRows(NamedTuple):
+    """Rows ``rows`` of a batch of ``total``. The text of row i ends at place ``ends[i]`` (its last token is there, which no
+    model has seen yet), it is in slot ``slots[i]`` and has pages for ``limits[i] >= 1`` drafts. All int32 ``[n]``."""
+
+    total: int
+    rows: Sequence[int]
+    slots: IntArray
+    ends: IntArray
+    limits: IntArray
+
+
+class HiddenDrafter(Drafter):
+    """Keeps, by slot, a head's output at the last place of each request of which it has seen every token.
+
+    Subclasses call ``runtime.watch`` in their constructor, and say what the head computes. A request of which a token was
+    missed is not drafted for until it starts anew.
+    """
+
+    def __init__(self, context: DrafterContext, room: DraftRoom, hidden_size: int, num_draft_tokens: int) -> None:
+        """``hidden_size`` is that of the head's output."""
+        assert context.runtime is not None, "drafters that run a model are built by an engine"
+        self.room = room
+        self.device = context.device
+        self._outputs = torch.zeros(
+            context.max_rows + 1, hidden_size, dtype=context.runtime.dtype, device=context.device
+        )
+        self._places: dict[int, int] = {}  # by uid: the place that the output is of
+        self._num_draft_tokens = num_draft_tokens
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """``num_draft_tokens`` of the constructor."""
+        return self._num_draft_tokens
+
+    @property
+    def must_see_all(self) -> bool:
+        """True: every token's hidden state is needed."""
+        return True
+
+    # -- what a head says --------------------------------------------------------------------------------------------
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What ``step`` takes of the target's hidden states ``[tokens, watched layers * their size]``. As they are, unless a
+        subclass projects them."""
+        return hidden
+
+    @abstractmethod
+    def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's output ``[tokens, hidden_size]`` for a batch of its room: of ``ids`` int64 ``[tokens]``, the token after
+        each place, and ``hidden``: what ``enter`` returned for that place, or this method for the one before it."""
+
+    @abstractmethod
+    def tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """The most likely token after each of ``output [n, hidden_size]``, in the target's vocabulary: int64 ``[n]``."""
+
+    # -- what the loop asks ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def observe(self, batch: Batch, output: ForwardOutput) -> None:
+        """Bring the head's keys and values up to the text."""
+        new = committed(batch, output)
+        if new is None:
+            return
+        seen = self._seen(batch, new)
+        if not seen.any():
+            return
+        assert batch.hidden is not None, "the engine keeps the layers that are watched"
+        index, next_ids = new.index, new.next_ids
+        if not seen.all():
+            chosen = to_device(np.flatnonzero(np.repeat(seen, new.counts)), self.device)
+            index, next_ids = index[chosen], next_ids[chosen]
+        slots, counts = batch.slots[new.rows[seen]], new.counts[seen]
+        own = self.room.batch(slots, new.starts[seen], counts)
+        outputs = self.step(own, next_ids, self.enter(batch.hidden.index_select(0, index)))
+        where = to_device(np.stack([slots, np.cumsum(counts) - 1]).astype(np.int64), self.device)
+        self._outputs.index_copy_(0, where[0], outputs.index_select(0, where[1]))
+
+    def _seen(self, batch: Batch, new: Committed) -> BoolArray:
+        """Of which rows nothing was missed before; their places move on."""
+        seen = np.zeros(len(new.rows), np.bool_)
+        for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
+            uid = batch.reqs[row].uid
+            before = self._places.get(uid)
+            seen[i] = start == before + 1 if before is not None else row < batch.num_extend
+            self._places[uid] = start + int(new.counts[i]) - 1 if seen[i] else MISSED
+        return seen
+
+    @torch.inference_mode()
+    def propose(self, batch: Batch) -> DraftTree | None:
+        """Drafts for the decode rows of which every token was seen."""
+        assert batch.draft_room is not None, "pages were reserved for no drafts"
+        rows = [
+            row
+            for row in range(batch.num_extend, len(batch.reqs))
+            if batch.draft_room[row] > 0 and self._places.get(batch.reqs[row].uid) == batch.reqs[row].known_len - 2
+        ]
+        if not rows:
+            return None
+        at = batch.slots[rows]
+        ends = np.array([batch.reqs[row].known_len - 1 for row in rows], np.int32)
+        outputs = self._outputs.index_select(0, to_device(at.astype(np.int64), self.device))
+        return self.draft(DraftRows(len(batch.reqs), rows, at, ends, batch.draft_room[rows]), outputs)
+
+    def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
+        """Drafts of ``rows``, whose last outputs are ``outputs [n, hidden_size]``: chains, unless a subclass grows trees."""
+        lens = np.minimum(rows.limits, self._num_draft_tokens)
+        order = np.argsort(-lens, kind="stable")  # rows that go on are the first ones
+        if (order[1:] < order[:-1]).any():
+            outputs = outputs.index_select(0, to_device(order, self.device))
+        ids = self.tokens(outputs)
+        columns = [ids]
+        for step in range(1, int(lens.max())):
+            going = order[: int((lens > step).sum())]
+            own = self.room.batch(
+                rows.slots[going], rows.ends[going] + np.int32(step - 1), np.ones_like(going, np.int32)
+            )
+            outputs = self.step(own, ids[: len(going)], outputs[: len(going)])
+            ids = self.tokens(outputs)
+            columns.append(ids)
+        sent = torch.cat(columns).cpu().numpy().astype(np.int32)
+        drafts = np.zeros((len(lens), len(columns)), np.int32)
+        start = 0
+        for step, column in enumerate(columns):
+            drafts[order[: len(column)], step] = sent[start : start + len(column)]
+            start += len(column)
+        return chains(rows.total, {row: drafts[i, : lens[i]] for i, row in enumerate(rows.rows)})
+
+    def forget(self, req: Req) -> None:
+        """Its output is nobody's any more."""
+        self._places.pop(req.uid, None)
