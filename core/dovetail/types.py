@@ -112,7 +112,8 @@ class SamplingParams:
     ``prompt_logprobs`` does so for the prompt. ``seed`` makes sampling reproducible whatever else is in the batch;
     of ``n`` outputs the i-th uses a seed derived from (seed, i). ``grammar_gate`` says where in the output the ``grammar``
     begins to hold, by default at its start. ``keep_special`` are special tokens that stay in the text in spite of
-    ``skip_special_tokens``. Raises ``RequestError``.
+    ``skip_special_tokens``. ``speculative=False`` decodes this request without drafts; outputs are the same either way. Raises
+    ``RequestError``.
     """
 
     max_new_tokens: int | None = None
@@ -137,6 +138,7 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
     grammar_gate: GrammarGate | None = None
     keep_special: tuple[int, ...] = ()
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -285,6 +287,8 @@ class Req:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # set by the scheduler, one per prompt token
     drafted: int = 0  # draft tokens verified so far
     accepted: int = 0  # of those, accepted
+    draft_len: int = 0  # set by the scheduler: drafts that it may get at once
+    accepts: float = -1.0  # drafts accepted at once, a moving average; negative: none verified yet
     error: str | None = None  # set by the engine where a step failed for this request alone
 
     @property

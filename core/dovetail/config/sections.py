@@ -62,7 +62,11 @@ class SchedulerSection(Section):
     mixed: bool = Field(default=True, description="Decode rows ride along in steps that have prompt chunks.")
     overlap: Auto | bool = Field(
         default="auto",
-        description="Launch step N+1 before the tokens of step N are read. `auto`: on CUDA, unless a drafter needs every token on the host.",
+        description="Launch step N+1 before the tokens of step N are read; steps with drafts are launched once these are known. `auto`: on CUDA.",
+    )
+    draft: Literal["auto", "always"] = Field(
+        default="auto",
+        description="When the drafter is asked. `auto`: while steps with drafts bring more tokens in the same time than steps without, as measured at each number of running requests; `always`.",
     )
     wait_for_prefix: bool = Field(
         default=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from dovetail.engine.captures import (
     try_capture,
 )
 from dovetail.engine.device import lost_device
+from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
 from dovetail.engine.inputs import Inputs
@@ -35,6 +37,7 @@ from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
+from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.build import as_module
 from dovetail.memory.pool import PagedKVPool, pool_dtype
 from dovetail.ops.linear import describe
@@ -69,18 +72,24 @@ class Engine:
         self.context_len = min(info.context_len, config.model.context_len or info.context_len)
         self.model = build_model(resolved.model.load(), info, self.device, dtype)
         load_weights(self.model, resolved.model_dir, config.model.load_format, config.model.seed)
+        runtime = EngineDraftRuntime(resolved, self.model, self.device, dtype)
+        self.drafter = self._build_drafter(resolved, runtime)
+        self.watched = runtime.watched
         asked = config.graphs.piecewise_tokens
-        self._piece_tokens = launch_bound(self.model) if asked is None else asked
+        self._piece_tokens = 0 if self.watched else launch_bound(self.model) if asked is None else asked
         group = info.cache_groups[0]
         self.page_size = config.memory.page_size
         needs = self._measure(resolved, PagedKVPool(group, 2, self.page_size, kv_dtype, self.device), dtype)
-        self.budget = budget_for(config, group, kv_dtype, self.device, self.context_len, needs)
+        needs = replace(needs, weights=needs.weights + runtime.weight_bytes)
+        beside = runtime.page_bytes(self.page_size, kv_dtype)
+        self.budget = budget_for(config, group, kv_dtype, self.device, self.context_len, needs, beside)
         log.info("%s", self.budget)
         self.num_pages = self.budget.num_pages
         self.pool = PagedKVPool(group, self.num_pages, self.page_size, kv_dtype, self.device)
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
         self.inputs = Inputs(config.scheduler.rows, max_pages, self.page_size, self.device)
+        runtime.furnish(self.inputs, self.pool, self.context_len)
         self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
         self._prefill = self._attention(resolved.attention_prefill, dtype, self.pool, config.scheduler.rows)
         self._decode = self._attention(resolved.attention_decode, dtype, self.pool, config.scheduler.rows)
@@ -94,6 +103,18 @@ class Engine:
         self._graph: DecodeGraph | None = None
         self._logits: torch.Tensor | None = None
         self._prompt_logprobs: list[tuple[int, IntArray, Logprobs]] = []
+        if self.drafter is not None and resolved.drafter is not None:
+            trees = Feature.DRAFT_TREE in resolved.drafter.spec.offers
+            self.expect_drafts(self.drafter.max_draft_tokens, trees=trees)
+
+    def _build_drafter(self, resolved: Resolved, runtime: EngineDraftRuntime) -> Drafter | None:
+        """The drafter, before the pool is there: its models and rooms take memory too."""
+        if resolved.drafter is None:
+            return None
+        rows = resolved.config.scheduler.rows
+        return resolved.drafter.build(
+            DrafterContext(self.device, self.info.vocab_size, rows, self.context_len, runtime)
+        )
 
     def _measure(self, resolved: Resolved, pool: PagedKVPool, dtype: torch.dtype) -> Needs:
         """What the largest step takes beside weights and pool, run over a pool of one page."""
@@ -121,7 +142,9 @@ class Engine:
     def _build_graphs(self, config: Config) -> DecodeGraphs:
         rows = min(config.scheduler.rows, config.graphs.max_rows)
         shares = self.shares_prefixes
-        graphs = DecodeGraphs(self.model, self.inputs, self.pool, self._decode, rows, self.context_len, shares)
+        graphs = DecodeGraphs(
+            self.model, self.inputs, self.pool, self._decode, rows, self.context_len, shares, self.watched
+        )
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps")
         return graphs
@@ -134,7 +157,7 @@ class Engine:
             return
         width, rows = 1 + most, len(self.inputs.page_table) - 1
         sizes = VerifySizes(min(section.max_rows, rows * width), width, trees, self.context_len)
-        self.verify_graphs = VerifyGraphs(self.model, self.inputs, self.pool, self._decode, sizes)
+        self.verify_graphs = VerifyGraphs(self.model, self.inputs, self.pool, self._decode, sizes, self.watched)
         if section.capture == "start":
             capture_all(self.verify_graphs, "verify steps")
 
@@ -188,6 +211,9 @@ class Engine:
             numbers = decode_numbers(batch, self.sampler.settings_of(batch))
             self._logits = self.graphs.launch(self._graph, batch, numbers)
             batch.input_ids = self._graph.tensors.input_ids[: len(batch.slots)]  # penalties count them
+            if self.watched:
+                assert self._graph.batch.hidden is not None
+                batch.hidden = self._graph.batch.hidden[: len(batch.slots)]
             return
         key = self._verify_key(batch)
         if key is not None:
@@ -196,7 +222,7 @@ class Engine:
             self._logits = self.verify_graphs.launch(key, batch)
             return
         self.inputs.prepare(batch)
-        batch.attn, batch.kv = (backend,), (self.pool,)
+        batch.attn, batch.kv, batch.watch = (backend,), (self.pool,), self.watched
         backend.plan(batch)
         hidden = self._forward(batch, backend)
         self._prompt_logprobs = prompt_logprobs(self.model, batch, hidden)
@@ -221,7 +247,8 @@ class Engine:
         size = pieces.size_for(len(batch.input_ids)) if pieces is not None else None
         if pieces is not None and size is not None and self._is_ready(pieces, size):
             return pieces.forward(size, batch, backend)
-        if Feature.MODEL_LAST_ROWS in self.info.offers and narrows(batch):
+        whole = self.info.num_layers in self.watched
+        if Feature.MODEL_LAST_ROWS in self.info.offers and not whole and narrows(batch):
             batch.last = last_rows(batch, self._decode)
         return self.model.forward(batch)
 

@@ -84,12 +84,14 @@ class DecodeGraphs:
         max_rows: int,
         context_len: int,
         shares: bool,
+        watch: tuple[int, ...] = (),
     ) -> None:
-        """``shares``: the backend offers attention.shared_prefix, and batches may come with ``shared``."""
+        """``shares``: the backend offers attention.shared_prefix, and batches may come with ``shared``. ``watch``: see
+        ``Batch``."""
         self.sizes = ladder(max_rows)
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
-        self._context_len = context_len
+        self._context_len, self._watch = context_len, watch
         self._variants = (False, True) if shares else (False,)
         self.refused: set[GraphKey] = set()
         self._graphs: dict[GraphKey, DecodeGraph] = {}
@@ -198,7 +200,7 @@ class DecodeGraphs:
             shared=SharedPrefixes(np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)) if shared else None,
         )
         tensors.give(batch)
-        batch.attn, batch.kv = (self._backend,), (self._pool,)
+        batch.attn, batch.kv, batch.watch = (self._backend,), (self._pool,), self._watch
         return batch
 
     @torch.inference_mode()

@@ -113,12 +113,14 @@ def budget_for(
     device: torch.device,
     context_len: int,
     needs: Needs,
+    beside: int = 0,
 ) -> Budget:
-    """Divide the device's memory, as it is now: the weights are loaded, the pool is not there. The pool gets
+    """Divide the device's memory, as it is now: the weights are loaded, the pool is not there; ``beside`` bytes of each page
+    are a drafter's. The pool gets
     ``memory.num_pages``, or as many pages as ``memory.kv_gib`` holds, or else as many as ``memory.fraction`` allows, but no
     more than all running requests together could fill. Raises ``ConfigError`` if not even one page fits, or not what was asked for."""
     memory = config.memory
-    page = PagedKVPool.bytes_per_page(group, memory.page_size, dtype)
+    page = PagedKVPool.bytes_per_page(group, memory.page_size, dtype) + beside
     free, total = (0, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
     room = free - needs.activations - needs.graphs
     if memory.num_pages is not None:

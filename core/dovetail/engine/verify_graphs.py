@@ -74,6 +74,8 @@ class VerifyStep:
     def give(self, batch: Batch) -> None:
         """Set the engine fields of ``batch``, which has been run."""
         self._tensors.give(batch, batch.num_tokens)
+        if self.batch.hidden is not None:
+            batch.hidden = self.batch.hidden[: batch.num_tokens]
 
 
 class VerifyGraphs:
@@ -86,13 +88,14 @@ class VerifyGraphs:
         pool: PagedKVPool,
         backend: AttentionBackend,
         sizes: VerifySizes,
+        watch: tuple[int, ...] = (),
     ) -> None:
-        """Needs attention.verify_graph, and attention.tree_mask for trees."""
+        """Needs attention.verify_graph, and attention.tree_mask for trees. ``watch``: see ``Batch``."""
         self.sizes = ladder(sizes.tokens)
         self.seconds = 0.0  # spent on captures
         self.refused: set[VerifyKey] = set()
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
-        self._limits = sizes
+        self._limits, self._watch = sizes, watch
         self._graphs: dict[VerifyKey, tuple[VerifyStep, torch.cuda.CUDAGraph]] = {}
         self._rows = DecodeTensors(sizes.tokens, inputs.pages.shape[1], inputs.device, shared=False)
         room = verify_arrays(empty_batch(), inputs, sizes.tokens, sizes.width)
@@ -143,7 +146,7 @@ class VerifyGraphs:
         start = time.perf_counter()
         limits = self._limits
         step = VerifyStep(key, limits.width, self._inputs, self._rows, self._staging.buffer, limits.context_len)
-        step.batch.attn, step.batch.kv = (self._backend,), (self._pool,)
+        step.batch.attn, step.batch.kv, step.batch.watch = (self._backend,), (self._pool,), self._watch
         self._backend.plan_capture(step.batch)
         self._staging.send(pack(step.arrays(empty_batch())))
         graph, _ = self._recorder.record(lambda: self._keep(step.run(self._model)))

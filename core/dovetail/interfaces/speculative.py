@@ -97,6 +97,12 @@ class Drafter(ABC):
     def max_draft_tokens(self) -> int:
         """The most nodes that a row's tree can have; the scheduler reserves pages for them."""
 
+    @property
+    def must_see_all(self) -> bool:
+        """True if a request of which a step was not observed gets no drafts from then on, as for those that live on the
+        target's hidden states. It is then not switched off for the sake of a comparison that it is sure to win."""
+        return False
+
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree | None:
         """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_room[r]`` for row r;

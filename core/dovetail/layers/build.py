@@ -17,11 +17,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def build_model(
-    model_class: type[ModelArchitecture], info: ModelInfo, device: torch.device, dtype: torch.dtype
+    model_class: Callable[[ModelInfo], ModelArchitecture], info: ModelInfo, device: torch.device, dtype: torch.dtype
 ) -> ModelArchitecture:
-    """A model of ``model_class`` on ``device`` in ``dtype``, for inference, its weights still to be loaded."""
+    """What ``model_class`` makes of ``info``, on ``device`` in ``dtype``, for inference, its weights still to be loaded."""
     with torch.device(device), _default_dtype(dtype):
-        model = model_class(info)  # pyright: ignore[reportCallIssue]
+        model = model_class(info)
     as_module(model).eval().requires_grad_(False)
     return model
 

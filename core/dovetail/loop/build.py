@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.policy import PolicyContext
-from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.table import RequestTable
@@ -26,23 +24,6 @@ if TYPE_CHECKING:
     from dovetail.plugins.resolution import Chosen
     from dovetail.plugins.resolver import Resolved
     from dovetail.tokenizer import Tokenizer
-
-
-def build_drafter(resolved: Resolved, engine: Engine) -> Drafter | None:
-    """The drafter, where one is selected. Raises ``ConfigError`` for one that does not get along with overlap."""
-    if resolved.drafter is None:
-        return None
-    section = resolved.config.scheduler
-    if section.overlap is True:
-        raise ConfigError(
-            f"scheduler.overlap is true with speculative {resolved.drafter.spec.name!r}; this engine verifies drafts only "
-            "where every token is known to the host: set scheduler.overlap: false (the drafter's plugin should say "
-            "that it needs runtime.host_tokens)"
-        )
-    context = DrafterContext(engine.device, engine.info.vocab_size, section.rows, engine.context_len)
-    drafter: Drafter = resolved.drafter.build(context)
-    engine.expect_drafts(drafter.max_draft_tokens, trees=Feature.DRAFT_TREE in resolved.drafter.spec.offers)
-    return drafter
 
 
 def build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> GrammarService:
@@ -95,6 +76,7 @@ def build_scheduler(
         wait_for_prefix=section.wait_for_prefix and Feature.CACHE_REUSE in resolved.cache.spec.offers,
         shared_prefixes=engine.shares_prefixes,
         draft_width=draft_width,
+        adapt_drafts=section.draft == "auto",
         jump_forward=resolved.config.grammar.jump_forward,
     )
     policy = resolved.policy.build(PolicyContext(cache))

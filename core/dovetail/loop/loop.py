@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dovetail.engine.device import explained, first_line
 from dovetail.engine.engine import Engine
 from dovetail.errors import EngineDeadError, QueueFullError, RequestError
-from dovetail.loop.build import build_drafter, build_grammars, build_scheduler
+from dovetail.loop.build import build_grammars, build_scheduler
 from dovetail.loop.fence import Fence
+from dovetail.loop.pace import Pace
 from dovetail.loop.report import info_of, stats_of
 from dovetail.messages import (
     AbortAllMsg,
@@ -67,7 +68,7 @@ class Loop:
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         with explained(resolved.config):
             self.engine = Engine(resolved, eos)
-            self.drafter = build_drafter(resolved, self.engine)
+        self.drafter = self.engine.drafter
         self.grammars = build_grammars(resolved, tokenizer, eos)
         width = self.drafter.max_draft_tokens if self.drafter else 0
         self.scheduler = build_scheduler(resolved, self.engine, width, self.grammars, tokenizer, eos)
@@ -76,10 +77,15 @@ class Loop:
         self._kept: EngineDeadError | None = None  # its traceback holds tensors of a lost device: freeing them aborts
         self._interrupt: BaseException | None = None
         self._fence = Fence(self._end_if_lost)
+        always = resolved.config.scheduler.draft == "always"
+        self._pace = Pace(always=always, must_see_all=self.drafter is not None and self.drafter.must_see_all)
+        self._drafting = False  # whether the step being made asks the drafter
         self._launched: tuple[Batch, ForwardOutput] | None = None
         self._outbox: list[Answer] = []
         self._steps = 0
-        self._seconds: dict[str, float] = dict.fromkeys(("step", "schedule", "launch", "wait", "commit"), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(
+            ("step", "schedule", "draft", "launch", "wait", "verify", "commit"), 0.0
+        )
         gc.collect()
         gc.freeze()  # what lives as long as the loop is not looked at again: a full collection takes tens of milliseconds
 
@@ -156,10 +162,30 @@ class Loop:
         start = time.perf_counter()
         answers, self._outbox = self._outbox, []
         answers += self.scheduler.poll()
-        answers += self._overlapped_step() if self.overlap else self._plain_step()
         if self.drafter is not None:
+            answers += self._step_with_drafter()
             self._fence.forget(self.drafter, self.scheduler.take_departed())
+        else:
+            answers += self._overlapped_step() if self.overlap else self._plain_step()
         self._seconds["step"] += time.perf_counter() - start
+        return answers
+
+    def _step_with_drafter(self) -> list[Answer]:
+        """With drafts where they pay, after the last step has been committed: a drafter is shown every token. Else as if there
+        were no drafter."""
+        scheduler, seconds = self.scheduler, self._seconds
+        rows = len(scheduler.decoding) or len(scheduler.prefilling) + len(scheduler.waiting)
+        self._drafting = self._pace.drafts(rows)
+        prefilling, tokens, start = bool(scheduler.prefilling), scheduler.totals.generated_tokens, time.perf_counter()
+        verify = seconds["launch"] + seconds["wait"]
+        answers = self._commit_launched() if self._drafting else []
+        answers += self._overlapped_step() if self.overlap and not self._drafting else self._plain_step()
+        verify = seconds["launch"] + seconds["wait"] - verify
+        if self._drafting:
+            seconds["verify"] += verify
+        if scheduler.decoding and not (prefilling or scheduler.prefilling):
+            took, brought = time.perf_counter() - start, scheduler.totals.generated_tokens - tokens
+            self._pace.note(rows, self._drafting, took, brought, verify)
         return answers
 
     def _plain_step(self) -> list[Answer]:
@@ -209,8 +235,10 @@ class Loop:
                 time.sleep(IDLE_SECONDS)
             return None
         self._steps += 1
-        if self.drafter is not None and batch.num_extend < len(batch.reqs):
-            self._fence.propose(self.drafter, self.scheduler, batch)
+        drafter = self.drafter
+        if drafter is not None and self._drafting and batch.num_extend < len(batch.reqs):
+            self.engine.inputs.note(batch.page_updates)  # the drafter's room has the same pages
+            self._timed("draft", lambda: self._fence.propose(drafter, self.scheduler, batch))
         return batch
 
     def _commit(self, batch: Batch, output: ForwardOutput) -> list[Answer]:
@@ -220,9 +248,10 @@ class Loop:
             return self._failed(batch, error)
         start = time.perf_counter()
         answers = self.scheduler.commit(batch, host)
-        if self.drafter is not None:
-            self._fence.observe(self.drafter, batch, output)
         self._seconds["commit"] += time.perf_counter() - start
+        drafter = self.drafter
+        if drafter is not None and self._drafting:
+            self._timed("draft", lambda: self._fence.observe(drafter, batch, output))
         return answers
 
     def _failed(self, batch: Batch, error: BaseException) -> list[Answer]:

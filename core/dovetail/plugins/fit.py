@@ -82,9 +82,10 @@ def show(option: Option) -> str:
 
 
 def runtime_offers(overlap: bool) -> frozenset[Feature]:
-    """What the runtime can do: with overlap, commit lags one step and the host does not know the last tokens."""
-    lag = Feature.RUNTIME_OVERLAP if overlap else Feature.RUNTIME_HOST_TOKENS
-    return frozenset({lag, Feature.RUNTIME_DELAYED_MASK})
+    """What the runtime can do: with overlap, commit lags one step, but for steps with drafts, before which the host knows
+    every token."""
+    always = frozenset({Feature.RUNTIME_HOST_TOKENS, Feature.RUNTIME_DELAYED_MASK})
+    return always | {Feature.RUNTIME_OVERLAP} if overlap else always
 
 
 def _offers(owner: str, combo: Combination, model: ModelInfo) -> frozenset[Feature]:
@@ -168,9 +169,8 @@ def _reason(need: Need, combo: Combination, model: ModelInfo) -> Reason:
 
 
 def _got(need: Need, combo: Combination, model: ModelInfo) -> str:
-    if need.feature in (Feature.RUNTIME_OVERLAP, Feature.RUNTIME_HOST_TOKENS):
-        lag = "commit lags one step" if combo[OVERLAP] else "every step is committed before the next"
-        return f"{OVERLAP} is {show(combo[OVERLAP])}: {lag}"
+    if need.feature is Feature.RUNTIME_OVERLAP:
+        return f"{OVERLAP} is {show(combo[OVERLAP])}: every step is committed before the next"
     offers = ", ".join(sorted(_offers(need.owner, combo, model))) or "nothing"
     if need.owner in combo:
         return f"{need.owner} is {show(combo[need.owner])!r}, which offers {offers}"

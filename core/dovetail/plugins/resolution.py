@@ -206,7 +206,7 @@ class ResolveRequest:
 class Resolved:
     """Every part chosen, nothing built. ``config`` is new and concrete: no ``auto`` is left where a value is needed.
 
-    ``grammars`` are all grammar backends that requests may use, the default first; those that config holds serve requests
+    ``models`` are all model components that can be used, for drafters that open a model of their own. ``grammars`` are all grammar backends that requests may use, the default first; those that config holds serve requests
     that name none. ``runtime`` are the features of the runtime under this config. Does not cross process boundaries: another process
     resolves the same config again, and comes to the same result on the same machine.
     """
@@ -216,6 +216,7 @@ class Resolved:
     model_dir: Path
     model_info: ModelInfo
     model: Chosen
+    models: tuple[RegisteredComponent, ...]
     attention_prefill: Chosen
     attention_decode: Chosen
     cache: Chosen

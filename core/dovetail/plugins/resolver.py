@@ -243,6 +243,7 @@ def _resolved(
         model_dir=model.directory,
         model_info=model.info,
         model=_required(model.candidate),
+        models=tuple(c for c in registry.components(ComponentKind.MODEL) if c.incompatible is None),
         attention_prefill=_required(combo[fit.PREFILL]),
         attention_decode=_required(combo[fit.DECODE]),
         cache=_required(combo[fit.CACHE]),

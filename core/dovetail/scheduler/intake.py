@@ -24,6 +24,7 @@ def make_req(msg: GenerateMsg, limits: Limits, tokenizer: Tokenizer | None) -> R
     token_ids[: len(prompt)] = prompt
     req = Req(msg.rid, token_ids, len(prompt), msg.params, msg.seed, msg.namespace, msg.priority)
     req.device_len = req.known_len = req.prompt_len
+    req.draft_len = limits.draft_width if msg.params.speculative else 0
     if msg.params.prompt_logprobs is not None:
         req.prompt_logprobs.append(TokenLogprob(msg.input_ids[0], None))
     if msg.params.stop:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The scheduler's bounds, from config and model. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
-    ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
+    with ``adapt_drafts`` each request gets fewer where few are accepted; ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
     ``jump_forward`` appends text that a grammar forces; not together with drafts."""
 
     max_running: int
@@ -19,6 +19,7 @@ class Limits:
     mixed: bool = True
     wait_for_prefix: bool = True
     draft_width: int = 0
+    adapt_drafts: bool = False
     shared_prefixes: bool = False
     jump_forward: bool = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from dovetail.messages import TokenOutput
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dovetail.scheduler.jump import Jumper
-    from dovetail.scheduler.limits import Totals
+    from dovetail.scheduler.limits import Limits, Totals
     from dovetail.types import Batch, DraftTree, HostOutput, Req, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,11 @@ def sampled(batch: Batch) -> list[Req]:
     return list(itertools.compress(batch.reqs, batch.samples.tolist())) if batch.num_extend else batch.reqs
 
 
-def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals) -> None:
+MEMORY = 0.8
+"""How much of the moving average of accepted drafts a step leaves as it was."""
+
+
+def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: Limits) -> None:
     """Take back, from the cursors of the requests, the drafts that were not accepted; count those that were."""
     drafted = drafts.lens[batch.samples].tolist()
     for req, count, tokens in zip(sampled(batch), drafted, output.token_ids, strict=True):
@@ -38,6 +43,15 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
         req.accepted += accepted
         totals.drafted_tokens += count
         totals.accepted_tokens += accepted
+        if limits.adapt_drafts:
+            _adapt(req, accepted, limits.draft_width)
+
+
+def _adapt(req: Req, accepted: int, most: int) -> None:
+    """Twice as many drafts as are accepted of late, and two: a request that accepts all soon gets the most, one that accepts
+    none costs little and can recover."""
+    req.accepts = accepted if req.accepts < 0 else MEMORY * req.accepts + (1 - MEMORY) * accepted
+    req.draft_len = min(most, 2 + math.ceil(2 * req.accepts))
 
 
 def take_tokens(

@@ -22,7 +22,7 @@ class DecodeRows:
     one before, it has the same rows. The other arrays follow the requests' cursors.
     """
 
-    __slots__ = ("capacity", "grouping", "lens", "remain", "reqs", "slots", "steps_left")
+    __slots__ = ("capacity", "draft_lens", "grouping", "lens", "remain", "reqs", "slots", "steps_left")
 
     def __init__(self, reqs: list[Req], page_size: int, grouping: Grouping | None = None) -> None:
         """``reqs`` each have a token to enter, and room for at least one more."""
@@ -32,12 +32,13 @@ class DecodeRows:
         self.slots = np.fromiter([r.slot for r in reqs], np.int32, n)
         self.lens = np.fromiter([r.device_len for r in reqs], np.int32, n)
         self.remain = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n) - self.lens
+        self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
         self.steps_left = int(self.remain.min(initial=np.iinfo(np.int32).max))
 
     def draft_room(self, width: int) -> IntArray:
         """Draft tokens that each row may verify, ``width`` at most: the next token of its own needs room too."""
-        return np.minimum(self.remain - 1, width)
+        return np.minimum(np.minimum(self.remain - 1, self.draft_lens), width)
 
     def short_of_pages(self, draft_width: int) -> Sequence[int]:
         """Rows whose pages do not hold the token that enters now and its drafts."""

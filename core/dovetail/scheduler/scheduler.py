@@ -67,6 +67,7 @@ class Scheduler:
         self.prefilling: list[Req] = []
         self.decoding: list[Req] = []
         self._rows: DecodeRows | None = None  # None: someone has joined or left, or reads other pages of the cache
+        self._uneven = False  # rows have moved on by different numbers of tokens
         self._sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
         self._jumper = Jumper(tokenizer) if limits.jump_forward and tokenizer is not None else None
         self._admission = Admission(limits, ledger, policy, self.totals)
@@ -140,10 +141,11 @@ class Scheduler:
     def _decode_rows(self) -> DecodeRows:
         """All that can take another token, the longest first: attention kernels start rows in their order, and whoever
         starts last should not take the longest."""
-        if self._rows is not None and self.limits.draft_width:
+        if self._rows is not None and self._uneven:
             self._rows = self._rows_of(self._rows.reqs)  # their lengths cross, which is not worth another order
         elif self._rows is None or self._rows.steps_left < 1:
             self._rows = self._rows_of(sorted(self.decoding, key=attrgetter("device_len"), reverse=True))
+        self._uneven = False
         return self._rows
 
     def _rows_of(self, reqs: Sequence[Req]) -> DecodeRows:
@@ -158,7 +160,7 @@ class Scheduler:
             return True
         if width or not self.ledger.reserve_one_each(reqs):
             for req in reqs:
-                if not self.ledger.reserve(req, req.device_len + min(width, req.remain_len - 1)):
+                if not self.ledger.reserve(req, req.device_len + min(width, req.draft_len, req.remain_len - 1)):
                     self._rows = None
                     return False
         rows.capacity[short] = np.array([r.num_pages for r in reqs], np.int32) * page_size
@@ -209,6 +211,7 @@ class Scheduler:
             return
         batch.drafts = drafts = tree
         batch.extend_lens = batch.extend_lens + drafts.lens
+        self._uneven = True
         for req, count in zip(batch.reqs, drafts.lens.tolist(), strict=True):
             req.cached_len += count
             req.device_len += count
@@ -230,7 +233,7 @@ class Scheduler:
         for row, entries in output.prompt_logprobs.items():
             add_prompt_logprobs(batch.reqs[row], int(batch.prefix_lens[row]), entries)
         if batch.drafts is not None:
-            settle_drafts(batch, batch.drafts, output, self.totals)
+            settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
         logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
         jump = self._jump if self._jumper is not None else None
         answers = [

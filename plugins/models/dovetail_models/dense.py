@@ -89,15 +89,26 @@ class DenseModel(Layer, ModelArchitecture):
         """See ``ModelArchitecture.forward``."""
         x, residual = self.embed.forward(batch.input_ids), None
         rotation = self.rotary.forward(batch.positions)
-        *layers, last_layer = self._layers
-        for layer in layers:
-            x, residual = layer.forward(x, residual, rotation, batch)
-        x, residual = last_layer.forward(x, residual, rotation, batch, batch.last)
-        return self.norm.add_forward(x, residual)[0]
+        watched: dict[int, torch.Tensor] = {}
+        final = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            if index in batch.watch:
+                watched[index] = x.clone() if residual is None else x + residual
+            x, residual = layer.forward(x, residual, rotation, batch, batch.last if index == final else None)
+        assert residual is not None
+        hidden = self.norm.add_forward(x, residual)[0]
+        if batch.watch:
+            watched[final + 1] = hidden
+            batch.hidden = torch.cat([watched[index] for index in batch.watch], dim=-1)
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``ModelArchitecture.logits``."""
         return self.head.forward(hidden)
+
+    def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """See ``ModelArchitecture.embed_tokens``."""
+        return self.embed.forward(input_ids)
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         """See ``ModelArchitecture.weights_map``."""

@@ -144,7 +144,7 @@ def describe(config: Mapping[str, Any], variant: Variant) -> ModelInfo:
         eos_token_ids=read_eos(config),
         dtype=read_dtype(config),
         needs=frozenset({Feature.ATTN_SLIDING_WINDOW}) if windowed else frozenset(),
-        offers=frozenset({Feature.MODEL_LAST_ROWS}),
+        offers=frozenset({Feature.MODEL_LAST_ROWS, Feature.MODEL_HIDDEN_STATES}),
         config=dense,
     )
 

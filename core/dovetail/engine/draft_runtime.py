@@ -1,0 +1,184 @@
+"""What the engine lends to drafters that run a model: see ``interfaces.speculative``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dovetail.engine.captures import NO_UPDATES
+from dovetail.engine.inputs import Inputs, ragged
+from dovetail.engine.memory import module_bytes
+from dovetail.engine.weights import load_weights
+from dovetail.errors import ConfigError
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.speculative import DraftRoom, DraftRuntime
+from dovetail.layers.build import as_module, build_model
+from dovetail.memory.pool import PagedKVPool
+from dovetail.plugins.targets import load_attribute
+from dovetail.types import Batch, DraftTree
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+    from dovetail.plugins.resolver import Resolved
+    from dovetail.types import BoolArray, IntArray
+
+
+class Room(DraftRoom):
+    """A pool with the pages of the target's, and attention backends of the kinds chosen for the target."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        self._inputs: Inputs | None = None
+        self._pool: PagedKVPool | None = None
+        self._backends: tuple[AttentionBackend, AttentionBackend] | None = None
+
+    def furnish(
+        self, resolved: Resolved, inputs: Inputs, pool: PagedKVPool, dtype: torch.dtype, max_context: int
+    ) -> None:
+        """Allocate, once it is known how many pages the target's ``pool`` has. What nobody has written reads as zeros, so that
+        tokens whose KV the drafter has missed cost acceptance alone."""
+        info, (group,) = self.info, self.info.cache_groups
+        self._inputs = inputs
+        self._pool = PagedKVPool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
+        for tensor in (self._pool.k, self._pool.v):
+            tensor.view(torch.uint8).zero_()
+        context = AttentionContext(
+            device=pool.device,
+            dtype=dtype,
+            num_heads=info.num_heads,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            pool=self._pool,
+            max_rows=resolved.config.scheduler.rows,
+            max_context=max_context,
+        )
+        self._backends = resolved.attention_prefill.build(context), resolved.attention_decode.build(context)
+
+    def batch(
+        self, slots: IntArray, starts: IntArray, counts: IntArray, *, tree: tuple[IntArray, BoolArray] | None = None
+    ) -> Batch:
+        """See ``DraftRoom``."""
+        inputs, pool, backends = self._inputs, self._pool, self._backends
+        assert inputs is not None, "rooms have their memory once the engine is built"
+        assert pool is not None
+        assert backends is not None
+        rows, longest = len(slots), int(counts.max())
+        extends = tree is None and longest > 1
+        batch = Batch([], rows if extends else 0, slots, starts, counts, np.ones(rows, np.bool_), NO_UPDATES)
+        kv_lens = (starts + counts).astype(np.int32)
+        table = inputs.page_table[slots, : -(-int(kv_lens.max()) // inputs.page_size)]
+        indptr, row_of, places, positions = ragged(batch)
+        arrays = [positions.astype(np.int64), inputs.locate(row_of, places, table), indptr, kv_lens, table]
+        if tree is not None:
+            arrays[0] = tree[0].astype(np.int64)
+            arrays.append(tree[1])
+            batch.drafts = _shape_of(counts)
+        batch.positions, batch.out_loc, batch.qo_indptr, batch.kv_lens, batch.page_table, *mask = inputs.upload(
+            *arrays, updates=NO_UPDATES
+        )
+        batch.tree_mask = mask[0] if mask else None
+        backend = backends[0 if extends else 1]
+        batch.attn, batch.kv = (backend,), (pool,)
+        if not extends and tree is None:
+            batch.variant = backend.variant(batch)
+        backend.plan(batch)
+        return batch
+
+
+def _shape_of(counts: IntArray) -> DraftTree:
+    """That rows have so many queries; how they hang together is in the mask."""
+    width = max(int(counts.max()) - 1, 1)
+    nothing = np.zeros((len(counts), width), np.int32)
+    return DraftTree(nothing, nothing - 1, (counts - 1).astype(np.int32))
+
+
+class EngineDraftRuntime(DraftRuntime):
+    """``watched`` are the layers asked for, in order."""
+
+    def __init__(self, resolved: Resolved, target: ModelArchitecture, device: torch.device, dtype: torch.dtype) -> None:
+        self.target = target
+        self.directory = resolved.model_dir
+        self.dtype = dtype
+        self.watched: tuple[int, ...] = ()
+        self._resolved = resolved
+        self._device = device
+        self._rooms: list[Room] = []
+        self._models: list[ModelArchitecture] = []
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """See ``DraftRuntime``."""
+        most = self.target.info.num_layers
+        if not layers or not all(0 <= layer <= most for layer in layers):
+            raise ConfigError(
+                f"the drafter wants hidden states of layers {list(layers)}; the target has 0 to {most} ({most}: its output)"
+            )
+        if Feature.MODEL_HIDDEN_STATES not in self.target.info.offers:
+            raise ConfigError(
+                f"the drafter wants hidden states, which {self.target.info.architecture} does not offer "
+                f"({Feature.MODEL_HIDDEN_STATES}); choose a drafter that needs none, such as ngram"
+            )
+        assert not self.watched, "watch is called once"
+        self.watched = tuple(layers)
+
+    def room(self, info: ModelInfo) -> Room:
+        """See ``DraftRuntime``."""
+        self._check_heads(info)
+        room = Room(info)
+        self._rooms.append(room)
+        return room
+
+    def _check_heads(self, info: ModelInfo) -> None:
+        if len(info.cache_groups) != 1:
+            raise ConfigError(f"the drafter's model has {len(info.cache_groups)} cache groups; drafters may have one")
+        for chosen in (self._resolved.attention_prefill, self._resolved.attention_decode):
+            dims = chosen.spec.constraints.head_dims
+            if dims and info.head_dim not in dims:
+                raise ConfigError(
+                    f"the drafter's model has head_dim {info.head_dim}; attention {chosen.spec.name!r} has kernels for "
+                    f"{', '.join(map(str, dims))}: select another attention backend"
+                )
+
+    def load(
+        self, model: Callable[[ModelInfo], ModelArchitecture], info: ModelInfo, directory: Path, load_format: str
+    ) -> ModelArchitecture:
+        """See ``DraftRuntime``."""
+        built = build_model(model, info, self._device, self.dtype)
+        load_weights(built, directory, load_format, self._resolved.config.model.seed)
+        self._models.append(built)
+        return built
+
+    def open(self, directory: Path, load_format: str) -> ModelArchitecture:
+        """See ``DraftRuntime``."""
+        file = directory / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"{directory} has no config.json; give a checkpoint's directory in Hugging Face layout")
+        checkpoint = json.loads(file.read_text(encoding="utf-8"))
+        wanted = checkpoint.get("architectures") or []
+        found = [c for c in self._resolved.models if set(wanted) & set(c.spec.aliases)]
+        if not found:
+            known = sorted({alias for c in self._resolved.models for alias in c.spec.aliases})
+            raise ConfigError(f"{file} has architectures {wanted}; installed models implement {', '.join(known)}")
+        spec, label = found[0].spec, found[0].label
+        assert spec.describe is not None, "models say what they are"
+        info = load_attribute(spec.describe, label)(checkpoint)
+        return self.load(load_attribute(spec.target, label), info, directory, load_format)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the models that were loaded."""
+        return sum(module_bytes(as_module(model)) for model in self._models)
+
+    def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of a page in all rooms together."""
+        return sum(PagedKVPool.bytes_per_page(room.info.cache_groups[0], page_size, dtype) for room in self._rooms)
+
+    def furnish(self, inputs: Inputs, pool: PagedKVPool, max_context: int) -> None:
+        """Allocate the rooms."""
+        for room in self._rooms:
+            room.furnish(self._resolved, inputs, pool, self.dtype, max_context)

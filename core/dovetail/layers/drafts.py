@@ -1,0 +1,79 @@
+"""What drafters do to batches, whichever model they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dovetail.ops.transfer import to_device
+from dovetail.types import DraftTree
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from dovetail.types import Batch, ForwardOutput, IntArray
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Committed:
+    """Tokens of a step that are part of their texts from now on, row by row. ``rows`` int32 ``[n]`` are rows of the batch;
+    row i has ``counts[i]`` tokens at its places ``starts[i]`` and on. ``index`` int64 ``[tokens]``, on the device, says which tokens of
+    the step they were (of ``batch.hidden``, say), ``next_ids`` int64 ``[tokens]`` which token follows each."""
+
+    rows: IntArray
+    starts: IntArray
+    counts: IntArray
+    index: torch.Tensor
+    next_ids: torch.Tensor
+
+
+def committed(batch: Batch, output: ForwardOutput) -> Committed | None:
+    """Of a step that has been committed: whole chunks of prompts, one token of a decode row, the accepted path of a verify row
+    with the token that it starts from. None if there is nothing."""
+    device = batch.input_ids.device
+    nodes = (output.on_host or output).nodes
+    paths = None if nodes is None else nodes.cpu().numpy()
+    sampled = np.cumsum(batch.samples) - 1
+    firsts = np.cumsum(batch.extend_lens) - batch.extend_lens
+    rows, starts, counts = [], [], []
+    index: list[Array] = []
+    following: list[Array] = []
+    for row, req in enumerate(batch.reqs):
+        start = int(batch.prefix_lens[row])
+        count = int(batch.extend_lens[row]) if row < batch.num_extend else req.known_len - 1 - start
+        count = min(count, req.known_len - 1 - start)
+        if count <= 0:
+            continue
+        path = np.arange(count)
+        if paths is not None and row >= batch.num_extend:
+            path = paths[sampled[row], :count]
+        rows.append(row)
+        starts.append(start)
+        counts.append(count)
+        index.append(firsts[row] + path)
+        following.append(req.token_ids[start + 1 : start + 1 + count])
+    if not rows:
+        return None
+    both = to_device(np.stack([np.concatenate(index), np.concatenate(following)]).astype(np.int64), device)
+    of_rows = np.array([rows, starts, counts], np.int32)
+    return Committed(of_rows[0], of_rows[1], of_rows[2], both[0], both[1])
+
+
+def chains(num_rows: int, drafts: Mapping[int, IntArray]) -> DraftTree | None:
+    """``drafts[row]``, the tokens drafted for a row, as chains of a batch of ``num_rows`` rows; None if there are none."""
+    lens = np.zeros(num_rows, np.int32)
+    for row, draft in drafts.items():
+        lens[row] = len(draft)
+    width = int(lens.max(initial=0))
+    if not width:
+        return None
+    token_ids = np.zeros((num_rows, width), np.int32)
+    for row, draft in drafts.items():
+        token_ids[row, : len(draft)] = draft
+    return DraftTree(token_ids, np.tile(np.arange(-1, width - 1, dtype=np.int32), (num_rows, 1)), lens)
