@@ -189,3 +189,28 @@ def test_no_invalid_instance_passes(cases: Any, covered_at_least: float) -> None
     verdicts = [judge.judge(case) for case in cases(Path(folder))]
     assert not [verdict.false_accepts for verdict in verdicts if verdict.false_accepts]
     assert sum(verdict.covered for verdict in verdicts) >= covered_at_least * len(verdicts)
+
+
+def test_the_work_of_a_mask_is_bounded_and_what_was_reached_stays_right() -> None:
+    spec = GrammarSpec(GrammarKind.REGEX, ".*a.{200}")
+    free = LMFormatEnforcerBackend(LMFormatEnforcerConfig(max_work=10**9), WITH_WORDS).compile(spec).matcher()
+    tight = LMFormatEnforcerBackend(LMFormatEnforcerConfig(max_work=20_000), WITH_WORDS).compile(spec).matcher()
+    rows = np.zeros((2, 10), np.int32)
+    raised = ""
+    while not raised:
+        free.fill_bitmask(rows, 0)
+        try:
+            tight.fill_bitmask(rows, 1)
+        except GrammarError as error:
+            raised = str(error)
+            break
+        assert (rows[0] == rows[1]).all()
+        assert free.accept(ord("a"))
+        assert tight.accept(ord("a"))
+    assert "more than 20000 places" in raised
+    assert "max_work" in raised
+    tight.rollback(2)
+    free.rollback(2)
+    for matcher, row in ((free, 0), (tight, 1)):
+        matcher.fill_bitmask(rows, row)
+    assert (rows[0] == rows[1]).all(), "a mask that was remembered"

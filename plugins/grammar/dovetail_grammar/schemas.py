@@ -99,9 +99,10 @@ class _Writer:
 
     def enumerated(self, s: dict[str, Any], path: str) -> Converted:
         """The values that the other keywords allow."""
+        others = {key: part for key, part in s.items() if key != "enum"}
         try:
             values = [
-                value for value in s["enum"] if satisfies(value, s, lambda part: self.document.resolve(part, path))
+                value for value in s["enum"] if satisfies(value, others, lambda part: self.document.resolve(part, path))
             ]
         except UndecidedError as error:
             raise unsupported(path, str(error), "it stands beside 'enum' or 'const'") from error
