@@ -5,9 +5,10 @@ Run: python benchmarks/forward_cpu.py [--model tiny|46m] [--dtype float32|bfloat
 What won, on 2 cores of an AMD EPYC (Zen 4, 32 MiB of L3), torch 2.13 with MKL and oneDNN, 2026-11-21; the machine is shared,
 so the microseconds are upper bounds:
 
-One row (a decode step of one request): ``matvec`` reads the weight as it is, in order, and asks for it ahead. bfloat16,
+One row (a decode step of one request): ``product`` reads the weight as it is, in order, and asks for it ahead. bfloat16,
     [2816, 512] 331 (panels of torch.bmm), 116 (oneDNN, packed) -> 92; float32 about as fast as two panels of torch.bmm.
-Two rows and more: weights packed by oneDNN. float32, 16 rows, [32000, 512]: 11700 (``functional.linear``), 8000 (weight @ x.T)
+A few rows: ``product`` as far as ``ops.linear.compiled_rows`` says. float32, 4 rows, [512, 256]: 23 (oneDNN, packed) -> 13 us.
+More rows: weights packed by oneDNN. float32, 16 rows, [32000, 512]: 11700 (``functional.linear``), 8000 (weight @ x.T)
     -> 3300 us; 512 rows: 114 -> 95 ms. bfloat16, 16 rows: 3160 -> 1670 us.
 Norms, rotary, gates: one compiled kernel each; what torch needs several operations for costs 2 to 4 times as much.
 Forward and logits, one row, 96 tokens of context: tiny 0.46 ms (bfloat16 0.41), 46 M 6.4 ms (bfloat16 3.3 ms).
