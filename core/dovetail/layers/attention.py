@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes and variants of a self-attention layer. ``qk_norm_eps`` adds a norm over each query and key head."""
+    """Sizes and variants of a self-attention layer. ``qk_norm_eps`` adds a norm over each query and key head; ``input_size`` is
+    the size of what it projects, where that is not ``hidden_size``."""
 
     hidden_size: int
     num_heads: int
@@ -29,6 +30,7 @@ class AttentionShape:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm_eps: float | None = None
+    input_size: int | None = None
 
 
 class SelfAttention(Layer):
@@ -42,7 +44,7 @@ class SelfAttention(Layer):
         super().__init__()
         heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        self.qkv = FusedLinear(shape.hidden_size, widths, bias=shape.qkv_bias)
+        self.qkv = FusedLinear(shape.input_size or shape.hidden_size, widths, bias=shape.qkv_bias)
         self.out = Linear(heads * head_dim, shape.hidden_size, bias=shape.out_bias)
         norm = None
         if shape.qk_norm_eps is not None:
@@ -55,7 +57,7 @@ class SelfAttention(Layer):
         self._out_width = heads * head_dim
 
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
-        """``[tokens, hidden_size]``, the shape stays. Writes K and V of the step to the pool. With ``last`` only the tokens
+        """``[tokens, input_size]`` -> ``[tokens, hidden_size]``. Writes K and V of the step to the pool. With ``last`` only the tokens
         ``batch.logit_rows`` attend, as the rows of ``last``: ``[rows of last, hidden_size]``."""
         tokens = x.shape[0]
         heads, head_dim = self._heads
