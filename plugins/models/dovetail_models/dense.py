@@ -130,6 +130,17 @@ class DenseModel(Layer, ModelArchitecture):
         yield r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
         if self.info.config.tied:
             yield r"lm_head\.weight"
+        yield from _further_layers(self.info)
+
+
+def _further_layers(info: ModelInfo) -> Iterator[str]:
+    """Names of layers that predict further tokens, in each of the published layouts."""
+    count = info.config.predict_layers
+    if count:
+        behind = "|".join(str(info.num_layers + index) for index in range(count))
+        yield rf"model\.layers\.({behind})\..+"
+        yield r"model\.mtp_layers\.\d+\..+"
+        yield r"mtp\..+"
 
 
 def _layer_targets(layer: DenseLayer) -> Iterator[tuple[str, WeightTarget]]:

@@ -14,14 +14,23 @@ from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import RopeConfig, read_rope
-from dovetail_models.settings import read_dtype, read_eos, read_flag, read_float, read_int, refuse_unread
+from dovetail_models.settings import (
+    read_dtype,
+    read_eos,
+    read_flag,
+    read_float,
+    read_int,
+    read_predict_layers,
+    refuse_unread,
+)
 
 Windows = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """What ``DenseModel`` needs beside ``ModelInfo``. ``windows`` holds each layer's sliding window or None."""
+    """What ``DenseModel`` needs beside ``ModelInfo``. ``windows`` holds each layer's sliding window or None. ``predict_layers``
+    of the checkpoint are no part of this model: they predict further tokens, for drafters."""
 
     intermediate_size: int
     norm_eps: float
@@ -32,6 +41,7 @@ class DenseConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
+    predict_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,7 @@ def describe(config: Mapping[str, Any], variant: Variant) -> ModelInfo:
         eos_token_ids=read_eos(config),
         dtype=read_dtype(config),
         needs=frozenset({Feature.ATTN_SLIDING_WINDOW}) if windowed else frozenset(),
-        offers=frozenset({Feature.MODEL_LAST_ROWS, Feature.MODEL_HIDDEN_STATES}),
+        offers=_offers(dense),
         config=dense,
     )
 
@@ -162,7 +172,13 @@ def _dense(config: Mapping[str, Any], variant: Variant, rope: RopeConfig, layers
         mlp_bias=read_flag(config, "mlp_bias"),
         qk_norm=variant.qk_norm,
         tied=read_flag(config, "tie_word_embeddings"),
+        predict_layers=read_predict_layers(config),
     )
+
+
+def _offers(dense: DenseConfig) -> frozenset[Feature]:
+    always = frozenset({Feature.MODEL_LAST_ROWS, Feature.MODEL_HIDDEN_STATES})
+    return always | {Feature.MODEL_MTP_HEAD} if dense.predict_layers else always
 
 
 def _refuse_activation(config: Mapping[str, Any]) -> None:

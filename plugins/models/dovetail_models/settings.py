@@ -60,6 +60,13 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None, mi
     return value
 
 
+def read_predict_layers(config: Mapping[str, Any]) -> int:
+    """Layers behind the model that predict further tokens: DeepSeek-V3's and MiMo's key, or Qwen3.5's. By default none.
+    Raises ``ConfigError``."""
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return max(read_int(config, key, 0, minimum=0) for key in keys)
+
+
 def read_flag(config: Mapping[str, Any], key: str) -> bool:
     """A boolean, by default false. Raises ``ConfigError``."""
     value = config.get(key) or False
