@@ -27,3 +27,19 @@ class NgramConfig(PluginConfig):
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram is {self.min_ngram}; allowed: 1 up to max_ngram, {self.max_ngram}")
         return self
+
+
+class DFlashConfig(PluginConfig):
+    """Draft a block of tokens in one pass of a small model over hidden states of the target."""
+
+    kind: Literal["dflash"] = "dflash"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = Field(
+        default="auto",
+        description="The drafter's checkpoint: a directory in the layout of https://github.com/z-lab/dflash, or a hub name. `auto`: the folder `dflash` of the target's checkpoint.",
+    )
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors", description="`dummy`: random weights, to measure speed."
+    )
+    num_draft_tokens: int | None = Field(
+        default=None, ge=1, description="The most tokens that are drafted at once. Null: a block of the drafter's."
+    )

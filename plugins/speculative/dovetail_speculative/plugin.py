@@ -18,8 +18,22 @@ NGRAM = ComponentSpec(
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
 )
 
+_OF_HIDDEN_STATES = frozenset(
+    {Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS, Feature.MODEL_HIDDEN_STATES}
+)
+
+DFLASH = ComponentSpec(
+    kind=ComponentKind.DRAFTER,
+    name="dflash",
+    target="dovetail_speculative.dflash:DFlashDrafter",
+    config="dovetail_speculative.config:DFlashConfig",
+    summary="Block diffusion: a small model drafts a block in one pass over hidden states of the target.",
+    offers=frozenset({Feature.DRAFT_CHAIN}),
+    needs=_OF_HIDDEN_STATES | {Feature.ATTN_TREE_MASK},
+)
+
 
 @hookimpl
 def register_drafters() -> Sequence[ComponentSpec]:
     """``ngram``."""
-    return (NGRAM,)
+    return (NGRAM, DFLASH)

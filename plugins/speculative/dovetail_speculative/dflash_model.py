@@ -1,0 +1,96 @@
+"""The model of a DFlash drafter (arXiv 2602.06036): Qwen3's layers over keys and values of two kinds.
+
+Of the text before the block they are made from what layers of the target have said (the context); of the block from its own
+tokens, which all see each other. Embeddings and head are the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.layers.base import Layer
+from dovetail.layers.linear import Linear
+from dovetail.layers.norm import HeadNorm, RMSNorm
+from dovetail.layers.rotary import HeadCounts, KVPlace, Rotary
+from dovetail_speculative.decoder import DecoderLayer, decoder_targets
+
+if TYPE_CHECKING:
+    from dovetail.types import Batch
+    from dovetail_speculative.dflash_checkpoint import DFlashShape
+
+
+class DFlashModel(Layer, ModelArchitecture):
+    """The model of a ``ModelInfo`` whose ``config`` is a ``DFlashShape``, for a ``target``."""
+
+    def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
+        super().__init__()
+        shape: DFlashShape = info.config
+        self.info = info
+        hidden, eps = info.hidden_size, shape.decoder.norm_eps
+        self.fc = Linear(len(shape.layer_ids) * hidden, hidden)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index) for index in range(info.num_layers))
+        self.norm = RMSNorm(hidden, eps)
+        self.rotary = Rotary(shape.decoder.rope)
+        self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
+        self._embed, self._logits = target.embed_tokens, target.logits
+        self._context: Linear
+        self._key_norms: list[HeadNorm]
+
+    def prepare(self) -> None:
+        """See ``Layer.prepare``: keys and values of the context are one product for all layers."""
+        attention = [layer.attn for layer in self._layers]
+        queries = self.info.num_heads * self.info.head_dim
+        context = Linear(self.info.hidden_size, 0, bias=attention[0].qkv.bias is not None)
+        context.weight = _joined([attn.qkv.weight[queries:] for attn in attention])
+        if context.bias is not None:
+            context.bias = _joined([attn.qkv.bias[queries:] for attn in attention if attn.qkv.bias is not None])
+        norms = [attn.qk_norm for attn in attention if attn.qk_norm is not None]
+        of_keys = [HeadNorm(0, self.info.num_kv_heads, self.info.head_dim, norm.eps) for norm in norms]
+        for ours, norm in zip(of_keys, norms, strict=True):
+            ours.q_weight, ours.k_weight = norm.q_weight, norm.k_weight
+        self._key_norms = of_keys
+        object.__setattr__(self, "_context", context)  # no module of this one: its parameters are not the checkpoint's
+        super().prepare()
+
+    def remember(self, batch: Batch, features: torch.Tensor) -> None:
+        """Write keys and values of tokens of the text: ``features [tokens, watched layers * hidden_size]`` of the target."""
+        if not self.prepared:
+            self.prepare()
+        context = self.hidden_norm.forward(self.fc.forward(features))
+        heads, size = self.info.num_kv_heads, self.info.head_dim
+        kv = self._context.forward(context).view(len(context), -1, 2 * heads, size)
+        rotation = self.rotary.forward(batch.positions)
+        for index, norm in enumerate(self._key_norms):
+            place = KVPlace(batch.kv[0], index, batch.out_loc)
+            rotation.rotate_and_store(kv[:, index], HeadCounts(0, heads), norm, place)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See ``ModelArchitecture.forward``: of blocks."""
+        x, residual = self._embed(batch.input_ids), None
+        rotation = self.rotary.forward(batch.positions)
+        for layer in self._layers:
+            x, residual = layer.forward(x, residual, rotation, batch)
+        assert residual is not None
+        return self.norm.add_forward(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's, see ``ModelArchitecture.logits``."""
+        return self._logits(hidden)
+
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        """See ``ModelArchitecture.weights_map``."""
+        names = ("fc.weight", "hidden_norm.weight", "norm.weight")
+        targets = {name: WeightTarget(name) for name in names}
+        for index, layer in enumerate(self._layers):
+            targets.update(decoder_targets(layer, f"layers.{index}", f"layers.{index}"))
+        return targets
+
+
+def _joined(parts: list[torch.Tensor]) -> nn.Parameter:
+    return nn.Parameter(torch.cat(parts), requires_grad=False)
