@@ -266,9 +266,47 @@ def test_a_named_function_in_the_other_formats(parser: str):
             assert list(json.loads(call["function"]["arguments"])) == ["city"]
 
 
+@each_way
+@pytest.mark.parametrize("stop", ['"', "\n", "}", "Paris", "<tool_call>", "_"])
+def test_a_stop_string_does_not_cut_a_call(client: openai.OpenAI, stream: bool, stop: str):
+    assert only_call(ask(client, stream, PARIS, tools=TOOLS, stop=stop)) == ("get_weather", {"city": "Paris"})
+
+
+@each_way
+def test_a_stop_string_ends_content_where_there_are_tools(client: openai.OpenAI, stream: bool):
+    free = ask(client, stream, FRANCE, tools=TOOLS)["message"]["content"]
+    for stop in ("Paris", "is", " of Fr"):
+        choice = ask(client, stream, FRANCE, tools=TOOLS, stop=[stop, "never"])
+        assert choice["message"]["content"] == free.partition(stop)[0]
+        assert choice["finish_reason"] == "stop"
+        kept = ask(client, stream, FRANCE, tools=TOOLS, stop=stop, extra_body={"include_stop_str_in_output": True})
+        assert kept["message"]["content"] == free.partition(stop)[0] + stop
+
+
+def test_choices_stop_each_for_itself(client: openai.OpenAI):
+    answer = client.chat.completions.create(
+        model="tiny", messages=FRANCE, tools=TOOLS, n=4, temperature=1.2, seed=3, stop="a", max_tokens=40
+    )
+    assert all("a" not in (choice.message.content or "") for choice in answer.choices)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 160
+    after = client.chat.completions.create(model="tiny", messages=FRANCE, temperature=0, max_tokens=5)
+    assert after.choices[0].message.content
+
+
+@each_way
+def test_a_call_required_of_one_who_reasons_ends_at_a_stop_string_in_the_reasoning(client: openai.OpenAI, stream: bool):
+    free = ask(client, stream, SUM, extra_body=THINK)["message"]["reasoning_content"]
+    choice = ask(client, stream, SUM, tools=TOOLS, tool_choice="required", stop="So", extra_body=THINK)
+    assert choice["message"]["reasoning_content"] == free.partition("So")[0]
+    assert choice["finish_reason"] == "stop"
+    assert not choice["message"].get("tool_calls")
+
+
 def test_the_page_s_examples_work(tiny_url: str, capsys: pytest.CaptureFixture[str]):
     """docs/tools.md: every Python block runs, and prints what the block behind it shows."""
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    page = page.partition("\n## Offline\n")[0]  # test_llm_chat.py runs that part
     names: dict[str, Any] = {}
     blocks = re.findall(r"```(python|text)\n(.*?)```", page, re.DOTALL)
     assert [kind for kind, _ in blocks].count("python") >= 4
