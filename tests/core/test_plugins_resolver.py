@@ -278,16 +278,13 @@ def test_auto_attention_follows_the_drafter(fakes):
     assert (unmixed.attention_prefill.name, unmixed.attention_decode.name) == ("quick", "trees")
 
 
-def test_overlap_with_a_drafter_that_needs_host_tokens(fakes):
+def test_a_drafter_that_needs_host_tokens_gets_along_with_overlap(fakes):
     ngram = fakes.spec(K.DRAFTER, "ngram", offers=DRAFT, needs=HOST)
-    text = refusal(fakes, ngram, sets=["speculative=ngram", "scheduler.overlap=true"], machine=H100)
-    assert "speculative 'ngram' needs runtime.host_tokens; scheduler.overlap is true: commit lags one step" in text
-    assert "\n  - scheduler.overlap: false" in text
-    unasked = run(fakes, ngram, machine=H100)
-    assert unasked.config.scheduler.overlap is True
-    assert reasons(unasked, "speculative", "ngram") == []  # it would fit: overlap is `auto`
-    assert run(fakes, ngram, sets=["speculative=ngram"], machine=H100).config.scheduler.overlap is False
-    assert Feature.RUNTIME_HOST_TOKENS in run(fakes, ngram, sets=["speculative=ngram"], machine=H100).runtime
+    for overlap in (True, False):
+        chosen = run(fakes, ngram, sets=["speculative=ngram", f"scheduler.overlap={json.dumps(overlap)}"], machine=H100)
+        assert chosen.config.scheduler.overlap is overlap
+        assert Feature.RUNTIME_HOST_TOKENS in chosen.runtime
+        assert (Feature.RUNTIME_OVERLAP in chosen.runtime) is overlap
 
 
 def test_overlap_auto_is_off_on_cpu_and_can_be_asked_for(fakes):

@@ -15,8 +15,7 @@ import pytest
 from engine_runs import Traffic, TreeDrafter, check_idle, drafting, make_llm, paged, prompts_of, results
 
 from dovetail import LLM, SamplingParams
-from dovetail.errors import ConfigError, EngineDeadError, EngineError, RequestError
-from dovetail.loop import Loop
+from dovetail.errors import EngineDeadError, EngineError, RequestError
 from dovetail.types import DraftTree
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
@@ -322,14 +321,6 @@ def test_a_broken_drafter_costs_its_drafts_only(checkpoint, reference, how):
             assert output.token_ids == reference.greedy(tuple(prompt), 16)
     assert llm.loop.drafter_errors > 0
     check_idle(llm)
-
-
-def test_overlap_with_a_drafter_that_forgot_to_say_it_needs_the_tokens_is_refused(checkpoint):
-    llm = make_llm(checkpoint, speculative="ngram")
-    scheduler = llm.resolved.config.scheduler.model_copy(update={"overlap": True})
-    config = llm.resolved.config.model_copy(update={"scheduler": scheduler})
-    with pytest.raises(ConfigError, match=r"scheduler\.overlap is true with speculative 'ngram'"):
-        Loop(replace(llm.resolved, config=config), None)
 
 
 # -- policies and caches that fail -----------------------------------------------------------------------------------

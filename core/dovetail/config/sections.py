@@ -64,9 +64,9 @@ class SchedulerSection(Section):
         default="auto",
         description="Launch step N+1 before the tokens of step N are read; steps with drafts are launched once these are known. `auto`: on CUDA.",
     )
-    draft: Literal["auto", "always"] = Field(
-        default="auto",
-        description="When the drafter is asked. `auto`: while steps with drafts bring more tokens in the same time than steps without, as measured at each number of running requests; `always`.",
+    draft: Literal["adaptive", "always"] = Field(
+        default="adaptive",
+        description="When the drafter is asked. `adaptive`: while steps with drafts bring more tokens in the same time than steps without, as measured at each number of running requests, and for fewer tokens where few are accepted; `always`.",
     )
     wait_for_prefix: bool = Field(
         default=True,

@@ -76,7 +76,7 @@ def build_scheduler(
         wait_for_prefix=section.wait_for_prefix and Feature.CACHE_REUSE in resolved.cache.spec.offers,
         shared_prefixes=engine.shares_prefixes,
         draft_width=draft_width,
-        adapt_drafts=section.draft == "auto",
+        adapt_drafts=section.draft == "adaptive",
         jump_forward=resolved.config.grammar.jump_forward,
     )
     policy = resolved.policy.build(PolicyContext(cache))
