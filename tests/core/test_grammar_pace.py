@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.engine.masks import mask_logits
+from dovetail.engine.masks import MaskBuffers, mask_logits
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
@@ -175,7 +175,7 @@ def test_a_constraint_that_took_too_long_is_refused_to_others_for_a_while(name):
 def masked(reqs):
     batch = make_batch(4, np.zeros((len(reqs), 4), np.int32), [3] * len(reqs), [1] * len(reqs))
     logits = torch.zeros(len(reqs), VOCAB)
-    mask_logits(logits, batch, [(row, row, req) for row, req in enumerate(reqs)])
+    mask_logits(logits, batch, [(row, row, req) for row, req in enumerate(reqs)], MaskBuffers(torch.device("cpu")))
     assert (logits == 0).all()
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from dovetail.engine.masks import mask_logits
+from dovetail.engine.masks import MaskBuffers, mask_logits
 from dovetail.interfaces.grammar import GrammarBackend, Matcher
 from dovetail.testing.batches import make_batch
 from dovetail.types import DraftTree
@@ -60,7 +60,9 @@ class Backend(GrammarBackend):
 def masked(reqs):
     batch = make_batch(4, np.zeros((len(reqs) + 1, 4), np.int32), [3] * (len(reqs) + 1), [1] * (len(reqs) + 1))
     logits = torch.zeros(len(reqs) + 1, VOCAB)
-    mask_logits(logits, batch, [(row + 1, row + 1, req) for row, req in enumerate(reqs)])
+    mask_logits(
+        logits, batch, [(row + 1, row + 1, req) for row, req in enumerate(reqs)], MaskBuffers(torch.device("cpu"))
+    )
     assert (logits[0] == 0).all()  # a row without a grammar
     return [(row > -1e9).nonzero()[:, 0].tolist() for row in logits[1:]]
 
@@ -95,6 +97,6 @@ def test_rows_of_drafts_of_a_matcher_that_fails_allow_everything():
     batch = make_batch(4, np.zeros((1, 4), np.int32), [3], [3], drafts=drafts)
     logits = torch.zeros(3, VOCAB)
     failing = req(Only(-1), Backend())
-    mask_logits(logits, batch, [(0, 0, failing)])
+    mask_logits(logits, batch, [(0, 0, failing)], MaskBuffers(torch.device("cpu")))
     assert (logits == 0).all()
     assert "odd" in failing.error

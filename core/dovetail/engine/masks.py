@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from dovetail.engine.captures import TURNS
 from dovetail.engine.penalties import draft_rows
 from dovetail.errors import RequestError
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    import torch
-
     from dovetail.interfaces.grammar import Matcher
     from dovetail.types import Batch, IntArray, Req
 
@@ -30,12 +30,37 @@ _SLOW_ROW = 0.0005
 Usual masks take a tenth."""
 
 
-def mask_logits(logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[int, int, Req]]) -> None:
+class MaskBuffers:
+    """Memory for the bitmasks of a step: on CUDA pinned, so that matchers write where the device reads, and kept, as pinning
+    takes longer than filling. Used in turns: under overlap two steps are in flight."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._turns: list[torch.Tensor] = []
+        self._next = 0
+
+    def take(self, rows: int, width: int) -> torch.Tensor:
+        """Int32 ``[rows, width]`` on the host, holding anything; its own for the next ``TURNS - 1`` calls."""
+        if self._device.type != "cuda":
+            return torch.empty(rows, width, dtype=torch.int32)
+        if not self._turns or self._turns[0].numel() < rows * width:
+            size = (1 << (rows - 1).bit_length()) * width
+            self._turns = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(TURNS)]
+        self._next = (self._next + 1) % TURNS
+        return self._turns[self._next][: rows * width].view(rows, width)
+
+
+def mask_logits(
+    logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[int, int, Req]], buffers: MaskBuffers
+) -> None:
     """Forbid, in place, what the grammars forbid. ``constrained`` are (first logit row, batch row, request). A matcher that
     raises sets its request's ``error``; the other rows are masked as usual."""
     nodes = [(start, req, *draft_rows(batch.drafts, row)) for start, row, req in constrained]
     spans = [1 + len(drafts) for _, _, drafts, _ in nodes]
-    bitmask = np.full((sum(spans), bitmask_width(logits.shape[1])), -1, np.int32)
+    held = buffers.take(sum(spans), bitmask_width(logits.shape[1]))
+    bitmask: IntArray = held.numpy()
+    if batch.drafts is not None:
+        bitmask.fill(-1)
     firsts = list(itertools.accumulate(spans, initial=0))[:-1]
     _fill_roots([(req, first) for (_, req, _, _), first in zip(nodes, firsts, strict=True)], bitmask)
     for (_, req, drafts, parents), first, span in zip(nodes, firsts, spans, strict=True):
@@ -44,7 +69,7 @@ def mask_logits(logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[
             _guarded(req, part, lambda req=req, part=part, d=drafts, p=parents: _fill_drafts(req.matcher, part, d, p))
     rows = [row for (start, *_), span in zip(nodes, spans, strict=True) for row in range(start, start + span)]
     device = logits.device
-    apply_bitmask(logits, to_device(bitmask, device), to_device(np.array(rows, np.int64), device))
+    apply_bitmask(logits, held.to(device, non_blocking=True), to_device(np.array(rows, np.int64), device))
 
 
 def _fill_roots(reqs: Sequence[tuple[Req, int]], bitmask: IntArray) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.inputs import Int64Array, depths, pack, unpack
-from dovetail.engine.masks import mask_logits
+from dovetail.engine.masks import MaskBuffers, mask_logits
 from dovetail.engine.penalties import Penalties, draft_rows, path_tokens
 from dovetail.engine.settings import RowSettings, expand
 from dovetail.engine.verify import accept
@@ -52,6 +52,7 @@ class Sampler:
         self.device = device
         self.eos_token_ids = sorted(eos_token_ids)
         self.penalties = Penalties(vocab_size, device)
+        self._masks = MaskBuffers(device)
         self._settings: RowSettings | None = None
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
@@ -92,7 +93,7 @@ class Sampler:
             if reqs[i].finish is None
         ]
         if live:
-            mask_logits(logits, batch, live)
+            mask_logits(logits, batch, live, self._masks)
         return logits
 
     def _adjust(self, batch: Batch, logits: torch.Tensor, req: Req, row: int, start: int) -> None:

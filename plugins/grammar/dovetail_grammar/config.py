@@ -29,7 +29,9 @@ class XGrammarConfig(PluginConfig):
     """JSON schemas, regexes and EBNF by XGrammar. What it cannot honour whole is refused."""
 
     kind: Literal["xgrammar"] = "xgrammar"  # pyright: ignore[reportIncompatibleVariableOverride]
-    threads: int = Field(default=4, ge=1, le=256, description="Threads of one compilation.")
+    threads: int = Field(
+        default=8, ge=1, le=256, description="Threads of one compilation, and of the masks of a batch."
+    )
     strict: Strict = False
     max_whitespace: MaxWhitespace = 20
 
