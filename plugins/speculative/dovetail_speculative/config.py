@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from dovetail.config.plugin import PluginConfig
 
 
 class NgramConfig(PluginConfig):
-    """Draft what followed the last occurrence of the request's latest tokens."""
+    """Draft what followed the last occurrence of the latest tokens, in the request's own text or in what others said."""
 
     kind: Literal["ngram"] = "ngram"  # pyright: ignore[reportIncompatibleVariableOverride]
     num_draft_tokens: int = Field(default=4, ge=1, le=64, description="The most tokens that are drafted at once.")
@@ -21,6 +21,12 @@ class NgramConfig(PluginConfig):
         ge=1,
         description="Occurrences are remembered for at least this many of the request's latest tokens, and for at most twice as many.",
     )
+    shared: int = Field(
+        default=65536,
+        ge=0,
+        description="Tokens of recent outputs that are remembered for later requests of the same namespace (adapter, tenant). About 0.5 kB each. 0: none.",
+    )
+    share_prompts: bool = Field(default=False, description="Prompts are remembered for later requests too.")
 
     @model_validator(mode="after")
     def _check_range(self) -> NgramConfig:
@@ -42,4 +48,110 @@ class DFlashConfig(PluginConfig):
     )
     num_draft_tokens: int | None = Field(
         default=None, ge=1, description="The most tokens that are drafted at once. Null: a block of the drafter's."
+    )
+
+
+class DraftModelConfig(PluginConfig):
+    """Draft with a smaller model of the same vocabulary."""
+
+    kind: Literal["draft_model"] = "draft_model"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = Field(
+        default="auto",
+        description="The smaller model: a directory in Hugging Face layout, or a hub name. `auto`: the folder `draft_model` of the target's checkpoint.",
+    )
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors", description="`dummy`: random weights, to measure speed."
+    )
+    num_draft_tokens: int = Field(default=4, ge=1, le=64, description="The most tokens that are drafted at once.")
+    chunk_size: int = Field(
+        default=2048,
+        ge=16,
+        description="Tokens of texts that the smaller model reads at most before a draft. Of a longer prompt it reads a part in each step, while its request is decoded without drafts.",
+    )
+
+
+class TreeShape(NamedTuple):
+    """How draft trees grow: ``topk`` children of each of ``topk`` nodes of a level, ``depth`` levels."""
+
+    topk: int
+    depth: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the drafter's model runs on: all that are expanded."""
+        return self.topk * (self.depth - 1)
+
+
+class _Tree(PluginConfig):
+    topk: int = Field(
+        default=4,
+        ge=1,
+        le=32,
+        description="Nodes of a level that get children, and how many children each gets. 1 makes chains.",
+    )
+    depth: int = Field(
+        default=5, ge=1, le=32, description="Levels of a tree: the most tokens accepted at once, but one."
+    )
+    num_draft_tokens: int = Field(
+        default=16, ge=1, le=256, description="Nodes that are verified: the most probable ones of all levels."
+    )
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The tree's shape; None makes chains."""
+        return None if self.topk == 1 else TreeShape(self.topk, self.depth)
+
+    @property
+    def most(self) -> int:
+        """The most tokens drafted at once."""
+        return min(self.num_draft_tokens, self.depth) if self.topk == 1 else self.num_draft_tokens
+
+
+class EagleConfig(_Tree):
+    """Draft trees with an EAGLE-1 or EAGLE-2 head, which predicts the target's hidden states."""
+
+    kind: Literal["eagle"] = "eagle"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = Field(
+        default="auto",
+        description="The head's checkpoint: a directory in the layout of https://github.com/SafeAILab/EAGLE, converted to safetensors, or a hub name. `auto`: the folder `eagle` of the target's checkpoint.",
+    )
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors", description="`dummy`: random weights, to measure speed."
+    )
+
+
+class Eagle3Config(PluginConfig):
+    """Draft chains with an EAGLE-3 head, which reads hidden states of three of the target's layers."""
+
+    kind: Literal["eagle3"] = "eagle3"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = Field(
+        default="auto",
+        description="The head's checkpoint: a directory in the layout of https://github.com/SafeAILab/EAGLE, or a hub name. `auto`: the folder `eagle3` of the target's checkpoint.",
+    )
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors", description="`dummy`: random weights, to measure speed."
+    )
+    num_draft_tokens: int = Field(default=4, ge=1, le=64, description="The most tokens that are drafted at once.")
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """None: chains."""
+        return None
+
+    @property
+    def most(self) -> int:
+        """The most tokens drafted at once."""
+        return self.num_draft_tokens
+
+
+class Eagle3TreeConfig(_Tree):
+    """Draft trees with an EAGLE-3 head."""
+
+    kind: Literal["eagle3_tree"] = "eagle3_tree"  # pyright: ignore[reportIncompatibleVariableOverride]
+    path: str = Field(
+        default="auto",
+        description="The head's checkpoint, as of `eagle3`. `auto`: the folder `eagle3` of the target's.",
+    )
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors", description="`dummy`: random weights, to measure speed."
     )

@@ -13,7 +13,7 @@ NGRAM = ComponentSpec(
     name="ngram",
     target="dovetail_speculative.ngram:NgramDrafter",
     config="dovetail_speculative.config:NgramConfig",
-    summary="Prompt lookup: drafts what followed the last occurrence of the latest tokens.",
+    summary="Prompt lookup: drafts what followed the last occurrence of the latest tokens, here or in recent outputs.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
 )
@@ -32,8 +32,49 @@ DFLASH = ComponentSpec(
     needs=_OF_HIDDEN_STATES | {Feature.ATTN_TREE_MASK},
 )
 
+DRAFT_MODEL = ComponentSpec(
+    kind=ComponentKind.DRAFTER,
+    name="draft_model",
+    target="dovetail_speculative.draft_model:ModelDrafter",
+    config="dovetail_speculative.config:DraftModelConfig",
+    summary="A smaller model of the same vocabulary drafts chains.",
+    offers=frozenset({Feature.DRAFT_CHAIN}),
+    needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
+)
+
+
+def _eagle(name: str, target: str, config: str, offers: Feature, summary: str) -> ComponentSpec:
+    return ComponentSpec(
+        kind=ComponentKind.DRAFTER,
+        name=name,
+        target=f"dovetail_speculative.eagle:{target}",
+        config=f"dovetail_speculative.config:{config}",
+        summary=summary,
+        offers=frozenset({offers}),
+        needs=_OF_HIDDEN_STATES | ({Feature.ATTN_TREE_MASK} if offers is Feature.DRAFT_TREE else frozenset()),
+    )
+
+
+EAGLE = _eagle(
+    "eagle",
+    "EagleDrafter",
+    "EagleConfig",
+    Feature.DRAFT_TREE,
+    "EAGLE-2: a head that predicts the target's hidden states drafts trees.",
+)
+EAGLE3 = _eagle(
+    "eagle3",
+    "Eagle3Drafter",
+    "Eagle3Config",
+    Feature.DRAFT_CHAIN,
+    "EAGLE-3: a head that reads three layers of the target drafts chains.",
+)
+EAGLE3_TREE = _eagle(
+    "eagle3_tree", "Eagle3Drafter", "Eagle3TreeConfig", Feature.DRAFT_TREE, "EAGLE-3 heads that draft trees."
+)
+
 
 @hookimpl
 def register_drafters() -> Sequence[ComponentSpec]:
-    """``ngram``."""
-    return (NGRAM, DFLASH)
+    """What follows from the text, a model of its own, heads that read hidden states of the target."""
+    return (NGRAM, DRAFT_MODEL, EAGLE, EAGLE3, EAGLE3_TREE, DFLASH)

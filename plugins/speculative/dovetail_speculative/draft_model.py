@@ -1,0 +1,150 @@
+"""Drafts by a smaller model of the same vocabulary (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, 2302.01318)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.speculative import Drafter, DrafterContext
+from dovetail.layers.drafts import chains
+from dovetail.ops.transfer import to_device
+from dovetail.types import Batch, DraftTree, IntArray, Req
+from dovetail_speculative.checkpoints import find_checkpoint
+from dovetail_speculative.config import DraftModelConfig
+
+NOTHING: IntArray = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """``[0, place)`` of a text have their KV in the room, and behind them ``drafts`` do, as far as the text went on so."""
+
+    place: int = 0
+    drafts: IntArray = field(default_factory=lambda: NOTHING)
+
+    def settle(self, req: Req) -> None:
+        """Move on to where the text is no longer what was drafted."""
+        said = req.token_ids[self.place : req.known_len]
+        count = min(len(said), len(self.drafts))
+        differs = np.flatnonzero(said[:count] != self.drafts[:count])
+        self.place += int(differs[0]) if len(differs) else count
+        self.drafts = NOTHING
+
+
+@dataclass(slots=True)
+class _Texts:
+    """Rows that are drafted for: their requests' slots, how much of each text the model has read, and where it ends. All
+    int32 ``[n]``. ``room`` is how many drafts each may have."""
+
+    rows: IntArray
+    slots: IntArray
+    starts: IntArray
+    ends: IntArray
+    room: IntArray
+
+    def __getitem__(self, chosen: np.ndarray[Any, np.dtype[np.intp]]) -> _Texts:
+        return _Texts(self.rows[chosen], self.slots[chosen], self.starts[chosen], self.ends[chosen], self.room[chosen])
+
+
+class ModelDrafter(Drafter):
+    """Reads of each text what is new when it is asked to draft, then says what it would say, greedily.
+
+    It needs nothing of the target but its pages. Of a text whose beginning came from the prefix cache it reads the beginning
+    too: who wrote these pages may not have drafted.
+    """
+
+    def __init__(self, config: DraftModelConfig, context: DrafterContext) -> None:
+        """Raises ``ConfigError`` for a model of another vocabulary."""
+        runtime = context.runtime
+        assert runtime is not None, "drafters that run a model are built by an engine"
+        directory = find_checkpoint(runtime, config.path, "draft_model")
+        self._model = runtime.open(directory, config.load_format)
+        info = self._model.info
+        if info.vocab_size != context.vocab_size:
+            raise ConfigError(
+                f"speculative.path is {config.path!r}, a model of {info.vocab_size} tokens; the target has {context.vocab_size}: "
+                "a draft model needs the vocabulary of its target"
+            )
+        self._room = runtime.room(info)
+        self._device = context.device
+        self._count, self._chunk = config.num_draft_tokens, config.chunk_size
+        self._context_len = info.context_len
+        self._cursors: dict[int, _Cursor] = {}  # by uid
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """``num_draft_tokens`` of the config."""
+        return self._count
+
+    @torch.inference_mode()
+    def propose(self, batch: Batch) -> DraftTree | None:
+        """A chain for each decode row whose text the model has read, once it has read on by ``chunk_size`` tokens."""
+        texts = self._texts(batch)
+        if not len(texts.rows):
+            return None
+        ids, texts = self._read(batch, texts)
+        if not len(texts.rows):
+            return None
+        drafts = self._write(ids, texts)
+        for row, draft in drafts.items():
+            self._cursors[batch.reqs[row].uid].drafts = draft[:-1]  # the last one was never read
+        return chains(len(batch.reqs), drafts)
+
+    def forget(self, req: Req) -> None:
+        """Its pages are others' from now on."""
+        self._cursors.pop(req.uid, None)
+
+    def _texts(self, batch: Batch) -> _Texts:
+        """Rows to draft for, those that wait for the most drafts first."""
+        assert batch.draft_room is not None, "pages were reserved for no drafts"
+        rows = np.arange(batch.num_extend, len(batch.reqs), dtype=np.int32)
+        ends = np.array([req.known_len for req in batch.reqs[batch.num_extend :]], np.int32)
+        room = np.minimum(np.minimum(batch.draft_room[rows], self._count), self._context_len - ends + 1)
+        rows, ends, room = (array[room > 0] for array in (rows, ends, room))
+        starts = np.zeros_like(ends)
+        for i, row in enumerate(rows.tolist()):
+            req = batch.reqs[row]
+            cursor = self._cursors.setdefault(req.uid, _Cursor())
+            cursor.settle(req)
+            starts[i] = cursor.place
+        return _Texts(rows, batch.slots[rows], starts, ends, room.astype(np.int32))
+
+    def _read(self, batch: Batch, texts: _Texts) -> tuple[torch.Tensor, _Texts]:
+        """Read ``chunk_size`` tokens, where least is new first. Returns the first drafts int64 ``[n]`` of the ``n`` texts that
+        are read to their ends, those with the most room first."""
+        texts = texts[np.argsort(texts.ends - texts.starts, kind="stable")]
+        new = texts.ends - texts.starts
+        counts = np.clip(self._chunk - (np.cumsum(new) - new), 0, new).astype(np.int32)
+        texts, counts = texts[np.flatnonzero(counts)], counts[counts > 0]
+        own = self._room.batch(texts.slots, texts.starts, counts)
+        spans = zip(texts.rows.tolist(), texts.starts.tolist(), counts.tolist(), strict=True)
+        said = [batch.reqs[row].token_ids[start : start + count] for row, start, count in spans]
+        own.input_ids = to_device(np.concatenate(said).astype(np.int64), self._device)
+        hidden = self._model.forward(own)
+        for row, place in zip(texts.rows.tolist(), (texts.starts + counts).tolist(), strict=True):
+            self._cursors[batch.reqs[row].uid].place = place
+        done = np.flatnonzero(texts.starts + counts == texts.ends)
+        done = done[np.argsort(-texts.room[done], kind="stable")]
+        if not len(done):
+            return own.input_ids[:0], texts[done]
+        last = to_device((np.cumsum(counts) - 1)[done].astype(np.int64), self._device)
+        return self._model.logits(hidden.index_select(0, last)).argmax(-1), texts[done]
+
+    def _write(self, ids: torch.Tensor, texts: _Texts) -> dict[int, IntArray]:
+        """Drafts by row; ``ids`` are the first ones."""
+        columns = [ids]
+        for step in range(1, int(texts.room.max())):
+            going = int((texts.room > step).sum())
+            ones = np.ones(going, np.int32)
+            own = self._room.batch(texts.slots[:going], texts.ends[:going] + np.int32(step - 1), ones)
+            own.input_ids = columns[-1][:going]
+            columns.append(self._model.logits(self._model.forward(own)).argmax(-1))
+        filled = torch.zeros(len(columns), len(ids), dtype=torch.int64, device=self._device)
+        for step, column in enumerate(columns):
+            filled[step, : len(column)] = column
+        drafts = filled.cpu().numpy().astype(np.int32).T
+        return {row: drafts[i, : texts.room[i]] for i, row in enumerate(texts.rows.tolist())}

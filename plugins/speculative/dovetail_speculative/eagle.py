@@ -1,0 +1,186 @@
+"""EAGLE: a head of one layer that goes on from the target's hidden states, in chains or in trees."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from dovetail.config.checkpoint import read_json
+from dovetail.errors import ConfigError, WeightsError
+from dovetail.interfaces.speculative import DrafterContext, DraftRuntime
+from dovetail.ops.transfer import to_device
+from dovetail.types import DraftTree
+from dovetail_speculative.checkpoints import find_checkpoint, read_tensor, tensor_names
+from dovetail_speculative.eagle_checkpoint import (
+    Eagle3ConfigJson,
+    EagleConfigJson,
+    aux_layers,
+    describe,
+    parse,
+)
+from dovetail_speculative.eagle_heads import Eagle3Head, EagleHead, EagleModel
+from dovetail_speculative.hidden import DraftRows, HiddenDrafter
+from dovetail_speculative.tree_growth import FloatArray, TreeGrowth
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dovetail.types import Batch, IntArray
+    from dovetail_speculative.config import Eagle3Config, Eagle3TreeConfig, EagleConfig, TreeShape
+
+
+class EagleDrafterBase(HiddenDrafter):
+    """Drafts chains or trees with a head."""
+
+    def __init__(
+        self, context: DrafterContext, head: EagleModel, num_draft_tokens: int, tree: TreeShape | None
+    ) -> None:
+        """``tree`` says how trees grow; None makes chains."""
+        runtime = _runtime(context)
+        super().__init__(context, runtime.room(head.info), head.info.hidden_size, num_draft_tokens)
+        self.head = head
+        self._tree = tree
+        self._target_ids: torch.Tensor | None = None  # of the draft vocabulary, where it is another
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """``num_draft_tokens`` of the config, or what has to be reserved to grow such a tree."""
+        tree = self._tree
+        return super().max_draft_tokens if tree is None else max(super().max_draft_tokens, tree.nodes - 1)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``EagleModel.enter``."""
+        return self.head.enter(hidden)
+
+    def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """One pass of the head."""
+        batch.input_ids, batch.hidden = ids, hidden
+        return self.head.forward(batch)
+
+    def tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """See ``HiddenDrafter.tokens``."""
+        return self._in_target(self.head.logits(output).argmax(-1))
+
+    def _in_target(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids if self._target_ids is None else self._target_ids[ids]
+
+    def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
+        """Trees, or chains."""
+        tree = self._tree
+        if tree is None:
+            return super().draft(rows, outputs)
+        depths = np.minimum(tree.depth, 1 + (rows.limits + 1) // tree.topk)  # as deep as there are pages for
+        order = np.argsort(-depths, kind="stable")
+        outputs = outputs.index_select(0, to_device(order, self.device))
+        growth = self._grow(rows.slots[order], rows.ends[order], depths[order], outputs, tree.topk)
+        drafts = growth.best(np.minimum(rows.limits[order], self._num_draft_tokens))
+        return _spread(drafts, np.array(rows.rows)[order], rows.total)
+
+    def _grow(self, slots: IntArray, ends: IntArray, depths: IntArray, outputs: torch.Tensor, topk: int) -> TreeGrowth:
+        growth = TreeGrowth(*self._best(outputs, topk), int(depths[0]))
+        inputs = outputs[:, None].expand(-1, topk, -1)
+        for level in range(1, int(depths[0])):
+            rows = int((depths > level).sum())
+            growth.keep(rows)
+            nodes = topk * level
+            positions = ends[:rows, None] + np.repeat(np.arange(level, dtype=np.int32), topk)
+            tree = positions.reshape(-1), growth.mask.reshape(rows * nodes, nodes)
+            own = self.room.batch(slots[:rows], ends[:rows], np.full(rows, nodes, np.int32), tree=tree)
+            ids = to_device(growth.tokens.reshape(-1).astype(np.int64), self.device)
+            inputs = inputs[:rows]
+            newest = self.step(own, ids, inputs.reshape(rows * nodes, -1)).view(rows, nodes, -1)[:, -topk:]
+            tokens, scores = self._best(newest.reshape(rows * topk, -1), topk)
+            shape = rows, topk, topk
+            parents = to_device(growth.grow(tokens.reshape(shape), scores.reshape(shape)).astype(np.int64), self.device)
+            born = newest.gather(1, parents[:, :, None].expand(-1, -1, newest.shape[-1]))
+            inputs = torch.cat((inputs, born), 1)
+        return growth
+
+    def _best(self, outputs: torch.Tensor, topk: int) -> tuple[IntArray, FloatArray]:
+        """The most likely tokens after each of ``outputs [n, hidden_size]``, best first, and the logarithms of their
+        probabilities: ``[n, topk]`` each. Waits for the device."""
+        best = self.head.logits(outputs).float().log_softmax(-1).topk(topk, -1)
+        both = torch.stack((best.values.double(), self._in_target(best.indices).double())).cpu().numpy()
+        return both[1].astype(np.int32), both[0].astype(np.float32)
+
+
+class EagleDrafter(EagleDrafterBase):
+    """EAGLE-2: the head of EAGLE-1, and trees that grow where it is sure."""
+
+    def __init__(self, config: EagleConfig, context: DrafterContext) -> None:
+        runtime = _runtime(context)
+        directory = find_checkpoint(runtime, config.path, "eagle")
+        given = read_json(directory, "config.json")
+        head = parse(given, EagleConfigJson)
+        _check_size("hidden_size", head.hidden_size, runtime)
+        info = describe(head, given, _names(directory, config.load_format), context)
+        build = partial(EagleHead, target=runtime.target)
+        model = cast("EagleHead", runtime.load(build, info, directory, config.load_format))
+        super().__init__(context, model, config.most, config.tree)
+        runtime.watch((runtime.target.info.num_layers,))
+
+
+class Eagle3Drafter(EagleDrafterBase):
+    """EAGLE-3, in chains or in trees."""
+
+    def __init__(self, config: Eagle3Config | Eagle3TreeConfig, context: DrafterContext) -> None:
+        runtime = _runtime(context)
+        directory = find_checkpoint(runtime, config.path, "eagle3")
+        given = read_json(directory, "config.json")
+        head = parse(given, Eagle3ConfigJson)
+        size = "hidden_size" if head.target_hidden_size is None else "target_hidden_size"
+        _check_size(size, head.target_hidden_size or head.hidden_size, runtime)
+        info = describe(head, given, _names(directory, config.load_format), context)
+        count = head.draft_vocab_size or head.vocab_size
+        build = partial(Eagle3Head, target=runtime.target, draft_vocab=count)
+        model = cast("Eagle3Head", runtime.load(build, info, directory, config.load_format))
+        super().__init__(context, model, config.most, config.tree)
+        if "d2t" in info.config.names or (count < head.vocab_size and config.load_format != "dummy"):
+            self._target_ids = _target_ids(directory, count, head.vocab_size).to(context.device)
+        runtime.watch(aux_layers(head, runtime.target.info.num_layers))
+
+
+def _runtime(context: DrafterContext) -> DraftRuntime:
+    assert context.runtime is not None, "drafters that run a model are built by an engine"
+    return context.runtime
+
+
+def _check_size(key: str, size: int, runtime: DraftRuntime) -> None:
+    needed = runtime.target.info.hidden_size
+    if size != needed:
+        raise ConfigError(
+            f"config.json of the drafter: {key} is {size}; the target's hidden states have {needed}: a head works with the "
+            "target that it was trained for"
+        )
+
+
+def _names(directory: Path, load_format: str) -> frozenset[str]:
+    return frozenset() if load_format == "dummy" else tensor_names(directory)
+
+
+def _target_ids(directory: Path, count: int, vocab_size: int) -> torch.Tensor:
+    """What each token of the draft vocabulary is in the target's: ``d2t`` has the differences. Raises ``WeightsError``."""
+    offsets = read_tensor(directory, "d2t")
+    if offsets.shape != (count,) or offsets.dtype.is_floating_point:
+        raise WeightsError(
+            f"tensor d2t of the drafter is {offsets.dtype} {list(offsets.shape)}; needed: integers [{count}], one for each token "
+            "of draft_vocab_size"
+        )
+    ids = offsets.long() + torch.arange(count)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise WeightsError(
+            f"tensor d2t of the drafter leads to tokens {int(ids.min())} to {int(ids.max())}; the target has {vocab_size}"
+        )
+    return ids
+
+
+def _spread(drafts: DraftTree, rows: IntArray, total: int) -> DraftTree:
+    """``drafts`` of ``rows`` among ``total``."""
+    width = drafts.token_ids.shape[1]
+    token_ids, parents = np.zeros((2, total, width), np.int32)
+    lens = np.zeros(total, np.int32)
+    token_ids[rows], parents[rows], lens[rows] = drafts.token_ids, drafts.parents, drafts.lens
+    return DraftTree(token_ids, parents, lens)

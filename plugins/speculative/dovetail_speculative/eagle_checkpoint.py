@@ -1,0 +1,143 @@
+"""What EAGLE checkpoints are, from their config.json: the layouts of https://github.com/SafeAILab/EAGLE, which SGLang and vLLM
+read too. What is optional in them (biases, an embedding of their own) shows in the names of their tensors.
+
+Layers of the target that EAGLE-3 reads are counted in two ways. Here, and in ``DraftRuntime.watch``, i is the residual stream
+that enters layer i. So it is in the default, (2, n // 2, n - 3) of n layers, and in ``eagle_aux_hidden_state_layer_ids`` at
+the top of config.json (vLLM). In the section ``eagle_config`` (SGLang) i is what layer i returns, which enters layer i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.model import ModelInfo
+from dovetail.layers.rope import RopeConfig, read_rope
+
+if TYPE_CHECKING:
+    from dovetail.interfaces.speculative import DrafterContext
+
+Size = Field(ge=1)
+_Config = TypeVar("_Config", bound="EagleConfigJson")
+
+
+class EagleConfigJson(BaseModel):
+    """Keys of an EAGLE-1 or EAGLE-2 head's config.json that are read here; of those with few values, what is implemented."""
+
+    model_config = ConfigDict(frozen=True)
+
+    vocab_size: int = Size
+    hidden_size: int = Size
+    intermediate_size: int = Size
+    num_attention_heads: int = Size
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    num_hidden_layers: Literal[1] = 1
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    hidden_act: Literal["silu", "swish"] = "silu"
+    mlp_bias: Literal[False] | None = None
+    quantization_config: None = None
+    sliding_window: None = None
+
+
+class AuxLayers(BaseModel):
+    """The section ``eagle_config``."""
+
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    use_aux_hidden_state: Literal[True] = True
+
+
+class Eagle3ConfigJson(EagleConfigJson):
+    """Keys of an EAGLE-3 head's config.json. Without ``draft_vocab_size`` it drafts every token of the target."""
+
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: Literal[False] = False
+    fc_norm: Literal[False] | None = None
+    eagle_config: AuxLayers | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What a head needs beside ``ModelInfo``. ``names`` are the tensors of its checkpoint, none for random weights.
+    ``target_size`` is the size of a hidden state of the target."""
+
+    names: frozenset[str]
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeConfig
+    target_size: int
+    norm_before_residual: bool = False
+
+
+def parse(config: Mapping[str, Any], schema: type[_Config]) -> _Config:
+    """config.json, typed. Raises ``ConfigError`` naming the keys that are missing or not implemented."""
+    try:
+        return schema.model_validate(config)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            + ("" if fault["type"] == "missing" else f" (it is {fault['input']!r})")
+            for fault in error.errors()
+        )
+        raise ConfigError(f"config.json of the drafter: {faults}; is it the checkpoint of such a head?") from error
+
+
+def describe(
+    head: EagleConfigJson, config: Mapping[str, Any], names: frozenset[str], context: DrafterContext
+) -> ModelInfo:
+    """The facts of a head, whose ``config`` is a ``HeadShape``. The context is the target's: rotary positions go on beyond
+    what a head was trained for. Raises ``ConfigError``."""
+    assert context.runtime is not None
+    heads = head.num_attention_heads
+    kv_heads, head_dim = head.num_key_value_heads or heads, head.head_dim or head.hidden_size // heads
+    if heads % kv_heads:
+        raise ConfigError(
+            f"config.json of the drafter: num_attention_heads is {heads}, num_key_value_heads {kv_heads}; the first must be a "
+            "multiple of the second"
+        )
+    if head.vocab_size != context.vocab_size:
+        raise ConfigError(
+            f"config.json of the drafter: vocab_size is {head.vocab_size}, that of the target {context.vocab_size}; a head works "
+            "with the target that it was trained for"
+        )
+    rope = replace(read_rope(config, head_dim, head.max_position_embeddings), context_len=context.max_context)
+    return ModelInfo(
+        architecture=str((config.get("architectures") or ["EAGLE"])[0]),
+        vocab_size=head.vocab_size,
+        hidden_size=head.hidden_size,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_len=context.max_context,
+        cache_groups=(CacheGroup(1, kv_heads, head_dim),),
+        config=HeadShape(
+            names, head.intermediate_size, head.rms_norm_eps, rope, context.runtime.target.info.hidden_size
+        ),
+    )
+
+
+def aux_layers(head: Eagle3ConfigJson, num_layers: int) -> tuple[int, ...]:
+    """The layers of a target of ``num_layers`` whose entering residual streams the head reads, in order. Raises
+    ``ConfigError``."""
+    section = head.eagle_config
+    given = section.eagle_aux_hidden_state_layer_ids if section is not None else None
+    layers = tuple(i + 1 for i in given) if given else head.eagle_aux_hidden_state_layer_ids
+    if not layers:
+        layers = (2, num_layers // 2, num_layers - 3)
+    if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[2] < num_layers:
+        raise ConfigError(
+            f"the drafter reads the residual streams that enter layers {list(layers)} of a target of {num_layers}; needed: three, "
+            f"rising, below {num_layers}; config.json of the drafter says which: eagle_config.eagle_aux_hidden_state_layer_ids "
+            "has the layers that return them (one less), by default 1, n / 2 - 1, n - 4 of n"
+        )
+    return layers

@@ -1,0 +1,181 @@
+"""The models of EAGLE drafters: one decoder layer over the target's hidden states and embeddings of the tokens that follow."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.base import Layer
+from dovetail.layers.embedding import Embedding
+from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.norm import RMSNorm
+from dovetail.layers.rotary import Rotary, Rotation
+
+if TYPE_CHECKING:
+    from dovetail.types import Batch
+    from dovetail_speculative.eagle_checkpoint import HeadShape
+
+
+class EagleLayer(Layer):
+    """Self-attention over inputs of ``input_size``, and a gated MLP; which norm comes before, the head says. Its checkpoint
+    calls it ``prefix``."""
+
+    def __init__(self, info: ModelInfo, prefix: str, input_size: int) -> None:
+        super().__init__()
+        config: HeadShape = info.config
+        self.prefix = prefix
+        shape = AttentionShape(
+            hidden_size=info.hidden_size,
+            num_heads=info.num_heads,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            qkv_bias=f"{prefix}.self_attn.q_proj.bias" in config.names,
+            out_bias=f"{prefix}.self_attn.o_proj.bias" in config.names,
+            input_size=input_size,
+        )
+        self.attn = SelfAttention(shape, AttentionLayer(0, info.head_dim**-0.5))
+        self.mlp_norm = RMSNorm(info.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(info.hidden_size, config.intermediate_size)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
+        """``x [tokens, input_size]`` and ``residual [tokens, hidden_size]`` -> the residual stream behind the layer."""
+        x = self.attn.forward(x, rotation, batch)
+        x, residual = self.mlp_norm.add_forward(x, residual)
+        return self.mlp.forward(x) + residual
+
+    def targets(self, ours: str) -> Iterator[tuple[str, WeightTarget]]:
+        """Names in the checkpoint, and where they go in the model that calls the layer ``ours``."""
+        parts = [(self.attn.qkv, "attn.qkv", f"self_attn.{part}_proj", part) for part in ("q", "k", "v")]
+        parts += [(self.mlp.gate_up, "mlp.gate_up", f"mlp.{part}_proj", part) for part in ("gate", "up")]
+        yield f"{self.prefix}.post_attention_layernorm.weight", WeightTarget(f"{ours}.mlp_norm.weight")
+        for linear, name, theirs, part in parts:
+            yield from _linear(linear, f"{ours}.{name}", f"{self.prefix}.{theirs}", part)
+        yield from _linear(self.attn.out, f"{ours}.attn.out", f"{self.prefix}.self_attn.o_proj")
+        yield from _linear(self.mlp.down, f"{ours}.mlp.down", f"{self.prefix}.mlp.down_proj")
+
+
+class EagleModel(Layer, ModelArchitecture):
+    """What EAGLE heads have in common. ``forward`` reads ``batch.hidden``: what ``enter`` made of the target's hidden state of
+    each token, or the output for the one before it. It returns the residual stream behind the layer."""
+
+    def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
+        super().__init__()
+        config: HeadShape = info.config
+        self.info = info
+        own = "embed_tokens.weight" in config.names or info.hidden_size != config.target_size
+        self.embed = Embedding(info.vocab_size, info.hidden_size) if own else None
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = self.embed.forward if self.embed else target.embed_tokens
+        self.rotary = Rotary(config.rope)
+        self.layer: EagleLayer
+
+    @abstractmethod
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states of the layers watched, side by side, as ``forward`` takes them."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of what ``forward`` returns, over the tokens that the head can draft."""
+        raise NotImplementedError
+
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        """See ``ModelArchitecture.weights_map``."""
+        targets = dict(self.layer.targets("layer"))
+        if self.embed is not None:
+            targets["embed_tokens.weight"] = WeightTarget("embed.weight")
+        return targets
+
+    def ignored_weights(self) -> Iterable[str]:
+        """See ``ModelArchitecture.ignored_weights``."""
+        return (r".*rotary_emb\.inv_freq",)
+
+
+class EagleHead(EagleModel):
+    """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): it predicts the target's next final hidden state, of which the
+    target's own head makes logits."""
+
+    def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
+        super().__init__(info, target)
+        bias = "fc.bias" in info.config.names
+        self.fc = Linear(2 * info.hidden_size, info.hidden_size, bias=bias)
+        self.layer = EagleLayer(info, "layers.0", info.hidden_size)
+        self._logits = target.logits
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As it is."""
+        return hidden
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See ``EagleModel``."""
+        assert batch.hidden is not None
+        x = self.fc.forward(torch.cat((self._embed(batch.input_ids), batch.hidden), 1))
+        return self.layer.forward(x, x, self.rotary.forward(batch.positions), batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``EagleModel.logits``: of every token."""
+        return self._logits(hidden)
+
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        """See ``ModelArchitecture.weights_map``."""
+        return {**super().weights_map(), **dict(_linear(self.fc, "fc", "fc"))}
+
+
+class Eagle3Head(EagleModel):
+    """EAGLE-3 (arXiv 2503.01840): it reads three layers of the target, and has a head of its own over ``draft_vocab``
+    tokens. Trained to go on with its own outputs, which need not resemble what the target computes."""
+
+    def __init__(self, info: ModelInfo, target: ModelArchitecture, draft_vocab: int) -> None:
+        super().__init__(info, target)
+        config, hidden = info.config, info.hidden_size
+        prefix = "layers.0" if any(name.startswith("layers.0.") for name in config.names) else "midlayer"
+        self.fc = Linear(3 * config.target_size, hidden, bias="fc.bias" in config.names)
+        self.embed_norm = RMSNorm(hidden, config.norm_eps)
+        self.hidden_norm = RMSNorm(hidden, config.norm_eps)
+        self.layer = EagleLayer(info, prefix, 2 * hidden)
+        self.norm = RMSNorm(hidden, config.norm_eps)
+        self.head = Linear(hidden, draft_vocab)
+        self._norm_before_residual: bool = config.norm_before_residual
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Three layers as one state of the head's size."""
+        return self.fc.forward(hidden)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See ``EagleModel``."""
+        hidden = batch.hidden
+        assert hidden is not None
+        normed = self.hidden_norm.forward(hidden)
+        x = torch.cat((self.embed_norm.forward(self._embed(batch.input_ids)), normed), 1)
+        residual = normed if self._norm_before_residual else hidden
+        return self.layer.forward(x, residual, self.rotary.forward(batch.positions), batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``EagleModel.logits``: of the draft vocabulary."""
+        return self.head.forward(self.norm.forward(hidden))
+
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        """See ``ModelArchitecture.weights_map``."""
+        return {
+            **super().weights_map(),
+            **dict(_linear(self.fc, "fc", "fc")),
+            f"{self.layer.prefix}.input_layernorm.weight": WeightTarget("embed_norm.weight"),
+            f"{self.layer.prefix}.hidden_norm.weight": WeightTarget("hidden_norm.weight"),
+            "norm.weight": WeightTarget("norm.weight"),
+            "lm_head.weight": WeightTarget("head.weight"),
+        }
+
+    def ignored_weights(self) -> Iterable[str]:
+        """The vocabulary's maps are no parameters."""
+        return (*super().ignored_weights(), "d2t", "t2d")
+
+
+def _linear(layer: Linear, ours: str, theirs: str, part: str | None = None) -> Iterator[tuple[str, WeightTarget]]:
+    rows = layer.rows(part) if isinstance(layer, FusedLinear) and part is not None else (None, None)
+    yield f"{theirs}.weight", WeightTarget(f"{ours}.weight", *rows)
+    if layer.bias is not None:
+        yield f"{theirs}.bias", WeightTarget(f"{ours}.bias", *rows)
