@@ -66,6 +66,8 @@ class DrafterSuite(ComponentSuite):
     """``class TestMine(DrafterSuite): name = "mine"`` is a whole test file."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.DRAFTER
+    learns: ClassVar[bool] = False
+    """True for a drafter that drafts for one request what it has learnt from others of the namespace."""
 
     def make(self) -> Drafter:
         """A new drafter for texts below ``MAX_CONTEXT`` over ``VOCAB_SIZE`` tokens. Override it to test a class that no
@@ -160,9 +162,24 @@ class DrafterSuite(ComponentSuite):
     @each_seed
     def test_what_is_forgotten_leaves_no_trace(self, seed: int) -> None:
         """After ``forget``, other text under the same name is drafted as by a new drafter."""
+        if self.learns:
+            pytest.skip(f"{self.name} says that it learns")
+        self.check_no_trace(self.make_requests(seed), self.make_requests(seed + 100))
+
+    @each_seed
+    def test_namespaces_share_nothing(self, seed: int) -> None:
+        """Requests of another namespace, with other texts or the same, are drafted as by a new drafter."""
+        for other in (seed, seed + 100):
+            old, new = self.make_requests(seed), self.make_requests(other)
+            for req in old:
+                req.namespace = "theirs"
+            self.check_no_trace(old, new)
+
+    def check_no_trace(self, old: Sequence[Req], new: Sequence[Req]) -> None:
+        """``new`` is drafted alike by a new drafter and by one that has seen and forgotten ``old``."""
         drafter = self.make()
-        old, new = self.make_requests(seed), self.make_requests(seed + 100)
-        drafter.propose(make_decode_batch(old, [9] * len(old)))
+        batch = make_decode_batch(old, [9] * len(old))
+        drafter.propose(batch)
         for req in old:
             drafter.forget(req)
         batch = make_decode_batch(new, [9] * len(new))

@@ -1,26 +1,34 @@
-"""Prompt lookup decoding: a text often repeats itself (https://github.com/apoorvumang/prompt-lookup-decoding)."""
+"""Prompt lookup decoding: a text often repeats itself (https://github.com/apoorvumang/prompt-lookup-decoding), or others."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.types import Batch, DraftTree, IntArray, Req
+from dovetail.types import Batch, DraftTree, ForwardOutput, IntArray, Req
 from dovetail_speculative.config import NgramConfig
-from dovetail_speculative.ngram_index import NgramIndex
+from dovetail_speculative.ngram_index import TOKEN, NgramIndex
+from dovetail_speculative.ngram_memory import SharedMemory
 
 
 class NgramDrafter(Drafter):
-    """Drafts what followed the last occurrence of the longest n-gram that ends the text, prompt and output alike.
+    """Drafts what followed the last occurrence of the longest n-gram that ends the text, prompt and output alike, or that ended
+    what another request of the namespace said; the request's own text comes first where both know n-grams of one length.
 
-    Where that occurrence is so close to the end that too few tokens follow it, the draft repeats them: a text that has
+    Where the own occurrence is so close to the end that too few tokens follow it, the draft repeats them: a text that has
     begun to go round goes round once more.
     """
 
     def __init__(self, config: NgramConfig, context: DrafterContext) -> None:
         """``context`` is not needed: drafts are made on the host."""
         self._config = config
+        self._lengths = range(config.min_ngram, config.max_ngram + 1)
         self._indices: dict[int, NgramIndex] = {}
+        self._shared = (
+            SharedMemory(self._lengths, config.shared, lag=config.num_draft_tokens, prompts=config.share_prompts)
+            if config.shared
+            else None
+        )
 
     @property
     def max_draft_tokens(self) -> int:
@@ -38,20 +46,42 @@ class NgramDrafter(Drafter):
             lens[row] = len(draft)
         return _chains(lens, drafts) if lens.any() else None
 
+    def observe(self, batch: Batch, output: ForwardOutput) -> None:
+        """Learn for others what the requests have said."""
+        if self._shared is not None:
+            for req in batch.reqs:
+                if req.params.speculative:
+                    self._shared.follow(req)
+
     def forget(self, req: Req) -> None:
-        """Drop the request's index."""
+        """Drop the request's index, and learn the rest of what it has said."""
         self._indices.pop(req.uid, None)
+        if self._shared is not None and req.params.speculative:
+            self._shared.close(req)
 
     def _draft(self, req: Req, count: int) -> IntArray:
+        text = req.token_ids[: req.known_len]
         index = self._indices.get(req.uid)
         if index is None:
-            config = self._config
-            index = self._indices[req.uid] = NgramIndex(config.min_ngram, config.max_ngram, config.memory)
-        text = req.token_ids[: req.known_len]
-        at = index.find(text)
-        if at is None:
-            return text[:0]
-        return text[at + np.arange(count) % (len(text) - at)]
+            index = self._indices[req.uid] = NgramIndex(self._lengths, self._config.memory)
+        index.extend(text)
+        shared = self._shared
+        mine = shared.open(req) if shared is not None else None
+        end = text[-self._lengths[-1] :].tobytes()
+        for n in reversed(self._lengths):
+            ngram = end[len(end) - n * TOKEN :] if n * TOKEN <= len(end) else b""
+            at = index.find(ngram)
+            if at is not None:
+                return text[at : at + count] if at + count <= len(text) else _round(text[at:], count)
+            if mine is not None and shared is not None:
+                draft = shared.find(mine, ngram)
+                if draft is not None:
+                    return draft[:count]
+        return text[:0]
+
+
+def _round(tokens: IntArray, count: int) -> IntArray:
+    return tokens[np.arange(count) % len(tokens)]
 
 
 def _chains(lens: IntArray, drafts: dict[int, IntArray]) -> DraftTree:

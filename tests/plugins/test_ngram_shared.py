@@ -1,0 +1,183 @@
+"""What the n-gram drafter says to one request of what others have said: against a plain search, within its bounds, and never
+across namespaces.
+
+Run: python -m pytest -q tests/plugins/test_ngram_shared.py
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.interfaces.speculative import DrafterContext
+from dovetail.testing.drafter import draft_of, make_decode_batch, make_running
+from dovetail.types import ForwardOutput, Req, SamplingParams
+from dovetail_speculative.config import NgramConfig
+from dovetail_speculative.ngram import NgramDrafter
+
+CONTEXT = DrafterContext(torch.device("cpu"), vocab_size=64, max_rows=16, max_context=256)
+NOTHING = ForwardOutput(torch.zeros(0, 1, dtype=torch.int64))
+STORY = list(range(10, 40))
+
+
+def make(**fields: object) -> NgramDrafter:
+    return NgramDrafter(NgramConfig.model_validate(fields), CONTEXT)
+
+
+def request(uid: int, text: list[int], prompt_len: int = 0, namespace: str = "", **fields: object) -> Req:
+    req = make_running(uid, text, prompt_len=prompt_len)
+    req.namespace = namespace
+    for name, value in fields.items():
+        setattr(req, name, value)
+    return req
+
+
+def say(drafter: NgramDrafter, *reqs: Req) -> None:
+    """The requests run and end."""
+    drafter.observe(make_decode_batch(reqs, [9] * len(reqs)), NOTHING)
+    for req in reqs:
+        drafter.forget(req)
+
+
+def ask(drafter: NgramDrafter, req: Req, room: int = 9) -> list[int]:
+    return [token for token, _ in draft_of(drafter.propose(make_decode_batch([req], [room])), 0)]
+
+
+def test_what_one_was_told_is_drafted_for_the_next():
+    drafter = make()
+    say(drafter, request(0, STORY))
+    assert ask(drafter, request(1, [1, 2, 15, 16])) == [17, 18, 19, 20]
+    assert ask(drafter, request(2, [1, 2, 38, 39])) == []
+    assert ask(drafter, request(3, [1, 2, 37, 38])) == [39], "not beyond the end"
+    assert ask(drafter, request(4, [1, 2, 15, 16]), room=2) == [17, 18]
+
+
+def test_the_longest_match_wins_and_then_the_own_text_and_then_the_latest():
+    drafter = make()
+    say(drafter, request(0, [5, 6, 7, 8]), request(1, [9, 6, 7, 11]))
+    assert ask(drafter, request(2, [6, 7, 1, 2, 6, 7])) == [1, 2, 6, 7]
+    assert ask(drafter, request(3, [6, 7, 1, 2, 5, 6, 7])) == [8]
+    assert ask(drafter, request(4, [1, 2, 6, 7])) == [11]
+
+
+def test_prompts_are_learnt_where_that_is_wanted():
+    text = [*STORY, 1, 2, 3]
+    for share_prompts in (False, True):
+        drafter = make(share_prompts=share_prompts)
+        say(drafter, request(0, text, prompt_len=30))
+        assert ask(drafter, request(1, [7, 15, 16])) == ([17, 18, 19, 20] if share_prompts else [])
+        assert ask(drafter, request(2, [7, 38, 39])) == [1, 2, 3], "the end of the prompt leads to the output"
+
+
+def test_a_running_request_is_learnt_too_with_what_follows():
+    drafter = make(num_draft_tokens=6)
+    teller = request(0, STORY * 3, namespace="")
+    for known in range(1, 91):
+        teller.known_len = teller.device_len = known
+        drafter.observe(make_decode_batch([teller], [9]), NOTHING)
+        draft = ask(drafter, request(1, [1, 2, 15, 16]))
+        drafter.forget(request(1, [1, 2, 15, 16]))
+        assert draft in ([], list(range(17, 23))), "as much as may be drafted, or nothing"
+        assert draft or known < 50
+    assert ask(drafter, request(2, [1, 2, 15, 16])) == list(range(17, 23))
+
+
+def test_namespaces_never_meet(monkeypatch: pytest.MonkeyPatch):
+    """Not even where the digests of their names are equal."""
+    for same_digest in (False, True):
+        if same_digest:
+            digest = type("Digest", (), {"digest": lambda self: b"12345678"})()
+            monkeypatch.setattr(
+                "dovetail_speculative.ngram_memory.hashlib.blake2b", lambda *_, digest=digest, **__: digest
+            )
+        drafter = make()
+        for i, namespace in enumerate(["", "a", "b"]):
+            say(drafter, request(i, [20, 21, 22, 23 + i], namespace=namespace))
+            others = [name for name in ("", "a", "b", "c") if name > namespace]
+            for other in others:
+                assert ask(drafter, request(9, [1, 20, 21, 22], namespace=other)) == []
+                drafter.forget(request(9, [1], namespace=other))
+            assert ask(drafter, request(9, [1, 20, 21, 22], namespace=namespace)) == [23 + i]
+            drafter.forget(request(9, [1], namespace=namespace))
+
+
+def test_an_ngram_that_looks_like_a_shorter_one_and_a_name_is_none():
+    name = np.array([8, 9], np.int32).tobytes().decode()
+    drafter = make(min_ngram=1)
+    say(drafter, request(0, [6, 7, 8, 9, 10]))
+    assert ask(drafter, request(1, [1, 6, 7], namespace=name)) == []
+
+
+def test_requests_without_drafts_teach_nothing():
+    drafter = make()
+    say(drafter, request(0, STORY, params=SamplingParams(speculative=False)))
+    assert ask(drafter, request(1, [1, 2, 15, 16])) == []
+
+
+@pytest.mark.parametrize("shared", [2, 10, 64, 300])
+def test_memory_is_bounded_and_as_long_as_promised(shared: int):
+    rng, drafter, said = np.random.default_rng(shared), make(shared=shared, min_ngram=2, max_ngram=3), []
+    memory = drafter._shared
+    assert memory is not None
+    for uid in range(400):
+        text = rng.integers(0, 40, rng.integers(1, 60)).tolist()
+        say(drafter, request(uid, text))
+        said += text
+        assert len(memory._recent) + len(memory._older) <= 2 * shared
+        assert sum(len(text.tokens) for text in memory._texts.values()) <= 2 * (shared + 60) + len(memory._texts)
+        assert len(memory._texts) <= shared + 2
+        assert not memory._running
+        for start in range(min(len(text), shared // 2) - 4):
+            end = text[len(text) - start - 4 :][:3]
+            found = ask(drafter, request(1000, [63, *end]), room=1)
+            drafter.forget(request(1000, [63]))
+            assert found, "of half of the memory all is known"
+
+
+def test_a_retracted_request_is_not_learnt_twice():
+    drafter = make()
+    req = request(0, STORY)
+    say(drafter, req)
+    memory = drafter._shared
+    assert memory is not None
+    before = memory._room
+    again = request(0, [*STORY, 50, 51, 52], num_retractions=1)
+    again.known_len = again.device_len = 30
+    drafter.observe(make_decode_batch([again], [9]), NOTHING)
+    again.known_len = again.device_len = 33
+    drafter.forget(again)
+    assert before - memory._room == 3
+    assert ask(drafter, request(1, [1, 38, 39])) == [50, 51, 52]
+
+
+def test_the_same_history_makes_the_same_drafts():
+    def drafts() -> list[list[int]]:
+        rng, drafter, out = np.random.default_rng(0), make(shared=100), []
+        for uid in range(60):
+            req = request(uid, rng.integers(0, 6, 40).tolist())
+            out.append(ask(drafter, req))
+            say(drafter, req)
+        return out
+
+    first = drafts()
+    assert drafts() == first
+    assert sum(map(len, first)) > 100
+
+
+def test_the_cost_is_small():
+    """Of a step of 64 rows, each two tokens longer than before. The bound is far above what an idle machine needs (15 us a row)."""
+    drafter, rng = make(), np.random.default_rng(0)
+    reqs = [request(uid, rng.integers(0, 50, 200).tolist()) for uid in range(64)]
+    seconds = []
+    for known in range(20, 200, 2):
+        for req in reqs:
+            req.known_len, req.cached_len, req.device_len = known, known - 1, known
+        batch = make_decode_batch(reqs, [4] * 64)
+        start = time.perf_counter()
+        drafter.propose(batch)
+        drafter.observe(batch, NOTHING)
+        seconds.append(time.perf_counter() - start)
+    assert np.median(seconds) / 64 < 100e-6
