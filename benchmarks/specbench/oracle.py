@@ -1,0 +1,58 @@
+"""A drafter whose acceptance is set: it replays what the target is known to say, with errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+import dovetail
+from dovetail.interfaces.speculative import Drafter
+from dovetail.layers.drafts import chains
+from dovetail.types import Batch, DraftTree, IntArray
+
+Futures = Mapping[tuple[int, ...], IntArray]
+"""Outputs, int32, by prompt."""
+
+
+class Oracle(Drafter):
+    """Drafts ``width`` tokens of the known output; each is another token with chance ``errors``."""
+
+    def __init__(self, futures: Futures, width: int, errors: float, vocab_size: int) -> None:
+        self._futures, self._width, self._errors, self._vocab = futures, width, errors, vocab_size
+        self._rng = np.random.default_rng(0)
+        self._of: dict[int, IntArray] = {}
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """``width``."""
+        return self._width
+
+    def propose(self, batch: Batch) -> DraftTree | None:
+        """See ``Drafter``."""
+        assert batch.draft_room is not None
+        drafts: dict[int, IntArray] = {}
+        for row in range(batch.num_extend, len(batch.reqs)):
+            req = batch.reqs[row]
+            if req.uid not in self._of:
+                self._of[req.uid] = self._futures[tuple(req.token_ids[: req.prompt_len].tolist())]
+            done = req.known_len - req.prompt_len
+            draft = self._of[req.uid][done : done + min(self._width, int(batch.draft_room[row]))].copy()
+            wrong = self._rng.random(len(draft)) < self._errors
+            draft[wrong] = (draft[wrong] + 1) % self._vocab
+            if len(draft):
+                drafts[row] = draft
+        return chains(len(batch.reqs), drafts)
+
+
+def attach(llm: dovetail.LLM, drafter: Drafter | None) -> None:
+    """The engine with this drafter from now on, or with none."""
+    loop = llm.loop
+    loop.drafter = drafter
+    width = 0 if drafter is None else drafter.max_draft_tokens
+    loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=width, adapt_drafts=False)
+    if drafter is not None:
+        loop.engine.expect_drafts(width, trees=False)
+        while loop.idle():
+            pass

@@ -1,0 +1,218 @@
+"""What drafts gain on a GPU: the cost of verifying, the speed-up at an acceptance that is set, and full batches.
+
+    python benchmarks/speculative.py [--device cuda] [--json FILE] [--parts verify,methods]
+
+A target shaped like Llama 3.2 3B with random weights, random prompts, forced lengths, greedy. ``verify``: an oracle replays the target's
+own output with a given error rate. ``methods``: a batch of 64 under each drafter, sampled from nearly uniform distributions, so that
+no draft is worth anything, beside decoding without drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import dovetail
+from dovetail import SamplingParams
+from gpubench.models import CONFIGS
+from specbench.oracle import Oracle, attach
+
+WIDTH = 8
+ERRORS = (0.0, 0.1, 0.3, 0.6)
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "dflash")
+PROMPT, OUTPUT = 256, 257
+console = Console(width=None if sys.stdout.isatty() else 140)
+
+LLAMA_3B = {
+    **CONFIGS["8b"],
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "tie_word_embeddings": True,
+}
+SMALL = {**CONFIGS["tiny"], "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 10}
+
+
+def write(directory: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint's directory with a config.json alone."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def checkpoints(work: Path, target: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The ``speculative`` section of each method, for a target."""
+    vocab, hidden = target["vocab_size"], target["hidden_size"]
+    head = {**target, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    layers = target["num_hidden_layers"]
+    configs = {
+        "draft_model": {**target, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
+                        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": target["head_dim"]},
+        "eagle": {**head},
+        "eagle3": {**head, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": min(32000, vocab)},
+        "dflash": {**head, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 3, "block_size": 8,
+                   "num_target_layers": layers, "hidden_size": hidden,
+                   "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": [1, layers // 2, layers - 2]}},
+    }  # fmt: skip
+    sections: dict[str, dict[str, Any]] = {"ngram": {"kind": "ngram"}}
+    for name, config in configs.items():
+        sections[name] = {"kind": name, "path": str(write(work / name, config)), "load_format": "dummy"}
+    return sections
+
+
+class Bench:
+    """One run."""
+
+    def __init__(self, args: argparse.Namespace, work: Path) -> None:
+        self.args = args
+        self.target = SMALL if args.tiny_shapes else LLAMA_3B
+        self.prompt, self.output = (24, 33) if args.tiny_shapes else (PROMPT, OUTPUT)
+        self.many = 4 if args.tiny_shapes else 64
+        self.model = {"path": str(write(work / "target", self.target)), "load_format": "dummy"}
+        self.sections = checkpoints(work, self.target)
+        self.temperature = 0.0
+        self.found: dict[str, Any] = {"verify": [], "methods": []}
+
+    def engine(self, speculative: Any = "none", **scheduler: Any) -> dovetail.LLM:
+        """An engine of the target, with everything captured."""
+        more = {} if self.args.device == "cpu" else {"memory": {"kv_gib": 8}}
+        llm = dovetail.LLM(device=self.args.device, model=self.model, speculative=speculative, scheduler=scheduler, grammar="none", **more)  # fmt: skip
+        while llm.loop.idle():
+            pass
+        return llm
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Random ids."""
+        rng = np.random.default_rng(count)
+        return rng.integers(10, self.target["vocab_size"] - 10, (count, self.prompt)).tolist()
+
+    def run(self, llm: dovetail.LLM, prompts: Sequence[list[int]], length: int) -> tuple[float, list[Any]]:
+        """Seconds, and outputs."""
+        params = SamplingParams(temperature=self.temperature, max_new_tokens=length, ignore_eos=True)
+        start = time.perf_counter()
+        outputs = llm.generate(list(prompts), params)
+        return time.perf_counter() - start, outputs
+
+    def tpot(self, llm: dovetail.LLM, prompts: Sequence[list[int]], rounds: int = 3) -> float:
+        """Milliseconds a token of each request, prompts cached, without what comes before the first tokens."""
+        short = 9
+        self.run(llm, prompts, self.output)
+        pairs = [(self.run(llm, prompts, short)[0], self.run(llm, prompts, self.output)[0]) for _ in range(rounds)]
+        return (min(b for _, b in pairs) - min(a for a, _ in pairs)) / (self.output - short) * 1e3
+
+    # -- verify ------------------------------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """The oracle at batch 1, beside decoding without drafts, in turns."""
+        llm = self.engine(draft="always")
+        prompts = self.prompts(1)
+        _, outputs = self.run(llm, prompts, self.output + WIDTH + 1)
+        futures = {tuple(prompts[0]): np.array(outputs[0].token_ids, np.int32)}
+        for errors in ERRORS:
+            oracle = Oracle(futures, WIDTH, errors, self.target["vocab_size"])
+            attach(llm, None)
+            plain = self.tpot(llm, prompts)
+            attach(llm, oracle)
+            self.run(llm, prompts, self.output)
+            before = llm.loop.stats(), llm.loop._seconds["draft"]
+            drafted = self.tpot(llm, prompts)
+            after = llm.loop.stats(), llm.loop._seconds["draft"]
+            assert llm.loop.drafter_errors == 0
+            with_drafts = self.run(llm, prompts, self.output)[1][0].token_ids
+            same = with_drafts == outputs[0].token_ids[: self.output]
+            attach(llm, None)
+            self.found["verify"].append(self.row(errors, plain, drafted, before, after, same))
+
+    def row(self, errors: float, plain: float, drafted: float, before: Any, after: Any, same: bool) -> dict[str, Any]:
+        """One error rate."""
+        steps = after[0].steps - before[0].steps
+        accepted = after[0].accepted_tokens - before[0].accepted_tokens
+        decode_steps = (after[0].drafted_tokens - before[0].drafted_tokens) / WIDTH  # all steps but prompts, and a text's end
+        length = 1 + accepted / decode_steps
+        draft_ms = (after[1] - before[1]) / steps * 1e3
+        step_ms = drafted * length
+        return {
+            "errors": errors, "plain_ms": plain, "drafted_ms": drafted, "length": length, "draft_ms": draft_ms,
+            "verify_over_decode": (step_ms - draft_ms) / plain, "speedup": plain / drafted,
+            "of_ideal": plain / drafted / (length / (1 + draft_ms / plain)), "same": same,
+        }  # fmt: skip
+
+    # -- methods -----------------------------------------------------------------------------------------------------
+
+    def methods(self) -> None:
+        """Every drafter at a full batch: engines in turns, so that each stands beside one without."""
+        prompts = self.prompts(self.many)
+        self.temperature = 1.0  # nearly every token is as likely as any other: nobody can draft it
+        for name in self.args.methods:
+            plain = self.engine()
+            with_drafts = self.engine(self.sections[name])
+            for _ in range(6):
+                self.run(with_drafts, prompts, self.output)  # drafts are tried, and found not to pay
+            ratios, times = [], []
+            for _ in range(3):
+                a, b = self.tpot(plain, prompts, 1), self.tpot(with_drafts, prompts, 1)
+                ratios.append(a / b)
+                times.append((a, b))
+            stats = with_drafts.loop.stats()
+            self.found["methods"].append(
+                {"method": name, "plain_ms": min(a for a, _ in times), "drafted_ms": min(b for _, b in times),
+                 "ratio": statistics.median(ratios), "ratios": ratios, "drafted": stats.drafted_tokens,
+                 "accepted": stats.accepted_tokens, "errors": with_drafts.loop.drafter_errors}
+            )  # fmt: skip
+            plain.close()
+            with_drafts.close()
+            del plain, with_drafts
+            console.print(self.found["methods"][-1])
+
+    def show(self) -> None:
+        """Tables."""
+        table = Table(title="an oracle of 8 drafts at batch 1")
+        for name in ("errors", "tokens a step", "plain ms/token", "with drafts", "speed-up", "draft ms", "verify / decode", "of the ideal", "same"):  # fmt: skip
+            table.add_column(name, justify="right")
+        for r in self.found["verify"]:
+            cells = (r["length"], r["plain_ms"], r["drafted_ms"], r["speedup"], r["draft_ms"], r["verify_over_decode"], r["of_ideal"])  # fmt: skip
+            table.add_row(f"{r['errors']:.0%}", *(f"{cell:.3f}" for cell in cells), str(r["same"]))
+        console.print(table)
+        table = Table(title=f"batch {self.many}, drafters with random weights")
+        for name in ("method", "plain ms/token", "with it", "ratio", "drafted", "accepted", "errors"):
+            table.add_column(name, justify="right")
+        for r in self.found["methods"]:
+            table.add_row(r["method"], f"{r['plain_ms']:.3f}", f"{r['drafted_ms']:.3f}", f"{r['ratio']:.3f}", str(r["drafted"]), str(r["accepted"]), str(r["errors"]))  # fmt: skip
+        console.print(table)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["verify", "methods"])
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--tiny-shapes", action="store_true", help="does everything run? No number means anything")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="dovetail-spec-") as folder:
+        bench = Bench(args, Path(folder))
+        try:
+            for part in args.parts:
+                getattr(bench, part)()
+        finally:
+            bench.show()
+            if args.json:
+                args.json.write_text(json.dumps(bench.found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
