@@ -51,6 +51,21 @@ class DFlashConfig(PluginConfig):
     )
 
 
+class MtpConfig(PluginConfig):
+    """Draft with the target's own layers that predict further tokens."""
+
+    kind: Literal["mtp"] = "mtp"  # pyright: ignore[reportIncompatibleVariableOverride]
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors", description="`dummy`: random weights, to measure speed."
+    )
+    num_draft_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="The most tokens that are drafted at once. Null: 3 with a single layer, which is applied to its own output; else as many as there are layers.",
+    )
+
+
 class DraftModelConfig(PluginConfig):
     """Draft with a smaller model of the same vocabulary."""
 

@@ -32,6 +32,16 @@ DFLASH = ComponentSpec(
     needs=_OF_HIDDEN_STATES | {Feature.ATTN_TREE_MASK},
 )
 
+MTP = ComponentSpec(
+    kind=ComponentKind.DRAFTER,
+    name="mtp",
+    target="dovetail_speculative.mtp:MtpDrafter",
+    config="dovetail_speculative.config:MtpConfig",
+    summary="Multi-token prediction: layers of the target's own checkpoint draft chains.",
+    offers=frozenset({Feature.DRAFT_CHAIN}),
+    needs=_OF_HIDDEN_STATES | {Feature.MODEL_MTP_HEAD},
+)
+
 DRAFT_MODEL = ComponentSpec(
     kind=ComponentKind.DRAFTER,
     name="draft_model",
@@ -77,4 +87,4 @@ EAGLE3_TREE = _eagle(
 @hookimpl
 def register_drafters() -> Sequence[ComponentSpec]:
     """What follows from the text, a model of its own, heads that read hidden states of the target."""
-    return (NGRAM, DRAFT_MODEL, EAGLE, EAGLE3, EAGLE3_TREE, DFLASH)
+    return (NGRAM, DRAFT_MODEL, EAGLE, EAGLE3, EAGLE3_TREE, MTP, DFLASH)

@@ -1,0 +1,134 @@
+"""Drafting with the target's own layers that predict further tokens: multi-token prediction as in DeepSeek-V3 (arXiv
+2412.19437, section 2.2), Qwen3-Next and MiMo."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from dovetail.config.checkpoint import read_json
+from dovetail.errors import ConfigError
+from dovetail.interfaces.speculative import DrafterContext
+from dovetail.layers.drafts import chains
+from dovetail.ops.transfer import to_device
+from dovetail_speculative.hidden import DraftRows, HiddenDrafter
+from dovetail_speculative.mtp_checkpoint import describe_mtp, tensor_shapes
+from dovetail_speculative.mtp_model import MtpModel
+
+if TYPE_CHECKING:
+    from dovetail.layers.drafts import Committed
+    from dovetail.types import Batch, BoolArray, DraftTree, IntArray
+    from dovetail_speculative.config import MtpConfig
+
+OF_ONE_LAYER = 3
+"""Tokens drafted by default with a single layer, which is applied to its own output."""
+
+
+class MtpDrafter(HiddenDrafter):
+    """A single layer is one that all further drafts are made with. Of several, each makes one draft: layer d at place i takes
+    the token at i + 1 + d and what layer d - 1 said at i.
+
+    Layer d lags d places behind the first: a step that commits the tokens up to place i + 1 brings it up to place i - d. What a
+    layer's output at the last place but so many was is kept beside that of the first.
+    """
+
+    def __init__(self, config: MtpConfig, context: DrafterContext) -> None:
+        """Raises ``ConfigError`` for layers that are not implemented."""
+        runtime = context.runtime
+        assert runtime is not None, "drafters that run a model are built by an engine"
+        target, directory = runtime.target.info, runtime.directory
+        shapes = {} if config.load_format == "dummy" else tensor_shapes(directory)
+        info = describe_mtp(read_json(directory, "config.json"), shapes, target, context.max_context)
+        runtime.watch([target.num_layers])
+        count = _num_draft_tokens(config, info.num_layers)
+        super().__init__(context, runtime.room(info), info.num_layers * info.hidden_size, count)
+        build = partial(MtpModel, target=runtime.target)
+        self._model = cast("MtpModel", runtime.load(build, info, directory, config.load_format))
+        self._depth, self._size = info.num_layers, info.hidden_size
+        self._floors = np.zeros(context.max_rows + 1, np.int32)  # by slot: the first place that was seen
+
+    def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``HiddenDrafter.step``: the layers' outputs side by side, each after the same token."""
+        outputs = [self._model.advance(0, batch, ids, hidden)]
+        if self._depth == 1:
+            return outputs[0]
+        kept = self._outputs.index_select(0, to_device(batch.slots.astype(np.int64), self.device))
+        earlier = to_device(_one_earlier(batch.extend_lens), self.device)
+        for depth in range(1, self._depth):
+            before = torch.cat((kept[:, self._part(depth - 1)], outputs[-1])).index_select(0, earlier)
+            rows = (batch.slots, batch.prefix_lens, batch.extend_lens)
+            outputs.append(self._at_depth(depth, rows, ids, before))
+        return torch.cat(outputs, -1)
+
+    def _part(self, depth: int) -> slice:
+        return slice(depth * self._size, (depth + 1) * self._size)
+
+    def _at_depth(
+        self, depth: int, rows: tuple[IntArray, IntArray, IntArray], ids: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Layer ``depth`` over the rows' slots, first places and counts of the first layer. Zeros where it would begin before the
+        first place that was seen: pages before that are others' too."""
+        slots, starts, counts = rows
+        own_starts = starts - np.int32(depth)
+        skipped = np.clip(self._floors[slots] - own_starts, 0, counts)
+        own_starts, own_counts = own_starts + skipped, counts - skipped
+        going = np.flatnonzero(own_counts)
+        outputs = torch.zeros_like(hidden)
+        if not len(going):
+            return outputs
+        own = self.room.batch(slots[going], own_starts[going], own_counts[going])
+        if not skipped.any():
+            return self._model.advance(depth, own, ids, hidden)
+        nth = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        taken = to_device(np.flatnonzero(nth >= np.repeat(skipped, counts)), self.device)
+        return outputs.index_copy_(0, taken, self._model.advance(depth, own, ids[taken], hidden[taken]))
+
+    def tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """See ``HiddenDrafter.tokens``."""
+        return self._model.logits(output[:, : self._size].contiguous()).argmax(-1)
+
+    def _seen(self, batch: Batch, new: Committed) -> BoolArray:
+        for row, start in zip(new.rows.tolist(), new.starts.tolist(), strict=True):
+            if batch.reqs[row].uid not in self._places:
+                self._floors[batch.slots[row]] = start
+        return super()._seen(batch, new)
+
+    def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
+        """See ``HiddenDrafter.draft``. With several layers the i-th makes the i-th draft, for all rows: it writes nothing behind
+        their texts."""
+        if self._depth == 1:
+            return super().draft(rows, outputs)
+        lens = np.minimum(rows.limits, self._num_draft_tokens)
+        one, most = np.ones_like(rows.ends), int(lens.max())
+        said = [outputs[:, self._part(depth)].contiguous() for depth in range(most)]
+        columns = [self.tokens(said[0])]
+        for step in range(1, most):
+            at = (rows.slots, rows.ends + np.int32(step - 1), one)
+            deeper = [self._at_depth(depth, at, columns[-1], said[depth - 1]) for depth in range(step, most)]
+            said[step:] = deeper
+            columns.append(self.tokens(said[step]))
+        drafts = torch.stack(columns, 1).cpu().numpy().astype(np.int32)
+        return chains(rows.total, {row: drafts[i, : lens[i]] for i, row in enumerate(rows.rows)})
+
+
+def _one_earlier(counts: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Where each token's predecessor is, of rows of ``counts`` tokens, when what was kept of each row stands before them all."""
+    places = np.arange(int(counts.sum())) + len(counts) - 1
+    firsts = np.cumsum(counts) - counts
+    places[firsts] = np.arange(len(counts))
+    return places.astype(np.int64)
+
+
+def _num_draft_tokens(config: MtpConfig, num_layers: int) -> int:
+    given = config.num_draft_tokens
+    if num_layers == 1:
+        return given or OF_ONE_LAYER
+    if given is not None and given > num_layers:
+        raise ConfigError(
+            f"speculative.num_draft_tokens is {given}; the checkpoint has {num_layers} layers that predict further tokens, "
+            f"each of which makes one draft: allowed: 1 to {num_layers}"
+        )
+    return given or num_layers

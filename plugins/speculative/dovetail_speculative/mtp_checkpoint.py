@@ -1,0 +1,217 @@
+"""Layers that predict further tokens, as checkpoints hold them beside their model: which layout, and what the layers are.
+
+Both are read off the names and shapes of the tensors. In all layouts such a layer takes the embedding of the next token and
+the target's hidden state (after its final norm; further on its own output), each normed, side by side, and projects them to
+the input of a decoder layer; embedding and head are the target's, copies of them are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.model import ModelInfo
+from dovetail.layers.attention import AttentionShape
+from dovetail.layers.rope import read_rope
+from dovetail_speculative.decoder import DecoderShape
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names of tensors. ``layer`` begins those of a decoder layer and ``entry`` those of norms and projection around it, where
+    {index} counts from 0 and {behind} from the number of the target's layers. ``copies`` are what the layout repeats of the
+    target. ``hidden_first``: the hidden state is the first half of what is projected; ``blind_start``: the embedding at
+    position 0 counts as zeros."""
+
+    layer: str
+    entry: str
+    embed_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    copies: tuple[str, ...] = ()
+    hidden_first: bool = False
+    blind_start: bool = False
+
+    @property
+    def shares_entry(self) -> bool:
+        """True if all layers have one set of norms and projection."""
+        return "{" not in self.entry
+
+
+DEEPSEEK = Layout(
+    "model.layers.{behind}",
+    "model.layers.{behind}",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "shared_head.norm",
+    copies=("embed_tokens.weight", "shared_head.head.weight"),
+)
+"""DeepSeek-V3 (arXiv 2412.19437, section 2.2)."""
+QWEN = Layout("mtp.layers.{index}", "mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+"""Qwen3-Next and later."""
+MIMO = Layout(
+    "model.mtp_layers.{index}",
+    "model.mtp_layers.{index}",
+    "token_layernorm",
+    "hidden_layernorm",
+    "input_proj",
+    "final_layernorm",
+    hidden_first=True,
+    blind_start=True,
+)
+"""MiMo (arXiv 2505.07608)."""
+LAYOUTS = (DEEPSEEK, QWEN, MIMO)
+
+MISSING = {
+    "self_attn.kv_a_proj_with_mqa.weight": "latent attention",
+    "self_attn.q_a_proj.weight": "latent attention",
+    "mlp.gate.weight": "a mixture of experts",
+    "linear_attn.in_proj_qkvz.weight": "linear attention",
+}
+"""Tensors of layers that are not implemented."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpShape:
+    """``first`` is the number of the target's layers: what {behind} counts from."""
+
+    layout: Layout
+    decoder: DecoderShape
+    num_layers: int
+    first: int
+
+    def layer(self, index: int) -> str:
+        """Begins the names of a decoder layer."""
+        return self.layout.layer.format(index=index, behind=self.first + index)
+
+    def entry(self, index: int) -> str:
+        """Begins the names of what is around it."""
+        return self.layout.entry.format(index=index, behind=self.first + index)
+
+
+def tensor_shapes(directory: Path) -> Shapes:
+    """Of all tensors in the safetensors files of a checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
+    return shapes
+
+
+def describe_mtp(config: Mapping[str, Any], shapes: Shapes, target: ModelInfo, max_context: int) -> ModelInfo:
+    """The layers that predict further tokens in the checkpoint of ``target``; ``config`` of the answer is a ``MtpShape``.
+    Without ``shapes``, of random weights, they are as config.json would have them, in DeepSeek-V3's layout. Raises
+    ``ConfigError``."""
+    if not shapes:
+        shapes = _imagined(config, target)
+    layout = _layout(shapes, target.num_layers)
+    attention = _attention(layout, shapes, config, target)
+    rope = read_rope(config, attention.head_dim, int(config.get("max_position_embeddings") or max_context))
+    first = layout.layer.format(index=0, behind=target.num_layers)
+    decoder = DecoderShape(
+        attention,
+        shapes[f"{first}.mlp.gate_proj.weight"][0],
+        _norm_eps(config),
+        replace(rope, context_len=max_context),
+        mlp_bias=f"{first}.mlp.gate_proj.bias" in shapes,
+    )
+    shape = MtpShape(layout, decoder, 0, target.num_layers)
+    count = 0
+    while f"{shape.layer(count)}.input_layernorm.weight" in shapes:
+        count += 1
+    return ModelInfo(
+        architecture=f"{target.architecture} (further tokens)",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=count,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        context_len=max_context,
+        cache_groups=(CacheGroup(count, attention.num_kv_heads, attention.head_dim),),
+        config=replace(shape, num_layers=count),
+    )
+
+
+def _norm_eps(config: Mapping[str, Any]) -> float:
+    return float(config.get("rms_norm_eps") or 1e-6)
+
+
+def _layout(shapes: Shapes, behind: int) -> Layout:
+    for layout in LAYOUTS:
+        if f"{layout.entry.format(index=0, behind=behind)}.{layout.projection}.weight" in shapes:
+            _refuse_missing(layout.layer.format(index=0, behind=behind), shapes)
+            return layout
+    wanted = " or ".join(f"{layout.entry}.{layout.projection}.weight" for layout in LAYOUTS)
+    raise ConfigError(
+        f"speculative is 'mtp', and the target's checkpoint has no layers that predict further tokens in a layout known here: "
+        f"{wanted.format(index=0, behind=behind)}; choose another drafter, such as ngram"
+    )
+
+
+def _refuse_missing(layer: str, shapes: Shapes) -> None:
+    found = [what for name, what in MISSING.items() if f"{layer}.{name}" in shapes]
+    q, out = shapes.get(f"{layer}.self_attn.q_proj.weight"), shapes.get(f"{layer}.self_attn.o_proj.weight")
+    if q is not None and out is not None and q[0] == 2 * out[1]:
+        found.append("a gate on its attention")
+    if found:
+        raise ConfigError(
+            f"speculative is 'mtp', and the layer that predicts further tokens ({layer}) has {found[0]}, which is missing here; "
+            "implemented: decoder layers of the Llama and Qwen families. Choose another drafter, such as ngram"
+        )
+    needed = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "input_layernorm"]
+    lacking = [f"{layer}.{name}.weight" for name in needed if f"{layer}.{name}.weight" not in shapes]
+    if lacking:
+        raise ConfigError(
+            f"speculative is 'mtp', and the layer that predicts further tokens lacks {', '.join(lacking)}: it is no decoder layer "
+            "of the Llama and Qwen families, which are implemented. Choose another drafter, such as ngram"
+        )
+
+
+def _attention(layout: Layout, shapes: Shapes, config: Mapping[str, Any], target: ModelInfo) -> AttentionShape:
+    layer = f"{layout.layer.format(index=0, behind=target.num_layers)}.self_attn"
+    normed = shapes.get(f"{layer}.q_norm.weight")
+    head_dim = target.head_dim if normed is None else normed[0]
+    return AttentionShape(
+        hidden_size=target.hidden_size,
+        num_heads=shapes[f"{layer}.q_proj.weight"][0] // head_dim,
+        num_kv_heads=shapes[f"{layer}.k_proj.weight"][0] // head_dim,
+        head_dim=head_dim,
+        qkv_bias=f"{layer}.q_proj.bias" in shapes,
+        out_bias=f"{layer}.o_proj.bias" in shapes,
+        qk_norm_eps=None if normed is None else _norm_eps(config),
+    )
+
+
+def _imagined(config: Mapping[str, Any], target: ModelInfo) -> Shapes:
+    hidden, queries, keys = (
+        target.hidden_size,
+        target.num_heads * target.head_dim,
+        target.num_kv_heads * target.head_dim,
+    )
+    own = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (int(config.get("intermediate_size") or 4 * hidden), hidden),
+        "eh_proj": (hidden, 2 * hidden),
+    }
+    count = int(config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 1)
+    return {
+        f"model.layers.{target.num_layers + index}.{name}.weight": shape
+        for index in range(count)
+        for name, shape in own.items()
+    }

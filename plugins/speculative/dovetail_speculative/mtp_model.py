@@ -1,0 +1,104 @@
+"""Layers that predict further tokens, over the target's embedding and head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
+from dovetail.layers.base import Layer
+from dovetail.layers.linear import Linear
+from dovetail.layers.norm import RMSNorm
+from dovetail.layers.rotary import Rotary
+from dovetail_speculative.decoder import DecoderLayer, decoder_targets
+
+if TYPE_CHECKING:
+    from dovetail.types import Batch
+    from dovetail_speculative.mtp_checkpoint import MtpShape
+
+
+class Entry(Layer):
+    """What is around a decoder layer: the way in, from an embedding and a hidden state, and the norm of what comes out."""
+
+    def __init__(self, hidden_size: int, eps: float, *, hidden_first: bool) -> None:
+        super().__init__()
+        self.embed_norm = RMSNorm(hidden_size, eps)
+        self.hidden_norm = RMSNorm(hidden_size, eps)
+        self.projection = Linear(2 * hidden_size, hidden_size)
+        self.final_norm = RMSNorm(hidden_size, eps)
+        self._hidden_first = hidden_first
+
+    def forward(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Both ``[tokens, hidden_size]``, the shape stays. Mutates nothing."""
+        halves = [self.embed_norm.forward(embedding), self.hidden_norm.forward(hidden)]
+        return self.projection.forward(torch.cat(halves[::-1] if self._hidden_first else halves, -1))
+
+
+class MtpModel(Layer, ModelArchitecture):
+    """The layers of a ``ModelInfo`` whose ``config`` is a ``MtpShape``, for a ``target``."""
+
+    def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
+        super().__init__()
+        shape: MtpShape = info.config
+        layout, eps, count = shape.layout, shape.decoder.norm_eps, 1 if shape.layout.shares_entry else info.num_layers
+        self.info = info
+        self.entries = nn.ModuleList(
+            Entry(info.hidden_size, eps, hidden_first=layout.hidden_first) for _ in range(count)
+        )
+        self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index) for index in range(info.num_layers))
+        self.rotary = Rotary(shape.decoder.rope)
+        self._entries: tuple[Entry, ...] = tuple(self.entries)  # pyright: ignore[reportAttributeAccessIssue]
+        self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
+        self._embed, self._logits = target.embed_tokens, target.logits
+
+    def advance(self, index: int, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Layer ``index`` over a batch of tokens ``ids`` int64 ``[tokens]``, with the hidden states that go with them. Returns
+        its own, after its norm, ``[tokens, hidden_size]``; mutates nothing but the room."""
+        shape: MtpShape = self.info.config
+        entry = self._entries[index % len(self._entries)]
+        embedding = self._embed(ids)
+        if shape.layout.blind_start:
+            embedding *= (batch.positions != 0)[:, None]
+        x = entry.forward(embedding, hidden)
+        x, residual = self._layers[index].forward(x, None, self.rotary.forward(batch.positions), batch)
+        return entry.final_norm.add_forward(x, residual)[0]
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The first layer over ``batch.input_ids``, with the hidden states ``batch.hidden`` of the tokens before them."""
+        assert batch.hidden is not None, "what these layers go on from"
+        return self.advance(0, batch, batch.input_ids, batch.hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's, see ``ModelArchitecture.logits``."""
+        return self._logits(hidden)
+
+    def weights_map(self) -> Mapping[str, WeightTarget]:
+        """See ``ModelArchitecture.weights_map``."""
+        shape: MtpShape = self.info.config
+        layout = shape.layout
+        names = {
+            layout.embed_norm: "embed_norm",
+            layout.hidden_norm: "hidden_norm",
+            layout.projection: "projection",
+            layout.final_norm: "final_norm",
+        }
+        targets = {
+            f"{shape.entry(index)}.{theirs}.weight": WeightTarget(f"entries.{index}.{ours}.weight")
+            for index in range(len(self._entries))
+            for theirs, ours in names.items()
+        }
+        for index, layer in enumerate(self._layers):
+            targets.update(decoder_targets(layer, shape.layer(index), f"layers.{index}"))
+        return targets
+
+    def ignored_weights(self) -> Iterable[str]:
+        """See ``ModelArchitecture.ignored_weights``: the target's own tensors, and copies of them."""
+        shape: MtpShape = self.info.config
+        own = "|".join(re.escape(shape.entry(index)) for index in range(self.info.num_layers))
+        copies = "|".join(map(re.escape, (*shape.layout.copies, "self_attn.rotary_emb.inv_freq")))
+        yield rf"(?!({own})\.).+"
+        yield rf"({own})\.({copies})"
