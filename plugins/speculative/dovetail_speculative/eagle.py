@@ -81,7 +81,7 @@ class EagleDrafterBase(HiddenDrafter):
 
     def _grow(self, slots: IntArray, ends: IntArray, depths: IntArray, outputs: torch.Tensor, topk: int) -> TreeGrowth:
         growth = TreeGrowth(*self._best(outputs, topk), int(depths[0]))
-        inputs = outputs[:, None].expand(-1, topk, -1)
+        inputs = outputs[:, None].repeat(1, topk, 1)
         for level in range(1, int(depths[0])):
             rows = int((depths > level).sum())
             growth.keep(rows)

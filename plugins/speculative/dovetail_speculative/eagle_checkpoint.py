@@ -109,6 +109,7 @@ def describe(
             f"config.json of the drafter: vocab_size is {head.vocab_size}, that of the target {context.vocab_size}; a head works "
             "with the target that it was trained for"
         )
+    before = isinstance(head, Eagle3ConfigJson) and head.norm_before_residual
     rope = replace(read_rope(config, head_dim, head.max_position_embeddings), context_len=context.max_context)
     return ModelInfo(
         architecture=str((config.get("architectures") or ["EAGLE"])[0]),
@@ -121,7 +122,7 @@ def describe(
         context_len=context.max_context,
         cache_groups=(CacheGroup(1, kv_heads, head_dim),),
         config=HeadShape(
-            names, head.intermediate_size, head.rms_norm_eps, rope, context.runtime.target.info.hidden_size
+            names, head.intermediate_size, head.rms_norm_eps, rope, context.runtime.target.info.hidden_size, before
         ),
     )
 

@@ -42,7 +42,8 @@ class HiddenDrafter(Drafter):
     """Keeps, by slot, a head's output at the last place of each request of which it has seen every token.
 
     Subclasses call ``runtime.watch`` in their constructor, and say what the head computes. A request of which a token was
-    missed is not drafted for until it starts anew.
+    missed is not drafted for until it starts anew. A text that begins in the prefix cache finds the head's keys and values
+    there; the last of them was made with the token that followed in the other text, which costs little: it is one of many.
     """
 
     def __init__(self, context: DrafterContext, room: DraftRoom, hidden_size: int, num_draft_tokens: int) -> None:
