@@ -1,0 +1,354 @@
+"""Layers that predict further tokens against a plain implementation, inside the engine, in each published layout.
+
+Run: python -m pytest tests/plugins/test_mtp.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear, silu
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dovetail import LLM, SamplingParams
+from dovetail.errors import ConfigError, ResolutionError, WeightsError
+from dovetail.interfaces.features import Feature
+
+VOCAB, HIDDEN, LAYERS, EPS = 131, 48, 3, 1e-5
+TARGET: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "rms_norm_eps": EPS,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+class Names(NamedTuple):
+    """Of the tensors of one layer: ``{i}`` counts from 0, ``{n}`` from the number of the target's layers."""
+
+    layer: str
+    embed_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+
+
+NAMES = {
+    "deepseek": Names(
+        "model.layers.{n}",
+        "model.layers.{n}.enorm",
+        "model.layers.{n}.hnorm",
+        "model.layers.{n}.eh_proj",
+        "model.layers.{n}.shared_head.norm",
+    ),
+    "qwen": Names("mtp.layers.{i}", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    "mimo": Names(
+        "model.mtp_layers.{i}",
+        "model.mtp_layers.{i}.token_layernorm",
+        "model.mtp_layers.{i}.hidden_layernorm",
+        "model.mtp_layers.{i}.input_proj",
+        "model.mtp_layers.{i}.final_layernorm",
+    ),
+}
+
+
+def names_of(layout: str, index: int) -> Names:
+    return Names(*(name.format(i=index, n=LAYERS + index) for name in NAMES[layout]))
+
+
+def save_target(
+    directory: Path,
+    layout: str = "deepseek",
+    layers: int = 1,
+    family: str = "llama",
+    wide: int = 40,
+    key: str = "num_nextn_predict_layers",
+    **changes: Any,
+) -> Path:
+    """A random model as transformers saves it, then ``layers`` more in one of the layouts."""
+    torch.manual_seed(3)
+    built = AutoConfig.for_model(family, **(TARGET | changes))
+    model = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    saved = load_file(file)
+    save_file(saved | further_layers(saved, layout, layers, wide), file)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {key: layers}))
+    return directory
+
+
+def further_layers(saved: dict[str, torch.Tensor], layout: str, layers: int, wide: int) -> dict[str, torch.Tensor]:
+    """Layers with the target's own shape, but for ``wide``, their intermediate size."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(layers):
+        names = names_of(layout, index)
+        for norm in (names.embed_norm, names.hidden_norm, names.final_norm):
+            shapes[f"{norm}.weight"] = (HIDDEN,)
+        shapes[f"{names.projection}.weight"] = (HIDDEN, 2 * HIDDEN)
+        for name, tensor in saved.items():
+            if name.startswith("model.layers.0."):
+                shapes[f"{names.layer}.{name.removeprefix('model.layers.0.')}"] = tuple(tensor.shape)
+        for part in ("gate", "up"):
+            shapes[f"{names.layer}.mlp.{part}_proj.weight"] = (wide, HIDDEN)
+        shapes[f"{names.layer}.mlp.down_proj.weight"] = (HIDDEN, wide)
+        if layout == "deepseek":  # published checkpoints repeat the target's
+            shapes[f"{names.layer}.embed_tokens.weight"] = shapes[f"{names.layer}.shared_head.head.weight"] = (VOCAB, 3)
+    torch.manual_seed(5)
+    return {
+        name: torch.randn(shape) * 0.2 + ("norm" in name and not name.endswith("bias"))
+        for name, shape in shapes.items()
+    }
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, d] at positions 0, 1, 2 ..."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x))[:, None] * 10000.0 ** -(torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    low, high = x[..., :half], x[..., half:]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+class Plain:
+    """The paper, one text at a time and without any memory between drafts."""
+
+    def __init__(self, directory: Path, layout: str, layers: int) -> None:
+        self.target = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.tensors = load_file(directory / "model.safetensors")
+        self.layout, self.layers = layout, layers
+
+    @torch.inference_mode()
+    def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
+        """Those that ``drafts`` after ``text`` were taken from, [drafts, vocabulary], given the drafts before."""
+        hidden = self.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
+        tokens = torch.tensor(text + drafts)
+        said = []
+        for step in range(len(drafts)):
+            if self.layers > 1:  # layer after layer, all at the same places
+                hidden = self.advance(step, tokens[step + 1 :][: len(hidden)], hidden)
+                said.append(hidden[-1])
+            else:  # one layer, which goes on from what it said
+                out = self.advance(0, tokens[1:][: len(hidden)], hidden)
+                said.append(out[-1])
+                hidden = torch.cat((hidden, out[-1:]))
+        return self.target.lm_head(torch.stack(said))
+
+    def advance(self, index: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        names = names_of(self.layout, index)
+        embedding = self.target.get_input_embeddings()(ids)
+        if self.layout == "mimo":
+            embedding = embedding.clone()
+            embedding[0] = 0
+        embedding = norm(embedding, self.tensors[f"{names.embed_norm}.weight"])
+        hidden = norm(hidden, self.tensors[f"{names.hidden_norm}.weight"])
+        halves = (hidden, embedding) if self.layout == "mimo" else (embedding, hidden)
+        x = self.layer(names.layer, self.project(torch.cat(halves, -1), names.projection))
+        return norm(x, self.tensors[f"{names.final_norm}.weight"])
+
+    def project(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+
+    def layer(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        normed = norm(x, self.tensors[f"{name}.input_layernorm.weight"])
+        q, k, v = (self.project(normed, f"{name}.self_attn.{part}_proj").unflatten(-1, (-1, 12)) for part in "qkv")
+        if f"{name}.self_attn.q_norm.weight" in self.tensors:
+            q = norm(q, self.tensors[f"{name}.self_attn.q_norm.weight"])
+            k = norm(k, self.tensors[f"{name}.self_attn.k_norm.weight"])
+        q, k, v = rotate(q), rotate(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 12**-0.5
+        weights = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf")).softmax(-1)
+        x = x + self.project(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{name}.self_attn.o_proj")
+        normed = norm(x, self.tensors[f"{name}.post_attention_layernorm.weight"])
+        gate, up = self.project(normed, f"{name}.mlp.gate_proj"), self.project(normed, f"{name}.mlp.up_proj")
+        return x + self.project(silu(gate) * up, f"{name}.mlp.down_proj")
+
+
+class Spy:
+    """Keeps what a drafter has drafted, and for which texts."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        self.asked = 0
+        propose = drafter.propose
+
+        def spied(batch: Any) -> Any:
+            tree = propose(batch)
+            self.asked += int((batch.draft_room[batch.num_extend :] > 0).sum())
+            for row, req in enumerate(batch.reqs):
+                if tree is not None and tree.lens[row]:
+                    text = req.token_ids[: req.known_len].tolist()
+                    self.drafts.append((text, tree.token_ids[row, : tree.lens[row]].tolist()))
+            return tree
+
+        drafter.propose = spied
+
+
+def make_llm(target: Path, page_size: int = 4, speculative: Any = "mtp", **scheduler: Any) -> LLM:
+    return LLM(
+        str(target),
+        model={"dtype": "float32"},
+        device="cpu",
+        grammar="none",
+        memory={"page_size": page_size, "num_pages": 1 + 2048 // page_size},
+        speculative=speculative,
+        scheduler={"draft": "always", **scheduler},
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "deepseek": {"layout": "deepseek"},
+    "deepseek, three layers": {"layout": "deepseek", "layers": 3},
+    "deepseek, norms of heads": {"layout": "deepseek", "family": "qwen3"},
+    "qwen": {"layout": "qwen", "family": "qwen3", "key": "mtp_num_hidden_layers"},
+    "qwen, two layers": {"layout": "qwen", "layers": 2},
+    "mimo, biases": {"layout": "mimo", "family": "qwen2"},
+    "mimo, two layers, tied": {"layout": "mimo", "layers": 2, "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plain]:
+    settings = CASES[request.param]
+    directory = save_target(tmp_path_factory.mktemp("target"), **settings)
+    return directory, Plain(directory, settings["layout"], settings.get("layers", 1))
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(4, 64), (8, 5), (16, 1), (8, 3)])
+def test_drafts_are_those_of_the_paper(case: tuple[Path, Plain], page_size: int, chunk: int) -> None:
+    directory, plain = case
+    llm = make_llm(directory, page_size, chunk_size=chunk)
+    drafter = llm.loop.drafter
+    assert drafter.max_draft_tokens == (3 if plain.layers == 1 else plain.layers)
+    spy = Spy(drafter)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 7, 29)]
+    prompts.append(prompts[2][:23] + rng.integers(0, VOCAB, 4).tolist())
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=1)
+    for prompt in (prompts[:3], prompts[3:]):  # the last finds a prefix of the third in the cache
+        llm.generate(prompt, params)
+    assert llm.loop.drafter_errors == 0
+    assert spy.asked > 12
+    assert len(spy.drafts) == spy.asked
+    for text, drafts in spy.drafts:
+        logits = plain.logits(text, drafts)
+        best, got = logits.max(-1).values, logits.gather(-1, torch.tensor(drafts)[:, None])[:, 0]
+        assert (best - got).abs().max() < 1e-4, f"{drafts} after {text}"
+
+
+def rewrite(directory: Path, change: dict[str, torch.Tensor | None], **config: Any) -> None:
+    """Add tensors to a checkpoint, take out those that are None, and change its config.json."""
+    file = directory / "model.safetensors"
+    changed = load_file(file) | change
+    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, file)
+    given = json.loads((directory / "config.json").read_text()) | config
+    (directory / "config.json").write_text(json.dumps(given))
+
+
+LAYER = f"model.layers.{LAYERS}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(9, HIDDEN)},
+            "latent attention, which is missing",
+        ),
+        ({f"{LAYER}.mlp.gate.weight": torch.zeros(8, HIDDEN)}, "a mixture of experts, which is missing"),
+        ({f"{LAYER}.self_attn.q_proj.weight": torch.zeros(96, HIDDEN)}, "a gate on its attention, which is missing"),
+        ({f"{LAYER}.self_attn.k_proj.weight": None}, r"lacks model\.layers\.3\.self_attn\.k_proj\.weight"),
+        (
+            {f"{LAYER}.eh_proj.weight": None},
+            r"model\.layers\.3\.eh_proj\.weight or mtp\.fc\.weight or model\.mtp_layers",
+        ),
+    ],
+)
+def test_layers_that_are_not_implemented_are_refused_by_name(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    save_target(tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(ConfigError, match=message):
+        make_llm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        (f"{LAYER}.hnorm.weight", None),
+        (f"{LAYER}.self_attn.sinks", torch.zeros(4)),
+        (f"{LAYER}.enorm.weight", torch.ones(5)),
+    ],
+)
+def test_tensors_must_be_those_of_the_layout(tmp_path: Path, name: str, tensor: torch.Tensor | None) -> None:
+    save_target(tmp_path)
+    rewrite(tmp_path, {name: tensor})
+    with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+        make_llm(tmp_path)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_the_target_leaves_alone_only_layers_that_config_json_tells_of(tmp_path: Path, layout: str) -> None:
+    save_target(tmp_path, layout)
+    llm = make_llm(tmp_path, speculative="none")
+    assert Feature.MODEL_MTP_HEAD in llm.resolved.model_info.offers
+    rewrite(tmp_path, {}, num_nextn_predict_layers=0)
+    with pytest.raises(WeightsError, match="which the model does not know"):
+        make_llm(tmp_path, speculative="none")
+    with pytest.raises(ResolutionError, match=r"model\.mtp_head"):
+        make_llm(tmp_path)
+
+
+def test_a_layer_beyond_those_of_config_json_is_refused(tmp_path: Path) -> None:
+    save_target(tmp_path, layers=2)
+    rewrite(tmp_path, {}, num_nextn_predict_layers=1)
+    with pytest.raises(WeightsError, match=r"model\.layers\.4"):
+        make_llm(tmp_path, speculative="none")
+
+
+def test_how_many_tokens_are_drafted(tmp_path: Path) -> None:
+    one, two = save_target(tmp_path / "one"), save_target(tmp_path / "two", layers=2)
+    assert make_llm(one, speculative={"kind": "mtp", "num_draft_tokens": 7}).loop.drafter.max_draft_tokens == 7
+    assert make_llm(two, speculative={"kind": "mtp", "num_draft_tokens": 1}).loop.drafter.max_draft_tokens == 1
+    with pytest.raises(ConfigError, match=r"num_draft_tokens is 3.*2 layers.*1 to 2"):
+        make_llm(two, speculative={"kind": "mtp", "num_draft_tokens": 3})
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_dummy_weights_need_no_tensors(tmp_path: Path, layers: int) -> None:
+    save_target(tmp_path, layers=layers)
+    names = [
+        name
+        for name in load_file(tmp_path / "model.safetensors")
+        if name.startswith(("model.layers.3", "model.layers.4"))
+    ]
+    rewrite(tmp_path, dict.fromkeys(names))
+    llm = make_llm(tmp_path, speculative={"kind": "mtp", "load_format": "dummy"})
+    spy = Spy(llm.loop.drafter)
+    llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0))
+    assert spy.drafts
+    assert llm.loop.drafter_errors == 0
