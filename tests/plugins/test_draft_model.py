@@ -1,0 +1,195 @@
+"""draft_model: the conformance suite over an engine's pages, and what it drafts against transformers.
+
+Run: python -m pytest tests/plugins/test_draft_model.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+import drafter_checkpoints as checkpoints
+
+from dovetail import LLM, SamplingParams
+from dovetail.engine.draft_runtime import EngineDraftRuntime
+from dovetail.errors import ConfigError
+from dovetail.interfaces.speculative import Drafter, DrafterContext
+from dovetail.testing.drafter import MAX_CONTEXT, VOCAB_SIZE, DrafterSuite
+
+PAGE = 4
+
+
+def make_llm(target: Path, speculative: Any, **sections: Any) -> LLM:
+    sections = {"memory": {"page_size": PAGE, "num_pages": 400}, "grammar": "none", "threads": 1} | sections
+    sections["scheduler"] = {"draft": "always"} | sections.get("scheduler", {})
+    return LLM(str(target), device="cpu", speculative=speculative, **sections)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model of the suite's vocabulary, and a smaller one for it."""
+    directory = tmp_path_factory.mktemp("small") / "target"
+    checkpoints.save_target(directory, vocab_size=VOCAB_SIZE, num_hidden_layers=2)
+    checkpoints.save_target(directory / "draft_model", 4, vocab_size=VOCAB_SIZE, num_hidden_layers=1, hidden_size=32)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(small):
+    return make_llm(small, "none", scheduler={"max_running": 16}, memory={"page_size": PAGE, "num_pages": 1100})
+
+
+class TestDraftModel(DrafterSuite):
+    name = "draft_model"
+
+    @pytest.fixture(autouse=True)
+    def _engine(self, llm):
+        self.llm = llm
+        pages = 1 + np.random.default_rng(0).permutation(16 * MAX_CONTEXT // PAGE)
+        llm.loop.engine.inputs.page_table[:16, : MAX_CONTEXT // PAGE] = pages.reshape(16, -1)
+
+    def make(self) -> Drafter:
+        """A drafter with a room over scattered pages of the engine's; slots are as the suite numbers them."""
+        engine = self.llm.loop.engine
+        runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32)
+        context = DrafterContext(engine.device, VOCAB_SIZE, 16, MAX_CONTEXT, runtime)
+        drafter = self.build(context)
+        runtime.furnish(engine.inputs, engine.pool, MAX_CONTEXT)
+        return drafter
+
+
+# -- what it drafts --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(small):
+    model = LlamaForCausalLM.from_pretrained(small / "draft_model", dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def greedy(text: list[int], count: int) -> list[int]:
+        text = list(text)
+        for _ in range(count):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        return text[len(text) - count :]
+
+    return greedy
+
+
+def record(llm: LLM, prompts: list[list[int]], **params: Any) -> list[tuple[list[int], int, list[int]]]:
+    """(text, room, draft) of every row of every proposal."""
+    seen = []
+    drafter = llm.loop.drafter
+    assert drafter is not None
+    propose = drafter.propose
+
+    def recorded(batch):
+        tree = propose(batch)
+        for row in range(batch.num_extend, len(batch.reqs)):
+            req, count = batch.reqs[row], 0 if tree is None else tree.lens[row]
+            draft = [] if tree is None else tree.token_ids[row, :count].tolist()
+            seen.append((req.token_ids[: req.known_len].tolist(), int(batch.draft_room[row]), draft))
+        return tree
+
+    drafter.propose = recorded
+    llm.generate(
+        prompts,
+        [SamplingParams(max_new_tokens=30, temperature=0.8 * (i % 2), seed=i, **params) for i in range(len(prompts))],
+    )
+    assert llm.loop.drafter_errors == 0
+    return seen
+
+
+def prompts_of(*lengths: int, seed: int = 5) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, n).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize(
+    "sections", [{}, {"scheduler": {"chunk_size": 7}}, {"memory": {"page_size": 1, "num_pages": 1000}}]
+)
+def test_it_says_what_the_smaller_model_would_say(small, reference, sections):
+    llm = make_llm(small, {"kind": "draft_model", "num_draft_tokens": 3}, **sections)
+    seen = record(llm, prompts_of(1, 2, 40, 9, 61))
+    assert len(seen) > 100
+    for text, room, draft in seen:
+        assert draft == reference(text, min(room, 3))
+
+
+def test_long_prompts_are_read_in_parts_and_delay_nobody(small, reference):
+    llm = make_llm(small, {"kind": "draft_model", "num_draft_tokens": 3, "chunk_size": 16})
+    prompts = prompts_of(100, 3, 70)
+    seen = record(llm, prompts, ignore_eos=True)
+    waiting = [text for text, room, draft in seen if room and not draft]
+    for text, room, draft in seen:
+        if draft:
+            assert draft == reference(text, min(room, 3))
+        else:
+            assert not room or len(text) > 60, "short texts do not wait for long ones"
+    steps = {len(p): sum(text[: len(p)] == p for text in waiting) for p in prompts}
+    assert steps[3] == 0
+    assert 4 <= steps[70] <= steps[100] + 5
+    drafted = [text for text, _, draft in seen if draft]
+    assert all(any(text[: len(p)] == p for text in drafted) for p in prompts), "in the end all are drafted for"
+
+
+def test_a_text_is_read_once(small):
+    """After its first draft, a request costs the tokens that are new and those it drafts."""
+    llm = make_llm(small, {"kind": "draft_model", "num_draft_tokens": 4})
+    drafter = llm.loop.drafter
+    tokens = []
+    forward = drafter._model.forward
+
+    def counted(batch):
+        tokens.append(len(batch.input_ids))
+        return forward(batch)
+
+    drafter._model.forward = counted
+    llm.generate(prompts_of(90), SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True))
+    first, *others = tokens
+    assert first == 91
+    assert max(others) <= 5, "at most what was accepted since, and one"
+
+
+def test_a_model_of_its_own_kind_is_always_right(small):
+    llm = make_llm(small, {"kind": "draft_model", "path": str(small)})
+    llm.generate(prompts_of(3, 30, 70), SamplingParams(max_new_tokens=60, temperature=0, ignore_eos=True))
+    stats = llm.loop.stats()
+    assert stats.drafted_tokens > 100
+    assert stats.accepted_tokens > 0.95 * stats.drafted_tokens
+
+
+def test_a_smaller_context_ends_its_drafts(small, tmp_path):
+    checkpoints.save_target(
+        tmp_path / "short", 4, vocab_size=VOCAB_SIZE, num_hidden_layers=1, max_position_embeddings=50
+    )
+    llm = make_llm(small, {"kind": "draft_model", "path": str(tmp_path / "short")})
+    seen = record(llm, prompts_of(30), ignore_eos=True)
+    for text, room, draft in seen:
+        assert len(draft) == max(0, min(room, 4, 51 - len(text)))
+
+
+def test_another_vocabulary_is_refused(small, tmp_path):
+    checkpoints.save_target(tmp_path / "other", vocab_size=VOCAB_SIZE + 1)
+    with pytest.raises(
+        ConfigError, match="a model of 65 tokens; the target has 64: a draft model needs the vocabulary"
+    ):
+        make_llm(small, {"kind": "draft_model", "path": str(tmp_path / "other")})
+
+
+def test_a_missing_checkpoint_is_named(small):
+    with pytest.raises(ConfigError, match=r"speculative\.path is '/nowhere'"):
+        make_llm(small, {"kind": "draft_model", "path": "/nowhere"})
+
+
+def test_a_request_that_has_gone_leaves_nothing(small):
+    llm = make_llm(small, "draft_model")
+    llm.generate(prompts_of(3, 30), SamplingParams(max_new_tokens=10))
+    assert not llm.loop.drafter._cursors
