@@ -303,3 +303,44 @@ def test_keywords_that_python_literals_cannot_be_held_to_are_refused_by_name(key
     with pytest.raises(GrammarError, match="cannot be enforced in Python literals") as error:
         PYTHONIC.constraint(ToolRequest((tool,), required=True), frozenset(Feature))
     assert error.value.keyword == keyword
+
+
+MALFORMED: list[tuple[str, Any]] = [
+    ("type", {}),
+    ("type", [None]),
+    ("properties", 5),
+    ("properties", ["a"]),
+    ("properties", {"\ud800": {}}),
+    ("required", "x"),
+    ("required", [1]),
+    ("required", None),
+    ("enum", "ab"),
+    ("enum", []),
+    ("anyOf", {"a": {}}),
+    ("anyOf", []),
+    ("$ref", 5),
+]
+
+
+@pytest.mark.parametrize(("keyword", "given"), MALFORMED)
+def test_schemas_for_python_literals_that_are_none_are_refused_by_name(keyword: str, given: Any):
+    inner = {"properties": {"x": {keyword: given}}}
+    for parameters in (inner, {"properties": {"y": {"items": {keyword: given}}}}, {"additionalProperties": inner}):
+        tool = Tool("f", {"type": "object", **parameters})
+        with pytest.raises(GrammarError, match="'f' have .*; allowed: ") as error:
+            PYTHONIC.constraint(ToolRequest((tool,), required=True), frozenset(Feature))
+        assert error.value.keyword == keyword
+
+
+def test_references_that_double_at_each_level_are_followed_once():
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(15)}
+    parameters = {"properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": {**defs, "d15": {"type": "null"}}}
+    found = PYTHONIC.constraint(ToolRequest((Tool("f", parameters),), required=True), frozenset(Feature))
+    assert found is not None
+    assert len(found.grammar.text) < 2500
+
+
+def test_a_grammar_for_python_literals_has_bounded_size():
+    tool = Tool("f", {"properties": {f"p{i}": {"type": "null"} for i in range(20_000)}})
+    with pytest.raises(GrammarError, match="'size'"):
+        PYTHONIC.constraint(ToolRequest((tool,), required=True), frozenset(Feature))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.parsers import Tool
+from dovetail_parsers.python_literals import is_a, literal, quoted, repeat
 
 _NOTES = frozenset(
     [
@@ -38,8 +37,22 @@ _OF_TYPE = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
 }
 _ARGUMENT = re.compile(r"[A-Za-z0-9_.-]+")
+_FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (
+        lambda v: isinstance(v, str) or (_is_list(v) and all(isinstance(part, str) for part in v)),
+        "a type, or several",
+    ),
+    "properties": (lambda v: isinstance(v, Mapping) and all(map(_is_text, v)), "an object of schemas"),
+    "required": (lambda v: isinstance(v, list) and all(map(_is_text, v)), "a list of names"),
+    "enum": (lambda v: _is_list(v), "a list of values"),
+    "anyOf": (lambda v: _is_list(v), "a list of schemas"),
+    "$ref": (lambda v: isinstance(v, str), "'#', or '#/' and a path"),
+}
+"""What the values of keywords have to be, and how that is said."""
 _MOST = 1000
 _DEEPEST = 40
+_MOST_RULES = 5000
+"""About as many as a constraint's text has room for."""
 _ANY_LEVELS = 3
 _BASE = r"""
 chars ::= [^"\\\x00-\x1f\x7f] | "\\" ["\\nrt]
@@ -62,7 +75,7 @@ def call_grammar(tools: Sequence[Tool], parallel: bool, required: bool) -> str:
     """A list of calls of ``tools``, one unless ``parallel``; or, unless ``required``, text that begins otherwise. Raises
     ``GrammarError`` for a keyword that has no translation."""
     rules = _Rules()
-    calls = [f"{_quoted(tool.name + '(')} {rules.arguments(tool)} {_quoted(')')}" for tool in tools]
+    calls = [f"{quoted(tool.name + '(')} {rules.arguments(tool)} {quoted(')')}" for tool in tools]
     rules.add("call", " | ".join(calls))
     more = ' (", " call)*' if parallel else ""
     rules.add("calls", f'"[" call{more} "]"')
@@ -76,18 +89,22 @@ class _Rules:
         self.lines: list[str] = []
         self._tool = Tool("", {})
         self._path: list[str] = []  # references that are being followed
+        self._referenced: dict[str, str] = {}  # the rules of those that were
 
     def add(self, name: str, body: str) -> str:
         self.lines.append(f"{name} ::= {body}")
         return name
 
     def new(self, body: str) -> str:
+        if len(self.lines) >= _MOST_RULES:
+            raise self._refuse("size", f"more than {_MOST_RULES} rules")
         return self.add(f"r{len(self.lines)}", body)
 
     def arguments(self, tool: Tool) -> str:
         """The arguments of a call, without the parentheses."""
-        self._tool, self._path = tool, []
+        self._tool, self._path, self._referenced = tool, [], {}
         schema = {"type": "object", **tool.parameters}
+        self._check_forms(schema)
         self._check(schema, {"type", *_OF_TYPE["object"]})
         for name in [*schema.get("properties", {}), *schema.get("required", ())]:
             if not _ARGUMENT.fullmatch(name):
@@ -101,7 +118,8 @@ class _Rules:
         if schema is True or schema == {}:
             return f"any{_ANY_LEVELS}"
         if not isinstance(schema, Mapping):
-            raise self._refuse("false", "no value is allowed")
+            raise self._refuse("false", f"{schema!r:.80} stands for a schema, and allows no value")
+        self._check_forms(schema)
         if "$ref" in schema:
             return self._reference(schema, depth)
         if "anyOf" in schema:
@@ -131,20 +149,20 @@ class _Rules:
         if kind == "array":
             return self._array(schema, depth)
         if kind == "object":
-            members = self._members(schema, depth, lambda name: f"{_literal(name)}: ", "string", '": "')
+            members = self._members(schema, depth, lambda name: f"{literal(name)}: ", "string", '": "')
             return f'"{{" {members} "}}"'
         return kind
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         low, high = self._bounds(schema, "minLength", "maxLength")
-        return "string" if (low, high) == (0, None) else rf'"\"" chars{_repeat(low, high)} "\""'
+        return "string" if (low, high) == (0, None) else rf'"\"" chars{repeat(low, high)} "\""'
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> str:
         low, high = self._bounds(schema, "minItems", "maxItems")
         if high == 0:
             return '"[]"'
         item = self.value(schema.get("items", True), depth + 1)
-        more = f'{item} (", " {item}){_repeat(max(low - 1, 0), high if high is None else high - 1)}'
+        more = f'{item} (", " {item}){repeat(max(low - 1, 0), high if high is None else high - 1)}'
         return f'"[" {more if low else f"({more})?"} "]"'
 
     def _bounds(self, schema: Mapping[str, Any], low: str, high: str) -> tuple[int, int | None]:
@@ -171,7 +189,7 @@ class _Rules:
             return f'({pair} (", " {pair})*)?'
         tails = ['""', '""']  # what may follow the members so far, seen from the end: behind none, behind some
         for name, part in reversed(named.items()):
-            pair = f"{_quoted(key(name))} {self.value(part, depth + 1)}"
+            pair = f"{quoted(key(name))} {self.value(part, depth + 1)}"
             first, later = f"{pair} {tails[1]}", f'", " {pair} {tails[1]}'
             if name not in required:
                 first, later = f"{first} | {tails[0]}", f"{later} | {tails[1]}"
@@ -183,17 +201,19 @@ class _Rules:
         self._check(schema, {word, "type"})
         values = [schema["const"]] if word == "const" else schema["enum"]
         types = self._types({"type": schema["type"]}) if "type" in schema else list(_OF_TYPE)
-        allowed = [value for value in values if any(_is(value, kind) for kind in types)]
+        allowed = [value for value in values if any(is_a(value, kind) for kind in types)]
         if not allowed:
             raise self._refuse(word, "no value is allowed")
         try:
-            return self.new(" | ".join(_quoted(_literal(value)) for value in allowed))
+            return self.new(" | ".join(quoted(literal(value)) for value in allowed))
         except (ValueError, UnicodeEncodeError) as error:
             raise self._refuse(word, str(error)) from None
 
     def _reference(self, schema: Mapping[str, Any], depth: int) -> str:
         self._check(schema, {"$ref"})
         ref = schema["$ref"]
+        if ref in self._referenced:
+            return self._referenced[ref]
         if ref in self._path:
             raise self._refuse("$ref", f"{ref!r:.80} holds itself")
         target: Any = self._tool.parameters
@@ -205,9 +225,15 @@ class _Rules:
         except (LookupError, TypeError, AttributeError):
             raise self._refuse("$ref", f"{ref!r:.80} is no part of the schema") from None
         self._path.append(ref)
-        made = self.value(target, depth + 1)
+        made = self._referenced[ref] = self.value(target, depth + 1)
         self._path.pop()
         return made
+
+    def _check_forms(self, schema: Mapping[str, Any]) -> None:
+        for keyword in schema.keys() & _FORMS.keys():
+            is_right, allowed = _FORMS[keyword]
+            if not is_right(schema[keyword]):
+                raise self._refuse(keyword, f"it is {schema[keyword]!r:.80}; allowed: {allowed}")
 
     def _check(self, schema: Mapping[str, Any], known: Iterable[str]) -> None:
         unknown = sorted(schema.keys() - set(known) - _NOTES)
@@ -224,42 +250,10 @@ class _Rules:
         )
 
 
-def _is(value: Any, kind: str) -> bool:
-    match kind:
-        case "string":
-            return isinstance(value, str)
-        case "integer":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "boolean":
-            return isinstance(value, bool)
-        case "null":
-            return value is None
-        case "array":
-            return isinstance(value, list)
-    return isinstance(value, dict)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0
 
 
-def _literal(value: Any) -> str:
-    """A JSON value as a Python literal. Raises ``ValueError``."""
-    if isinstance(value, str):
-        value.encode()
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_literal(key)}: {_literal(part)}' for key, part in value.items())}}}"
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no number of JSON")
-    return repr(value)
-
-
-def _quoted(text: str) -> str:
-    """A literal of GBNF."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
-
-
-def _repeat(low: int, high: int | None) -> str:
-    return f"{{{low},{'' if high is None else high}}}"
+def _is_text(value: Any) -> bool:
+    """True if it can be written."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
