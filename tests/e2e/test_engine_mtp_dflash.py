@@ -1,0 +1,199 @@
+"""Outputs with the drafters mtp and dflash are those without: greedy and sampled, however the work is cut into steps.
+
+.venv/bin/python -m pytest -q tests/e2e/test_engine_mtp_dflash.py
+"""
+
+import json
+import random
+from dataclasses import replace
+
+import engine_models as models
+import pytest
+import torch
+from engine_runs import VOCAB, Traffic, check_idle, make_llm, paged, prompts_of, results, varied_params
+from safetensors.torch import load_file, save_file
+
+from dovetail import SamplingParams
+from dovetail.types import FinishKind
+
+HIDDEN, LAYERS, HEAD, WIDE, MASK = 64, 2, 16, 40, 198
+SAID = 5
+"""Tokens that the target says at all: drafts of random weights are right now and then."""
+
+
+def decoder(prefix, heads, kv_heads, *, normed):
+    """Shapes of a decoder layer's tensors."""
+    shapes = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (heads * HEAD, HIDDEN),
+        "self_attn.k_proj": (kv_heads * HEAD, HIDDEN),
+        "self_attn.v_proj": (kv_heads * HEAD, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, heads * HEAD),
+        "mlp.gate_proj": (WIDE, HIDDEN),
+        "mlp.up_proj": (WIDE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, WIDE),
+    }
+    if normed:
+        shapes |= {"self_attn.q_norm": (HEAD,), "self_attn.k_norm": (HEAD,)}
+    return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def filled(shapes):
+    return {name: torch.randn(shape) * 0.2 + ("norm" in name) for name, shape in shapes.items()}
+
+
+def save_target(directory, layers):
+    """A model with ``layers`` that predict further tokens, as DeepSeek-V3 stores them, and a DFlash drafter in its folder."""
+    models.save_llama(directory)
+    shapes = {}
+    for index in range(LAYERS, LAYERS + layers):
+        name = f"model.layers.{index}"
+        shapes |= decoder(name, 4, 2, normed=False) | {
+            f"{name}.enorm.weight": (HIDDEN,),
+            f"{name}.hnorm.weight": (HIDDEN,),
+            f"{name}.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+            f"{name}.shared_head.norm.weight": (HIDDEN,),
+        }
+    saved = load_file(directory / "model.safetensors")
+    saved["lm_head.weight"][SAID:] = 0
+    saved["lm_head.weight"][:SAID] *= 4
+    save_file(saved | filled(shapes), directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
+    save_dflash(directory / "dflash")
+    return directory
+
+
+def save_dflash(directory):
+    directory.mkdir()
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD,
+        "max_position_embeddings": 512,
+        "block_size": 5,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    for layer in range(2):
+        shapes |= decoder(f"layers.{layer}", 2, 1, normed=True)
+    save_file(filled(shapes), directory / "model.safetensors")
+
+
+DRAFTERS = {
+    "mtp": (1, {"kind": "mtp", "num_draft_tokens": 4}),
+    "mtp, three layers": (3, {"kind": "mtp"}),
+    "dflash": (1, {"kind": "dflash"}),
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def drafter(request, tmp_path_factory):
+    """A checkpoint and the drafter that is to be used with it."""
+    layers, speculative = DRAFTERS[request.param]
+    return save_target(tmp_path_factory.mktemp("target"), layers), speculative
+
+
+def with_drafter(drafter, **sections):
+    checkpoint, speculative = drafter
+    scheduler = {"draft": "always"} | sections.pop("scheduler", {})
+    return make_llm(checkpoint, speculative=speculative, scheduler=scheduler, **sections)
+
+
+CUTS = {
+    "plain": paged(16),
+    "pages of one token": paged(1),
+    "chunks": paged(16, scheduler={"chunk_size": 7}),
+    "chunks of one": paged(8, scheduler={"chunk_size": 1}),
+    "overlap": paged(16, scheduler={"overlap": True, "chunk_size": 7}),
+    "no mixed steps": paged(4, scheduler={"mixed": False}),
+    "retraction": paged(1, 120, scheduler={"chunk_size": 30}),
+    "retraction of pages": paged(8, 128, scheduler={"overlap": True}),
+    "no prefix cache": paged(16, cache="none"),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_outputs_are_those_without_drafts(drafter, cut):
+    rng = random.Random(1)
+    prompts = [*prompts_of([1, 9, 17, 30, 6, 40], seed=2, shared=10), [3], [5, 7]]
+    params = [varied_params(rng, most=50) for _ in prompts]
+    params[0] = params[3] = params[6] = SamplingParams(max_new_tokens=50, temperature=0)
+    expected = results(make_llm(drafter[0]).generate(prompts, params))
+    llm = with_drafter(drafter, **CUTS[cut])
+    for _ in range(2):  # the second time from the prefix cache
+        assert results(llm.generate(prompts, params)) == expected
+    stats = llm.loop.stats()
+    assert llm.loop.drafter_errors == 0
+    assert stats.drafted_tokens > stats.accepted_tokens > 20
+    assert ("retraction" in cut) == (stats.retractions > 0)
+    assert (cut == "no prefix cache") == (stats.cached_tokens == 0)
+    check_idle(llm)
+
+
+def test_several_outputs_and_requests_without_drafts(drafter):
+    prompts = prompts_of([20, 3], seed=4)
+    many = SamplingParams(max_new_tokens=24, n=4, seed=5, temperature=0.8)
+    without = replace(many, speculative=False)
+    expected = results(make_llm(drafter[0]).generate(prompts, many))
+    llm = with_drafter(drafter)
+    assert results(llm.generate(prompts, without)) == expected
+    assert llm.loop.stats().drafted_tokens == 0
+    assert results(llm.generate(prompts, [many, without])) == expected
+    assert llm.loop.stats().drafted_tokens > 0
+    check_idle(llm)
+
+
+def test_requests_that_are_aborted_leave_nothing_behind(drafter):
+    rng = random.Random(3)
+    llm = with_drafter(drafter, **paged(4, 400, scheduler={"chunk_size": 9}))
+    inner = llm.loop.drafter
+    for turn in range(3):
+        traffic = Traffic(llm)
+        prompts = prompts_of([rng.randrange(1, 60) for _ in range(12)], seed=turn, shared=8)
+        for index, prompt in enumerate(prompts):
+            traffic.add(
+                f"r{index}", prompt, SamplingParams(max_new_tokens=30, temperature=rng.choice([0, 1])), seed=index
+            )
+            traffic.step()
+            if index % 3 == 2:
+                traffic.abort(f"r{rng.randrange(index)}")
+        traffic.finish()
+        assert FinishKind.ABORT in {traffic.kind(rid) for rid in traffic.tokens}
+    assert llm.loop.drafter_errors == 0
+    assert not getattr(inner, "_places", getattr(inner, "_seen_lens", None))
+    check_idle(llm)
+
+
+def test_drafts_that_are_asked_for_now_and_then_change_nothing(drafter):
+    """Requests of which a step went unseen are not drafted for; later ones are."""
+    prompts = prompts_of([12, 25, 5], seed=6)
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=2)
+    expected = results(make_llm(drafter[0]).generate(prompts, params))
+    llm = with_drafter(drafter, scheduler={"draft": "adaptive"})
+    rng = random.Random(0)
+    llm.loop._pace.drafts = lambda rows: rng.random() < 0.6
+    assert results(llm.generate(prompts, params)) == expected
+    llm.loop._pace.drafts = lambda rows: True
+    before = llm.loop.stats().drafted_tokens
+    assert results(llm.generate(prompts, params)) == expected
+    assert llm.loop.stats().drafted_tokens > before
+    assert llm.loop.drafter_errors == 0
+    check_idle(llm)
+
+
+def test_bfloat16(drafter):
+    """Rounding differs between steps of one token and of several, so that texts may part; nothing breaks."""
+    llm = with_drafter(drafter, model={"dtype": "bfloat16"})
+    outputs = llm.generate(prompts_of([12, 40], seed=1), SamplingParams(max_new_tokens=60, temperature=0))
+    assert [len(output.token_ids) for output in outputs] == [60, 60]
+    assert all(0 <= token < VOCAB for output in outputs for token in output.token_ids)
+    assert llm.loop.drafter_errors == 0
+    assert llm.loop.stats().accepted_tokens > 0
+    check_idle(llm)
