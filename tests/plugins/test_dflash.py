@@ -17,7 +17,7 @@ from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dovetail import LLM, SamplingParams
-from dovetail.errors import ConfigError, WeightsError
+from dovetail.errors import ConfigError, ResolutionError, WeightsError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelInfo
 from dovetail_speculative.dflash_checkpoint import describe_dflash
@@ -263,7 +263,7 @@ def test_block_size_may_stand_in_either_place() -> None:
 
 def test_auto_is_a_folder_of_the_target(tmp_path: Path) -> None:
     save_target(tmp_path)
-    with pytest.raises(ConfigError, match=r"speculative\.path"):
+    with pytest.raises(ResolutionError, match=r"speculative\.path"):
         make_llm(tmp_path)
     save_drafter(tmp_path / "dflash")
     assert make_llm(tmp_path).loop.drafter.max_draft_tokens == 5

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 import drafter_checkpoints as checkpoints
 
 from dovetail import LLM, SamplingParams
-from dovetail.errors import ConfigError, WeightsError
+from dovetail.errors import ConfigError, ResolutionError, WeightsError
 from dovetail_speculative.eagle_checkpoint import Eagle3ConfigJson, aux_layers
 
 VOCAB = checkpoints.VOCAB
@@ -367,5 +367,12 @@ def test_pickles_are_refused(target, tmp_path):
 
 
 def test_without_a_path_the_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"speculative\.path is 'auto', which is the folder 'eagle3'"):
+    with pytest.raises(ResolutionError, match=r"speculative\.path is 'auto', which is the folder 'eagle3'"):
         make_llm(checkpoints.save_target(tmp_path / "target"), "eagle3")
+
+
+def test_auto_chooses_what_has_a_checkpoint(tmp_path):
+    directory = checkpoints.save_target(tmp_path / "target")
+    assert make_llm(directory, "auto").loop.resolved.drafter.spec.name == "ngram"
+    checkpoints.save_eagle3(directory / "eagle3")
+    assert make_llm(directory, "auto").loop.resolved.drafter.spec.name == "eagle3"

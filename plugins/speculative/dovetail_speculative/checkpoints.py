@@ -13,7 +13,15 @@ from dovetail.errors import ConfigError, WeightsError
 if TYPE_CHECKING:
     import torch
 
+    from dovetail.config.sections import Config
     from dovetail.interfaces.speculative import DraftRuntime
+    from dovetail_speculative.config import (
+        DFlashConfig,
+        DraftModelConfig,
+        Eagle3Config,
+        Eagle3TreeConfig,
+        EagleConfig,
+    )
 
 
 def find_checkpoint(runtime: DraftRuntime, path: str, folder: str) -> Path:
@@ -21,13 +29,43 @@ def find_checkpoint(runtime: DraftRuntime, path: str, folder: str) -> Path:
     ``ConfigError``."""
     if path != "auto":
         return locate(path, "speculative.path")
-    directory = runtime.directory / folder
-    if not directory.is_dir():
-        raise ConfigError(
-            f"speculative.path is 'auto', which is the folder {folder!r} of the target's checkpoint; {runtime.directory} has "
-            "none: set speculative.path to a directory in Hugging Face layout or a hub name like 'org/name'"
-        )
-    return directory
+    reason = _missing(runtime.directory, folder)
+    if reason is not None:
+        raise ConfigError(reason)
+    return runtime.directory / folder
+
+
+def probe_draft_model(section: DraftModelConfig, config: Config) -> str | None:
+    """See ``ComponentSpec.probe``."""
+    return _probe(section.path, "draft_model", config)
+
+
+def probe_eagle(section: EagleConfig, config: Config) -> str | None:
+    """See ``ComponentSpec.probe``."""
+    return _probe(section.path, "eagle", config)
+
+
+def probe_eagle3(section: Eagle3Config | Eagle3TreeConfig, config: Config) -> str | None:
+    """See ``ComponentSpec.probe``."""
+    return _probe(section.path, "eagle3", config)
+
+
+def probe_dflash(section: DFlashConfig, config: Config) -> str | None:
+    """See ``ComponentSpec.probe``."""
+    return _probe(section.path, "dflash", config)
+
+
+def _probe(path: str, folder: str, config: Config) -> str | None:
+    return _missing(locate(config.model.path), folder) if path == "auto" else None
+
+
+def _missing(target: Path, folder: str) -> str | None:
+    if (target / folder).is_dir():
+        return None
+    return (
+        f"speculative.path is 'auto', which is the folder {folder!r} of the target's checkpoint; {target} has none: set "
+        "speculative.path to a directory in Hugging Face layout or a hub name like 'org/name'"
+    )
 
 
 def tensor_names(directory: Path) -> frozenset[str]:

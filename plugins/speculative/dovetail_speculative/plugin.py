@@ -30,6 +30,7 @@ DFLASH = ComponentSpec(
     summary="Block diffusion: a small model drafts a block in one pass over hidden states of the target.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=_OF_HIDDEN_STATES | {Feature.ATTN_TREE_MASK},
+    probe="dovetail_speculative.checkpoints:probe_dflash",
 )
 
 MTP = ComponentSpec(
@@ -50,6 +51,7 @@ DRAFT_MODEL = ComponentSpec(
     summary="A smaller model of the same vocabulary drafts chains.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
+    probe="dovetail_speculative.checkpoints:probe_draft_model",
 )
 
 
@@ -62,6 +64,7 @@ def _eagle(name: str, target: str, config: str, offers: Feature, summary: str) -
         summary=summary,
         offers=frozenset({offers}),
         needs=_OF_HIDDEN_STATES | ({Feature.ATTN_TREE_MASK} if offers is Feature.DRAFT_TREE else frozenset()),
+        probe=f"dovetail_speculative.checkpoints:probe_{name.removesuffix('_tree')}",
     )
 
 
