@@ -45,6 +45,10 @@ STEPS: dict[str, tuple[Case, tuple[Feature, ...]]] = {
         (VERIFY, TREE),
     ),
     "one tree": (Case([50], [8], trees=[[-1, -1, 0, 0, 1, 3, 3]]), (VERIFY, TREE)),
+    "blocks in place of trees": (
+        Case([9, 0, 40, 3], [6, 4, 2, 16], trees=[[*range(-1, n)] for n in (4, 2, 0, 14)], blocks=True),
+        (VERIFY, TREE),
+    ),
     "trees beside extend": (
         Case([0, 5, 22, 13], [3, 45, 5, 1], num_extend=2, trees=[[-1, 0, 0, 1], []]),
         (VERIFY, TREE, MIXED),

@@ -39,6 +39,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    blocks: bool = False  # chains whose queries see all of their row's queries
     padding: int = 0
     shared: int = 0
     groups: Sequence[tuple[int, int]] | None = None
@@ -98,6 +99,9 @@ class Step:
             drafts=self.drafts,
             device=device,
         )
+        if case.blocks:
+            inside = np.arange(max(case.extend)) < np.repeat(case.extend, case.extend)[:, None]
+            self.batch.tree_mask = torch.from_numpy(inside).to(device)
         if case.groups is not None:
             share_prefixes(self.batch, self.table, *self._groups(len(owned)), case.page_size)
         self.q = self._normal(sum(case.extend), case.heads, case.head_dim).to(device, case.dtype)
@@ -178,13 +182,14 @@ def row_places(pages: np.ndarray, length: int, page_size: int) -> torch.Tensor:
 def visible(step: Step, row: int, query: int) -> np.ndarray:
     """The keys of its row that the ``query``-th new token sees, straight from the definition."""
     prefix = int(step.batch.prefix_lens[row])
-    own = own_depth = np.arange(query + 1)
-    if step.drafts is not None and row >= step.batch.num_extend:
+    depth = query
+    own = own_depth = np.arange(step.case.extend[row] if step.case.blocks else query + 1)
+    if not step.case.blocks and step.drafts is not None and row >= step.batch.num_extend:
         own = np.array(_path(step.drafts, row, query))
-        own_depth = np.arange(len(own))
+        own_depth, depth = np.arange(len(own)), len(own) - 1
     keys = np.concatenate([np.arange(prefix), prefix + own])
     positions = np.concatenate([np.arange(prefix), prefix + own_depth])
-    return keys if step.layer.window is None else keys[positions > positions[-1] - step.layer.window]
+    return keys if step.layer.window is None else keys[positions > prefix + depth - step.layer.window]
 
 
 def _path(drafts: DraftTree, row: int, query: int) -> list[int]:
