@@ -71,7 +71,7 @@ def test_memory_is_bounded_and_as_long_as_promised(memory: int):
 
 
 def _draft(text: list[int], room: int = 9, **fields: int) -> list[int]:
-    drafter = NgramDrafter(NgramConfig.model_validate(fields), CONTEXT)
+    drafter = NgramDrafter(NgramConfig.model_validate({"min_ngram": 2, "num_draft_tokens": 4} | fields), CONTEXT)
     tree = drafter.propose(make_decode_batch([make_running(0, text)], [room]))
     return [token for token, _ in draft_of(tree, 0)]
 
@@ -81,7 +81,7 @@ def test_drafts_what_followed():
     assert _draft([5, 6, 7, 8, 9, 10, 5, 6], num_draft_tokens=2) == [7, 8]
     assert _draft([5, 6, 7, 8, 9, 10, 5, 6], room=3) == [7, 8, 9]
     assert _draft([5, 6, 7, 8, 9, 10, 11, 6]) == []
-    assert _draft([5, 6, 7, 8, 9, 10, 11, 6], min_ngram=1) == [7, 8, 9, 10]
+    assert _draft([5, 6, 7, 8, 9, 10, 11, 6], min_ngram=1) == []
 
 
 def test_prefers_the_longest_match_then_the_latest():
@@ -103,7 +103,7 @@ def test_reads_only_what_is_known():
 
 def test_a_growing_request_gets_the_drafts_of_a_new_one():
     text = np.random.default_rng(0).integers(0, 3, 200).tolist()
-    drafter = NgramDrafter(NgramConfig(), CONTEXT)
+    drafter = NgramDrafter(NgramConfig(min_ngram=2, num_draft_tokens=4), CONTEXT)
     req = make_running(0, text[:20])
     req.token_ids[:200] = text
     for known in range(20, 201):
@@ -118,7 +118,7 @@ def test_forget_drops_the_index():
     req = make_running(3, [1, 2, 1, 2])
     drafter.propose(make_decode_batch([req], [9]))
     drafter.forget(req)
-    assert drafter._indices == {}
+    assert drafter._states == {}
 
 
 def test_config_refuses_an_empty_range():

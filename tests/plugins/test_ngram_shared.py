@@ -24,7 +24,8 @@ STORY = list(range(10, 40))
 
 
 def make(**fields: object) -> NgramDrafter:
-    return NgramDrafter(NgramConfig.model_validate(fields), CONTEXT)
+    defaults: dict[str, object] = {"min_ngram": 2, "max_ngram": 2, "num_draft_tokens": 4}
+    return NgramDrafter(NgramConfig.model_validate(defaults | fields), CONTEXT)
 
 
 def request(uid: int, text: list[int], prompt_len: int = 0, namespace: str = "", **fields: object) -> Req:
@@ -56,11 +57,12 @@ def test_what_one_was_told_is_drafted_for_the_next():
 
 
 def test_the_longest_match_wins_and_then_the_own_text_and_then_the_latest():
-    drafter = make()
-    say(drafter, request(0, [5, 6, 7, 8]), request(1, [9, 6, 7, 11]))
-    assert ask(drafter, request(2, [6, 7, 1, 2, 6, 7])) == [1, 2, 6, 7]
-    assert ask(drafter, request(3, [6, 7, 1, 2, 5, 6, 7])) == [8]
-    assert ask(drafter, request(4, [1, 2, 6, 7])) == [11]
+    for longest in (2, 3):
+        drafter = make(max_ngram=longest)
+        say(drafter, request(0, [5, 6, 7, 8]), request(1, [9, 6, 7, 11]))
+        assert ask(drafter, request(2, [6, 7, 1, 2, 6, 7])) == [1, 2, 6, 7]
+        assert ask(drafter, request(3, [6, 7, 1, 2, 5, 6, 7])) == ([8] if longest == 3 else [1, 2, 5, 6])
+        assert ask(drafter, request(4, [1, 2, 6, 7])) == ([11] if longest == 2 else [])
 
 
 def test_prompts_are_learnt_where_that_is_wanted():
@@ -106,9 +108,44 @@ def test_namespaces_never_meet(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_ngram_that_looks_like_a_shorter_one_and_a_name_is_none():
     name = np.array([8, 9], np.int32).tobytes().decode()
-    drafter = make(min_ngram=1)
+    drafter = make(min_ngram=1, max_ngram=3)
     say(drafter, request(0, [6, 7, 8, 9, 10]))
     assert ask(drafter, request(1, [1, 6, 7], namespace=name)) == []
+
+
+def follow(drafter: NgramDrafter, req: Req, text: list[int]) -> list[list[int]]:
+    """What is drafted while ``req`` goes on as ``text``, one token at a time."""
+    drafts = []
+    for token in text:
+        batch = make_decode_batch([req], [9])
+        drafts.append([token for token, _ in draft_of(drafter.propose(batch), 0)])
+        req.token_ids[req.known_len] = token
+        req.known_len += 1
+        req.cached_len, req.device_len = req.known_len - 1, req.known_len
+        drafter.observe(batch, NOTHING)
+    return drafts
+
+
+@pytest.mark.parametrize("shared", [0, 1000])
+def test_what_came_to_nothing_is_not_drafted_until_it_would_have_been_right(shared: int):
+    """After 1, 2 comes another token each time, and after 3, 4 always the same."""
+    drafter = make(shared=shared, num_draft_tokens=1)
+    text = [1, 2, 10, 3, 4, 5, 1, 2, 11, 3, 4, 5, 1, 2, 12, 3, 4, 5, 1, 2, 12, 3, 4, 5, 1, 2]
+    drafts = follow(drafter, request(0, text[:2]), text[2:])
+    assert [draft for place, draft in enumerate(drafts, 2) if text[place - 2 : place] == [1, 2]] == [[], [10], [], []]
+    assert [draft for place, draft in enumerate(drafts, 2) if text[place - 2 : place] == [3, 4]] == [[], [5], [5], [5]]
+    assert follow(drafter, request(0, text), [12]) == [[12]], "unseen, it was right"
+
+
+def test_a_single_token_must_prove_itself():
+    text = [1, 10, 1, 10, 1, 10, 1, 10]
+    assert follow(make(min_ngram=1, max_ngram=1), request(0, text[:1]), text[1:])[2:] == [
+        [],
+        [],
+        [10, 1, 10, 1],
+        [1, 10, 1, 10],
+        [10, 1, 10, 1],
+    ]
 
 
 def test_requests_without_drafts_teach_nothing():

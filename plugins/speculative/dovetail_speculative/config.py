@@ -13,8 +13,12 @@ class NgramConfig(PluginConfig):
     """Draft what followed the last occurrence of the latest tokens, in the request's own text or in what others said."""
 
     kind: Literal["ngram"] = "ngram"  # pyright: ignore[reportIncompatibleVariableOverride]
-    num_draft_tokens: int = Field(default=4, ge=1, le=64, description="The most tokens that are drafted at once.")
-    min_ngram: int = Field(default=2, ge=1, description="Tokens that must have occurred before for a draft.")
+    num_draft_tokens: int = Field(default=8, ge=1, le=64, description="The most tokens that are drafted at once.")
+    min_ngram: int = Field(
+        default=1,
+        ge=1,
+        description="Tokens that must have occurred before for a draft; after a single one, what followed is drafted only where that was right before.",
+    )
     max_ngram: int = Field(default=4, ge=1, le=16, description="More tokens than this are not compared.")
     memory: int = Field(
         default=16384,
@@ -24,7 +28,7 @@ class NgramConfig(PluginConfig):
     shared: int = Field(
         default=65536,
         ge=0,
-        description="Tokens of recent outputs that are remembered for later requests of the same namespace (adapter, tenant). About 0.6 kB each. 0: none.",
+        description="Tokens of recent outputs that are remembered for later requests of the same namespace (adapter, tenant). About 0.8 kB each. 0: none.",
     )
     share_prompts: bool = Field(default=False, description="Prompts are remembered for later requests too.")
 

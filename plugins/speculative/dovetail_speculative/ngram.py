@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.types import Batch, DraftTree, ForwardOutput, IntArray, Req
 from dovetail_speculative.config import NgramConfig
+from dovetail_speculative.ngram_doubts import Doubts
 from dovetail_speculative.ngram_index import TOKEN, NgramIndex
-from dovetail_speculative.ngram_memory import SharedMemory
+from dovetail_speculative.ngram_memory import SharedMemory, SharedText
+
+_NONE = np.zeros(0, dtype=np.int32)
+
+
+class _Guess(NamedTuple):
+    """``token`` was drafted for ``place``, or would have been, but for doubts of ``key``."""
+
+    place: int
+    token: int
+    key: bytes
+    start: int
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of one request. ``doubts`` are its own, or the server's where memory is shared."""
+
+    index: NgramIndex
+    doubts: Doubts
+    shared: SharedText | None
+    guess: _Guess | None = None
 
 
 class NgramDrafter(Drafter):
     """Drafts what followed the last occurrence of the longest n-gram that ends the text, prompt and output alike, or that ended
     what another request of the namespace said; the request's own text comes first where both know n-grams of one length.
+    It does not after n-grams where that came to nothing lately, nor, unless it was right there before, after single tokens and
+    what others said after less than the longest n-gram.
 
     Where the own occurrence is so close to the end that too few tokens follow it, the draft repeats them: a text that has
     begun to go round goes round once more.
@@ -23,7 +50,8 @@ class NgramDrafter(Drafter):
         """``context`` is not needed: drafts are made on the host."""
         self._config = config
         self._lengths = range(config.min_ngram, config.max_ngram + 1)
-        self._indices: dict[int, NgramIndex] = {}
+        self._states: dict[int, _State] = {}
+        self._doubts = Doubts(config.shared)
         self._shared = (
             SharedMemory(self._lengths, config.shared, lag=config.num_draft_tokens, prompts=config.share_prompts)
             if config.shared
@@ -47,41 +75,61 @@ class NgramDrafter(Drafter):
         return _chains(lens, drafts) if lens.any() else None
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Learn for others what the requests have said."""
-        if self._shared is not None:
-            for req in batch.reqs:
-                if req.params.speculative:
-                    self._shared.follow(req)
+        """Learn what came of the drafts and, for others, what the requests have said."""
+        for req in batch.reqs:
+            state = self._states.get(req.uid)
+            if state is not None and state.guess is not None and req.known_len > state.guess.place:
+                place, token, key, start = state.guess
+                state.doubts.settle(key, start, req.token_ids[place] == token)
+                state.guess = None
+            if self._shared is not None and req.params.speculative:
+                self._shared.follow(req)
 
     def forget(self, req: Req) -> None:
-        """Drop the request's index, and learn the rest of what it has said."""
-        self._indices.pop(req.uid, None)
+        """Drop the request's state, and learn the rest of what it has said."""
+        self._states.pop(req.uid, None)
         if self._shared is not None and req.params.speculative:
             self._shared.close(req)
 
+    def _state(self, req: Req) -> _State:
+        state = self._states.get(req.uid)
+        if state is None:
+            shared, memory = self._shared, self._config.memory
+            doubts, text = (self._doubts, shared.open(req)) if shared is not None else (Doubts(memory), None)
+            state = self._states[req.uid] = _State(NgramIndex(self._lengths, memory), doubts, text)
+        return state
+
     def _draft(self, req: Req, count: int) -> IntArray:
-        text = req.token_ids[: req.known_len]
-        index = self._indices.get(req.uid)
-        if index is None:
-            index = self._indices[req.uid] = NgramIndex(self._lengths, self._config.memory)
-        index.extend(text)
-        shared = self._shared
-        mine = shared.open(req) if shared is not None else None
-        end = text[-self._lengths[-1] :].tobytes()
+        state, text = self._state(req), req.token_ids[: req.known_len]
+        state.index.extend(text)
+        draft, ngram, kind = self._longest(state, text)
+        if not len(draft):
+            return draft
+        key = ngram + kind + state.shared.salt if state.shared is not None else ngram
+        start = 1 if len(ngram) >= TOKEN * (2 if kind == _OWN else self._lengths[-1]) else 0
+        state.guess = _Guess(len(text), int(draft[0]), key, start)
+        if not state.doubts.mark(key, start):
+            return _NONE
+        if kind == _OWN and count > len(draft):
+            return draft[np.arange(count) % len(draft)]
+        return draft[:count]
+
+    def _longest(self, state: _State, text: IntArray) -> tuple[IntArray, bytes, bytes]:
+        """What follows the longest n-gram that has occurred; that n-gram; and where it has."""
+        end, mine, shared = text[-self._lengths[-1] :].tobytes(), state.shared, self._shared
         for n in reversed(self._lengths):
             ngram = end[len(end) - n * TOKEN :] if n * TOKEN <= len(end) else b""
-            at = index.find(ngram)
+            at = state.index.find(ngram)
             if at is not None:
-                return text[at : at + count] if at + count <= len(text) else _round(text[at:], count)
+                return text[at:], ngram, _OWN
             if mine is not None and shared is not None:
                 draft = shared.find(mine, ngram)
                 if draft is not None:
-                    return draft[:count]
-        return text[:0]
+                    return draft, ngram, _OTHERS
+        return _NONE, b"", _OWN
 
 
-def _round(tokens: IntArray, count: int) -> IntArray:
-    return tokens[np.arange(count) % len(tokens)]
+_OWN, _OTHERS = b"o", b"t"
 
 
 def _chains(lens: IntArray, drafts: dict[int, IntArray]) -> DraftTree:
