@@ -134,17 +134,24 @@ class Bench:
             same = with_drafts == outputs[0].token_ids[: self.output]
             attach(llm, None)
             self.found["verify"].append(self.row(errors, plain, drafted, before, after, same))
+            console.print(self.found["verify"][-1])
 
     def row(self, errors: float, plain: float, drafted: float, before: Any, after: Any, same: bool) -> dict[str, Any]:
         """One error rate."""
         steps = after[0].steps - before[0].steps
         accepted = after[0].accepted_tokens - before[0].accepted_tokens
-        decode_steps = (after[0].drafted_tokens - before[0].drafted_tokens) / WIDTH  # all steps but prompts, and a text's end
+        decode_steps = (
+            after[0].drafted_tokens - before[0].drafted_tokens
+        ) / WIDTH  # all steps but prompts, and a text's end
         length = 1 + accepted / decode_steps
         draft_ms = (after[1] - before[1]) / steps * 1e3
         step_ms = drafted * length
+        steps_ms = {
+            part: (getattr(after[0], f"{part}_seconds") - getattr(before[0], f"{part}_seconds")) / steps * 1e3
+            for part in ("step", "schedule", "launch", "wait", "commit")
+        }
         return {
-            "errors": errors, "plain_ms": plain, "drafted_ms": drafted, "length": length, "draft_ms": draft_ms,
+            "host_ms": steps_ms, "errors": errors, "plain_ms": plain, "drafted_ms": drafted, "length": length, "draft_ms": draft_ms,
             "verify_over_decode": (step_ms - draft_ms) / plain, "speedup": plain / drafted,
             "of_ideal": plain / drafted / (length / (1 + draft_ms / plain)), "same": same,
         }  # fmt: skip

@@ -326,7 +326,7 @@ class DraftTree:
     """Draft tokens for every row of a batch, in topological order: ``parents[r, j] < j``, -1 is the row's last token.
 
     A chain is ``parents[r] = [-1, 0, 1, ...]``. Rows without drafts have ``lens[r] = 0``. ``probs`` are the drafter's
-    own probabilities ``[rows, k, V]``, where it has them.
+    own probabilities ``[rows, k, V]``, where it has them. The arrays do not change once ``is_chain`` has been asked.
     """
 
     token_ids: IntArray  # [rows, k]
@@ -334,12 +334,15 @@ class DraftTree:
     lens: IntArray  # [rows]
     probs: torch.Tensor | None = None
 
+    _chain: bool | None = field(init=False, default=None, repr=False)
+
     @property
     def is_chain(self) -> bool:
         """True if every node's parent is the node before it."""
-        width = self.parents.shape[1]
-        valid = np.arange(width) < self.lens[:, None]
-        return bool(((self.parents == np.arange(width) - 1) | ~valid).all())
+        if self._chain is None:
+            places = np.arange(self.parents.shape[1])
+            self._chain = not ((self.parents != places - 1) & (places < self.lens[:, None])).any()
+        return self._chain
 
 
 class PageUpdates(NamedTuple):

@@ -27,7 +27,7 @@ def verify_arrays(batch: Batch, inputs: Inputs, tokens: int, tree_width: int | N
     """What the host sends of a batch of verify rows, filled up to ``tokens`` tokens and as many rows: see ``VerifyTensors``.
     With ``tree_width``, as wide as the longest row can be, also the tree mask. Reads the host's page table."""
     rows, (own_indptr, row_of, places, own_positions) = len(batch.slots), ragged(batch)
-    total, indptr, kv_lens = len(places), row_starts(batch, tokens), batch.prefix_lens + batch.extend_lens
+    total, indptr, kv_lens = len(places), row_starts(own_indptr, tokens), batch.prefix_lens + batch.extend_lens
     table = inputs.page_table[batch.slots, : -(-int(kv_lens.max(initial=0)) // inputs.page_size)]
     ids = np.zeros(tokens + 1, np.int64)
     positions, out_loc, slots = np.zeros((3, tokens), np.int64)
@@ -39,14 +39,12 @@ def verify_arrays(batch: Batch, inputs: Inputs, tokens: int, tree_width: int | N
     return arrays if tree_width is None else (*arrays, _wide_mask(batch, own_indptr, tokens, tree_width))
 
 
-def row_starts(batch: Batch, tokens: int) -> IntArray:
-    """``qo_indptr`` of the batch filled up to ``tokens`` tokens and as many rows, int32 ``[tokens + 1]``."""
-    rows, total = len(batch.slots), batch.num_tokens
+def row_starts(own_indptr: IntArray, tokens: int) -> IntArray:
+    """``qo_indptr`` of a batch, int32 ``[rows + 1]``, filled up to ``tokens`` tokens and as many rows, int32 ``[tokens + 1]``."""
     indptr = np.full(tokens + 1, tokens, np.int32)
-    indptr[0] = 0
-    indptr[1 : rows + 1] = np.cumsum(batch.extend_lens)
-    fill = tokens - total
-    indptr[rows + 1 : rows + 1 + fill] = np.arange(total + 1, tokens + 1)
+    rows, total = len(own_indptr), int(own_indptr[-1])
+    indptr[:rows] = own_indptr
+    indptr[rows : rows + tokens - total] = np.arange(total + 1, tokens + 1)
     return indptr
 
 
@@ -109,7 +107,8 @@ def static_batch(tensors: VerifyTensors, width: int, context_len: int) -> Batch:
 
 
 def set_lens(static: Batch, batch: Batch) -> None:
-    """Set the host's lengths of a ``static_batch`` to those of ``batch``, filled up."""
-    rows, tokens = len(batch.slots), len(static.slots)
+    """Set the host's lengths of a ``static_batch`` to those of ``batch``, filled up: each token that does so is a row."""
+    rows, fill = len(batch.slots), len(static.slots) - batch.num_tokens
     static.prefix_lens[:rows], static.prefix_lens[rows:] = batch.prefix_lens, 0
-    static.extend_lens[:] = np.diff(row_starts(batch, tokens))
+    static.extend_lens[:rows], static.extend_lens[rows : rows + fill] = batch.extend_lens, 1
+    static.extend_lens[rows + fill :] = 0

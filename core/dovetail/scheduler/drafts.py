@@ -25,17 +25,19 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int) -> DraftTree | Non
             f"a draft tree of {rows} rows has lens {lens.shape}, token_ids {ids.shape}, parents {parents.shape}; "
             "allowed: [rows], and [rows, k] twice"
         )
-    longest = int(lens.max(initial=0))
-    if (lens < 0).any() or (lens > room).any() or longest > ids.shape[1]:
+    lowest, longest = int(lens.min()), int(lens.max())
+    if lowest < 0 or (lens > room).any() or longest > ids.shape[1]:
         raise ValueError(f"draft lens are {lens.tolist()}; allowed: up to {room.tolist()}, of k = {ids.shape[1]}")
     if longest == 0:
         return None
     place = np.arange(longest)
-    valid = place < lens[:, None]
-    ids, parents = np.where(valid, ids[:, :longest], 0), np.where(valid, parents[:, :longest], -1)
-    if (ids < 0).any() or (ids >= vocab_size).any():
+    ids, parents = ids[:, :longest], parents[:, :longest]
+    if lowest < longest:
+        valid = place < lens[:, None]
+        ids, parents = np.where(valid, ids, 0), np.where(valid, parents, -1)
+    if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"draft tokens range from {ids.min()} to {ids.max()}; allowed: 0 to {vocab_size - 1}")
-    if (parents < -1).any() or (parents >= place).any():
+    if parents.min() < -1 or (parents >= place).any():
         raise ValueError("a draft's parent comes after it; allowed: -1 (the row's last token) or an earlier draft")
     int32 = np.int32
     return DraftTree(ids.astype(int32), parents.astype(int32), lens.astype(int32), drafts.probs)
