@@ -10,6 +10,7 @@ no draft is worth anything, beside decoding without drafts.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -25,6 +26,7 @@ from rich.table import Table
 
 import dovetail
 from dovetail import SamplingParams
+from dovetail.messages import GenerateMsg, TokenOutput
 from gpubench.models import CONFIGS
 from specbench.oracle import Oracle, attach
 
@@ -32,6 +34,7 @@ WIDTH = 8
 ERRORS = (0.0, 0.1, 0.3, 0.6)
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "dflash")
 PROMPT, OUTPUT = 256, 257
+_runs = itertools.count()
 console = Console(width=None if sys.stdout.isatty() else 140)
 
 LLAMA_3B = {
@@ -98,19 +101,27 @@ class Bench:
         rng = np.random.default_rng(count)
         return rng.integers(10, self.target["vocab_size"] - 10, (count, self.prompt)).tolist()
 
-    def run(self, llm: dovetail.LLM, prompts: Sequence[list[int]], length: int) -> tuple[float, list[Any]]:
-        """Seconds, and outputs."""
+    def run(self, llm: dovetail.LLM, prompts: Sequence[list[int]], length: int) -> tuple[float, list[list[int]]]:
+        """Milliseconds per output token, from each request's first to its last, and the outputs."""
+        loop, run = llm.loop, next(_runs)
         params = SamplingParams(temperature=self.temperature, max_new_tokens=length, ignore_eos=True)
-        start = time.perf_counter()
-        outputs = llm.generate(list(prompts), params)
-        return time.perf_counter() - start, outputs
+        outputs: dict[str, list[int]] = {f"{run}-{i}": [] for i in range(len(prompts))}
+        times: dict[str, list[tuple[float, int]]] = {rid: [] for rid in outputs}
+        for i, (rid, prompt) in enumerate(zip(outputs, prompts, strict=True)):
+            loop.handle(GenerateMsg(rid, prompt, params, i))
+        while loop.has_work:
+            answers, now = loop.step(), time.perf_counter()
+            for answer in answers:
+                assert isinstance(answer, TokenOutput), answer
+                outputs[answer.rid] += answer.token_ids
+                times[answer.rid].append((now, len(answer.token_ids)))
+        tpots = [(each[-1][0] - each[0][0]) / sum(count for _, count in each[1:]) for each in times.values()]
+        return statistics.mean(tpots) * 1e3, list(outputs.values())
 
     def tpot(self, llm: dovetail.LLM, prompts: Sequence[list[int]], rounds: int = 3) -> float:
-        """Milliseconds a token of each request, prompts cached, without what comes before the first tokens."""
-        short = 9
+        """The best of some runs, prompts cached."""
         self.run(llm, prompts, self.output)
-        pairs = [(self.run(llm, prompts, short)[0], self.run(llm, prompts, self.output)[0]) for _ in range(rounds)]
-        return (min(b for _, b in pairs) - min(a for a, _ in pairs)) / (self.output - short) * 1e3
+        return min(self.run(llm, prompts, self.output)[0] for _ in range(rounds))
 
     # -- verify ------------------------------------------------------------------------------------------------------
 
@@ -119,7 +130,7 @@ class Bench:
         llm = self.engine(draft="always")
         prompts = self.prompts(1)
         _, outputs = self.run(llm, prompts, self.output + WIDTH + 1)
-        futures = {tuple(prompts[0]): np.array(outputs[0].token_ids, np.int32)}
+        futures = {tuple(prompts[0]): np.array(outputs[0], np.int32)}
         for errors in ERRORS:
             oracle = Oracle(futures, WIDTH, errors, self.target["vocab_size"])
             attach(llm, None)
@@ -130,8 +141,8 @@ class Bench:
             drafted = self.tpot(llm, prompts)
             after = llm.loop.stats(), llm.loop._seconds["draft"]
             assert llm.loop.drafter_errors == 0
-            with_drafts = self.run(llm, prompts, self.output)[1][0].token_ids
-            same = with_drafts == outputs[0].token_ids[: self.output]
+            with_drafts = self.run(llm, prompts, self.output)[1][0]
+            same = with_drafts == outputs[0][: self.output]
             attach(llm, None)
             self.found["verify"].append(self.row(errors, plain, drafted, before, after, same))
             console.print(self.found["verify"][-1])

@@ -27,7 +27,7 @@ from dovetail.plugins.machine import Machine
 from dovetail.plugins.resolver import resolve
 from dovetail.plugins.setup import setup
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
-from dovetail.types import FinishKind, FinishReason, SamplingParams, TokenLogprob
+from dovetail.types import Acceptance, FinishKind, FinishReason, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.chat.reading import ChatDelta, OutputReader
@@ -49,7 +49,13 @@ class Output:
     prompt_logprobs: list[TokenLogprob] | None = None
     drafted: int = 0
     accepted: int = 0
+    verify_steps: int = 0
     grammar_backend: str | None = None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What came of the drafts, where there were any."""
+        return Acceptance(self.drafted, self.accepted, self.verify_steps)
 
 
 @dataclass(slots=True)
@@ -278,7 +284,7 @@ class _Run:
         output = self.output
         output.token_ids += answer.token_ids
         output.finish, output.cached_tokens = answer.finish, answer.cached_tokens
-        output.drafted, output.accepted = answer.drafted, answer.accepted
+        output.drafted, output.accepted, output.verify_steps = answer.drafted, answer.accepted, answer.verify_steps
         output.grammar_backend = answer.grammar_backend or output.grammar_backend
         output.logprobs += answer.logprobs or []
         output.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs

@@ -61,7 +61,8 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     """New tokens of one request. ``finish`` is set in the last one; nothing follows it.
 
     ``logprobs`` has one entry per new token where the request asked for them; ``prompt_logprobs`` comes once, with the
-    first output. ``cached_tokens`` are the prompt tokens found in the prefix cache at admission; ``grammar_backend`` is the
+    first output. ``cached_tokens`` are the prompt tokens found in the prefix cache at admission; ``accepted`` of ``drafted`` tokens
+    were accepted so far, in ``verify_steps`` steps; ``grammar_backend`` is the
     one that constrains the output.
     """
 
@@ -76,6 +77,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     drafted: int = 0
     accepted: int = 0
     grammar_backend: str | None = None
+    verify_steps: int = 0
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
@@ -120,6 +122,9 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     retractions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_steps: int = 0  # steps in which drafts were verified
+    verify_steps: int = 0  # of each of them, the requests that had drafts
+    drafter_errors: int = 0
     jumped_tokens: int = 0
     grammar_compiles: int = 0
     grammar_hits: int = 0
@@ -135,6 +140,8 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     launch_seconds: float = 0.0
     wait_seconds: float = 0.0
     commit_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0  # of launch and wait, in steps in which drafts were asked for
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):

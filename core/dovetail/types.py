@@ -215,6 +215,24 @@ class SamplingParams:
         )
 
 
+class Acceptance(NamedTuple):
+    """What came of drafts: ``accepted`` of ``drafted`` tokens, in ``steps`` that each verified the drafts of one request."""
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+
+    @property
+    def length(self) -> float:
+        """Tokens that a step with drafts brought on average: those accepted and the target's own; 1 before the first."""
+        return 1 + self.accepted / max(self.steps, 1)
+
+    @property
+    def rate(self) -> float:
+        """Accepted share of the drafts."""
+        return self.accepted / max(self.drafted, 1)
+
+
 class FinishKind(enum.StrEnum):
     """Why a request ended."""
 
@@ -287,6 +305,7 @@ class Req:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # set by the scheduler, one per prompt token
     drafted: int = 0  # draft tokens verified so far
     accepted: int = 0  # of those, accepted
+    verify_steps: int = 0  # steps in which drafts of it were verified
     draft_len: int = 0  # set by the scheduler: drafts that it may get at once
     accepts: float = -1.0  # drafts accepted at once, a moving average; negative: none verified yet
     error: str | None = None  # set by the engine where a step failed for this request alone

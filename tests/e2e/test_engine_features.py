@@ -241,8 +241,13 @@ def test_stop_token_ids(tiny):
     assert kept.text == tiny.tokenizer.decode(ids[: end + 1])
 
 
+def question(llm):
+    text = llm.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    return llm.tokenizer.encode(text, add_special_tokens=False)
+
+
 def test_ignore_eos_goes_on(tiny):
-    prompt = tiny._tokens_of_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = question(tiny)
     params = {"max_new_tokens": 40, "temperature": 0}
     ended = tiny.generate(prompt, SamplingParams(**params))[0]
     assert ended.finish.kind == "stop"
@@ -255,7 +260,7 @@ def test_ignore_eos_goes_on(tiny):
 @pytest.mark.parametrize("speculative", ["none", "ngram"])
 def test_min_new_tokens_forbids_every_way_to_stop(speculative):
     tiny = LLM("tiny", device="cpu", speculative=speculative)
-    prompt = tiny._tokens_of_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = question(tiny)
     free = tiny.generate(prompt, SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True))[0]
     eos = set(tiny.tokenizer.eos_token_ids)
     for low in (5, 12, 20):

@@ -3,87 +3,32 @@
 .venv/bin/python -m pytest -q tests/e2e/test_engine_mtp_dflash.py
 """
 
-import json
 import random
 from dataclasses import replace
 
 import engine_models as models
+import mtp_dflash_checkpoints as checkpoints
 import pytest
-import torch
 from engine_runs import VOCAB, Traffic, check_idle, make_llm, paged, prompts_of, results, varied_params
 from safetensors.torch import load_file, save_file
 
 from dovetail import SamplingParams
 from dovetail.types import FinishKind
 
-HIDDEN, LAYERS, HEAD, WIDE, MASK = 64, 2, 16, 40, 198
 SAID = 5
 """Tokens that the target says at all: drafts of random weights are right now and then."""
 
 
-def decoder(prefix, heads, kv_heads, *, normed):
-    """Shapes of a decoder layer's tensors."""
-    shapes = {
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
-        "self_attn.q_proj": (heads * HEAD, HIDDEN),
-        "self_attn.k_proj": (kv_heads * HEAD, HIDDEN),
-        "self_attn.v_proj": (kv_heads * HEAD, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, heads * HEAD),
-        "mlp.gate_proj": (WIDE, HIDDEN),
-        "mlp.up_proj": (WIDE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, WIDE),
-    }
-    if normed:
-        shapes |= {"self_attn.q_norm": (HEAD,), "self_attn.k_norm": (HEAD,)}
-    return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
-
-
-def filled(shapes):
-    return {name: torch.randn(shape) * 0.2 + ("norm" in name) for name, shape in shapes.items()}
-
-
 def save_target(directory, layers):
-    """A model with ``layers`` that predict further tokens, as DeepSeek-V3 stores them, and a DFlash drafter in its folder."""
-    models.save_llama(directory)
-    shapes = {}
-    for index in range(LAYERS, LAYERS + layers):
-        name = f"model.layers.{index}"
-        shapes |= decoder(name, 4, 2, normed=False) | {
-            f"{name}.enorm.weight": (HIDDEN,),
-            f"{name}.hnorm.weight": (HIDDEN,),
-            f"{name}.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
-            f"{name}.shared_head.norm.weight": (HIDDEN,),
-        }
+    """A model with ``layers`` that predict further tokens, and a DFlash drafter in its folder."""
+    models.save_llama(directory, head_dim=16)
     saved = load_file(directory / "model.safetensors")
     saved["lm_head.weight"][SAID:] = 0
     saved["lm_head.weight"][:SAID] *= 4
-    save_file(saved | filled(shapes), directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
-    save_dflash(directory / "dflash")
+    save_file(saved, directory / "model.safetensors")
+    checkpoints.add_mtp(directory, layers)
+    checkpoints.save_dflash(directory / "dflash", hidden=64, head_dim=16, mask=VOCAB - 1)
     return directory
-
-
-def save_dflash(directory):
-    directory.mkdir()
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDE,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": HEAD,
-        "max_position_embeddings": 512,
-        "block_size": 5,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
-    for layer in range(2):
-        shapes |= decoder(f"layers.{layer}", 2, 1, normed=True)
-    save_file(filled(shapes), directory / "model.safetensors")
 
 
 DRAFTERS = {

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from dovetail.scheduler.scheduler import Scheduler
 
 
-def stats_of(scheduler: Scheduler, seconds: Mapping[str, float], steps: int, call_id: str) -> EngineStats:
+def stats_of(
+    scheduler: Scheduler, seconds: Mapping[str, float], steps: int, drafter_errors: int, call_id: str
+) -> EngineStats:
     """Gauges now, totals since the start. ``seconds`` has those of a step's parts, and of ``step`` as a whole."""
     ledger, totals, grammars = scheduler.ledger, scheduler.totals, scheduler.grammars
     return EngineStats(
@@ -31,6 +33,9 @@ def stats_of(scheduler: Scheduler, seconds: Mapping[str, float], steps: int, cal
         retractions=totals.retractions,
         drafted_tokens=totals.drafted_tokens,
         accepted_tokens=totals.accepted_tokens,
+        draft_steps=totals.draft_steps,
+        verify_steps=totals.verify_steps,
+        drafter_errors=drafter_errors,
         jumped_tokens=totals.jumped_tokens,
         grammar_compiles=grammars.totals.compiles,
         grammar_hits=grammars.totals.hits,
@@ -46,6 +51,8 @@ def stats_of(scheduler: Scheduler, seconds: Mapping[str, float], steps: int, cal
         launch_seconds=seconds["launch"],
         wait_seconds=seconds["wait"],
         commit_seconds=seconds["commit"],
+        draft_seconds=seconds["draft"],
+        verify_seconds=seconds["verify"],
     )
 
 

@@ -34,4 +34,6 @@ class Totals:
     retractions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_steps: int = 0
+    verify_steps: int = 0
     jumped_tokens: int = 0

@@ -33,6 +33,7 @@ MEMORY = 0.8
 def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: Limits) -> None:
     """Take back, from the cursors of the requests, the drafts that were not accepted; count those that were."""
     drafted = drafts.lens[batch.samples].tolist()
+    totals.draft_steps += 1
     for req, count, tokens in zip(sampled(batch), drafted, output.token_ids, strict=True):
         if count == 0 or req.finish is not None:
             continue
@@ -41,8 +42,10 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
         req.device_len -= count - accepted
         req.drafted += count
         req.accepted += accepted
+        req.verify_steps += 1
         totals.drafted_tokens += count
         totals.accepted_tokens += accepted
+        totals.verify_steps += 1
         if limits.adapt_drafts:
             _adapt(req, accepted, limits.draft_width)
 
@@ -89,6 +92,7 @@ def take_tokens(
         req.drafted,
         req.accepted,
         req.grammar_backend,
+        req.verify_steps,
     )
 
 

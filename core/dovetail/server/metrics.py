@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dovetail.messages import EngineStats, TokenOutput
+from dovetail.types import Acceptance
 
 _TTFT = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _PER_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -31,6 +32,12 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "retractions": ("retractions", "Requests sent back to the queue for want of memory."),
     "drafted_tokens": ("drafted_tokens", "Draft tokens verified."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
+    "draft_steps": ("draft_steps", "Engine steps in which drafts were verified."),
+    "verify_steps": ("verify_steps", "Of each of them, the requests that had drafts."),
+    "drafter_errors": (
+        "drafter_errors",
+        "Times that the drafter raised or broke its contract; requests go on without.",
+    ),
     "jumped_tokens": (
         "jumped_tokens",
         "Output tokens that a grammar forced, written without forward passes of their own.",
@@ -47,6 +54,8 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "launch_seconds": ("launch_seconds", "Of it, time to prepare and launch forward passes and samplers."),
     "wait_seconds": ("wait_seconds", "Of it, time in which the host waited for tokens."),
     "commit_seconds": ("commit_seconds", "Of it, time in commit."),
+    "draft_seconds": ("draft_seconds", "Of it, time in the drafter."),
+    "verify_seconds": ("verify_seconds", "Of launch and wait, time in steps in which drafts were asked for."),
 }
 
 
@@ -155,5 +164,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("dovetail_kv_usage", "Share of the KV pool that running requests hold.", value=usage)
         hit_rate = stats.cached_tokens / max(stats.prompt_tokens, 1)
         yield GaugeMetricFamily("dovetail_prefix_hit_rate", "Cached share of all prompt tokens.", value=hit_rate)
-        acceptance = stats.accepted_tokens / max(stats.drafted_tokens, 1)
-        yield GaugeMetricFamily("dovetail_spec_acceptance_rate", "Accepted share of draft tokens.", value=acceptance)
+        drafts = Acceptance(stats.drafted_tokens, stats.accepted_tokens, stats.verify_steps)
+        yield GaugeMetricFamily("dovetail_spec_acceptance_rate", "Accepted share of draft tokens.", value=drafts.rate)
+        text = "Tokens that a request got of a step with drafts, on average."
+        yield GaugeMetricFamily("dovetail_spec_acceptance_length", text, value=drafts.length)

@@ -26,7 +26,7 @@ from dovetail.server.requests import (
 )
 from dovetail.server.responses import event, streamed, whole
 from dovetail.server.service import Service
-from dovetail.types import FinishKind, FinishReason, SamplingParams, TokenLogprob
+from dovetail.types import Acceptance, FinishKind, FinishReason, SamplingParams, TokenLogprob
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 _NAMES = {"seed": "sampling_seed", "include_stop": "no_stop_trim", "logprobs": "top_logprobs_num"}
@@ -203,6 +203,8 @@ class NativeFormat:
         }
         if choice.grammar_backend is not None:
             meta["grammar_backend"] = choice.grammar_backend
+        if choice.acceptance.drafted:
+            meta |= _speculation(choice.acceptance)
         if self._body.return_logprob:
             meta |= self._logprobs(choice)
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
@@ -226,6 +228,16 @@ class NativeFormat:
         """[logprob, token id, text or null]."""
         shown = self._body.return_text_in_logprobs
         return [logprob, token_id, self._tokenizer.bytes_of(token_id).decode("utf-8", "replace") if shown else None]
+
+
+def _speculation(acceptance: Acceptance) -> dict[str, Any]:
+    return {
+        "spec_draft_token_num": acceptance.drafted,
+        "spec_accept_token_num": acceptance.accepted,
+        "spec_verify_ct": acceptance.steps,
+        "spec_accept_length": acceptance.length,
+        "spec_accept_rate": acceptance.rate,
+    }
 
 
 def _is_batch(body: NativeRequest) -> bool:

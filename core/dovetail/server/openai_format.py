@@ -11,13 +11,28 @@ from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Token counts, with what the prefix cache held."""
-    return {
+    """Token counts, with what the prefix cache held and, where there were drafts, what came of them. Rejected drafts are in no
+    other count."""
+    counts: dict[str, Any] = {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
+    drafted, accepted, steps = usage.acceptance
+    if drafted:
+        counts["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+        counts["speculation"] = {
+            "drafted_tokens": drafted,
+            "accepted_tokens": accepted,
+            "verify_steps": steps,
+            "acceptance_length": usage.acceptance.length,
+            "acceptance_rate": usage.acceptance.rate,
+        }
+    return counts
 
 
 def finish_name(finish: FinishReason | None, calls: int = 0) -> str | None:

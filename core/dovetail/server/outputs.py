@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.errors import EngineError
 from dovetail.tokenizer import IncrementalDetokenizer
-from dovetail.types import FinishKind, FinishReason, TokenLogprob
+from dovetail.types import Acceptance, FinishKind, FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.chat.reading import ChatDelta, OutputReader
@@ -40,6 +40,7 @@ class Choice:
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self.grammar_backend: str | None = None
+        self.acceptance = Acceptance()
         self.parts: list[ChatDelta] = []
         self._reader = reader
         self._keep_stop = params.include_stop
@@ -52,6 +53,8 @@ class Choice:
         self.token_ids += output.token_ids
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.grammar_backend = output.grammar_backend or self.grammar_backend
+        if output.drafted:
+            self.acceptance = Acceptance(output.drafted, output.accepted, output.verify_steps)
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
         self.finish = output.finish
@@ -90,11 +93,12 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request; each prompt counts once, however many outputs it has."""
+    """Token counts of a request; each prompt counts once, however many outputs it has. ``acceptance`` is of all outputs."""
 
     prompt: int
     completion: int
     cached: int
+    acceptance: Acceptance = Acceptance()
 
 
 class Outputs:
@@ -163,6 +167,7 @@ class Outputs:
             sum(len(choice.prompt_ids) for choice in firsts),
             sum(len(choice.token_ids) for choice in self.choices),
             sum(choice.cached_tokens for choice in firsts),
+            Acceptance(*map(sum, zip(*(choice.acceptance for choice in self.choices), strict=True))),
         )
 
 

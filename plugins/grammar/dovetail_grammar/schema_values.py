@@ -8,6 +8,7 @@ from typing import Any
 from dovetail_grammar.formats import FORMATS, UNSUPPORTED_FORMATS
 from dovetail_grammar.patterns import bounded, emit, size, whole, without_escapes
 from dovetail_grammar.regex_parser import Node, PatternError, parse
+from dovetail_grammar.repeats import grouped
 from dovetail_grammar.schema_rules import Refusal, unsupported
 
 MAX_PATTERN = 3000
@@ -34,7 +35,7 @@ def anchored(node: Node, path: str) -> str:
         raise Refusal(
             path, f"the pattern has {size(node)} characters with its repetitions; allowed: {MAX_PATTERN}", "pattern"
         )
-    return f"^(?:{emit(node)})$"
+    return f"^(?:{emit(grouped(node))})$"
 
 
 def string(s: dict[str, Any], path: str) -> dict[str, Any] | None:

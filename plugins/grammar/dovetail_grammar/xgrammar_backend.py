@@ -19,6 +19,7 @@ from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.config import XGrammarConfig
 from dovetail_grammar.constraints import read_choice, read_json, read_regex, read_tags
 from dovetail_grammar.patterns import emit
+from dovetail_grammar.repeats import grouped
 from dovetail_grammar.schema_values import MAX_PATTERN
 from dovetail_grammar.schemas import rewrite
 
@@ -27,7 +28,8 @@ _NEVER_IN_JSON = frozenset(range(0x20)) - {0x0A}
 """Control characters. JSON needs none but the newline, and xgrammar lets them into strings with a length bound."""
 
 
-_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+_NEVER_IN_UTF8 = re.compile(rb"\xed[\xa0-\xbf]|[\xc0\xc1\xf5-\xff]")
+"""Surrogates, and bytes that stand in no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class TokenSets:
     """What is true of the tokens whatever the grammar, as bitmask rows.
 
     xgrammar lets surrogates (ED A0 80 to ED BF BF, no valid UTF-8) into strings, so a token must not spell one, nor go
-    on from an ED with the byte that would.
+    on from an ED with the byte that would. Its masks of long repetitions allow bytes that it then refuses.
     """
 
     usable: IntArray
@@ -48,7 +50,9 @@ class TokenSets:
     def of(cls, texts: Sequence[bytes], eos: Sequence[int], width: int, banned: frozenset[int]) -> TokenSets:
         """Of a vocabulary, without the tokens that hold a ``banned`` byte. Unusable ids have empty texts."""
         good = [
-            i for i, text in enumerate(texts) if text and not banned.intersection(text) and not _SURROGATE.search(text)
+            i
+            for i, text in enumerate(texts)
+            if text and not banned.intersection(text) and not _NEVER_IN_UTF8.search(text)
         ]
         after_ed = [i for i in good if not 0xA0 <= texts[i][0] <= 0xBF]
         ends_in_ed = frozenset(i for i in good if texts[i][-1] == 0xED)
@@ -222,7 +226,7 @@ class XGrammarBackend(GrammarBackend):
             case GrammarKind.JSON_OBJECT:
                 return {"type": "object"}
             case GrammarKind.REGEX:
-                return emit(read_regex(spec, MAX_PATTERN))
+                return emit(grouped(read_regex(spec, MAX_PATTERN)))
             case GrammarKind.EBNF:
                 return spec.text
             case GrammarKind.CHOICE:
