@@ -1,0 +1,93 @@
+"""A multi-token prediction layer in the layout of DeepSeek-V3, which lives in the target's own checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tools.speculative.chain import Chain
+from tools.speculative.drafter import distil
+from tools.speculative.layers import Keys, Layer, Shape, initialise
+from tools.speculative.llama import Llama
+from tools.speculative.texts import Sample, View
+from tools.tiny.model import Norm
+from torch import Tensor, nn
+
+DECAY = 0.8
+"""How much less each further draft weighs in the loss."""
+
+
+class SharedHead(nn.Module):
+    """The norm before the target's output matrix."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+
+
+class MtpLayer(Layer):
+    """A decoder layer with what joins hidden state and embedding before it, and the norm behind it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.enorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.hnorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.shared_head = SharedHead(shape)
+
+
+class Mtp(Chain):
+    """One layer, used again for every further token. Embedding and output matrix are the target's."""
+
+    name = "mtp"
+    drafts = 3
+
+    def __init__(self, shape: Shape, target: Llama) -> None:
+        """It stands behind the target's main layers, and begins with the target's final norm."""
+        super().__init__()
+        self.prefix = f"model.layers.{target.num_layers}."
+        self.block = MtpLayer(shape)
+        initialise(self, 2)
+        self.block.shared_head.norm.load_state_dict(target.model.norm.state_dict())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Under the names of one more layer of the target."""
+        return {self.prefix + name: tensor for name, tensor in self.block.state_dict().items()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """The opposite of ``tensors``."""
+        self.block.load_state_dict({name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()})
+
+    def enter(self, view: View) -> Tensor:
+        """The target's final hidden states."""
+        return view.states[-1]
+
+    def mix(self, hidden: Tensor, embeds: Tensor) -> Tensor:
+        """One vector of both."""
+        return self.block.eh_proj(torch.cat((self.block.enorm(embeds), self.block.hnorm(hidden)), dim=-1))
+
+    def keys(self, mixed: Tensor, positions: Tensor) -> Keys:
+        """Of the one layer."""
+        return self.block.keys(mixed, positions)
+
+    def layer(
+        self, mixed: Tensor, hidden: Tensor, positions: Tensor, text: Keys, limits: Tensor, own: Keys | None
+    ) -> Tensor:
+        """A plain decoder layer; what goes on is its output after the norm."""
+        return self.block.shared_head.norm(self.block.anchored(mixed, positions, text, limits, own))
+
+    def logits(self, target: Llama, output: Tensor) -> Tensor:
+        """In the target's vocabulary."""
+        return target.logits(output)
+
+    def loss(self, target: Llama, sample: Sample) -> Tensor:
+        """Over ``drafts`` steps."""
+        goals = sample.goals(self.drafts, DECAY)
+        with torch.no_grad():
+            goal = target.logits(goals.states)
+        steps = list(self.unroll(target, sample.view, sample.anchors, self.drafts, goals.labels))
+        return distil(torch.stack(steps, dim=2), goal, goals.weights)
+
+    def config(self, target: Llama) -> dict[str, Any]:
+        """None: the target's config.json counts it."""
+        return {}
