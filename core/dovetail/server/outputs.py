@@ -98,7 +98,7 @@ class Usage:
     prompt: int
     completion: int
     cached: int
-    acceptance: Acceptance = Acceptance()
+    acceptance: Acceptance
 
 
 class Outputs:
