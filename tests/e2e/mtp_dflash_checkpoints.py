@@ -1,0 +1,79 @@
+"""Random checkpoints of the drafters mtp and dflash, for any target, in their published layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Shapes = dict[str, tuple[int, ...]]
+WIDE = 40
+
+
+def decoder(prefix: str, config: dict[str, Any], *, normed: bool) -> Shapes:
+    """Shapes of a decoder layer's tensors."""
+    hidden, size = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    shapes: Shapes = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (WIDE, hidden),
+        "mlp.up_proj": (WIDE, hidden),
+        "mlp.down_proj": (hidden, WIDE),
+    }
+    if normed:
+        shapes |= {"self_attn.q_norm": (size,), "self_attn.k_norm": (size,)}
+    return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def filled(shapes: Shapes) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return {name: torch.randn(shape, generator=generator) * 0.2 + ("norm" in name) for name, shape in shapes.items()}
+
+
+def add_mtp(directory: Path, layers: int) -> None:
+    """``layers`` that predict further tokens, as DeepSeek-V3 stores them, in the checkpoint of a target."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    hidden, first = config["hidden_size"], config["num_hidden_layers"]
+    shapes: Shapes = {}
+    for index in range(first, first + layers):
+        name = f"model.layers.{index}"
+        shapes |= decoder(name, config, normed=False) | {
+            f"{name}.enorm.weight": (hidden,),
+            f"{name}.hnorm.weight": (hidden,),
+            f"{name}.eh_proj.weight": (hidden, 2 * hidden),
+            f"{name}.shared_head.norm.weight": (hidden,),
+        }
+    weights = directory / "model.safetensors"
+    save_file(load_file(weights) | filled(shapes), weights)
+    file.write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
+
+
+def save_dflash(directory: Path, hidden: int, head_dim: int, mask: int) -> None:
+    """A drafter of two layers for a target with hidden states of this size, of two layers or more."""
+    directory.mkdir()
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": hidden,
+        "intermediate_size": WIDE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": head_dim,
+        "max_position_embeddings": 512,
+        "block_size": 5,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": [0, 1]},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes: Shapes = {"fc.weight": (hidden, 2 * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for layer in range(2):
+        shapes |= decoder(f"layers.{layer}", config, normed=True)
+    save_file(filled(shapes), directory / "model.safetensors")
