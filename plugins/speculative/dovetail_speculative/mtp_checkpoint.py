@@ -60,7 +60,8 @@ DEEPSEEK = Layout(
 )
 """DeepSeek-V3 (arXiv 2412.19437, section 2.2)."""
 QWEN = Layout("mtp.layers.{index}", "mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-"""Qwen3-Next and later."""
+"""Qwen3-Next and later. Norms are those of the target's family: Qwen3-Next's own, kept as what they exceed one by, are no part of
+the families that are implemented."""
 MIMO = Layout(
     "model.mtp_layers.{index}",
     "model.mtp_layers.{index}",
