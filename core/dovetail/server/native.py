@@ -60,6 +60,7 @@ class NativeSampling(ApiModel):
     choice: list[str] | None = None
     structural_tag: str | dict[str, Any] | None = None
     grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
+    speculative: bool | None = Field(None, description="False: this request is decoded without drafts.")
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "stop_regex": (),
@@ -142,7 +143,9 @@ def _params(body: NativeRequest, given: NativeSampling) -> SamplingParams:
         raise RequestError("give one of seed and sampling_seed", param="sampling_seed")
     with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
     same = "min_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
-    values: dict[str, Any] = {name: getattr(given, name) for name in f"{same} ignore_eos skip_special_tokens n".split()}
+    values: dict[str, Any] = {
+        name: getattr(given, name) for name in f"{same} ignore_eos skip_special_tokens n speculative".split()
+    }
     values |= {
         "max_new_tokens": given.max_new_tokens,
         "logit_bias": token_biases(given.logit_bias),

@@ -72,6 +72,7 @@ class SamplingFields(ApiModel):
     choice: list[str] | None = None
     structural_tag: str | dict[str, Any] | None = None
     grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
+    speculative: bool | None = Field(None, description="False: this request is decoded without drafts.")
     priority: Int32 | None = None
     cache_salt: Salt | None = Field(
         None, description="Requests share cached prefixes only with those of the same salt."
@@ -107,6 +108,7 @@ class SamplingFields(ApiModel):
             "skip_special_tokens": self.skip_special_tokens,
             "include_stop": self.include_stop_str_in_output,
             "n": self.n,
+            "speculative": self.speculative,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "grammar": grammar_of(

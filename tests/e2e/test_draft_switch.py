@@ -1,0 +1,76 @@
+"""Drafts are asked for per request and while they pay; no text depends on either.
+
+    .venv/bin/python -m pytest -q tests/e2e/test_draft_switch.py
+"""
+
+import pytest
+
+from dovetail import LLM, SamplingParams
+
+QUESTION = [{"role": "user", "content": "Sort these numbers: 5, 3, 9, 1, 7, 5, 3, 9, 1, 7."}]
+
+
+def ask(llm, count=1, **params):
+    text = llm.tokenizer.apply_chat_template(QUESTION)
+    prompt = llm.tokenizer.encode(text, add_special_tokens=False)
+    given = [SamplingParams(max_new_tokens=40, seed=i, **({"temperature": 0.0} | params)) for i in range(count)]
+    return [output.token_ids for output in llm.generate([prompt] * count, given)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return LLM("tiny", device="cpu")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("draft", ["adaptive", "always"])
+def test_texts_are_the_same_with_overlap_and_drafts(plain, overlap, draft):
+    llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"overlap": overlap, "draft": draft})
+    for _ in range(3):
+        assert ask(llm) == ask(plain)
+        assert ask(llm, 5, temperature=0.9) == ask(plain, 5, temperature=0.9)
+    assert llm.loop.stats().drafted_tokens > 0
+    assert llm.loop.drafter_errors == 0
+    llm.loop.scheduler.check_integrity()
+    assert llm.loop.stats().pages_used == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_switching_in_the_middle_of_texts_changes_none(plain, overlap, monkeypatch):
+    llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"overlap": overlap})
+    asked = []
+
+    def in_turns(rows):
+        asked.append(rows)
+        return len(asked) // 3 % 2 == 0
+
+    monkeypatch.setattr(llm.loop._pace, "drafts", in_turns)
+    assert ask(llm, 4, temperature=0.9) == ask(plain, 4, temperature=0.9)
+    assert len(asked) > 12
+    assert llm.loop.stats().drafted_tokens > 0
+    llm.loop.scheduler.check_integrity()
+
+
+def test_a_request_may_decline_drafts(plain):
+    llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"draft": "always"})
+    assert ask(llm, speculative=False) == ask(plain)
+    assert llm.loop.stats().drafted_tokens == 0
+    ask(llm)
+    assert llm.loop.stats().drafted_tokens > 0
+
+
+def test_requests_that_accept_little_get_few_drafts(plain):
+    llm = LLM("tiny", device="cpu", speculative={"kind": "ngram", "num_draft_tokens": 8})
+    widths = []
+    propose = llm.loop.drafter.propose
+
+    def watch(batch):
+        widths.append(int(batch.draft_room.max()))
+        return propose(batch)
+
+    llm.loop.drafter.propose = watch
+    llm.loop._pace._always = True
+    assert ask(llm, temperature=5.0, ignore_eos=True) == ask(plain, temperature=5.0, ignore_eos=True)
+    drafted = llm.loop.stats().drafted_tokens
+    assert widths[0] == 8
+    assert not drafted or widths[-2] < 8
