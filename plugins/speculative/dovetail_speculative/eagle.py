@@ -72,32 +72,36 @@ class EagleDrafterBase(HiddenDrafter):
         tree = self._tree
         if tree is None:
             return super().draft(rows, outputs)
-        depths = np.minimum(tree.depth, 1 + (rows.limits + 1) // tree.topk)  # as deep as there are pages for
+        widths, depths = fitted(tree, rows.limits)
         order = np.argsort(-depths, kind="stable")
         outputs = outputs.index_select(0, to_device(order, self.device))
-        growth = self._grow(rows.slots[order], rows.ends[order], depths[order], outputs, tree.topk)
+        ids, scores = self._best(outputs, tree.topk)
+        growth = TreeGrowth(ids, scores, widths[order], int(depths.max()))
+        self._grow(growth, rows.slots[order], rows.ends[order], depths[order], outputs)
         drafts = growth.best(np.minimum(rows.limits[order], self._num_draft_tokens))
         return _spread(drafts, np.array(rows.rows)[order], rows.total)
 
-    def _grow(self, slots: IntArray, ends: IntArray, depths: IntArray, outputs: torch.Tensor, topk: int) -> TreeGrowth:
-        growth = TreeGrowth(*self._best(outputs, topk), int(depths[0]))
-        inputs = outputs[:, None].repeat(1, topk, 1)
+    def _grow(
+        self, growth: TreeGrowth, slots: IntArray, ends: IntArray, depths: IntArray, outputs: torch.Tensor
+    ) -> None:
+        assert self._tree is not None
+        topk = self._tree.topk
+        inputs = outputs[:, None].repeat(1, topk, 1)  # the output that each expanded node goes on from
         for level in range(1, int(depths[0])):
             rows = int((depths > level).sum())
             growth.keep(rows)
-            nodes = topk * level
-            positions = ends[:rows, None] + np.repeat(np.arange(level, dtype=np.int32), topk)
-            tree = positions.reshape(-1), growth.mask.reshape(rows * nodes, nodes)
-            own = self.room.batch(slots[:rows], ends[:rows], np.full(rows, nodes, np.int32), tree=tree)
-            ids = to_device(growth.tokens.reshape(-1).astype(np.int64), self.device)
-            inputs = inputs[:rows]
-            newest = self.step(own, ids, inputs.reshape(rows * nodes, -1)).view(rows, nodes, -1)[:, -topk:]
-            tokens, scores = self._best(newest.reshape(rows * topk, -1), topk)
+            nodes, inputs = growth.nodes, inputs[:rows]
+            tree = np.repeat(ends[:rows], nodes.counts) + nodes.level, nodes.mask
+            own = self.room.batch(slots[:rows], ends[:rows], nodes.counts, tree=tree)
+            sent = to_device(np.stack((nodes.tokens, nodes.place)).astype(np.int64), self.device)
+            found = self.step(own, sent[0], inputs.reshape(-1, inputs.shape[-1]).index_select(0, sent[1]))
+            newest = found.index_select(0, to_device(nodes.newest.reshape(-1).astype(np.int64), self.device))
+            ids, scores = self._best(newest, topk)
             shape = rows, topk, topk
-            parents = to_device(growth.grow(tokens.reshape(shape), scores.reshape(shape)).astype(np.int64), self.device)
-            born = newest.gather(1, parents[:, :, None].expand(-1, -1, newest.shape[-1]))
+            parents = growth.grow(ids.reshape(shape), scores.reshape(shape))
+            chosen = (parents + topk * np.arange(rows)[:, None]).reshape(-1).astype(np.int64)
+            born = newest.index_select(0, to_device(chosen, self.device)).view(rows, topk, -1)
             inputs = torch.cat((inputs, born), 1)
-        return growth
 
     def _best(self, outputs: torch.Tensor, topk: int) -> tuple[IntArray, FloatArray]:
         """The most likely tokens after each of ``outputs [n, hidden_size]``, best first, and the logarithms of their
@@ -175,6 +179,15 @@ def _target_ids(directory: Path, count: int, vocab_size: int) -> torch.Tensor:
             f"tensor d2t of the drafter leads to tokens {int(ids.min())} to {int(ids.max())}; the target has {vocab_size}"
         )
     return ids
+
+
+def fitted(tree: TreeShape, limits: IntArray) -> tuple[IntArray, IntArray]:
+    """How wide and how deep trees can be where there are pages for ``limits [rows]`` drafts, at least 1: rather narrow than
+    shallow. The nodes that the head runs on have their keys at the places from the text's last one on."""
+    places = limits + 1
+    widths = np.clip(places // max(tree.depth - 1, 1), 1, tree.topk)
+    depths = np.minimum(np.minimum(tree.depth, 1 + places // widths), limits)
+    return widths.astype(np.int32), depths.astype(np.int32)
 
 
 def _spread(drafts: DraftTree, rows: IntArray, total: int) -> DraftTree:
