@@ -46,7 +46,7 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
         totals.drafted_tokens += count
         totals.accepted_tokens += accepted
         totals.verify_steps += 1
-        if limits.adapt_drafts:
+        if limits.adapt_drafts and drafts.is_chain:  # of a tree most nodes are there not to be accepted
             _adapt(req, accepted, limits.draft_width)
 
 
