@@ -115,10 +115,11 @@ class Generation:
     @torch.no_grad()
     def run(self) -> list[np.ndarray]:
         """Grow to the end."""
+        stops = torch.tensor(STOPS, device=self.device)
         for step in range(self.new):
             alive = torch.arange(len(self.ids), device=self.device)
             last = self.ids[alive, self.lens - 1]
-            ended = torch.isin(last, torch.tensor(STOPS, device=self.device)) & (self.lens > self.limits - self.new)
+            ended = torch.isin(last, stops) & (self.lens > self.limits - self.new)
             token = self._choose(self._step(last))
             going = ~ended
             self.ids[alive, self.lens.clamp(max=self.room - 1)] = torch.where(going, token, 0)
