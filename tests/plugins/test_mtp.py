@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
 from dovetail.interfaces.features import Feature
+from dovetail_models.describe import describe_llama
 
 VOCAB, HIDDEN, LAYERS, EPS = 131, 48, 3, 1e-5
 TARGET: dict[str, Any] = {
@@ -352,3 +353,14 @@ def test_dummy_weights_need_no_tensors(tmp_path: Path, layers: int) -> None:
     llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0))
     assert spy.drafts
     assert llm.loop.drafter_errors == 0
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_the_target_says_how_many_layers_there_are(key: str) -> None:
+    shape = {k: v for k, v in TARGET.items() if k != "initializer_range"}
+    assert Feature.MODEL_MTP_HEAD not in describe_llama(shape | {key: None}).offers
+    told = describe_llama(shape | {key: 2})
+    assert Feature.MODEL_MTP_HEAD in told.offers
+    assert (told.config.predict_layers, told.num_layers) == (2, LAYERS)
+    with pytest.raises(ConfigError, match=f"{key} is '2'"):
+        describe_llama(shape | {key: "2"})
