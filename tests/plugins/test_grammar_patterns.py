@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dovetail_grammar.formats import FORMATS
 from dovetail_grammar.patterns import avoid, bounded, emit, whole, width, without_escapes
 from dovetail_grammar.regex_parser import Node, PatternError, parse
+from dovetail_grammar.repeats import LONGEST, grouped
 
 ALPHABET = 'ab1-_. \n"'
 TEXTS = ["".join(letters) for length in range(4) for letters in itertools.product(ALPHABET, repeat=length)]
@@ -130,3 +131,18 @@ def test_formats_take_valid_texts_only(name: str) -> None:
     node = whole(parse(FORMATS[name]), search=False)
     assert [text for text in GOOD[name].split() if not fits(node, text)] == []
     assert [text for text in BAD[name].split() if fits(node, text)] == []
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0, 129), (129, 129), (128, 130), (192, 192), (200, None), (0, 300), (1, 191), (0, 9000)]
+)
+def test_grouped_is_the_same_repetition_without_long_ones(bounds: tuple[int, int | None]) -> None:
+    low, high = bounds
+    node = parse(f"{{{low},{'' if high is None else high}}}".join(["x(?:[ab]c)", "y"]))
+    written = grouped(node)
+    counts = [int(n) for n in re.findall(r"\d+", emit(written))]
+    assert max(counts, default=0) <= LONGEST
+    top = 400 if high is None else high + 2
+    for count in {*range(max(low - 2, 0), low + 3), *range(60, 70), *range(120, 131), *range(top - 5, top)}:
+        fits_it = low <= count and (high is None or count <= high)
+        assert fits(written, "x" + "ac" * count + "y") == fits_it, count

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from dovetail.errors import GrammarError
+from dovetail.interfaces.grammar import GrammarContext
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.grammar_cases import context
 from dovetail.types import GrammarKind, GrammarSpec
@@ -58,6 +60,30 @@ def test_a_token_never_spells_half_of_a_surrogate() -> None:
         assert not matcher.accept(wrong)
         assert matcher.accept(right)
         matcher.rollback(3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.REGEX, ".{0,300}"),
+        (GrammarKind.REGEX, "a?[^0-9]{150,}"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "^[^0-9]{0,200}$"}'),
+        (GrammarKind.EBNF, r"root ::= [^\n]{0,300}"),
+    ],
+)
+def test_masks_of_long_repetitions_allow_what_is_accepted(kind: GrammarKind, text: str) -> None:
+    words = [head + tail for head in "abcdefgh" for tail in "abcdefgh"]
+    tails = (b"\n", b"\n\n", b"1", b'"', b"\xc1", b"\xff")
+    tokens = [b"", *(bytes([i]) for i in range(1, 256)), *(w.encode() + tail for w in words for tail in tails)]
+    backend = XGrammarBackend(XGrammarConfig(threads=1), GrammarContext(len(tokens), tuple(tokens), (0,), None))
+    matcher = backend.compile(GrammarSpec(kind, text)).matcher()
+    row = np.zeros((1, -(-len(tokens) // 32)), np.int32)
+    for before in b'"ab' if kind is GrammarKind.JSON_SCHEMA else b"ab":
+        assert matcher.accept(before)
+        matcher.fill_bitmask(row, 0)
+        for token in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[1:].tolist():
+            assert matcher.accept(token), tokens[token]
+            matcher.rollback(1)
 
 
 def test_the_entry_module_is_light() -> None:

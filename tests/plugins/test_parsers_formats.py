@@ -327,7 +327,7 @@ def test_schemas_for_python_literals_that_are_none_are_refused_by_name(keyword: 
     inner = {"properties": {"x": {keyword: given}}}
     for parameters in (inner, {"properties": {"y": {"items": {keyword: given}}}}, {"additionalProperties": inner}):
         tool = Tool("f", {"type": "object", **parameters})
-        with pytest.raises(GrammarError, match="'f' have .*; allowed: ") as error:
+        with pytest.raises(GrammarError, match=r"'f' have .*; allowed: ") as error:
             PYTHONIC.constraint(ToolRequest((tool,), required=True), frozenset(Feature))
         assert error.value.keyword == keyword
 
