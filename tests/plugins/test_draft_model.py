@@ -49,6 +49,7 @@ def llm(small):
 
 class TestDraftModel(DrafterSuite):
     name = "draft_model"
+    engine_settings = None
 
     @pytest.fixture(autouse=True)
     def _engine(self, llm):

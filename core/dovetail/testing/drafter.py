@@ -13,6 +13,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.plugins.specs import ComponentKind
 from dovetail.testing.component import ComponentSuite
+from dovetail.testing.draft_engine import DrafterEngineTests
 from dovetail.testing.policy import snapshot
 from dovetail.types import Batch, DraftTree, IntArray, PageUpdates, Req, SamplingParams
 
@@ -62,7 +63,7 @@ def draft_of(tree: DraftTree | None, row: int) -> list[tuple[int, int]]:
     return list(zip(tree.token_ids[row, :count].tolist(), tree.parents[row, :count].tolist(), strict=True))
 
 
-class DrafterSuite(ComponentSuite):
+class DrafterSuite(DrafterEngineTests, ComponentSuite):
     """``class TestMine(DrafterSuite): name = "mine"`` is a whole test file."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.DRAFTER
