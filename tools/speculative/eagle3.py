@@ -61,7 +61,7 @@ class Eagle3(Chain):
 
     def enter(self, view: View) -> Tensor:
         """Three hidden states made one."""
-        return self.fc(torch.cat([view.states[layer + 1] for layer in self.layers], dim=-1))
+        return self.fc(torch.cat([view.states[layer + 1] for layer in self.layers], dim=-1)).float()
 
     def mix(self, hidden: Tensor, embeds: Tensor) -> Tensor:
         """Embedding and hidden state, each after its norm."""

@@ -64,7 +64,7 @@ class Mtp(Chain):
 
     def mix(self, hidden: Tensor, embeds: Tensor) -> Tensor:
         """One vector of both."""
-        return self.block.eh_proj(torch.cat((self.block.enorm(embeds), self.block.hnorm(hidden)), dim=-1))
+        return self.block.eh_proj(torch.cat((self.block.enorm(embeds), self.block.hnorm(hidden)), dim=-1)).float()
 
     def keys(self, mixed: Tensor, positions: Tensor) -> Keys:
         """Of the one layer."""

@@ -62,6 +62,7 @@ class Settings:
     batch_anchors: int
     rate: float
     draft_vocab: int
+    eagle3_layers: tuple[int, int, int]
     seed: int
     only: tuple[str, ...]
 
@@ -162,7 +163,7 @@ def build(name: str, target: Llama, texts: Texts, settings: Settings) -> Drafter
     )
     spare = 1_000_000 - 2000 - 256 * (3 * 256 + 2 * 512 + 256 + settings.draft_vocab)
     shape = replace(wide, intermediate_size=spare // 768 // 8 * 8)
-    return Eagle3(shape, torch.from_numpy(tokens), (0, 1, 2), target)
+    return Eagle3(shape, torch.from_numpy(tokens), settings.eagle3_layers, target)
 
 
 def train_one(
@@ -213,7 +214,11 @@ def run(settings: Settings) -> dict[str, Any]:
     whole = sum(SHARES[name] for name in names)
     report: dict[str, Any] = {"torch": torch.__version__, "device": settings.device, "documents": len(drawn)}
     for name in names:
-        report[name] = train_one(name, target, texts, replies, settings, left * SHARES[name] / whole)
+        try:
+            report[name] = train_one(name, target, texts, replies, settings, left * SHARES[name] / whole)
+        except RuntimeError as error:  # out of memory, say: the others are worth their time all the same
+            log.exception("%s failed", name)
+            report[name] = {"failed": str(error)}
         (settings.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     log.info("done, %.1f s", time.monotonic() - began)
     return report
@@ -237,6 +242,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--batch-anchors", type=int)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--draft-vocab", type=int, default=1408, help="of eagle3; its MLP gets what is left")
+    parser.add_argument("--eagle3-layers", type=int, nargs=3, default=(0, 1, 2), help="whose outputs eagle3 reads")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", choices=tuple(SHARES), default=())
     args = parser.parse_args(arguments)
@@ -251,7 +257,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         "batch_anchors": 4096 if cuda else 256,
     }
     given = {name: value for name, value in vars(args).items() if value is not None or name not in defaults}
-    return Settings(**{**defaults, **given, "only": tuple(args.only)})
+    return Settings(**{**defaults, **given, "only": tuple(args.only), "eagle3_layers": tuple(args.eagle3_layers)})
 
 
 def main() -> None:
@@ -259,7 +265,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = parse()
     settings.out.mkdir(parents=True, exist_ok=True)
-    run(settings)
+    report = run(settings)
+    failed = [name for name in SHARES if "failed" in report.get(name, {})]
+    if failed:
+        raise SystemExit(f"{', '.join(failed)} failed, see above")
 
 
 if __name__ == "__main__":
