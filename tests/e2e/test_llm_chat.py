@@ -184,6 +184,33 @@ def check(calls: list[dict[str, Any]]) -> None:
         jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
 
 
+@pytest.mark.parametrize(
+    ("messages", "given", "message"),
+    [
+        ("hi", {}, "messages is 'hi'; allowed: a list"),
+        (None, {}, "messages is None"),
+        (PARIS[0], {}, "messages is {"),
+        (["hi"], {}, r"messages is \['hi'\]"),
+        ([{"role": "user", "content": ["x"]}], {}, "has a part 'x'; allowed"),
+        ([{"role": "user", "content": "\ud800"}], {}, "half of a surrogate pair"),
+        (PARIS, {"tools": 5}, "tools is 5"),
+        (PARIS, {"tools": "x"}, "tools is 'x'"),
+        (PARIS, {"tools": {"type": "function"}}, "tools is {"),
+        (PARIS, {"tools": ["x"]}, "tools.0 is 'x'"),
+        (PARIS, {"tools": [MUL], "tool_choice": 5}, "tool_choice"),
+        (PARIS, {"chat_template_kwargs": 5}, "chat_template_kwargs is 5; allowed: a mapping"),
+        (PARIS, {"tools": [function("f", x={"const": "\ud800"})], "tool_choice": "required"}, "half of a surrogate"),
+    ],
+)
+def test_wrong_types_are_refused_and_said(llm: LLM, messages: Any, given: dict[str, Any], message: str):
+    with pytest.raises(RequestError, match=message):
+        llm.chat(messages, GREEDY, **given)
+
+
+def test_no_tools_may_be_none(llm: LLM):
+    assert llm.chat(FRANCE, GREEDY, tools=None).content == llm.chat(FRANCE, GREEDY).content
+
+
 def test_the_page_s_offline_example_works(capsys: pytest.CaptureFixture[str]):
     """docs/tools.md: the blocks below "Offline" run, and print what is shown."""
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")

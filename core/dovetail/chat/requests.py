@@ -67,10 +67,11 @@ class _Asked(BaseModel):
     tool_choice: ToolChoice | None = None
 
 
-def read_tools(tools: Sequence[Mapping[str, Any]], choice: object) -> tuple[list[ToolSpec], ToolChoice | None]:
+def read_tools(tools: Sequence[Mapping[str, Any]] | None, choice: object) -> tuple[list[ToolSpec], ToolChoice | None]:
     """``tools`` and ``tool_choice`` as OpenAI's API has them. Raises ``RequestError``."""
     try:
-        asked = _Asked.model_validate({"tools": list(tools), "tool_choice": choice})
+        given = list(tools) if isinstance(tools, tuple) else tools or []
+        asked = _Asked.model_validate({"tools": given, "tool_choice": choice})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -132,11 +133,11 @@ def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
     return content or ""
 
 
-def _part(part: dict[str, Any], index: int) -> str:
-    if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        given = part.get("type")
+def _part(part: object, index: int) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        given = f"of type {part.get('type')!r:.80}" if isinstance(part, Mapping) else repr(part)[:80]
         raise RequestError(
-            f"messages.{index}.content has a part of type {given!r}; allowed: {{'type': 'text', 'text': '...'}}",
+            f"messages.{index}.content has a part {given}; allowed: {{'type': 'text', 'text': '...'}}",
             param="messages",
         )
     return part["text"]

@@ -96,9 +96,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. ``add_special_tokens`` lets the tokenizer add its own (a BOS, say); text that spells
-        a special token becomes that token. Releases the GIL for most of its time."""
-        # of the backend's calls, only those for batches release the GIL
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        a special token becomes that token. Releases the GIL for most of its time. Raises ``RequestError`` for text that
+        UTF-8 cannot hold."""
+        try:  # of the backend's calls, only those for batches release the GIL
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            raise _unwritable(text) from None
         return self._prepend + ids if add_special_tokens else ids
 
     def surely_exceeds(self, text: str, limit: int) -> bool:
@@ -199,3 +202,10 @@ def _model_eos(directory: Path) -> list[int]:
         eos = _optional_json(directory, name).get("eos_token_id")
         ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
     return ids
+
+
+def _unwritable(text: str) -> RequestError:
+    at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
+    return RequestError(
+        f"the text has half of a surrogate pair, {text[at]!r}, at character {at}: it cannot be written in UTF-8"
+    )

@@ -1,0 +1,6 @@
+"""Offline use: the engine in this process."""
+
+from dovetail.llm.engine import LLM
+from dovetail.llm.runs import ChatOutput, Output
+
+__all__ = ["LLM", "ChatOutput", "Output"]

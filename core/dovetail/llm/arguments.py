@@ -1,0 +1,74 @@
+"""What callers give, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from dovetail.errors import ConfigError, RequestError
+from dovetail.types import SamplingParams
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+def with_path(section: object, path: str) -> dict[str, Any]:
+    """The ``model`` section with the path that was given by position. Raises ``ConfigError``."""
+    if not isinstance(section, dict) or "path" in section:
+        raise ConfigError(f"the model is given twice, as {path!r} and as model={section!r}; keep one")
+    return {**section, "path": path}
+
+
+def prompt_list(prompts: object) -> list[Prompt]:
+    """One prompt or several as a list. Raises ``RequestError``."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; allowed: text, a list of token ids, or a list of those",
+            param="prompts",
+        )
+    single = len(prompts) > 0 and isinstance(prompts[0], Integral)
+    return [list(prompts)] if single else list(prompts)
+
+
+def token_ids_of(prompt: object) -> list[int]:
+    """A prompt of token ids, as a list of its own. Raises ``RequestError``."""
+    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # the usual case, many times faster than the rest
+        return prompt.copy()
+    if not isinstance(prompt, Sequence) or not all(isinstance(t, Integral) for t in prompt):
+        raise RequestError(
+            f"a prompt is {prompt!r:.80}; allowed: text, or a list of token ids (integers)", param="prompts"
+        )
+    return [int(token) for token in prompt]
+
+
+def params_of_each(params: object, count: int) -> list[SamplingParams]:
+    """Sampling params of ``count`` prompts. Raises ``RequestError``."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(f"params is {params!r:.80}; allowed: one SamplingParams, or a list of them", param="params")
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params for {count} prompts; give one, or one each", param="params")
+    return list(params)
+
+
+def checked_messages(messages: object) -> list[Mapping[str, Any]]:
+    """The messages of a chat. Raises ``RequestError``."""
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise RequestError(
+            f"messages is {messages!r:.80}; allowed: a list of {{'role': 'user', 'content': '...'}}", param="messages"
+        )
+    return list(messages)
+
+
+def checked_variables(variables: object) -> Mapping[str, Any]:
+    """Further variables of a chat template. Raises ``RequestError``."""
+    if not isinstance(variables, Mapping):
+        raise RequestError(
+            f"chat_template_kwargs is {variables!r:.80}; allowed: a mapping of names to values",
+            param="chat_template_kwargs",
+        )
+    return variables

@@ -1,0 +1,231 @@
+"""Offline use: the engine in this process, driven by whoever calls ``generate``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.chat.parsing import OutputParsers, load_parsers
+from dovetail.chat.requests import calls_wanted, plain_message, read_tools, shown_tools
+from dovetail.config import dump
+from dovetail.errors import EngineError, RequestError
+from dovetail.llm.arguments import (
+    Prompt,
+    checked_messages,
+    checked_variables,
+    params_of_each,
+    prompt_list,
+    token_ids_of,
+    with_path,
+)
+from dovetail.llm.interrupts import Held
+from dovetail.llm.runs import ChatOutput, Output, Run, chat_output
+from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
+from dovetail.ops.random import derive_seed
+from dovetail.plugins.candidates import call_hook
+from dovetail.plugins.machine import Machine
+from dovetail.plugins.resolver import resolve
+from dovetail.plugins.setup import setup
+from dovetail.tokenizer import Tokenizer, load_tokenizer
+from dovetail.types import SamplingParams
+
+if TYPE_CHECKING:
+    from dovetail.config import Config
+
+
+class LLM:
+    """A model, ready to generate. Has a ``Loop``; is not one.
+
+    ``LLM("tiny", attention="torch_native", scheduler={"chunk_size": 256})``: the first argument is ``model.path`` or a
+    whole ``Config``; keywords are sections of the config tree, as they would stand in a file; ``config_file`` is such a
+    file. Raises ``ConfigError`` and ``PluginError`` as the server would. Not thread-safe.
+
+    Ctrl-C takes effect between two steps: the requests of the call it interrupts are aborted, the object can be used on.
+    A second Ctrl-C does not wait; where it leaves the books in doubt, every later call raises ``EngineDeadError``.
+    """
+
+    def __init__(
+        self, model: str | Config | None = None, /, *, config_file: str | Path | None = None, **sections: Any
+    ) -> None:
+        from dovetail.loop import Loop
+
+        if isinstance(model, str):
+            sections["model"] = with_path(sections.get("model", {}), model)
+        elif model is not None:
+            sections = {**dump(model), **sections}
+        files = [Path(config_file)] if config_file else []
+        config, registry = setup(files, env=os.environ, arguments=sections)
+        self._config, self._registry = config, registry
+        self.resolved = resolve(config, registry, Machine.detect(config.device))
+        has_tokenizer = config.model.tokenizer or (self.resolved.model_dir / "tokenizer.json").is_file()
+        self.tokenizer = load_tokenizer(config) if has_tokenizer else None
+        self.loop = Loop(self.resolved, self.tokenizer)
+        call_hook(self.resolved.hooks, "on_engine_start", info=self.loop.info)
+        self._ids = itertools.count()
+        self._runs: dict[str, Run] = {}
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Generate for each prompt (text, or token ids); with ``n > 1`` the outputs of a prompt follow one another.
+
+        ``params`` is one for all or one each. Raises ``RequestError`` if any request is refused, before or while the
+        others run (they are aborted), and ``EngineError`` if its step failed.
+        """
+        many = prompt_list(prompts)
+        runs = [
+            run
+            for prompt, p in zip(many, params_of_each(params, len(many)), strict=True)
+            for run in self._make(prompt, p)
+        ]
+        with Held() as held:
+            for _ in self._drive(runs, held):
+                pass
+        return [run.output for run in runs]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Streams
+        may be read in turns, and ``generate`` called between: all of them share the engine's steps."""
+        params = params_of_each(params, 1)[0]
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a stream has one output", param="n")
+        self._need_tokenizer()
+        return self._stream(self._make(prompt, params))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        separate_reasoning: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatOutput:
+        """Answer a conversation, written out by the model's chat template: constrained and read as /v1/chat/completions
+        does it, with fields of the same names. Raises ``RequestError``, as ``generate`` does."""
+        params = params_of_each(params, 1)[0]
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a chat has one output", param="n")
+        specs, choice = read_tools(tools, tool_choice)
+        wanted = calls_wanted(specs, choice, parallel_tool_calls)
+        shown = shown_tools(specs) if wanted is not None else []
+        prompt = self._chat_prompt(messages, shown, {} if chat_template_kwargs is None else chat_template_kwargs)
+        plan = self._parsers.plan(params, prompt, wanted, separate_reasoning)
+        reader = plan.reader()
+        (run,) = self._make(self._encoded(prompt), plan.params)
+        run.output, run.reader = ChatOutput(run.output.prompt_ids), reader
+        with Held() as held:
+            for _ in self._drive([run], held):
+                pass
+        return chat_output(run)
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[str]:
+        """Answer a conversation, yielding the model's text as it becomes final, marks of reasoning included."""
+        return self.stream(self._encoded(self._chat_prompt(messages, [], {})), params)
+
+    def close(self) -> None:
+        """Free the engine's workers; the object must not be used again."""
+        if self.loop.dead is None:
+            call_hook(self.resolved.hooks, "on_engine_stop")
+        self.loop.close()
+
+    @cached_property
+    def _parsers(self) -> OutputParsers:
+        return load_parsers(self.loop.info, self._config, self._need_tokenizer(), self._registry)
+
+    def _chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+    ) -> str:
+        plain = [plain_message(message, i) for i, message in enumerate(checked_messages(messages))]
+        return self._need_tokenizer().apply_chat_template(plain, tools or None, True, checked_variables(extra))
+
+    def _encoded(self, prompt: str) -> list[int]:
+        return self._need_tokenizer().encode(prompt, add_special_tokens=False)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this model was loaded without a tokenizer; give token ids, not text")
+        return self.tokenizer
+
+    def _make(self, prompt: Prompt, params: SamplingParams) -> list[Run]:
+        """One run for each of the prompt's outputs. Nothing is sent to the engine yet."""
+        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        msgs = [GenerateMsg(str(next(self._ids)), ids, params, derive_seed(seed, i)) for i in range(params.n)]
+        return [Run(msg, self.tokenizer) for msg in msgs]
+
+    def _stream(self, runs: list[Run]) -> Iterator[str]:
+        """Drive ``runs``; what the reader does between two pieces of text may be interrupted at any time."""
+        held = Held()
+        pieces = self._drive(runs, held)
+        try:
+            while True:
+                with held:
+                    text = next(pieces, None)
+                if text is None:
+                    return
+                yield text
+        finally:
+            with held:
+                pieces.close()
+
+    def _drive(self, runs: list[Run], held: Held) -> Generator[str, None, None]:
+        """Step until all runs have ended, yielding the text of the first as it comes. Raises what ended one of them."""
+        pending, num_open, ended = deque(runs), len(runs), list[Run]()
+        try:
+            while num_open:
+                if not ended:
+                    self._submit(pending, ended)
+                    self._step()
+                    held.release()
+                for run in ended:
+                    if run.error is not None:
+                        raise run.error
+                num_open -= len(ended)
+                ended.clear()
+                if text := runs[0].take_fresh():
+                    yield text
+        finally:
+            self._abandon(runs)
+
+    def _submit(self, pending: deque[Run], ended: list[Run]) -> None:
+        """Send runs to the engine, as many as may wait there."""
+        scheduler = self.loop.scheduler
+        while pending and len(scheduler.waiting) < scheduler.limits.max_waiting:
+            run = pending.popleft()
+            self._runs[run.msg.rid] = run
+            run.ended = ended
+            self.loop.handle(run.msg)
+
+    def _step(self) -> None:
+        """One step of the engine; its answers go to their runs, whoever called."""
+        answers = self.loop.step()
+        if not answers and not self.loop.has_work:
+            raise EngineError("an interrupt has taken the last step's answers with it; call again")
+        for answer in answers:
+            if isinstance(answer, TokenOutput | RequestFailed) and (run := self._runs.get(answer.rid)) is not None:
+                run.take(answer)
+                if run.error is not None or run.output.finish is not None:
+                    del self._runs[answer.rid]
+                    if run.stopped:
+                        self.loop.handle(AbortMsg(answer.rid))
+                    run.ended.append(run)
+
+    def _abandon(self, runs: list[Run]) -> None:
+        """Abort those of ``runs`` that have not ended."""
+        unfinished = [rid for run in runs if self._runs.pop(rid := run.msg.rid, None) is not None]
+        if self.loop.dead is not None:
+            return
+        for rid in unfinished:
+            self.loop.handle(AbortMsg(rid))
+        aborted = unfinished or any(run.stopped for run in runs)
+        while aborted and not self._runs and self.loop.has_work:
+            self.loop.step()
