@@ -1,0 +1,113 @@
+"""Speculative decoding by method and workload: how many drafts are accepted, and what that does to the speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dovetail.llm import LLM, Output
+from dovetail.types import Acceptance, SamplingParams
+
+if TYPE_CHECKING:
+    from dovetail.bench.workloads import Prompt
+    from dovetail.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class SpecRow:
+    """One method on one workload.
+
+    ``acceptance_length`` is the number of tokens that a request got of a step with drafts, ``tokens_per_step`` of any decode
+    step; ``acceptance_rate`` the accepted share of the drafts. ``draft_share`` is the part of the time that was spent in the
+    drafter. ``same_outputs`` are the prompts whose outputs are those of the first method, whose ``speedup`` is 1.
+    """
+
+    method: str
+    workload: str
+    prompts: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    speedup: float
+    acceptance_length: float
+    acceptance_rate: float
+    tokens_per_step: float
+    drafted: int
+    accepted: int
+    draft_share: float
+    drafter_errors: int
+    same_outputs: int
+
+
+def measure_methods(
+    configs: Mapping[str, Config],
+    workloads: Mapping[str, Sequence[Prompt]],
+    params: SamplingParams,
+    batch: int,
+    rounds: int = 1,
+) -> Iterator[SpecRow]:
+    """Every method in turn, each in an engine of its own with its config; ``batch`` prompts at a time. Of several rounds over
+    the same prompts the fastest counts: drafters that learn have met the outputs by then."""
+    first: dict[str, tuple[list[Output], float]] = {}
+    for method, config in configs.items():
+        llm = LLM(config)
+        try:
+            for workload, prompts in workloads.items():
+                texts = [_encoded(llm, prompt) for prompt in prompts]
+                llm.generate(texts[:1], params)  # kernels are compiled, caches of the machine are warm
+                runs = [_run(llm, method, workload, texts, params, batch) for _ in range(rounds)]
+                outputs, row = max(runs, key=lambda run: run[1].tokens_per_second)
+                reference, speed = first.setdefault(workload, (outputs, row.tokens_per_second))
+                yield _compared(row, outputs, reference, speed)
+        finally:
+            llm.close()
+
+
+def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None, "LLM.generate has refused texts"
+    if not prompt.messages:
+        return tokenizer.encode(prompt.text)
+    text = tokenizer.apply_chat_template(prompt.messages, prompt.tools or None)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _run(
+    llm: LLM, method: str, workload: str, texts: Sequence[list[int]], params: SamplingParams, batch: int
+) -> tuple[list[Output], SpecRow]:
+    before, start, outputs = llm.loop.stats(), time.perf_counter(), list[Output]()
+    for at in range(0, len(texts), batch):
+        outputs += llm.generate(texts[at : at + batch], params)
+    seconds, after = time.perf_counter() - start, llm.loop.stats()
+    acceptance = Acceptance(
+        after.drafted_tokens - before.drafted_tokens,
+        after.accepted_tokens - before.accepted_tokens,
+        after.verify_steps - before.verify_steps,
+    )
+    tokens = sum(len(output.token_ids) for output in outputs)
+    decoded = tokens - len(outputs)  # the first token of each comes of its prompt
+    row = SpecRow(
+        method=method,
+        workload=workload,
+        prompts=len(texts),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        speedup=1.0,
+        acceptance_length=acceptance.length,
+        acceptance_rate=acceptance.rate,
+        tokens_per_step=decoded / max(decoded - acceptance.accepted, 1),
+        drafted=acceptance.drafted,
+        accepted=acceptance.accepted,
+        draft_share=(after.draft_seconds - before.draft_seconds) / seconds,
+        drafter_errors=after.drafter_errors - before.drafter_errors,
+        same_outputs=0,
+    )
+    return outputs, row
+
+
+def _compared(row: SpecRow, outputs: Sequence[Output], reference: Sequence[Output], speed: float) -> SpecRow:
+    same = sum(a.token_ids == b.token_ids for a, b in zip(outputs, reference, strict=True))
+    return replace(row, same_outputs=same, speedup=row.tokens_per_second / speed)

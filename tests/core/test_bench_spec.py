@@ -1,0 +1,87 @@
+"""``dovetail bench spec`` on the embedded model, and its prompts.
+
+Run: python -m pytest -q tests/core/test_bench_spec.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dovetail.bench.workloads import WORKLOADS, make_prompts, read_prompts
+from dovetail.cli import main
+from dovetail.errors import ConfigError
+
+
+@pytest.fixture
+def bench(capsys, monkeypatch):
+    """Run ``dovetail bench spec ...``; returns (exit status, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*words):
+        status = 0
+        try:
+            main(["bench", "spec", "--set", "threads=1", "--set", "device=cpu", *words])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_rows_of_two_methods(bench):
+    status, out, _ = bench("--workloads", "copy,tools", "--count", "4", "--batch", "2", "--json", "-n", "40")
+    assert status == 0
+    rows = json.loads(out)
+    assert [(r["method"], r["workload"]) for r in rows] == [
+        (m, w) for m in ("none", "ngram") for w in ("copy", "tools")
+    ]
+    for plain, drafted in zip(rows[:2], rows[2:], strict=True):
+        assert (plain["drafted"], plain["acceptance_length"], plain["tokens_per_step"]) == (0, 1.0, 1.0)
+        assert plain["speedup"] == 1.0
+        assert drafted["tokens"] == plain["tokens"] > 40
+        assert drafted["same_outputs"] == plain["same_outputs"] == drafted["prompts"] == 4
+        assert 0 < drafted["accepted"] <= drafted["drafted"]
+        assert drafted["acceptance_rate"] == pytest.approx(drafted["accepted"] / drafted["drafted"])
+        assert drafted["acceptance_length"] > 2
+        assert drafted["tokens_per_step"] > 1.5
+        assert 0 < drafted["draft_share"] < 1
+        assert drafted["tokens_per_second"] == pytest.approx(drafted["tokens"] / drafted["seconds"])
+        assert drafted["speedup"] == pytest.approx(drafted["tokens_per_second"] / plain["tokens_per_second"])
+        assert drafted["drafter_errors"] == 0
+
+
+def test_a_table_of_a_file_with_settings_of_the_drafter(bench, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('"One two three"\n\n{"prompt": "One two"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    assert [bool(p.messages) for p in read_prompts(file)] == [False, False, True]
+    sets = ("--set", "speculative={kind: ngram, shared: 0, num_draft_tokens: 2}")
+    status, out, _ = bench("--prompts", str(file), "--methods", "none, ngram", "-n", "30", "--rounds", "2", *sets)
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[:2] for line in lines if line and line[-1] == "3/3"] == [["none", "mine"], ["ngram", "mine"]]
+
+
+def test_mistakes_are_named(bench, tmp_path):
+    for words, text in (
+        (("--workloads", "facts,poems"), "workload 'poems' is unknown; there are facts, arithmetic"),
+        (("--methods", "none,telepathy"), "telepathy"),
+        (("--prompts", str(tmp_path / "absent")), "cannot be read"),
+    ):
+        status, _, err = bench(*words)
+        assert (status, text in err) == (2, True), err
+    for line, text in (("[1]", "line 2 is"), ("{", "line 2 is not JSON"), ('{"text": 1}', "allowed: a string")):
+        (tmp_path / "bad.jsonl").write_text(f'"fine"\n{line}\n')
+        with pytest.raises(ConfigError, match=text):
+            read_prompts(tmp_path / "bad.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="has no prompts"):
+        read_prompts(tmp_path / "empty.jsonl")
+
+
+def test_prompts_repeat_for_a_seed_and_differ_between_seeds():
+    for name in WORKLOADS:
+        assert make_prompts(name, 12, 0) == make_prompts(name, 12, 0) != make_prompts(name, 12, 1)
+        assert len({str(prompt.messages) for prompt in make_prompts(name, 12, 0)}) > 5
