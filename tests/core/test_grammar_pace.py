@@ -21,8 +21,9 @@ from dovetail.scheduler.grammar_choice import GrammarEngine
 from dovetail.scheduler.grammar_compilers import ThreadCompiler
 from dovetail.scheduler.grammar_pace import Meter, MeteredMatcher, Pace
 from dovetail.scheduler.grammar_probe import STEPS, Probe
+from dovetail.scheduler.stopping import finish_reason
 from dovetail.testing.batches import make_batch
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.types import FinishKind, GrammarKind, GrammarSpec
 
 SPEC = GrammarSpec(GrammarKind.REGEX, "slow")
 VOCAB = 70
@@ -242,3 +243,28 @@ def test_what_a_backend_gives_up_on_in_a_probe_is_refused_and_what_breaks_is_not
         try_out(GrammarError("too many items"))
     assert caught.value.keyword == "size", "another backend may have it"
     try_out(KeyError("a defect"))
+
+
+class Unsound(Slow):
+    """Refuses the eleventh token, whatever its mask says."""
+
+    def accept(self, token_id):
+        return self.length != 10 and super().accept(token_id)
+
+
+def test_masks_that_allow_what_is_refused_are_left_to_another_backend():
+    compiled = Compiled()
+    compiled.matcher = Unsound
+    with pytest.raises(GrammarError, match=r"fake gives up on .*: its mask allows token \d+, which it then") as caught:
+        Bytes(Pace()).try_out(compiled, SPEC, "fake")
+    assert caught.value.keyword == "masks"
+
+
+def test_a_request_whose_token_is_refused_is_told_whose_defect_that_is():
+    matcher = Unsound()
+    matcher.length = 10
+    req = SimpleNamespace(error=None, matcher=matcher, grammar_backend="fake")
+    finish = finish_reason(req, 7, frozenset({EOS}))
+    assert finish.kind is FinishKind.ERROR
+    assert "grammar backend fake refuses token 7" in finish.message
+    assert "another grammar_backend" in finish.message

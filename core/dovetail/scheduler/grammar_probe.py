@@ -43,8 +43,8 @@ class Probe:
         return np.packbits(flags, bitorder="little").view(np.int32)
 
     def try_out(self, grammar: CompiledGrammar, spec: GrammarSpec, backend: str) -> None:
-        """Raises ``GrammarError`` where masks take longer than the pace allows, or the backend gives up. In bounded time: it goes no further once
-        it has taken four times what a matcher may be ahead."""
+        """Raises ``GrammarError`` where masks take longer than the pace allows, or allow what is not accepted, or the backend
+        gives up. In bounded time: it goes no further once it has taken four times what a matcher may be ahead."""
         found: list[GrammarError] = []
         source = random.Random(spec.text)
         end = time.perf_counter() + 4 * self._pace.ahead
@@ -56,7 +56,7 @@ class Probe:
                 if found:
                     raise
                 text = f"grammar backend {backend} gives up on texts of this {spec.kind}: {error}"
-                raise GrammarError(text, param=spec.kind, keyword="size") from error
+                raise GrammarError(text, param=spec.kind, keyword=error.keyword or "size") from error
             except Exception:
                 log.exception("grammar backend %s failed in a text of a %s", backend, spec.kind)
                 return  # a request whose text comes there ends; others may not come there
@@ -67,7 +67,11 @@ class Probe:
                 return
             matcher.fill_bitmask(self._row, 0)
             token = self._token(source, short=short)
-            if token is None or not matcher.accept(token) or matcher.is_terminated:
+            if token is None:
+                return
+            if not matcher.accept(token):
+                raise GrammarError(f"its mask allows token {token}, which it then refuses", keyword="masks")
+            if matcher.is_terminated:
                 return
 
     def _token(self, source: random.Random, *, short: bool) -> int | None:

@@ -20,7 +20,7 @@ def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> Fin
     if req.error is not None:
         return FinishReason(FinishKind.ERROR, message=req.error)
     if req.matcher is not None and not req.matcher.accept(token_id):
-        return FinishReason(FinishKind.ERROR, message=f"token {token_id} violates the request's grammar")
+        return FinishReason(FinishKind.ERROR, message=_unmasked(req, token_id))
     return end_of(req, token_id, eos_token_ids)
 
 
@@ -38,3 +38,10 @@ def end_of(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReas
         if req.detokenizer.matched is not None:
             return FinishReason(FinishKind.STOP, req.detokenizer.matched)
     return _LENGTH if req.known_len >= len(req.token_ids) else None
+
+
+def _unmasked(req: Req, token_id: int) -> str:
+    return (
+        f"grammar backend {req.grammar_backend} refuses token {token_id}, which its mask did not forbid: a defect of the "
+        "backend. Try again, or another grammar_backend"
+    )
