@@ -28,7 +28,7 @@ class NgramConfig(PluginConfig):
     shared: int = Field(
         default=65536,
         ge=0,
-        description="Tokens of recent outputs that are remembered for later requests of the same namespace (adapter, tenant). About 0.8 kB each. 0: none.",
+        description="Tokens of recent outputs that are remembered for later requests of the same namespace (adapter, tenant). About 0.5 kB each. 0: none.",
     )
     share_prompts: bool = Field(default=False, description="Prompts are remembered for later requests too.")
 
