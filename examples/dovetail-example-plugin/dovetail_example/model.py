@@ -82,5 +82,7 @@ class ExampleModel(Layer, ModelArchitecture):
         return targets
 
     def ignored_weights(self) -> Iterable[str]:
-        """See ``ModelArchitecture``."""
-        return [r"lm_head\.weight"] if self.info.config.tied else []
+        """See ``ModelArchitecture``. A layer behind the last predicts further tokens, for drafters."""
+        yield rf"model\.layers\.{self.info.num_layers}\..*"
+        if self.info.config.tied:
+            yield r"lm_head\.weight"
