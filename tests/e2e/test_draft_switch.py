@@ -1,6 +1,6 @@
 """Drafts are asked for per request and while they pay; no text depends on either.
 
-    .venv/bin/python -m pytest -q tests/e2e/test_draft_switch.py
+.venv/bin/python -m pytest -q tests/e2e/test_draft_switch.py
 """
 
 import pytest
