@@ -51,6 +51,35 @@ def test_switching_in_the_middle_of_texts_changes_none(plain, overlap, monkeypat
     llm.loop.scheduler.check_integrity()
 
 
+def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(plain, monkeypatch):
+    """A step launched before their end was read is the first that the drafter sees again, after it has forgotten them."""
+    llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"overlap": True})
+    drafter, asked, gone, late = llm.loop.drafter, [], set(), []
+    observe, forget = drafter.observe, drafter.forget
+
+    def one_in_four(rows):
+        asked.append(rows)
+        return len(asked) % 4 == 0
+
+    def watch(batch, output):
+        late.extend(gone.intersection(req.uid for req in batch.reqs))
+        observe(batch, output)
+
+    def note(req):
+        gone.add(req.uid)
+        forget(req)
+
+    monkeypatch.setattr(llm.loop._pace, "drafts", one_in_four)
+    monkeypatch.setattr(drafter, "observe", watch)
+    monkeypatch.setattr(drafter, "forget", note)
+    for _ in range(4):
+        stops = {"temperature": 2.0, "stop": ("9", "a")}
+        assert ask(llm, 12, **stops) == ask(plain, 12, **stops)
+    assert late
+    assert not drafter._states
+    assert not drafter._shared._running
+
+
 def test_a_request_may_decline_drafts(plain):
     llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"draft": "always"})
     assert ask(llm, speculative=False) == ask(plain)

@@ -111,8 +111,9 @@ class Drafter(ABC):
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
         """Called after the commit of a step in which drafts may be asked for, with what was accepted; for drafters that learn
-        or keep state. ``req.known_len`` has moved on; a request that has ended (``req.finish``) may be among them: its pages
-        are still its own. Steps that run without asking (because drafts do not pay at that load) are not observed: tokens of a
+        or keep state. ``req.known_len`` has moved on; a request that has ended (``req.finish``) may be among them: nobody else
+        has its pages yet. It may have been forgotten before, if the step was launched before its end was read: keep no state
+        of it then. Steps that run without asking (because drafts do not pay at that load) are not observed: tokens of a
         request can be missing between one call and the next."""
         return
 

@@ -82,8 +82,8 @@ class NgramDrafter(Drafter):
                 place, token, key, start = state.guess
                 state.doubts.settle(key, start, req.token_ids[place] == token)
                 state.guess = None
-            if self._shared is not None and req.params.speculative:
-                self._shared.follow(req)
+            if self._shared is not None and req.params.speculative and req.finish is None:
+                self._shared.follow(req)  # one that has ended is closed by ``forget``, or has been
 
     def forget(self, req: Req) -> None:
         """Drop the request's state, and learn the rest of what it has said."""
