@@ -14,10 +14,6 @@ from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
 from gpubench.plan import Ids, Job, Measure
 from gpubench.subject import TEMPERATURE, Subject
 
-LEAST_SECONDS = 5.0
-FIELDS = 100
-"""Members of the schema, each with a pattern of its own: some seconds for engines that make their masks ahead."""
-
 
 @dataclass
 class Window:
@@ -32,22 +28,22 @@ class Window:
         return float(np.percentile(self.gaps, rank))
 
 
-def schema(number: int) -> GrammarSpec:
-    """A slow schema that no other number shares."""
-    patterns = {f"field_{i}_{number}": f"^[a-z]{{1,{20 + i % 7}}}-[0-9]{{2,{5 + i % 5}}}$" for i in range(FIELDS)}
-    members = {name: {"type": "string", "pattern": pattern} for name, pattern in patterns.items()}
-    text = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
+def schema(number: int, members: int) -> GrammarSpec:
+    """A schema that no other number shares; every member has a pattern of its own, which is slow where masks are made ahead."""
+    patterns = {f"field_{i}_{number}": f"^[a-z]{{1,{20 + i % 7}}}-[0-9]{{2,{5 + i % 5}}}$" for i in range(members)}
+    properties = {name: {"type": "string", "pattern": pattern} for name, pattern in patterns.items()}
+    text = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(text))
 
 
 def compiling(subject: Subject, job: Job, batch: int) -> list[Measure]:
     """99th percentile of the time between tokens while a grammar compiles, over that of windows as long without one, in turns."""
-    sizes = job.sizes
+    sizes, (members, least) = job.sizes, job.sizes.compile
     prompts = sizes.prompts(f"compiling {batch}", [sizes.decode_prompt] * batch)
     alone, beside = Window(), Window()
-    watch(subject, prompts, schema(-1), Window(), 0.0)  # workers have started
+    watch(subject, prompts, schema(-1, members), Window(), 0.0)  # workers have started
     for number in range(job.repeats + 1):
-        seconds = watch(subject, prompts, schema(number), beside, LEAST_SECONDS)
+        seconds = watch(subject, prompts, schema(number, members), beside, least)
         watch(subject, prompts, None, alone, seconds)
     facts = {
         f"{name}_p{rank}_ms": window.percentile(rank)

@@ -32,6 +32,7 @@ class Sizes:
     chat: tuple[int, int, int, int, int] = (32, 6, 1024, 64, 96)  # conversations, turns, system, user, out
     http: tuple[int, int, int] = (64, 512, 128)  # streams, in, out
     json_batches: tuple[int, ...] = (1, 64)
+    compile: tuple[int, float] = (100, 5.0)  # members of the schema, the least seconds of a window
     breakdown_batches: tuple[int, ...] = (1, 64, 256)
     breakdown_steps: int = 20
 
@@ -59,6 +60,7 @@ SIZES = {
         chat=(2, 2, 32, 8, 4),
         http=(4, 40, 8),
         json_batches=(1, 4),
+        compile=(4, 0.2),
         breakdown_batches=(1, 4),
         breakdown_steps=4,
     ),

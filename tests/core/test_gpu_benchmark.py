@@ -47,7 +47,18 @@ def test_the_whole_of_it_runs_on_a_cpu(tmp_path: Path):
     assert found["failed"] == {}
     assert found["left_out"] == []
     rows = {(row["row"], row["case"]): row for row in found["rows"]}
-    assert {row for row, _ in rows} == {"decode", "prefill", "mixed", "indep", "gsp", "chat", "startup", "http", "json"}
+    assert {row for row, _ in rows} == {
+        "decode",
+        "prefill",
+        "mixed",
+        "indep",
+        "gsp",
+        "chat",
+        "startup",
+        "http",
+        "json",
+        "compile",
+    }
     # a decode row is the difference of two short times: on a busy machine it can come out below zero
     assert all(row["value"] > 0 for (name, _), row in rows.items() if name not in ("decode", "http", "json"))
     assert rows["gsp", "hit"]["value"] == 4 * 48 / (6 * 56)  # each group computes its prefix once

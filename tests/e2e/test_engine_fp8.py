@@ -24,7 +24,9 @@ PROMPTS = [*runs.prompts_of([5, 90, 33], shared=40), *runs.prompts_of([1, 17, 64
 
 
 def make_llm(kv_dtype, **sections):
-    return runs.make_llm("tiny", memory={"kv_dtype": kv_dtype}, scheduler={"chunk_size": 48}, **sections)
+    return runs.make_llm(
+        "tiny", memory={"kv_dtype": kv_dtype}, scheduler={"chunk_size": 48, "draft": "always"}, **sections
+    )
 
 
 @pytest.fixture
