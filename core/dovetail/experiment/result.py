@@ -1,0 +1,249 @@
+"""A finished experiment as it is written to disk, shown in the terminal and on the page. Data only: no numpy, no torch."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dovetail.errors import ConfigError
+
+SCHEMA_VERSION = 1
+
+Verdict = Literal["faster", "slower", "equivalent", "inconclusive"]
+"""What is said of B, compared with A. For a rate ``faster`` means higher, for a time lower."""
+
+Better = Literal["lower", "higher"]
+
+
+class Record(BaseModel):
+    """What is stored never changes, and has no field that this version does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Arm(Record):
+    """One of the two configs. ``given`` are the settings it was asked for (``attention=triton``, or its file); ``config`` the
+    resolved tree; ``explain`` the text of ``dovetail explain`` for it."""
+
+    name: str
+    given: tuple[str, ...] = ()
+    config: dict[str, Any]
+    config_hash: str
+    explain: str = ""
+
+
+class Difference(Record):
+    """A key whose resolved values differ, as text. ``intended`` if the user asked for it, else it moved along."""
+
+    key: str
+    a: str
+    b: str
+    intended: bool = True
+
+
+class WorkloadSummary(Record):
+    """What both arms were asked, in every run the same. Token counts are means over the requests."""
+
+    name: str
+    description: str = ""
+    requests: int
+    clusters: int
+    prompt_tokens: float
+    output_tokens: float
+    arrivals: str = ""
+    seed: int | None = None
+    content_hash: str
+
+
+class Divergence(Record):
+    """Where the outputs of one request part. ``margin`` is the difference of the two tokens' log-probabilities in A, in nats;
+    ``near_tie`` if that is within what A/A shows."""
+
+    call: str
+    position: int
+    a_text: str
+    b_text: str
+    margin: float | None = None
+    near_tie: bool
+
+
+class Gate(Record):
+    """Do both arms say the same? ``skipped`` must give its reason; a failed gate means that no speed was measured.
+
+    ``identical`` of ``compared`` requests have the same greedy tokens; of the others ``near_ties`` part where the two best
+    tokens are as close as noise, ``real`` elsewhere. ``aa_identical`` is the same for A against itself. ``kl_*`` (nats per token)
+    and ``top1`` (share) are teacher-forced on A's outputs. ``grammar_valid_*`` are (valid, constrained) counts.
+    """
+
+    outcome: Literal["passed", "failed", "skipped"]
+    reason: str
+    compared: int = 0
+    identical: int = 0
+    near_ties: int = 0
+    real: int = 0
+    aa_identical: int | None = None
+    kl_mean: float | None = None
+    kl_max: float | None = None
+    top1: float | None = None
+    grammar_valid_a: tuple[int, int] | None = None
+    grammar_valid_b: tuple[int, int] | None = None
+    divergences: tuple[Divergence, ...] = ()
+
+
+class Comparison(Record):
+    """One metric: B divided by A. ``experiment.stats.compare`` makes it.
+
+    ``a`` and ``b`` are geometric means over the blocks, in ``unit``. ``low`` and ``high`` bound the ratio with the experiment's
+    confidence; None where so few blocks give no bound. ``p`` is for "no difference", ``p_adjusted`` corrected over the metrics
+    (Holm); both stay valid under peeking where the experiment peeked. ``blocks_needed`` is for inconclusive metrics: about how
+    many blocks in all would settle it; None if no number of blocks would (the requests differ too much: more requests would).
+    ``noise_floor`` is the smallest relative difference that so many blocks tell from noise, by runs of the same arm.
+    """
+
+    metric: str
+    label: str
+    unit: str
+    better: Better
+    a: float | None
+    b: float | None
+    ratio: float | None
+    low: float | None
+    high: float | None
+    p: float
+    p_adjusted: float
+    verdict: Verdict
+    blocks: int
+    blocks_needed: int | None = None
+    noise_floor: float | None = None
+    note: str = ""
+
+
+class SideBySide(Record):
+    """A number of each arm that is reported, not tested: memory, start-up time, acceptance length, mask time, prefix hit rate."""
+
+    label: str
+    unit: str
+    a: float | None
+    b: float | None
+    better: Better | None = None
+
+
+class BlockRow(Record):
+    """One block: the order of its runs (``ABBA``), when it began (seconds into the experiment), and each metric's value per
+    arm, by the metric's name."""
+
+    index: int
+    order: str
+    at: float
+    a: dict[str, float]
+    b: dict[str, float]
+
+
+class Distribution(Record):
+    """Values of single requests or tokens per arm, in ``unit``, ascending; thinned to evenly spaced quantiles."""
+
+    metric: str
+    label: str
+    unit: str
+    a: tuple[float, ...]
+    b: tuple[float, ...]
+
+
+class Look(Record):
+    """What was known of a metric after so many blocks."""
+
+    metric: str
+    blocks: int
+    ratio: float
+    low: float | None
+    high: float | None
+
+
+class Plan(Record):
+    """How the experiment decides. ``peeking``: it looked after each block, and its intervals allow for that; ``stopped`` is why
+    it ended. ``primary`` are the metrics that its verdict rests on."""
+
+    alpha: float = 0.05
+    delta: float = 0.02
+    primary: tuple[str, ...]
+    peeking: bool = True
+    max_blocks: int
+    warmup: str = ""
+    resamples: int = 2000
+    seed: int = 0
+    stopped: str = ""
+
+
+class Note(Record):
+    """Something that a reader must know."""
+
+    level: Literal["info", "warning"] = "info"
+    text: str
+
+
+class Experiment(Record):
+    """A whole experiment. ``comparisons`` and ``blocks`` are empty if the gate failed."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    dovetail_version: str
+    title: str
+    started: datetime
+    seconds: float
+    command: str
+    a: Arm
+    b: Arm
+    differences: tuple[Difference, ...] = ()
+    machine: dict[str, str] = Field(default_factory=dict)
+    workload: WorkloadSummary
+    gate: Gate
+    plan: Plan
+    comparisons: tuple[Comparison, ...] = ()
+    side_by_side: tuple[SideBySide, ...] = ()
+    blocks: tuple[BlockRow, ...] = ()
+    distributions: tuple[Distribution, ...] = ()
+    looks: tuple[Look, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def primary(self) -> tuple[Comparison, ...]:
+        """The comparisons that the verdict rests on."""
+        return tuple(c for c in self.comparisons if c.metric in self.plan.primary)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Slower if any primary metric is; else faster if any is; equivalent if all are; else inconclusive."""
+        return overall(self.primary)
+
+    @property
+    def exit_code(self) -> int:
+        """For CI: 0 no regression, 1 a regression, 2 the outputs differ, 3 inconclusive."""
+        if self.gate.outcome == "failed":
+            return 2
+        return {"faster": 0, "equivalent": 0, "slower": 1, "inconclusive": 3}[self.verdict]
+
+    def write(self, file: Path) -> None:
+        """As JSON."""
+        file.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def overall(comparisons: tuple[Comparison, ...]) -> Verdict:
+    """One verdict of several metrics; none at all is inconclusive."""
+    verdicts = {comparison.verdict for comparison in comparisons}
+    if "slower" in verdicts:
+        return "slower"
+    if "faster" in verdicts:
+        return "faster"
+    return "equivalent" if verdicts == {"equivalent"} else "inconclusive"
+
+
+def read_experiment(file: Path) -> Experiment:
+    """What ``write`` wrote. Raises ``ConfigError`` for a file that is none, or of another schema version."""
+    try:
+        return Experiment.model_validate_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f"{file} is no experiment of schema version {SCHEMA_VERSION}: {error}; `dovetail ab` writes one with --json"
+        ) from error
