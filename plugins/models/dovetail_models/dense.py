@@ -11,64 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
-from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.attention import AttentionShape
 from dovetail.layers.base import Layer
+from dovetail.layers.decoder import DecoderLayer, DecoderShape, decoder_targets
 from dovetail.layers.embedding import Embedding, LMHead
-from dovetail.layers.linear import FusedLinear, Linear
-from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
-from dovetail.layers.rotary import Rotary, Rotation
+from dovetail.layers.rotary import Rotary
 
 if TYPE_CHECKING:
     from dovetail.types import Batch
     from dovetail_models.describe import DenseConfig
-
-
-class DenseLayer(Layer):
-    """One decoder layer. ``index`` is its place in the model and in the KV pool."""
-
-    def __init__(self, info: ModelInfo, index: int) -> None:
-        super().__init__()
-        config: DenseConfig = info.config
-        shape = AttentionShape(
-            hidden_size=info.hidden_size,
-            num_heads=info.num_heads,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None,
-        )
-        constants = AttentionLayer(index, info.head_dim**-0.5, config.windows[index])
-        self.attn_norm = RMSNorm(info.hidden_size, config.norm_eps)
-        self.attn = SelfAttention(shape, constants)
-        self.mlp_norm = RMSNorm(info.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(info.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        batch: Batch,
-        last: Batch | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this layer adds, and the residual stream before it is added, both ``[tokens, hidden_size]``; with ``last`` of
-        its rows alone, see ``SelfAttention``. Overwrites ``x``."""
-        if residual is None:
-            x, residual = self.attn_norm.forward(x), x
-        else:
-            x, residual = self.attn_norm.add_forward(x, residual)
-        x = self.attn.forward(x, rotation, batch, last)
-        if last is not None:
-            assert batch.logit_rows is not None
-            residual = residual.index_select(0, batch.logit_rows)
-            if not len(residual):
-                return x, residual
-        x, residual = self.mlp_norm.add_forward(x, residual)
-        return self.mlp.forward(x), residual
 
 
 class DenseModel(Layer, ModelArchitecture):
@@ -79,11 +32,12 @@ class DenseModel(Layer, ModelArchitecture):
         config: DenseConfig = info.config
         self.info = info
         self.embed = Embedding(info.vocab_size, info.hidden_size)
-        self.layers = nn.ModuleList(DenseLayer(info, index) for index in range(info.num_layers))
+        shape = _layer_shape(info)
+        self.layers = nn.ModuleList(DecoderLayer(shape, index, window) for index, window in enumerate(config.windows))
         self.norm = RMSNorm(info.hidden_size, config.norm_eps)
         self.head = LMHead(info.hidden_size, info.vocab_size, tied=self.embed if config.tied else None)
         self.rotary = Rotary(config.rope)
-        self._layers: tuple[DenseLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
+        self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See ``ModelArchitecture.forward``."""
@@ -119,10 +73,7 @@ class DenseModel(Layer, ModelArchitecture):
         if not self.info.config.tied:
             targets["lm_head.weight"] = WeightTarget("head.weight")
         for index, layer in enumerate(self._layers):
-            targets.update(
-                (f"model.layers.{index}.{name}", target._replace(parameter=f"layers.{index}.{target.parameter}"))
-                for name, target in _layer_targets(layer)
-            )
+            targets.update(decoder_targets(layer, f"model.layers.{index}", f"layers.{index}"))
         return targets
 
     def ignored_weights(self) -> Iterable[str]:
@@ -133,6 +84,20 @@ class DenseModel(Layer, ModelArchitecture):
         yield from _further_layers(self.info)
 
 
+def _layer_shape(info: ModelInfo) -> DecoderShape:
+    config: DenseConfig = info.config
+    attention = AttentionShape(
+        hidden_size=info.hidden_size,
+        num_heads=info.num_heads,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+    )
+    return DecoderShape(attention, config.intermediate_size, config.norm_eps, config.mlp_bias)
+
+
 def _further_layers(info: ModelInfo) -> Iterator[str]:
     """Names of layers that predict further tokens, in each of the published layouts."""
     count = info.config.predict_layers
@@ -141,24 +106,3 @@ def _further_layers(info: ModelInfo) -> Iterator[str]:
         yield rf"model\.layers\.({behind})\..+"
         yield r"model\.mtp_layers\.\d+\..+"
         yield r"mtp\..+"
-
-
-def _layer_targets(layer: DenseLayer) -> Iterator[tuple[str, WeightTarget]]:
-    yield "input_layernorm.weight", WeightTarget("attn_norm.weight")
-    yield "post_attention_layernorm.weight", WeightTarget("mlp_norm.weight")
-    if layer.attn.qk_norm is not None:
-        yield "self_attn.q_norm.weight", WeightTarget("attn.qk_norm.q_weight")
-        yield "self_attn.k_norm.weight", WeightTarget("attn.qk_norm.k_weight")
-    yield from _projection(layer.attn.out, "attn.out", "self_attn.o_proj")
-    yield from _projection(layer.mlp.down, "mlp.down", "mlp.down_proj")
-    for part in ("q", "k", "v"):
-        yield from _projection(layer.attn.qkv, "attn.qkv", f"self_attn.{part}_proj", part)
-    for part in ("gate", "up"):
-        yield from _projection(layer.mlp.gate_up, "mlp.gate_up", f"mlp.{part}_proj", part)
-
-
-def _projection(layer: Linear, ours: str, theirs: str, part: str | None = None) -> Iterator[tuple[str, WeightTarget]]:
-    rows = layer.rows(part) if isinstance(layer, FusedLinear) and part is not None else (None, None)
-    for field in ("weight", "bias"):
-        if getattr(layer, field) is not None:
-            yield f"{theirs}.{field}", WeightTarget(f"{ours}.{field}", *rows)

@@ -10,8 +10,8 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.attention import AttentionShape
-from dovetail.layers.rope import read_rope
-from dovetail_speculative.decoder import DecoderShape
+from dovetail.layers.decoder import DecoderShape
+from dovetail.layers.rope import RopeConfig, read_rope
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "architectures": (["DFlashDraftModel"],),
@@ -30,9 +30,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 @dataclass(frozen=True, slots=True)
 class DFlashShape:
     """``layer_ids`` are layers of the target, counted from 0: their outputs are the context. A block is the last token of the
-    text and ``block_size - 1`` times ``mask_token_id``."""
+    text and ``block_size - 1`` times ``mask_token_id``. ``rope.context_len`` is the longest context."""
 
     decoder: DecoderShape
+    rope: RopeConfig
     num_layers: int
     layer_ids: tuple[int, ...]
     mask_token_id: int
@@ -107,7 +108,8 @@ def _shape(given: Mapping[str, Any], max_context: int) -> DFlashShape:
     if block_size < 2:
         raise ConfigError(f"config.json of the drafter: block_size is {block_size}; needed: at least 2")
     return DFlashShape(
-        DecoderShape(attention, _integer(given, "intermediate_size"), norm_eps, replace(rope, context_len=max_context)),
+        DecoderShape(attention, _integer(given, "intermediate_size"), norm_eps),
+        replace(rope, context_len=max_context),
         _integer(given, "num_hidden_layers"),
         _layer_ids(given),
         _integer(given, "mask_token_id", minimum=0),

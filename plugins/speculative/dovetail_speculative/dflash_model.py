@@ -14,10 +14,10 @@ from torch import nn
 
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
+from dovetail.layers.decoder import DecoderLayer, decoder_targets
 from dovetail.layers.linear import Linear
 from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rotary import HeadCounts, KVPlace, Rotary
-from dovetail_speculative.decoder import DecoderLayer, decoder_targets
 
 if TYPE_CHECKING:
     from dovetail.types import Batch
@@ -36,7 +36,7 @@ class DFlashModel(Layer, ModelArchitecture):
         self.hidden_norm = RMSNorm(hidden, eps)
         self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index) for index in range(info.num_layers))
         self.norm = RMSNorm(hidden, eps)
-        self.rotary = Rotary(shape.decoder.rope)
+        self.rotary = Rotary(shape.rope)
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
         self._embed, self._logits = target.embed_tokens, target.logits
         self._context: Linear

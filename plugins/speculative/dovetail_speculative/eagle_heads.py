@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +12,9 @@ from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.attention import AttentionShape, SelfAttention
 from dovetail.layers.base import Layer
+from dovetail.layers.decoder import Targets, attention_targets, linear_targets, mlp_targets
 from dovetail.layers.embedding import Embedding
-from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import Rotary, Rotation
@@ -50,15 +51,11 @@ class EagleLayer(Layer):
         x, residual = self.mlp_norm.add_forward(x, residual)
         return self.mlp.forward(x) + residual
 
-    def targets(self, ours: str) -> Iterator[tuple[str, WeightTarget]]:
+    def targets(self, ours: str) -> Targets:
         """Names in the checkpoint, and where they go in the model that calls the layer ``ours``."""
-        parts = [(self.attn.qkv, "attn.qkv", f"self_attn.{part}_proj", part) for part in ("q", "k", "v")]
-        parts += [(self.mlp.gate_up, "mlp.gate_up", f"mlp.{part}_proj", part) for part in ("gate", "up")]
         yield f"{self.prefix}.post_attention_layernorm.weight", WeightTarget(f"{ours}.mlp_norm.weight")
-        for linear, name, theirs, part in parts:
-            yield from _linear(linear, f"{ours}.{name}", f"{self.prefix}.{theirs}", part)
-        yield from _linear(self.attn.out, f"{ours}.attn.out", f"{self.prefix}.self_attn.o_proj")
-        yield from _linear(self.mlp.down, f"{ours}.mlp.down", f"{self.prefix}.mlp.down_proj")
+        yield from attention_targets(self.attn, f"{self.prefix}.self_attn", f"{ours}.attn")
+        yield from mlp_targets(self.mlp, f"{self.prefix}.mlp", f"{ours}.mlp")
 
 
 class EagleModel(Layer, ModelArchitecture):
@@ -122,7 +119,7 @@ class EagleHead(EagleModel):
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         """See ``ModelArchitecture.weights_map``."""
-        return {**super().weights_map(), **dict(_linear(self.fc, "fc", "fc"))}
+        return {**super().weights_map(), **dict(linear_targets(self.fc, "fc", "fc"))}
 
 
 class Eagle3Head(EagleModel):
@@ -162,7 +159,7 @@ class Eagle3Head(EagleModel):
         """See ``ModelArchitecture.weights_map``."""
         return {
             **super().weights_map(),
-            **dict(_linear(self.fc, "fc", "fc")),
+            **dict(linear_targets(self.fc, "fc", "fc")),
             f"{self.layer.prefix}.input_layernorm.weight": WeightTarget("embed_norm.weight"),
             f"{self.layer.prefix}.hidden_norm.weight": WeightTarget("hidden_norm.weight"),
             "norm.weight": WeightTarget("norm.weight"),
@@ -172,10 +169,3 @@ class Eagle3Head(EagleModel):
     def ignored_weights(self) -> Iterable[str]:
         """The vocabulary's maps are no parameters."""
         return (*super().ignored_weights(), "d2t", "t2d")
-
-
-def _linear(layer: Linear, ours: str, theirs: str, part: str | None = None) -> Iterator[tuple[str, WeightTarget]]:
-    rows = layer.rows(part) if isinstance(layer, FusedLinear) and part is not None else (None, None)
-    yield f"{theirs}.weight", WeightTarget(f"{ours}.weight", *rows)
-    if layer.bias is not None:
-        yield f"{theirs}.bias", WeightTarget(f"{ours}.bias", *rows)

@@ -17,8 +17,8 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.attention import AttentionShape
-from dovetail.layers.rope import read_rope
-from dovetail_speculative.decoder import DecoderShape
+from dovetail.layers.decoder import DecoderShape
+from dovetail.layers.rope import RopeConfig, read_rope
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,10 +86,11 @@ MISSING = {
 
 @dataclass(frozen=True, slots=True)
 class MtpShape:
-    """``first`` is the number of the target's layers: what {behind} counts from."""
+    """``first`` is the number of the target's layers: what {behind} counts from. ``rope.context_len`` is the longest context."""
 
     layout: Layout
     decoder: DecoderShape
+    rope: RopeConfig
     num_layers: int
     first: int
 
@@ -125,10 +126,9 @@ def describe_mtp(config: Mapping[str, Any], shapes: Shapes, target: ModelInfo, m
         attention,
         shapes[f"{first}.mlp.gate_proj.weight"][0],
         _norm_eps(config),
-        replace(rope, context_len=max_context),
         mlp_bias=f"{first}.mlp.gate_proj.bias" in shapes,
     )
-    shape = MtpShape(layout, decoder, 0, target.num_layers)
+    shape = MtpShape(layout, decoder, replace(rope, context_len=max_context), 0, target.num_layers)
     count = 0
     while f"{shape.layer(count)}.input_layernorm.weight" in shapes:
         count += 1

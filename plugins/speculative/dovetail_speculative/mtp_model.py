@@ -11,10 +11,10 @@ from torch import nn
 
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
+from dovetail.layers.decoder import DecoderLayer, decoder_targets
 from dovetail.layers.linear import Linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import Rotary
-from dovetail_speculative.decoder import DecoderLayer, decoder_targets
 
 if TYPE_CHECKING:
     from dovetail.types import Batch
@@ -50,7 +50,7 @@ class MtpModel(Layer, ModelArchitecture):
             Entry(info.hidden_size, eps, hidden_first=layout.hidden_first) for _ in range(count)
         )
         self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index) for index in range(info.num_layers))
-        self.rotary = Rotary(shape.decoder.rope)
+        self.rotary = Rotary(shape.rope)
         self._entries: tuple[Entry, ...] = tuple(self.entries)  # pyright: ignore[reportAttributeAccessIssue]
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
         self._embed, self._logits = target.embed_tokens, target.logits

@@ -1,0 +1,103 @@
+"""A decoder layer of the Llama family, and the names that its tensors have in checkpoints: of targets and of drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dovetail.interfaces.attention import AttentionLayer
+from dovetail.interfaces.model import WeightTarget
+from dovetail.layers.attention import AttentionShape, SelfAttention
+from dovetail.layers.base import Layer
+from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.layers.mlp import GatedMLP
+from dovetail.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from dovetail.layers.rotary import Rotation
+    from dovetail.types import Batch
+
+Targets = Iterator[tuple[str, WeightTarget]]
+"""Names in a checkpoint, and where their tensors go."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes and variants of a decoder layer."""
+
+    attention: AttentionShape
+    intermediate_size: int
+    norm_eps: float
+    mlp_bias: bool = False
+
+
+class DecoderLayer(Layer):
+    """Pre-norm self-attention and a gated MLP. ``index`` is its place in the model and in the KV pool, ``window`` as in
+    ``AttentionLayer``."""
+
+    def __init__(self, shape: DecoderShape, index: int, window: int | None = None) -> None:
+        super().__init__()
+        hidden = shape.attention.hidden_size
+        self.attn_norm = RMSNorm(hidden, shape.norm_eps)
+        self.attn = SelfAttention(shape.attention, AttentionLayer(index, shape.attention.head_dim**-0.5, window))
+        self.mlp_norm = RMSNorm(hidden, shape.norm_eps)
+        self.mlp = GatedMLP(hidden, shape.intermediate_size, bias=shape.mlp_bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        batch: Batch,
+        last: Batch | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this layer adds, and the residual stream before it is added, both ``[tokens, hidden_size]``; with ``last`` of
+        its rows alone, see ``SelfAttention``. Overwrites ``x``."""
+        if residual is None:
+            x, residual = self.attn_norm.forward(x), x
+        else:
+            x, residual = self.attn_norm.add_forward(x, residual)
+        x = self.attn.forward(x, rotation, batch, last)
+        if last is not None:
+            assert batch.logit_rows is not None
+            residual = residual.index_select(0, batch.logit_rows)
+            if not len(residual):
+                return x, residual
+        x, residual = self.mlp_norm.add_forward(x, residual)
+        return self.mlp.forward(x), residual
+
+
+def decoder_targets(layer: DecoderLayer, theirs: str, ours: str) -> Targets:
+    """Where the tensors of ``layer`` go: names in the checkpoint begin with ``theirs``, parameters of the model with ``ours``."""
+    yield f"{theirs}.input_layernorm.weight", WeightTarget(f"{ours}.attn_norm.weight")
+    yield f"{theirs}.post_attention_layernorm.weight", WeightTarget(f"{ours}.mlp_norm.weight")
+    yield from attention_targets(layer.attn, f"{theirs}.self_attn", f"{ours}.attn")
+    yield from mlp_targets(layer.mlp, f"{theirs}.mlp", f"{ours}.mlp")
+
+
+def attention_targets(attn: SelfAttention, theirs: str, ours: str) -> Targets:
+    """``decoder_targets`` of attention alone."""
+    if attn.qk_norm is not None:
+        yield f"{theirs}.q_norm.weight", WeightTarget(f"{ours}.qk_norm.q_weight")
+        yield f"{theirs}.k_norm.weight", WeightTarget(f"{ours}.qk_norm.k_weight")
+    for part in ("q", "k", "v"):
+        yield from linear_targets(attn.qkv, f"{theirs}.{part}_proj", f"{ours}.qkv", part)
+    yield from linear_targets(attn.out, f"{theirs}.o_proj", f"{ours}.out")
+
+
+def mlp_targets(mlp: GatedMLP, theirs: str, ours: str) -> Targets:
+    """``decoder_targets`` of the MLP alone."""
+    for part in ("gate", "up"):
+        yield from linear_targets(mlp.gate_up, f"{theirs}.{part}_proj", f"{ours}.gate_up", part)
+    yield from linear_targets(mlp.down, f"{theirs}.down_proj", f"{ours}.down")
+
+
+def linear_targets(layer: Linear, theirs: str, ours: str, part: str | None = None) -> Targets:
+    """Weight and bias of a linear layer, or of ``part`` of a fused one."""
+    rows = layer.rows(part) if isinstance(layer, FusedLinear) and part is not None else (None, None)
+    for field in ("weight", "bias"):
+        if getattr(layer, field) is not None:
+            yield f"{theirs}.{field}", WeightTarget(f"{ours}.{field}", *rows)
