@@ -15,48 +15,22 @@ if TYPE_CHECKING:
 
     from dovetail.config.sections import Config
     from dovetail.interfaces.speculative import DraftRuntime
-    from dovetail_speculative.config import (
-        DFlashConfig,
-        DraftModelConfig,
-        Eagle3Config,
-        Eagle3TreeConfig,
-        EagleConfig,
-    )
+    from dovetail_speculative.config import CheckpointConfig
 
 
-def find_checkpoint(runtime: DraftRuntime, path: str, folder: str) -> Path:
-    """The directory that ``speculative.path`` stands for; ``auto`` is ``folder`` inside the target's checkpoint. Raises
-    ``ConfigError``."""
-    if path != "auto":
-        return locate(path, "speculative.path")
-    reason = _missing(runtime.directory, folder)
+def find_checkpoint(runtime: DraftRuntime, section: CheckpointConfig) -> Path:
+    """The directory that ``speculative.path`` stands for. Raises ``ConfigError``."""
+    if section.path != "auto":
+        return locate(section.path, "speculative.path")
+    reason = _missing(runtime.directory, section.folder)
     if reason is not None:
         raise ConfigError(reason)
-    return runtime.directory / folder
+    return runtime.directory / section.folder
 
 
-def probe_draft_model(section: DraftModelConfig, config: Config) -> str | None:
+def probe(section: CheckpointConfig, config: Config) -> str | None:
     """See ``ComponentSpec.probe``."""
-    return _probe(section.path, "draft_model", config)
-
-
-def probe_eagle(section: EagleConfig, config: Config) -> str | None:
-    """See ``ComponentSpec.probe``."""
-    return _probe(section.path, "eagle", config)
-
-
-def probe_eagle3(section: Eagle3Config | Eagle3TreeConfig, config: Config) -> str | None:
-    """See ``ComponentSpec.probe``."""
-    return _probe(section.path, "eagle3", config)
-
-
-def probe_dflash(section: DFlashConfig, config: Config) -> str | None:
-    """See ``ComponentSpec.probe``."""
-    return _probe(section.path, "dflash", config)
-
-
-def _probe(path: str, folder: str, config: Config) -> str | None:
-    return _missing(locate(config.model.path), folder) if path == "auto" else None
+    return _missing(locate(config.model.path), section.folder) if section.path == "auto" else None
 
 
 def _missing(target: Path, folder: str) -> str | None:

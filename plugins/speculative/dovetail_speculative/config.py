@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from dovetail.config.plugin import PluginConfig
+
+
+class WeightsConfig(PluginConfig):
+    """Of drafters that run a model."""
+
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors", description="`dummy`: random weights, to measure speed."
+    )
+
+
+class CheckpointConfig(WeightsConfig):
+    """Of drafters whose model has a checkpoint of its own. ``folder`` is where it is inside the target's."""
+
+    folder: ClassVar[str]
+    path: str = Field(
+        default="auto",
+        description="The drafter's checkpoint: a directory in Hugging Face layout, or a hub name. `auto`: the folder of the drafter's name inside the target's checkpoint (`eagle3` for `eagle3_tree`).",
+    )
 
 
 class NgramConfig(PluginConfig):
@@ -39,29 +57,20 @@ class NgramConfig(PluginConfig):
         return self
 
 
-class DFlashConfig(PluginConfig):
+class DFlashConfig(CheckpointConfig):
     """Draft a block of tokens in one pass of a small model over hidden states of the target."""
 
+    folder: ClassVar[str] = "dflash"
     kind: Literal["dflash"] = "dflash"  # pyright: ignore[reportIncompatibleVariableOverride]
-    path: str = Field(
-        default="auto",
-        description="The drafter's checkpoint: a directory in the layout of https://github.com/z-lab/dflash, or a hub name. `auto`: the folder `dflash` of the target's checkpoint.",
-    )
-    load_format: Literal["safetensors", "dummy"] = Field(
-        default="safetensors", description="`dummy`: random weights, to measure speed."
-    )
     num_draft_tokens: int | None = Field(
         default=None, ge=1, description="The most tokens that are drafted at once. Null: a block of the drafter's."
     )
 
 
-class MtpConfig(PluginConfig):
+class MtpConfig(WeightsConfig):
     """Draft with the target's own layers that predict further tokens."""
 
     kind: Literal["mtp"] = "mtp"  # pyright: ignore[reportIncompatibleVariableOverride]
-    load_format: Literal["safetensors", "dummy"] = Field(
-        default="safetensors", description="`dummy`: random weights, to measure speed."
-    )
     num_draft_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -70,17 +79,11 @@ class MtpConfig(PluginConfig):
     )
 
 
-class DraftModelConfig(PluginConfig):
+class DraftModelConfig(CheckpointConfig):
     """Draft with a smaller model of the same vocabulary."""
 
+    folder: ClassVar[str] = "draft_model"
     kind: Literal["draft_model"] = "draft_model"  # pyright: ignore[reportIncompatibleVariableOverride]
-    path: str = Field(
-        default="auto",
-        description="The smaller model: a directory in Hugging Face layout, or a hub name. `auto`: the folder `draft_model` of the target's checkpoint.",
-    )
-    load_format: Literal["safetensors", "dummy"] = Field(
-        default="safetensors", description="`dummy`: random weights, to measure speed."
-    )
     num_draft_tokens: int = Field(default=4, ge=1, le=64, description="The most tokens that are drafted at once.")
     chunk_size: int = Field(
         default=2048,
@@ -101,7 +104,7 @@ class TreeShape(NamedTuple):
         return self.topk * (self.depth - 1)
 
 
-class _Tree(PluginConfig):
+class _Tree(CheckpointConfig):
     topk: int = Field(
         default=4,
         ge=1,
@@ -129,27 +132,15 @@ class _Tree(PluginConfig):
 class EagleConfig(_Tree):
     """Draft trees with an EAGLE-1 or EAGLE-2 head, which predicts the target's hidden states."""
 
+    folder: ClassVar[str] = "eagle"
     kind: Literal["eagle"] = "eagle"  # pyright: ignore[reportIncompatibleVariableOverride]
-    path: str = Field(
-        default="auto",
-        description="The head's checkpoint: a directory in the layout of https://github.com/SafeAILab/EAGLE, converted to safetensors, or a hub name. `auto`: the folder `eagle` of the target's checkpoint.",
-    )
-    load_format: Literal["safetensors", "dummy"] = Field(
-        default="safetensors", description="`dummy`: random weights, to measure speed."
-    )
 
 
-class Eagle3Config(PluginConfig):
+class Eagle3Config(CheckpointConfig):
     """Draft chains with an EAGLE-3 head, which reads hidden states of three of the target's layers."""
 
+    folder: ClassVar[str] = "eagle3"
     kind: Literal["eagle3"] = "eagle3"  # pyright: ignore[reportIncompatibleVariableOverride]
-    path: str = Field(
-        default="auto",
-        description="The head's checkpoint: a directory in the layout of https://github.com/SafeAILab/EAGLE, or a hub name. `auto`: the folder `eagle3` of the target's checkpoint.",
-    )
-    load_format: Literal["safetensors", "dummy"] = Field(
-        default="safetensors", description="`dummy`: random weights, to measure speed."
-    )
     num_draft_tokens: int = Field(default=4, ge=1, le=64, description="The most tokens that are drafted at once.")
 
     @property
@@ -166,11 +157,5 @@ class Eagle3Config(PluginConfig):
 class Eagle3TreeConfig(_Tree):
     """Draft trees with an EAGLE-3 head."""
 
+    folder: ClassVar[str] = "eagle3"
     kind: Literal["eagle3_tree"] = "eagle3_tree"  # pyright: ignore[reportIncompatibleVariableOverride]
-    path: str = Field(
-        default="auto",
-        description="The head's checkpoint, as of `eagle3`. `auto`: the folder `eagle3` of the target's.",
-    )
-    load_format: Literal["safetensors", "dummy"] = Field(
-        default="safetensors", description="`dummy`: random weights, to measure speed."
-    )

@@ -39,7 +39,7 @@ class DFlashDrafter(Drafter):
         """Raises ``ConfigError`` for a checkpoint that does not fit the target."""
         runtime = context.runtime
         assert runtime is not None, "drafters that run a model are built by an engine"
-        directory = find_checkpoint(runtime, config.path, "dflash")
+        directory = find_checkpoint(runtime, config)
         info = describe_dflash(read_json(directory, "config.json"), runtime.target.info, context.max_context)
         self._shape: DFlashShape = info.config
         self._num_draft_tokens = _num_draft_tokens(config, self._shape)

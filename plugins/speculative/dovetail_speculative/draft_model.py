@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
         """Raises ``ConfigError`` for a model of another vocabulary."""
         runtime = context.runtime
         assert runtime is not None, "drafters that run a model are built by an engine"
-        directory = find_checkpoint(runtime, config.path, "draft_model")
+        directory = find_checkpoint(runtime, config)
         self._model = runtime.open(directory, config.load_format)
         info = self._model.info
         if info.vocab_size != context.vocab_size:

@@ -116,7 +116,7 @@ class EagleDrafter(EagleDrafterBase):
 
     def __init__(self, config: EagleConfig, context: DrafterContext) -> None:
         runtime = _runtime(context)
-        directory = find_checkpoint(runtime, config.path, "eagle")
+        directory = find_checkpoint(runtime, config)
         given = read_json(directory, "config.json")
         head = parse(given, EagleConfigJson)
         _check_size("hidden_size", head.hidden_size, runtime)
@@ -132,7 +132,7 @@ class Eagle3Drafter(EagleDrafterBase):
 
     def __init__(self, config: Eagle3Config | Eagle3TreeConfig, context: DrafterContext) -> None:
         runtime = _runtime(context)
-        directory = find_checkpoint(runtime, config.path, "eagle3")
+        directory = find_checkpoint(runtime, config)
         given = read_json(directory, "config.json")
         head = parse(given, Eagle3ConfigJson)
         size = "hidden_size" if head.target_hidden_size is None else "target_hidden_size"

@@ -8,6 +8,8 @@ from dovetail.interfaces.features import Feature
 from dovetail.plugins.hookspecs import hookimpl
 from dovetail.plugins.specs import ComponentKind, ComponentSpec
 
+_PROBE = "dovetail_speculative.checkpoints:probe"
+
 NGRAM = ComponentSpec(
     kind=ComponentKind.DRAFTER,
     name="ngram",
@@ -30,7 +32,7 @@ DFLASH = ComponentSpec(
     summary="Block diffusion: a small model drafts a block in one pass over hidden states of the target.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=_OF_HIDDEN_STATES | {Feature.ATTN_TREE_MASK},
-    probe="dovetail_speculative.checkpoints:probe_dflash",
+    probe=_PROBE,
 )
 
 MTP = ComponentSpec(
@@ -51,7 +53,7 @@ DRAFT_MODEL = ComponentSpec(
     summary="A smaller model of the same vocabulary drafts chains.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
     needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
-    probe="dovetail_speculative.checkpoints:probe_draft_model",
+    probe=_PROBE,
 )
 
 
@@ -64,7 +66,7 @@ def _eagle(name: str, target: str, config: str, offers: Feature, summary: str) -
         summary=summary,
         offers=frozenset({offers}),
         needs=_OF_HIDDEN_STATES | ({Feature.ATTN_TREE_MASK} if offers is Feature.DRAFT_TREE else frozenset()),
-        probe=f"dovetail_speculative.checkpoints:probe_{name.removesuffix('_tree')}",
+        probe=_PROBE,
     )
 
 
