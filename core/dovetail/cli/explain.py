@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from dovetail.plugins import Resolution, Resolved
     from dovetail.plugins.resolution import Candidate
 
+MOST_UNUSED = 6
+"""Tuning records that do not count, as many as are shown."""
+
 Assume = Annotated[
     str | None,
     typer.Option(
@@ -50,6 +53,15 @@ def _print(resolved: Resolved) -> None:
             add(grid, "" if index else title, name, styled(verdict, VERDICT_STYLE), stage, why)
         grid.add_section()
     out.print("", grid)
+    for line in _unused(resolved):
+        out.print(line, style="yellow", soft_wrap=True, markup=False)
+
+
+def _unused(resolved: Resolved) -> list[str]:
+    """Tuning records of the user's that do not count, each once."""
+    lines = list(dict.fromkeys(line for resolution in resolved.resolutions for line in resolution.unused))
+    more = [f"and {len(lines) - MOST_UNUSED} more; --json has them all"] if len(lines) > MOST_UNUSED else []
+    return [*(f"tuning record not used: {line}" for line in lines[:MOST_UNUSED]), *more]
 
 
 def _row(resolution: Resolution, candidate: Candidate) -> tuple[str, str, str, str]:

@@ -150,6 +150,20 @@ class ServerSection(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What is logged.")
 
 
+class TuningSection(Section):
+    """What was measured on this machine, by which `auto` chooses. `dovetail ab --write-tuning` writes it."""
+
+    path: str | None = Field(
+        default=None,
+        description="The file of records; by default `dovetail/tuning.json` in the user's data folder (XDG).",
+    )
+    use: bool = Field(default=True, description="`auto` prefers what the records say.")
+    workload: str | None = Field(
+        default=None,
+        description="Records measured on the workload of this name count before all others, else the newest.",
+    )
+
+
 class PluginsSection(Section):
     """Which plugins may load. Names are entry-point or distribution names; a list may be written as ``a,b``."""
 
@@ -195,4 +209,5 @@ class Config(Section):
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()
     server: ServerSection = ServerSection()
+    tuning: TuningSection = TuningSection()
     plugins: PluginsSection = PluginsSection()

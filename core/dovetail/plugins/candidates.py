@@ -60,7 +60,7 @@ def open_slot(
     request: ResolveRequest, selection: Selection, registry: Registry, *, optional: bool, tuning: Tuning
 ) -> Slot:
     """The slot with its candidates, each taken through the stages before features, then shown to the plugins."""
-    preferred = tuned(tuning, request.slot)
+    preferred = tuned_names(tuning, request.slot)
     candidates = [
         Candidate(registry.get(request.kind, section.kind), section, asked=True) for section in selection.candidates
     ]
@@ -83,7 +83,7 @@ def preference(component: RegisteredComponent, preferred: Sequence[str]) -> tupl
     return rank, -component.spec.priority, name
 
 
-def tuned(tuning: Tuning, slot: str) -> list[str]:
+def tuned_names(tuning: Tuning, slot: str) -> list[str]:
     """The names that a tuning record prefers for a slot, best first."""
     names = tuning.get(slot, ())
     return [names] if isinstance(names, str) else list(names)

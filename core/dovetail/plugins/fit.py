@@ -2,7 +2,7 @@
 
 A combination is one option for every variable: a candidate (or None) for each slot, and a value for each scheduler
 setting that parts may object to. ``violations`` is the whole rule book; ``search`` finds the first combination, in order
-of preference, that breaks no rule; ``repairs`` finds every single change that would mend a broken one.
+of preference, that breaks no rule; ``repairs`` finds the smallest changes that would mend a broken one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ PREFILL, DECODE = "attention.prefill", "attention.decode"
 CACHE, POLICY, GRAMMAR, DRAFTER = "cache", "policy", "grammar", "speculative"
 OVERLAP, MIXED, GRAPHS = "scheduler.overlap", "scheduler.mixed", "graphs.decode"
 VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, OVERLAP, MIXED, GRAPHS)
+
+MOST_PAIRS = 6
+"""Pairs of changes that are told of."""
 
 Option = Candidate | bool | None
 Combination = Mapping[str, Option]
@@ -61,17 +64,34 @@ def _combinations(domains: Domains) -> Iterator[Combination]:
 
 
 def repairs(combo: Combination, alternatives: Domains, model: ModelInfo) -> list[str]:
-    """Every single setting, as ``key: value``, that makes ``combo`` fit: the smallest changes."""
-    found = []
+    """The smallest changes that make ``combo`` fit, as ``key: value``: every single setting that does; if none does, pairs of
+    them, ``key: value and key: value``."""
+    single = list(_changes(combo, alternatives))
+    for size in (1, 2):
+        found = [
+            " and ".join(text for text, _ in changes)
+            for changes in itertools.combinations(single, size)
+            if _apart(changes) and not violations({**combo, **_together(changes)}, model)
+        ]
+        if found:
+            return found[:MOST_PAIRS] if size > 1 else found
+    return []
+
+
+def _changes(combo: Combination, alternatives: Domains) -> Iterator[tuple[str, Combination]]:
     for variable, options in alternatives.items():
         for option in options:
-            changed = {
-                **combo,
-                **({PREFILL: option, DECODE: option} if variable == "attention" else {variable: option}),
-            }
-            if changed != combo and not violations(changed, model):
-                found.append(f"{variable}: {show(option)}")
-    return found
+            settings = dict.fromkeys((PREFILL, DECODE) if variable == "attention" else (variable,), option)
+            if {**combo, **settings} != combo:
+                yield f"{variable}: {show(option)}", settings
+
+
+def _apart(changes: Sequence[tuple[str, Combination]]) -> bool:
+    return sum(len(settings) for _, settings in changes) == len(_together(changes))
+
+
+def _together(changes: Sequence[tuple[str, Combination]]) -> Combination:
+    return {name: option for _, settings in changes for name, option in settings.items()}
 
 
 def show(option: Option) -> str:

@@ -10,7 +10,7 @@ from dovetail.config import Config
 from dovetail.config.checkpoint import locate, read_json
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.model import ModelInfo
-from dovetail.plugins.candidates import Tuning, default_candidate, preference, tuned
+from dovetail.plugins.candidates import Tuning, default_candidate, preference, tuned_names
 from dovetail.plugins.machine import Machine
 from dovetail.plugins.registry import RegisteredComponent, Registry
 from dovetail.plugins.resolution import Candidate, Reason, Resolution, ResolveRequest, Rule, Stage, Verdict
@@ -66,7 +66,7 @@ def _components(
             f"implements; implemented: {', '.join(known) or 'none'}. Install a plugin for it, or name a component that "
             "can read it: model.arch"
         )
-    preferred = tuned(tuning, "model")
+    preferred = tuned_names(tuning, "model")
     return sorted(found.values(), key=lambda component: preference(component, preferred))
 
 

@@ -129,7 +129,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Resolution:
     """How one part was chosen. ``slot`` is the kind, for attention with its phase; ``chosen`` is None where config
-    switches an optional part off, or leaves it open and nothing fits (``note`` says which)."""
+    switches an optional part off, or leaves it open and nothing fits (``note`` says which). ``unused`` are the user's tuning
+    records of this slot that do not count, each with the reason."""
 
     slot: str
     kind: ComponentKind
@@ -137,6 +138,7 @@ class Resolution:
     rule: Rule
     candidates: tuple[Candidate, ...]
     note: str = ""
+    unused: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """For ``explain --json`` and /server_info."""
@@ -145,6 +147,7 @@ class Resolution:
             "chosen": self.chosen,
             "rule": self.rule.value,
             "note": self.note,
+            "unused_tuning_records": list(self.unused),
             "candidates": [candidate.to_json() for candidate in self.candidates],
         }
 

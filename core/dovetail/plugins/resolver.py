@@ -12,7 +12,7 @@ from dovetail.config import AttentionSelection, Config, PluginConfig, Selection
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.features import Feature
 from dovetail.plugins import fit
-from dovetail.plugins.candidates import Slot, Tuning, call_hook, open_slot
+from dovetail.plugins.candidates import Slot, Tuning, call_hook, open_slot, tuned_names
 from dovetail.plugins.machine import Machine
 from dovetail.plugins.modelchoice import ModelChoice, choose_model
 from dovetail.plugins.parserchoice import PARSERS, Parsers, choose_parsers
@@ -29,7 +29,7 @@ from dovetail.plugins.resolution import (
 )
 from dovetail.plugins.specs import ComponentKind
 from dovetail.plugins.stages import probe
-from dovetail.plugins.tuning import TuningRecord, record_for
+from dovetail.plugins.tuning import Tuned, record_for, tuned_for
 
 Slots = Mapping[str, Slot]
 FP8_E4M3 = (8, 9)
@@ -40,25 +40,31 @@ logger = logging.getLogger("dovetail.plugins")
 
 def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tuning | None = None) -> Resolved:
     """Choose every part for ``config`` on ``machine``; build nothing. ``tuning`` maps slots (``attention.decode``) to
-    the names that were measured best, best first; by default it is the record that ships for this device, if there is one.
+    the names that were measured best, best first; by default these are the records for this device and model (``plugins.tuning``).
 
     Logs one INFO line per part. Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or
     ``ResolutionError`` with every reason.
     """
-    record = record_for(machine) if tuning is None else None
-    best = tuning if tuning is not None else record.slots if record is not None else {}
-    model = choose_model(config, registry, machine, best)
+    shipped = record_for(machine)
+    model = choose_model(config, registry, machine, tuning if tuning is not None else shipped.slots if shipped else {})
+    tuned = _tuned(config, registry, machine, model, tuning)
     _check_kv_dtype(model.kv_dtype, machine)
     parsers = choose_parsers(config, registry, machine, model)
-    slots = _open_slots(config, registry, machine, model, best)
+    slots = _open_slots(config, registry, machine, model, tuned.slots)
     combo = _search(slots, config, machine, model)
     _judge_the_others(slots, combo, _lags(config, machine), model)
     _check_jump_forward(config, slots, combo)
-    resolved = _resolved(config, registry, machine, model, slots, combo, record, parsers)
+    resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
     for resolution in resolved.resolutions:
         logger.info("%s: %s, %s%s", *_told(resolution))
     call_hook(registry.hooks, "on_resolved", resolved=resolved)
     return resolved
+
+
+def _tuned(config: Config, registry: Registry, machine: Machine, model: ModelChoice, given: Tuning | None) -> Tuned:
+    if given is not None:
+        return Tuned({slot: tuned_names(given, slot) for slot in given})
+    return tuned_for(config, registry, machine, model.info, model.dtype, model.kv_dtype)
 
 
 def _told(resolution: Resolution) -> tuple[str, str, str, str]:
@@ -145,10 +151,12 @@ def _check_jump_forward(config: Config, slots: Slots, combo: fit.Combination) ->
         )
     usable = [c for c in [combo[fit.GRAMMAR], *_beside(slots, combo)] if isinstance(c, Candidate) and c.asked]
     if not any(Feature.GRAMMAR_JUMP_FORWARD in c.spec.offers for c in usable):
-        names = ", ".join(c.spec.name for c in usable) or "none"
+        able = [c for c in slots[fit.GRAMMAR].candidates if c.usable and Feature.GRAMMAR_JUMP_FORWARD in c.spec.offers]
+        names = ", ".join(f"grammar {c.spec.name!r}" for c in usable) or "none"
+        changes = [*(f"grammar.backend: {c.spec.name}" for c in able), "grammar.jump_forward: false"]
         raise ConfigError(
             f"grammar.jump_forward is true and no grammar backend in use offers {Feature.GRAMMAR_JUMP_FORWARD} (in use: "
-            f"{names}); select one that does (xgrammar or llguidance, say), or set grammar.jump_forward: false"
+            f"{names}); set {' or '.join(changes)}"
         )
 
 
@@ -185,6 +193,9 @@ def _rejections(slot: Slot) -> tuple[str, ...]:
         for reason in candidate.reasons
     ]
     given = "what config names" if slot.explicit else "any installed component"
+    others = [fit.show(option) for option in slot.alternatives() if option is not None]
+    if lines and others:
+        lines.append(f"  - or name another that can be used here: {slot.request.kind}: {', '.join(others)}")
     return (f"cannot use {given}", *(lines or ["  - none is installed; `dovetail plugins doctor` shows why"]))
 
 
@@ -202,7 +213,9 @@ def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> Resolutio
     lines += [f"  - {reason}" for reason in fit.violations(combo, model.info)]
     changes = fit.repairs(combo, alternatives, model.info)
     lines.append(
-        "to mend it, set one of:" if changes else "no single change of one setting mends this; see `dovetail explain`"
+        "to mend it, set one of:"
+        if changes
+        else "no change of one or two settings mends this; `dovetail plugins` lists what else there is"
     )
     lines += [f"  - {change}" for change in changes]
     return ResolutionError("\n".join(lines))
@@ -231,7 +244,7 @@ def _resolved(
     model: ModelChoice,
     slots: Slots,
     combo: fit.Combination,
-    record: TuningRecord | None,
+    tuned: Tuned,
     parsers: Parsers,
 ) -> Resolved:
     parts = {name: _chosen(combo[name]) for name in slots} | {kind: _chosen(p.chosen) for kind, p in parsers.items()}
@@ -255,7 +268,7 @@ def _resolved(
         runtime=fit.runtime_offers(overlap),
         resolutions=(
             model.resolution,
-            *(_resolution(slot, combo[name], record) for name, slot in slots.items()),
+            *(_resolution(slot, combo[name], tuned) for name, slot in slots.items()),
             *(p.resolution for p in parsers.values()),
         ),
         hooks=registry.hooks,
@@ -274,17 +287,17 @@ def _required(option: fit.Option) -> Chosen:
     return chosen
 
 
-def _resolution(slot: Slot, option: fit.Option, record: TuningRecord | None) -> Resolution:
+def _resolution(slot: Slot, option: fit.Option, tuned: Tuned) -> Resolution:
     chosen = option if isinstance(option, Candidate) else None
     note = ""
     if chosen is None:
         note = "switched off by config" if slot.disabled else "nothing installed can be used"
     elif chosen.spec.deprecated:
         note = f"deprecated: {chosen.spec.deprecated}"
-    elif record is not None and slot.rule(chosen) is Rule.TUNING:
-        note = record.why(slot.name)
-    name = chosen.spec.name if chosen else None
-    return Resolution(slot.name, slot.request.kind, name, slot.rule(chosen), tuple(slot.candidates), note)
+    elif slot.rule(chosen) is Rule.TUNING:
+        note = tuned.why(slot.name, chosen.spec.name)
+    name, unused = chosen.spec.name if chosen else None, tuned.passed_over(slot.name)
+    return Resolution(slot.name, slot.request.kind, name, slot.rule(chosen), tuple(slot.candidates), note, unused)
 
 
 def _concrete(

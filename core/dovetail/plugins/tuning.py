@@ -1,7 +1,8 @@
-"""Tuning records: which parts were measured to be fastest on a device. ``auto`` prefers them, and says so.
+"""Which components were measured to be fastest: by records that ship with dovetail for some devices, and before these by
+the user's own (``plugins.measured``). ``auto`` prefers them, and says so.
 
-A record is a JSON file in ``assets/tuning``: ``device`` (the name CUDA gives it), ``compute_capability``, ``measured`` (date
-and command), and for each slot the names, best first, with what was seen.
+A shipped record is a JSON file in ``assets/tuning``: ``device`` (the name CUDA gives it), ``compute_capability``,
+``measured`` (date and command), and for each slot the names, best first, with what was seen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dovetail.config import Config
+from dovetail.interfaces.model import ModelInfo
 from dovetail.plugins.machine import Machine
+from dovetail.plugins.measured import (
+    MeasuredRecord,
+    Unused,
+    best_first,
+    device_key,
+    model_key,
+    read_records,
+    sort_records,
+    tuning_file,
+)
+from dovetail.plugins.registry import Registry
 
 FOLDER = Path(__file__).parent.parent / "assets" / "tuning"
 
@@ -32,6 +46,29 @@ class TuningRecord:
         return f"measured on {self.device}, {self.measured}: {self.seen.get(slot, 'fastest')}"
 
 
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """All that was measured for one resolution. ``slots`` maps a slot to names, best first; ``own`` are the user's records that
+    count, ``unused`` those that do not."""
+
+    slots: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    shipped: TuningRecord | None = None
+    own: tuple[MeasuredRecord, ...] = ()
+    unused: tuple[Unused, ...] = ()
+
+    def why(self, slot: str, name: str) -> str:
+        """Why ``name`` is preferred for a slot; empty where nothing is known but that it is."""
+        for record in self.own:
+            if record.slot == slot and record.winner.name == name:
+                return record.why
+        shipped = self.shipped
+        return shipped.why(slot) if shipped is not None and name in shipped.slots.get(slot, ()) else ""
+
+    def passed_over(self, slot: str) -> tuple[str, ...]:
+        """The user's records of a slot that do not count, each with the reason."""
+        return tuple(map(str, (unused for unused in self.unused if unused.record.slot == slot)))
+
+
 @functools.cache
 def records() -> tuple[TuningRecord, ...]:
     """The records that ship with dovetail."""
@@ -42,6 +79,21 @@ def record_for(machine: Machine) -> TuningRecord | None:
     """The record of this very device; else one of a device of the same compute capability; else None."""
     same = [record for record in records() if record.compute_capability == machine.compute_capability]
     return next((record for record in same if record.device == machine.device_name), same[0] if same else None)
+
+
+def tuned_for(
+    config: Config, registry: Registry, machine: Machine, info: ModelInfo, dtype: str, kv_dtype: str
+) -> Tuned:
+    """What counts for this device and model. Raises ``ConfigError`` for a file of records that cannot be read."""
+    shipped = record_for(machine)
+    slots = dict(shipped.slots) if shipped else {}
+    if not config.tuning.use:
+        return Tuned(slots, shipped)
+    device, model = device_key(machine), model_key(info, dtype, kv_dtype)
+    own, unused = sort_records(read_records(tuning_file(config)), config, registry, device, model)
+    for slot in {record.slot for record in own}:
+        slots[slot] = list(dict.fromkeys([*best_first(own, slot), *slots.get(slot, ())]))
+    return Tuned(slots, shipped, tuple(own), tuple(unused))
 
 
 def _read(file: Path) -> TuningRecord:

@@ -1,0 +1,153 @@
+"""The two arms of an experiment: a base config with the settings of each on top, resolved, and how the results differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.config import Config, config_hash, dump, read
+from dovetail.config.longform import PLUGIN_SECTIONS
+from dovetail.config.sources import read_set
+from dovetail.errors import ConfigError
+from dovetail.plugins.machine import Machine
+from dovetail.plugins.resolution import Resolved
+from dovetail.plugins.resolver import resolve
+from dovetail.plugins.setup import setup
+
+FILE_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+SILENT = ("tuning", "server")
+"""Sections that say how a server listens and where records are kept: nothing that is measured depends on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One side: ``given`` is what its user wrote; ``config`` is what that makes of the base, ``resolved`` what would run.
+    ``named`` are the keys that its own settings name, in dotted form."""
+
+    name: str
+    given: tuple[str, ...]
+    named: frozenset[str]
+    config: Config
+    resolved: Resolved
+
+    @property
+    def hash(self) -> str:
+        """Of the resolved config."""
+        return config_hash(self.resolved.config)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting that differs between the resolved arms. ``intended``: the settings of an arm name it."""
+
+    key: str
+    a: str
+    b: str
+    intended: bool
+
+
+def make_arm(
+    name: str, base: Sequence[Path], common: Sequence[str], given: Sequence[str], env: Mapping[str, str]
+) -> Arm:
+    """``given`` are ``key=value`` texts and config files, laid over the ``base`` files and the ``common`` texts. Raises
+    ``ConfigError`` and ``PluginError``, as ``resolve`` does."""
+    files = [Path(text) for text in given if _is_file(text)]
+    sets = [text for text in given if not _is_file(text)]
+    try:
+        config, registry = setup([*base, *files], [*common, *sets], env)
+        resolved = resolve(config, registry, Machine.detect(config.device))
+    except ConfigError as error:
+        raise ConfigError(f"arm {name}: {error}") from error
+    named = {*_named_by_sets(sets), *_leaves(read(files, (), {}).tree)}
+    return Arm(name, tuple(given), frozenset(named), config, resolved)
+
+
+def differences(a: Arm, b: Arm) -> list[Difference]:
+    """Every setting that differs between the resolved configs, those that the arms name first. Of a part whose component
+    differs, its settings go unmentioned: those of one mean nothing to another."""
+    left, right = flat(a.resolved.config), flat(b.resolved.config)
+    named = _contrast(a, b)
+    found = [
+        Difference(key.removesuffix(".kind"), left.get(key, "-"), right.get(key, "-"), _covers(named, key))
+        for key in dict.fromkeys([*left, *right])
+        if left.get(key) != right.get(key) and not _other_component(key, left, right)
+    ]
+    return sorted(found, key=lambda d: not d.intended)
+
+
+def axes(found: Iterable[Difference]) -> list[str]:
+    """The sections in which intended differences lie: with more than one, nobody can tell which of them made the difference."""
+    return list(dict.fromkeys(d.key.partition(".")[0] for d in found if d.intended))
+
+
+def flat(config: Config) -> dict[str, str]:
+    """A config as one text for each setting, by dotted key. Attention always stands by phase."""
+    tree = {key: value for key, value in dump(config).items() if key not in SILENT}
+    if not _is_phased(tree["attention"]):
+        tree["attention"] = {"prefill": tree["attention"], "decode": tree["attention"]}
+    return {key: _shown(value) for key, value in _flattened(tree, "")}
+
+
+def _is_phased(value: Any) -> bool:
+    return isinstance(value, dict) and "kind" not in value
+
+
+def _flattened(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _flattened(inner, f"{key}.{name}" if key else str(name))
+    elif key.partition(".")[0] in PLUGIN_SECTIONS and isinstance(value, str) and not _is_setting(key):
+        yield f"{key}.kind", value
+    else:
+        yield key, value
+
+
+def _is_setting(key: str) -> bool:
+    """True for a key inside a component's mapping; a bare word in its place is ``none`` or ``auto``."""
+    return key.partition(".")[0] != key and key not in ("attention.prefill", "attention.decode", "grammar.backend")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(str(item.get("kind", item)) if isinstance(item, dict) else str(item) for item in value)
+    return str(value)
+
+
+def _other_component(key: str, left: Mapping[str, str], right: Mapping[str, str]) -> bool:
+    """True for the settings of a part whose two components are not the same."""
+    section, _, last = key.rpartition(".")
+    kind = f"{section}.kind"
+    return last != "kind" and kind in {**left, **right} and left.get(kind) != right.get(kind)
+
+
+def _contrast(a: Arm, b: Arm) -> frozenset[str]:
+    """The keys that one arm names and the other does not, or names otherwise. Two whole config files name much alike."""
+    left, right = flat(a.config), flat(b.config)
+    return frozenset(key for key in a.named | b.named if _under(key, left) != _under(key, right))
+
+
+def _under(key: str, settings: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if _covers((key,), name)}
+
+
+def _covers(named: Iterable[str], key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in named)
+
+
+def _named_by_sets(sets: Iterable[str]) -> Iterator[str]:
+    for text in sets:
+        yield from _leaves(read_set(text).tree)
+
+
+def _leaves(tree: Mapping[str, Any]) -> Iterator[str]:
+    """The keys that a tree in long form names, as precisely as the resolved config has them: a component as a whole."""
+    for key, _ in _flattened(dict(tree), ""):
+        section, _, last = key.rpartition(".")
+        if key:
+            yield section if last in ("kind", "path") else key
+
+
+def _is_file(text: str) -> bool:
+    return "=" not in text and text.endswith(FILE_SUFFIXES)
