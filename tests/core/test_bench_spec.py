@@ -9,9 +9,9 @@ import json
 
 import pytest
 
-from dovetail.bench.workloads import WORKLOADS, make_prompts, read_prompts
+from dovetail.bench.specs import TOPICS, JsonlSpec, QuestionsSpec
+from dovetail.bench.workloads import make_workload
 from dovetail.cli import main
-from dovetail.errors import ConfigError
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_rows_of_two_methods(bench):
 def test_a_table_of_a_file_with_settings_of_the_drafter(bench, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('"One two three"\n\n{"prompt": "One two"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    assert [bool(p.messages) for p in read_prompts(file)] == [False, False, True]
+    assert [call.form for call in make_workload(JsonlSpec(path=file)).calls] == ["text", "text", "messages"]
     sets = ("--set", "speculative={kind: ngram, shared: 0, num_draft_tokens: 2}")
     status, out, _ = bench("--prompts", str(file), "--methods", "none, ngram", "-n", "30", "--rounds", "2", *sets)
     assert status == 0
@@ -72,16 +72,10 @@ def test_mistakes_are_named(bench, tmp_path):
     ):
         status, _, err = bench(*words)
         assert (status, text in err) == (2, True), err
-    for line, text in (("[1]", "line 2 is"), ("{", "line 2 is not JSON"), ('{"text": 1}', "allowed: a string")):
-        (tmp_path / "bad.jsonl").write_text(f'"fine"\n{line}\n')
-        with pytest.raises(ConfigError, match=text):
-            read_prompts(tmp_path / "bad.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="has no prompts"):
-        read_prompts(tmp_path / "empty.jsonl")
 
 
 def test_prompts_repeat_for_a_seed_and_differ_between_seeds():
-    for name in WORKLOADS:
-        assert make_prompts(name, 12, 0) == make_prompts(name, 12, 0) != make_prompts(name, 12, 1)
-        assert len({str(prompt.messages) for prompt in make_prompts(name, 12, 0)}) > 5
+    for topic in TOPICS:
+        spec = QuestionsSpec(topic=topic, count=12)
+        assert make_workload(spec, 0) == make_workload(spec, 0) != make_workload(spec, 1)
+        assert len({str(call.messages) for call in make_workload(spec, 0).calls}) > 5

@@ -58,6 +58,11 @@ class Call(Data):
     think: float = Field(default=0.0, ge=0)
     continues: bool = False
 
+    @property
+    def form(self) -> Literal["token_ids", "text", "messages"]:
+        """Which kind of prompt it has."""
+        return "token_ids" if self.token_ids is not None else "text" if self.text is not None else "messages"
+
     @model_validator(mode="after")
     def _one_prompt(self) -> Call:
         given = [name for name in ("token_ids", "text", "messages") if getattr(self, name) is not None]
@@ -71,9 +76,10 @@ class Call(Data):
 
 
 class Workload(Data):
-    """Calls in the order in which they are due, frozen: whoever runs it makes the same requests.
+    """Calls, parents before their children, frozen: whoever runs it makes the same requests.
 
-    ``concurrency`` bounds the calls in flight (a closed loop: a call is due when there is room); None leaves the times to the
+    ``concurrency`` bounds the conversations in flight (a closed loop: so many users, each of whom begins the next call without
+    a parent when the last one and all that followed from it are done); None leaves the times to the
     calls (an open loop: a late server delays none of them). ``seed`` and ``description`` say how it was made.
     """
 
@@ -85,20 +91,22 @@ class Workload(Data):
 
     @model_validator(mode="after")
     def _parents_come_first(self) -> Workload:
-        seen: set[str] = set()
+        seen: dict[str, Call] = {}
         for call in self.calls:
             if call.id in seen:
                 raise ValueError(f"two calls have the id {call.id!r}")
             if call.parent is not None and call.parent not in seen:
                 raise ValueError(f"call {call.id!r} has the parent {call.parent!r}, which does not come before it")
-            seen.add(call.id)
+            if call.continues and call.parent is not None and call.form != seen[call.parent].form:
+                raise ValueError(f"call {call.id!r} continues with {call.form} what began with other than that")
+            seen[call.id] = call
         return self
 
     @property
     def content_hash(self) -> str:
         """What is asked and when, in 16 hex digits: the same on any machine for the same calls."""
         content = {"calls": [call.model_dump(mode="json") for call in self.calls], "concurrency": self.concurrency}
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)  # the order of a schema's keys counts
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

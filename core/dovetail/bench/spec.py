@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dovetail.bench.prompts import encoded, first_prompt
+from dovetail.errors import ConfigError
 from dovetail.llm import LLM, Output
 from dovetail.types import Acceptance, SamplingParams
 
 if TYPE_CHECKING:
-    from dovetail.bench.workloads import Prompt
+    from dovetail.bench.records import Call
     from dovetail.config import Config
 
 
@@ -43,19 +45,20 @@ class SpecRow:
 
 def measure_methods(
     configs: Mapping[str, Config],
-    workloads: Mapping[str, Sequence[Prompt]],
+    workloads: Mapping[str, Sequence[Call]],
     params: SamplingParams,
     batch: int,
     rounds: int = 1,
 ) -> Iterator[SpecRow]:
-    """Every method in turn, each in an engine of its own with its config; ``batch`` prompts at a time. Of several rounds over
+    """Every method in turn, each in an engine of its own with its config; ``batch`` prompts at a time, with ``params`` for all of
+    them. Of several rounds over
     the same prompts the fastest counts: drafters that learn have met the outputs by then."""
     first: dict[str, tuple[list[Output], float]] = {}
     for method, config in configs.items():
         llm = LLM(config)
         try:
-            for workload, prompts in workloads.items():
-                texts = [_encoded(llm, prompt) for prompt in prompts]
+            for workload, calls in workloads.items():
+                texts = [_encoded(llm, call) for call in calls]
                 llm.generate(texts[:1], params)  # kernels are compiled, caches of the machine are warm
                 runs = [_run(llm, method, workload, texts, params, batch) for _ in range(rounds)]
                 outputs, row = max(runs, key=lambda run: run[1].tokens_per_second)
@@ -65,13 +68,12 @@ def measure_methods(
             llm.close()
 
 
-def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
-    tokenizer = llm.tokenizer
-    assert tokenizer is not None, "LLM.generate has refused texts"
-    if not prompt.messages:
-        return tokenizer.encode(prompt.text)
-    text = tokenizer.apply_chat_template(prompt.messages, prompt.tools or None)
-    return tokenizer.encode(text, add_special_tokens=False)
+def _encoded(llm: LLM, call: Call) -> list[int]:
+    if call.token_ids is not None:
+        return list(call.token_ids)
+    if llm.tokenizer is None:
+        raise ConfigError("this model has no tokenizer; its prompts must be token ids")
+    return encoded(first_prompt(call), llm.tokenizer)
 
 
 def _run(

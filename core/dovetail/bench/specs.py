@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from dovetail.bench.records import Data
 from dovetail.errors import ConfigError
@@ -27,7 +27,8 @@ Seconds = Annotated[tuple[_Seconds, _Seconds], AfterValidator(_ordered)] | _Seco
 Content = Literal["tokens", "text"]
 """``tokens``: random token ids, no special ones, and outputs of exactly the length asked for. ``text``: words and questions
 that the embedded model can answer, lengths counted in words; an output ends where the model ends it."""
-TOPICS = ("facts", "arithmetic", "extraction", "sorting", "tools", "copy")
+Topic = Literal["facts", "arithmetic", "extraction", "sorting", "tools", "copy"]
+TOPICS: tuple[Topic, ...] = get_args(Topic)
 """What ``questions`` can be about."""
 
 
@@ -96,7 +97,7 @@ class QuestionsSpec(Data):
     """Single questions that the embedded model can answer, of one topic."""
 
     kind: Literal["questions"] = "questions"
-    topic: Literal["facts", "arithmetic", "extraction", "sorting", "tools", "copy"] = "facts"
+    topic: Topic = "facts"
     count: int = Field(default=20, ge=1, description="Calls.")
     output: int = Field(default=128, ge=1, description="At most so many tokens an output.")
 
@@ -147,12 +148,19 @@ class Gamma(Data):
 
 
 class Trace(Data):
-    """Offsets in seconds, ascending, one for each call without a parent; repeated, shifted, where there are more calls.
-    ``speed`` 2 is twice as fast."""
+    """Offsets in seconds, ascending, one for each call without a parent: given here, or one a line of a ``file``. They are
+    repeated, shifted, where there are more calls. ``speed`` 2 is twice as fast."""
 
     kind: Literal["trace"] = "trace"
-    offsets: tuple[_Seconds, ...] = Field(min_length=1)
+    offsets: tuple[_Seconds, ...] | None = Field(default=None, min_length=1)
+    file: Path | None = None
     speed: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Trace:
+        if (self.offsets is None) == (self.file is None):
+            raise ValueError("a trace has offsets or a file; give one of them")
+        return self
 
 
 class AsGiven(Data):

@@ -1,0 +1,102 @@
+"""From a spec to calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dovetail.bench.arrivals import with_arrivals
+from dovetail.bench.draws import Draws
+from dovetail.bench.records import Call, Workload
+from dovetail.bench.specs import (
+    AgentSpec,
+    ArrivalSpec,
+    AsGiven,
+    ChatSpec,
+    JsonlSpec,
+    JsonSpec,
+    QuestionsSpec,
+    RandomSpec,
+    SharedPrefixSpec,
+    WorkloadSpec,
+)
+from dovetail.bench.workloads.fill import fill_of
+from dovetail.bench.workloads.jsonl import read_calls
+from dovetail.bench.workloads.questions import json_calls, question_calls
+from dovetail.bench.workloads.vocabulary import Vocabulary
+
+
+def make_workload(
+    spec: WorkloadSpec, seed: int = 0, vocabulary: Vocabulary | None = None, arrivals: ArrivalSpec | None = None
+) -> Workload:
+    """The calls of ``spec``, always the same for a seed, a vocabulary and ``arrivals`` (by default the calls' own times: all at
+    once, but for a file that says otherwise). ``vocabulary`` is needed for random tokens. Raises ``ConfigError``."""
+    calls = tuple(_calls(spec, seed, vocabulary))
+    name = spec.path.stem if isinstance(spec, JsonlSpec) else spec.kind
+    made = Workload(name=name, calls=calls, seed=seed, description={"workload": spec.model_dump(mode="json")})
+    return with_arrivals(made, arrivals or AsGiven(), seed)
+
+
+def _calls(spec: WorkloadSpec, seed: int, vocabulary: Vocabulary | None) -> list[Call] | Iterator[Call]:
+    if isinstance(spec, JsonlSpec):
+        return read_calls(spec)
+    if isinstance(spec, JsonSpec):
+        return json_calls(spec, seed)
+    if isinstance(spec, QuestionsSpec):
+        return question_calls(spec, seed)
+    if isinstance(spec, RandomSpec):
+        return _random(spec, seed, vocabulary)
+    if isinstance(spec, SharedPrefixSpec):
+        return _shared_prefix(spec, seed, vocabulary)
+    if isinstance(spec, ChatSpec):
+        return _chat(spec, seed, vocabulary)
+    return _agent(spec, seed, vocabulary)
+
+
+def _random(spec: RandomSpec, seed: int, vocabulary: Vocabulary | None) -> Iterator[Call]:
+    fill = fill_of(spec.content, vocabulary)
+    for i in range(spec.count):
+        draws, name = Draws(seed, "random", i), f"r{i}"
+        prompt = fill.user(draws, draws.count(spec.input))
+        yield fill.call(prompt, id=name, group=name, max_tokens=draws.count(spec.output))
+
+
+def _shared_prefix(spec: SharedPrefixSpec, seed: int, vocabulary: Vocabulary | None) -> list[Call]:
+    fill, calls = fill_of(spec.content, vocabulary), list[Call]()
+    for g in range(spec.groups):
+        draws = Draws(seed, "shared_prefix", g)
+        prefix = fill.system(draws, draws.count(spec.prefix))
+        for i in range(spec.per_group):
+            prompt = prefix + fill.user(draws, draws.count(spec.suffix))
+            calls.append(fill.call(prompt, id=f"g{g}.{i}", group=f"g{g}", max_tokens=draws.count(spec.output)))
+    return Draws(seed, "shared_prefix", "order").shuffled(calls)
+
+
+def _chat(spec: ChatSpec, seed: int, vocabulary: Vocabulary | None) -> Iterator[Call]:
+    fill = fill_of(spec.content, vocabulary)
+    draws = Draws(seed, "chat", "system")
+    system = fill.system(draws, draws.count(spec.system))
+    for c in range(spec.conversations):
+        draws = Draws(seed, "chat", c)
+        for turn in range(draws.count(spec.turns)):
+            asked = fill.user(draws, draws.count(spec.user))
+            fields = _turn(f"c{c}", turn, draws.seconds(spec.think))
+            yield fill.call(asked if turn else system + asked, max_tokens=draws.count(spec.output), **fields)
+
+
+def _agent(spec: AgentSpec, seed: int, vocabulary: Vocabulary | None) -> Iterator[Call]:
+    fill = fill_of(spec.content, vocabulary)
+    draws = Draws(seed, "agent", "system")
+    system = fill.system(draws, draws.count(spec.system))
+    for p in range(spec.programs):
+        draws = Draws(seed, "agent", p)
+        for step in range(draws.count(spec.steps)):
+            added = fill.user(draws, draws.count(spec.result if step else spec.task))
+            fields = _turn(f"p{p}", step, draws.seconds(spec.think))
+            yield fill.call(added if step else system + added, max_tokens=draws.count(spec.output), **fields)
+
+
+def _turn(group: str, turn: int, think: float) -> dict[str, Any]:
+    """Fields of a call that goes on with what came before it in its group, unless it is the first."""
+    first: dict[str, Any] = {"id": f"{group}.{turn}", "group": group}
+    return first if turn == 0 else {**first, "parent": f"{group}.{turn - 1}", "think": think, "continues": True}
