@@ -1,0 +1,67 @@
+"""Statistics of a run under many resamples of its requests at once."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.experiment.samples import Floats, Ints, Metric, Sample
+
+Weights = NDArray[np.float32]
+
+_BINS = 256
+
+
+def draw(clusters: Ints, resamples: int, seed: int) -> Weights:
+    """How often each request is drawn [resamples, requests]: clusters with replacement, each with all of its requests.
+
+    One cluster fewer is drawn than there are, which makes the bootstrap's variance unbiased for few clusters (Rao and Wu
+    1988). Drawing requests inside the drawn clusters once more would count their noise twice (Davison and Hinkley 1997,
+    section 3.8). Where all requests are in one cluster they are drawn singly.
+    """
+    _, inverse = np.unique(clusters, return_inverse=True)
+    count = int(inverse.max()) + 1
+    if count == 1:
+        inverse, count = np.arange(len(clusters)), len(clusters)
+    rng = np.random.default_rng(seed)
+    drawn = rng.multinomial(max(count - 1, 1), np.full(count, 1 / count), size=resamples)
+    return drawn[:, inverse].astype(np.float32)
+
+
+def statistic(metric: Metric, sample: Sample) -> float:
+    """The metric of the run as it was; nan without a value."""
+    if metric.kind == "rate":
+        return float(sample.values.sum() / sample.seconds)
+    if not len(sample.values):
+        return float("nan")
+    return float(sample.values.mean() if metric.kind == "mean" else np.quantile(sample.values, metric.q))
+
+
+def resampled(metric: Metric, sample: Sample, weights: Weights) -> Floats:
+    """The metric for each row of ``weights`` [resamples]. Rates: per request, as the number of requests drawn varies. A resample
+    without a value gets the value of the run as it was."""
+    requests = weights.shape[1]
+    if metric.kind == "quantile":
+        found = _quantiles(sample, weights, metric.q)
+    else:
+        total = weights @ np.bincount(sample.owners, sample.values, requests).astype(np.float32)
+        owners = np.bincount(sample.owners, minlength=requests) if metric.kind == "mean" else np.ones(requests)
+        found = total / np.maximum(weights @ owners.astype(np.float32), 1e-9)
+        found = found * (requests / sample.seconds) if metric.kind == "rate" else found
+    return np.where(found > 0, found, statistic(metric, sample)).astype(np.float64)
+
+
+def _quantiles(sample: Sample, weights: Weights, q: float) -> Floats:
+    """By counting: each request's values per bin, bins ending at values of the sample, finer around the quantile."""
+    ordered = np.sort(sample.values)
+    shares = np.concatenate(
+        [np.linspace(0, 1, _BINS // 2), np.linspace(max(q - 0.08, 0), min(q + 0.08, 1), _BINS // 2)]
+    )
+    edges = ordered[np.unique(np.round(shares * (len(ordered) - 1)).astype(np.int64))]
+    edges = np.unique(edges)
+    bins = np.searchsorted(edges, sample.values)
+    flat = np.bincount(sample.owners * len(edges) + bins, minlength=weights.shape[1] * len(edges))
+    counts = flat.reshape(weights.shape[1], len(edges)).astype(np.float32)
+    below = np.cumsum(weights @ counts, axis=1)
+    place = (below < q * below[:, -1:]).sum(axis=1)
+    return np.where(below[:, -1] > 0, edges[np.minimum(place, len(edges) - 1)], 0.0)

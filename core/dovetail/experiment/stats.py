@@ -1,0 +1,174 @@
+"""Is B faster than A? Log ratios of blocks, their uncertainty, and a verdict for each metric.
+
+The unit is a block: runs of both arms close in time, in the order ABBA, so that a machine that drifts slows both alike. Of each
+block counts one number: the log of B's metric over A's. Two things make their mean uncertain, and both are measured:
+
+- blocks differ: the variance of the blocks' log ratios;
+- the requests are a sample of those that could have been asked: clusters of requests (a conversation, a shared prefix) are
+  resampled, in all blocks of both arms alike, and what blocks then have in common is due to the choice of requests. What
+  they do not have in common is noise, which the variance between blocks has counted already.
+
+The interval is the mean, plus or minus a quantile of Student's t (or, where the experiment looks after every block, its
+always-valid counterpart in ``sequential``) times the root of the sum of both; degrees of freedom by Satterthwaite.
+
+Measured with benchmarks/experiment_coverage.py: see COVERAGE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.experiment.resample import Weights, draw, resampled, statistic
+from dovetail.experiment.result import Comparison
+from dovetail.experiment.samples import Block, Floats, Ints, Metric
+from dovetail.experiment.sequential import radius
+from dovetail.experiment.verdict import Estimate, Rules, blocks_needed, decide, holm
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One metric over all blocks, before any verdict. ``a`` and ``b`` are geometric means. ``estimate`` is None where there
+    is no ratio; ``note`` says why. ``run_var`` is the variance of a block's log ratio that runs of one arm show (A/A)."""
+
+    metric: Metric
+    blocks: int
+    a: float | None = None
+    b: float | None = None
+    estimate: Estimate | None = None
+    run_var: float | None = None
+    note: str = ""
+
+
+def compare(
+    metrics: Sequence[tuple[Metric, Sequence[Block]]],
+    clusters: Ints,
+    primary: Sequence[str],
+    rules: Rules,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[Comparison, ...]:
+    """A verdict for each metric, given its blocks; ``clusters`` [requests] says which requests belong together.
+
+    False alarms are bounded over the ``primary`` metrics together, and, less strictly for their readers, over all metrics for the
+    others. Deterministic for a seed.
+    """
+    weights = draw(clusters, resamples, seed)
+    measured = [measure(metric, blocks, weights, clusters) for metric, blocks in metrics]
+    return judge(measured, primary, rules)
+
+
+def measure(metric: Metric, blocks: Sequence[Block], weights: Weights, clusters: Ints) -> Measured:
+    """The mean log ratio of a metric and its variance."""
+    a = np.array([[statistic(metric, run) for run in block.a] for block in blocks])
+    b = np.array([[statistic(metric, run) for run in block.b] for block in blocks])
+    for name, values in (("A", a), ("B", b)):
+        if not len(blocks) or not np.all(values > 0):  # nan too
+            return Measured(metric, len(blocks), note=f"{name} has runs without a value, so there is no ratio")
+    ratios = np.log(b).mean(axis=1) - np.log(a).mean(axis=1)
+    return Measured(
+        metric,
+        len(blocks),
+        a=float(np.exp(np.log(a).mean())),
+        b=float(np.exp(np.log(b).mean())),
+        estimate=_estimate(ratios, _shared_variance(metric, blocks, weights), len(np.unique(clusters))),
+        run_var=_run_variance(np.log(a), np.log(b)),
+    )
+
+
+def judge(measured: Sequence[Measured], primary: Sequence[str], rules: Rules) -> tuple[Comparison, ...]:
+    """Corrects for the number of metrics and decides each."""
+    known = [m for m in measured if m.estimate is not None]
+    first = [m for m in known if m.metric.name in primary]
+    adjusted = _adjusted(known, rules) | _adjusted(first, rules)
+    return tuple(
+        _comparison(m, adjusted.get(m.metric.name, 1.0), len(first if m in first else known), rules) for m in measured
+    )
+
+
+def _estimate(ratios: Floats, request_var: float, clusters: int) -> Estimate:
+    blocks = len(ratios)
+    block_var = float(ratios.var(ddof=1)) if blocks > 1 else 0.0
+    between = block_var / blocks
+    parts = between**2 / max(blocks - 1, 1) + request_var**2 / max(clusters - 1, 1)
+    df = (between + request_var) ** 2 / parts if parts else math.inf
+    return Estimate(float(ratios.mean()), block_var, request_var, blocks, min(df, blocks - 1))
+
+
+def _shared_variance(metric: Metric, blocks: Sequence[Block], weights: Weights) -> float:
+    """Of the mean log ratio, due to the choice of requests: the covariance of blocks under the same resamples."""
+    if len(blocks) < 2 or weights.shape[1] < 2:
+        return 0.0
+    logs = np.stack([_log_ratio(metric, block, weights) for block in blocks])  # [blocks, resamples]
+    total, own = logs.mean(axis=0).var(), logs.var(axis=1).sum() / len(blocks) ** 2
+    # own is the diagonal of the covariance matrix; the off-diagonal stands for the diagonal's shared part as well
+    return max(float(total - own), 0.0) * len(blocks) / (len(blocks) - 1)
+
+
+def _log_ratio(metric: Metric, block: Block, weights: Weights) -> Floats:
+    a = np.mean([np.log(resampled(metric, run, weights)) for run in block.a], axis=0)
+    return np.mean([np.log(resampled(metric, run, weights)) for run in block.b], axis=0) - a
+
+
+def _run_variance(a: Floats, b: Floats) -> float | None:
+    """The variance of a block's log ratio if both arms were the same, by the first and last run of each arm in a block: their
+    difference has twice the variance of one run. None without a second run or block."""
+    if len(a) < 2 or a.shape[1] < 2 or b.shape[1] < 2:
+        return None
+    of_a_run = sum(float((arm[:, -1] - arm[:, 0]).var(ddof=1)) / 2 for arm in (a, b)) / 2
+    return of_a_run * (1 / a.shape[1] + 1 / b.shape[1])
+
+
+def _adjusted(measured: Sequence[Measured], rules: Rules) -> dict[str, float]:
+    raw = [m.estimate.p(rules.peeking) for m in measured if m.estimate is not None]
+    return dict(zip((m.metric.name for m in measured), holm(raw), strict=True))
+
+
+def _comparison(measured: Measured, p_adjusted: float, family: int, rules: Rules) -> Comparison:
+    metric, estimate = measured.metric, measured.estimate
+    unknown = Comparison(
+        metric=metric.name, label=metric.label, unit=metric.unit, better=metric.better, blocks=measured.blocks,
+        a=measured.a, b=measured.b, ratio=None, low=None, high=None, p=1.0, p_adjusted=1.0,
+        verdict="inconclusive", note=measured.note,
+    )  # fmt: skip
+    if estimate is None:
+        return unknown
+    low, high = (math.exp(bound) for bound in estimate.bounds(rules.alpha, rules.peeking))
+    verdict = decide(estimate, p_adjusted, metric.better, rules)
+    needed = blocks_needed(estimate, rules, family) if verdict == "inconclusive" and estimate.blocks > 1 else None
+    return unknown.model_copy(
+        update={
+            "ratio": math.exp(estimate.log_ratio),
+            "low": low or None,
+            "high": high if math.isfinite(high) else None,
+            "p": estimate.p(rules.peeking),
+            "p_adjusted": p_adjusted,
+            "verdict": verdict,
+            "blocks_needed": needed,
+            "noise_floor": _floor(measured, rules),
+            "note": _advice(verdict, needed, estimate),
+        }
+    )
+
+
+def _floor(measured: Measured, rules: Rules) -> float | None:
+    """The smallest relative difference that so many blocks tell from noise, if the noise is that of runs of one arm."""
+    if measured.run_var is None:
+        return None
+    reach = radius(measured.blocks - 1, rules.alpha, rules.peeking) * math.sqrt(measured.run_var / measured.blocks)
+    return math.expm1(reach) if reach < 10 else None
+
+
+def _advice(verdict: str, needed: int | None, estimate: Estimate) -> str:
+    if verdict != "inconclusive":
+        return ""
+    if estimate.blocks < 2:
+        return "one block says nothing about noise; at least four are needed"
+    if needed is not None:
+        return f"needs about {needed} blocks"
+    if estimate.request_var > 0:
+        return "more blocks would not settle it: the requests differ in what they gain; more requests would"
+    return "no number of blocks would settle it"

@@ -1,0 +1,105 @@
+"""From an estimate to a verdict: significance over several metrics, equivalence, and how much more would be needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.experiment.result import Better, Comparison, Verdict
+from dovetail.experiment.sequential import p_value, radius
+
+MOST_BLOCKS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How sure (``alpha``: the chance of a false alarm, over all metrics together), what is too small to matter (``delta``: 0.02
+    is 2 %), and whether the intervals must hold at every look (``peeking``)."""
+
+    alpha: float = 0.05
+    delta: float = 0.02
+    peeking: bool = True
+
+    @property
+    def band(self) -> float:
+        """Half the width of the equivalence band on the log scale, where B/A and A/B are alike: 1/(1+delta) to 1+delta."""
+        return math.log1p(self.delta)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The mean log ratio of B to A over ``blocks``. Its variance is ``block_var / blocks + request_var``: noise between blocks,
+    and what the choice of requests contributes, which more blocks do not lessen. ``df`` are its degrees of freedom."""
+
+    log_ratio: float
+    block_var: float
+    request_var: float
+    blocks: int
+    df: float
+
+    @property
+    def error(self) -> float:
+        """Standard error. Not below what clocks and floats can tell apart."""
+        return max(math.sqrt(self.block_var / self.blocks + self.request_var), 1e-9)
+
+    def p(self, peeking: bool) -> float:
+        """Of "no difference"."""
+        return p_value(self.log_ratio / self.error, self.df, peeking)
+
+    def bounds(self, alpha: float, peeking: bool) -> tuple[float, float]:
+        """The interval of the log ratio; infinite where there are too few blocks."""
+        reach = radius(self.df, alpha, peeking) * self.error
+        return self.log_ratio - reach, self.log_ratio + reach
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm 1979: adjusted so that comparing each with alpha bounds the chance of any false alarm by alpha."""
+    m, worst, adjusted = len(p_values), 0.0, [1.0] * len(p_values)
+    for rank, index in enumerate(sorted(range(m), key=lambda i: p_values[i])):
+        worst = max(worst, (m - rank) * p_values[index])
+        adjusted[index] = min(1.0, worst)
+    return adjusted
+
+
+def equivalent(estimate: Estimate, rules: Rules) -> bool:
+    """TOST (Schuirmann 1987): both one-sided tests at alpha, that is, the interval of 1 - 2 alpha lies within the band."""
+    low, high = estimate.bounds(2 * rules.alpha, rules.peeking)
+    return -rules.band < low and high < rules.band
+
+
+def decide(estimate: Estimate, p_adjusted: float, better: Better, rules: Rules) -> Verdict:
+    """Equivalent first: a difference that is certain, and certainly too small to matter, is no difference."""
+    if equivalent(estimate, rules):
+        return "equivalent"
+    if p_adjusted >= rules.alpha:
+        return "inconclusive"
+    return "faster" if (estimate.log_ratio < 0) == (better == "lower") else "slower"
+
+
+def blocks_needed(estimate: Estimate, rules: Rules, family: int) -> int | None:
+    """About how many blocks in all would settle an inconclusive metric, if it stays as it looks; None if none would.
+
+    Settled is either way, different (by Bonferroni's bound for ``family`` metrics) or equivalent, whichever comes first.
+    """
+    at = abs(estimate.log_ratio)
+    for n in np.unique(np.geomspace(estimate.blocks + 1, MOST_BLOCKS, 400).astype(int)):
+        error = math.sqrt(estimate.block_var / n + estimate.request_var)
+        differs = radius(n - 1, rules.alpha / family, rules.peeking) * error < at
+        if differs or at + radius(n - 1, 2 * rules.alpha, rules.peeking) * error < rules.band:
+            return int(n)
+    return None
+
+
+def stop_reason(comparisons: Sequence[Comparison], primary: Sequence[str], max_blocks: int) -> str | None:
+    """Why an experiment that peeks may end now, in words; None if it should go on. It ends when every primary metric is
+    settled, or the blocks are used up; the intervals are valid either way."""
+    open_ones = [c.label for c in comparisons if c.metric in primary and c.verdict == "inconclusive"]
+    blocks = max((c.blocks for c in comparisons), default=0)
+    if not open_ones:
+        return f"every primary metric was settled after {blocks} blocks"
+    if blocks >= max_blocks:
+        return f"the {max_blocks} blocks it was given were used up; open: {', '.join(open_ones)}"
+    return None
