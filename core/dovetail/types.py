@@ -344,16 +344,23 @@ class Phase(enum.StrEnum):
 class DraftTree:
     """Draft tokens for every row of a batch, in topological order: ``parents[r, j] < j``, -1 is the row's last token.
 
-    A chain is ``parents[r] = [-1, 0, 1, ...]``. Rows without drafts have ``lens[r] = 0``. ``probs`` are the drafter's
-    own probabilities ``[rows, k, V]``, where it has them. The arrays do not change once ``is_chain`` has been asked.
+    A chain is ``parents[r] = [-1, 0, 1, ...]``. Rows without drafts have ``lens[r] = 0``. The arrays do not change once
+    ``is_chain`` has been asked.
     """
 
     token_ids: IntArray  # [rows, k]
     parents: IntArray  # [rows, k]
     lens: IntArray  # [rows]
-    probs: torch.Tensor | None = None
 
     _chain: bool | None = field(init=False, default=None, repr=False)
+
+    @classmethod
+    def chains(cls, token_ids: IntArray, lens: IntArray) -> DraftTree:
+        """A chain in every row. Its ``parents`` are read-only."""
+        width = token_ids.shape[1]
+        tree = cls(token_ids, np.broadcast_to(np.arange(-1, width - 1, dtype=np.int32), token_ids.shape), lens)
+        tree._chain = True
+        return tree
 
     @property
     def is_chain(self) -> bool:

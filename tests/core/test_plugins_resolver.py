@@ -26,7 +26,6 @@ TREE = VERIFY | {Feature.ATTN_TREE_MASK}
 DRAFT = frozenset({Feature.DRAFT_CHAIN})
 DRAFT_TREE = frozenset({Feature.DRAFT_CHAIN, Feature.DRAFT_TREE})
 ROLLBACK = frozenset({Feature.GRAMMAR_ROLLBACK})
-HOST = frozenset({Feature.RUNTIME_HOST_TOKENS})
 
 
 def run(fakes, *specs, sets=(), machine=CPU, tuning=None, entries=()):
@@ -278,12 +277,11 @@ def test_auto_attention_follows_the_drafter(fakes):
     assert (unmixed.attention_prefill.name, unmixed.attention_decode.name) == ("quick", "trees")
 
 
-def test_a_drafter_that_needs_host_tokens_gets_along_with_overlap(fakes):
-    ngram = fakes.spec(K.DRAFTER, "ngram", offers=DRAFT, needs=HOST)
+def test_a_drafter_gets_along_with_overlap(fakes):
+    ngram = fakes.spec(K.DRAFTER, "ngram", offers=DRAFT)
     for overlap in (True, False):
         chosen = run(fakes, ngram, sets=["speculative=ngram", f"scheduler.overlap={json.dumps(overlap)}"], machine=H100)
         assert chosen.config.scheduler.overlap is overlap
-        assert Feature.RUNTIME_HOST_TOKENS in chosen.runtime
         assert (Feature.RUNTIME_OVERLAP in chosen.runtime) is overlap
 
 
@@ -520,7 +518,7 @@ def test_config_of_the_result_is_new_and_concrete(fakes):
 
 
 def test_resolving_the_result_again_changes_nothing(fakes):
-    ngram = fakes.spec(K.DRAFTER, "ngram", {"depth": (int, 3)}, offers=DRAFT, needs=HOST)
+    ngram = fakes.spec(K.DRAFTER, "ngram", {"depth": (int, 3)}, offers=DRAFT)
     registry = fakes.registry(ngram)
     config = fakes.config(registry, "speculative={kind: ngram, depth: 5}")
     first = resolve(config, registry, H100)

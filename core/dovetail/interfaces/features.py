@@ -51,14 +51,12 @@ class Feature(enum.StrEnum):
     # drafters
     DRAFT_CHAIN = "draft.chain"
     DRAFT_TREE = "draft.tree"
-    DRAFT_PROBS = "draft.probs"
 
     # schedule policies
     POLICY_PREFIX_AWARE = "policy.prefix_aware"  # orders by what the prefix cache holds
 
     # the runtime
     RUNTIME_OVERLAP = "runtime.overlap"  # commit lags one step
-    RUNTIME_HOST_TOKENS = "runtime.host_tokens"  # every token is known to the host when drafts are asked for
     RUNTIME_DELAYED_MASK = "runtime.delayed_mask"  # bitmasks are filled while the forward pass runs
 
     # model architectures

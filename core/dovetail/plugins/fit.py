@@ -104,7 +104,7 @@ def show(option: Option) -> str:
 def runtime_offers(overlap: bool) -> frozenset[Feature]:
     """What the runtime can do: with overlap, commit lags one step, but for steps with drafts, before which the host knows
     every token."""
-    always = frozenset({Feature.RUNTIME_HOST_TOKENS, Feature.RUNTIME_DELAYED_MASK})
+    always = frozenset({Feature.RUNTIME_DELAYED_MASK})
     return always | {Feature.RUNTIME_OVERLAP} if overlap else always
 
 

@@ -25,19 +25,24 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int) -> DraftTree | Non
             f"a draft tree of {rows} rows has lens {lens.shape}, token_ids {ids.shape}, parents {parents.shape}; "
             "allowed: [rows], and [rows, k] twice"
         )
-    lowest, longest = int(lens.min()), int(lens.max())
-    if lowest < 0 or (lens > room).any() or longest > ids.shape[1]:
-        raise ValueError(f"draft lens are {lens.tolist()}; allowed: up to {room.tolist()}, of k = {ids.shape[1]}")
+    counts = lens.tolist()
+    lowest, longest = min(counts), max(counts)
+    if lowest < 0 or longest > ids.shape[1] or (lens > room).any():
+        raise ValueError(f"draft lens are {counts}; allowed: up to {room.tolist()}, of k = {ids.shape[1]}")
     if longest == 0:
         return None
-    place = np.arange(longest)
-    ids, parents = ids[:, :longest], parents[:, :longest]
-    if lowest < longest:
-        valid = place < lens[:, None]
-        ids, parents = np.where(valid, ids, 0), np.where(valid, parents, -1)
-    if ids.min() < 0 or ids.max() >= vocab_size:
+    ids = ids[:, :longest]
+    valid = None if lowest == longest else np.arange(longest) < lens[:, None]
+    if valid is not None:
+        ids = np.where(valid, ids, 0)
+    if ids.astype(np.uint64).max() >= vocab_size:  # a negative one is large too
         raise ValueError(f"draft tokens range from {ids.min()} to {ids.max()}; allowed: 0 to {vocab_size - 1}")
-    if parents.min() < -1 or (parents >= place).any():
+    ids, lens = ids.astype(np.int32), lens.astype(np.int32)
+    if drafts.is_chain:
+        return DraftTree.chains(ids, lens)
+    parents = parents[:, :longest]
+    if valid is not None:
+        parents = np.where(valid, parents, -1)
+    if parents.min() < -1 or (parents >= np.arange(longest)).any():
         raise ValueError("a draft's parent comes after it; allowed: -1 (the row's last token) or an earlier draft")
-    int32 = np.int32
-    return DraftTree(ids.astype(int32), parents.astype(int32), lens.astype(int32), drafts.probs)
+    return DraftTree(ids, parents.astype(np.int32), lens)

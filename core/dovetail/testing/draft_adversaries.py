@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from dovetail.interfaces.speculative import Drafter
 from dovetail.types import Batch, DraftTree, Req
@@ -44,11 +43,7 @@ class Adversary(Drafter):
             room = min(int(batch.draft_room[row]), self._width)
             for place, (token, parent) in enumerate(self.nodes(batch.reqs[row], room) if room > 0 else ()):
                 ids[row, place], parents[row, place], lens[row] = token, parent, place + 1
-        return DraftTree(ids, parents, lens, self.probs(ids, lens)) if lens.any() else None
-
-    def probs(self, ids: np.ndarray, lens: np.ndarray) -> torch.Tensor | None:
-        """What ``DraftTree.probs`` says."""
-        return None
+        return DraftTree(ids, parents, lens) if lens.any() else None
 
 
 class RandomChains(Adversary):
@@ -108,21 +103,11 @@ class NoDrafts(Adversary):
         return DraftTree(np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(len(batch.reqs), np.int32))
 
 
-class OverConfident(RandomChains):
-    """Random chains that are said to be certain."""
-
-    def probs(self, ids: np.ndarray, lens: np.ndarray) -> torch.Tensor | None:
-        """1 for every token drafted."""
-        drafted = torch.from_numpy(ids.astype(np.int64)).clamp(0, self.vocab_size - 1)
-        return torch.nn.functional.one_hot(drafted, self.vocab_size).float()
-
-
 ADVERSARIES: Mapping[str, type[Adversary]] = {
     "random": RandomChains,
     "always wrong": AlwaysWrong,
     "always the same": AlwaysTheSame,
     "zero drafts": NoDrafts,
-    "over-confident": OverConfident,
     "random trees": RandomTrees,
 }
 """All of them."""

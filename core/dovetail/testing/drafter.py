@@ -120,7 +120,6 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
                 assert 0 <= token < VOCAB_SIZE
                 assert -1 <= parent < place, "parents come before their children"
         assert tree.is_chain or self.offers(Feature.DRAFT_TREE), "a tree was drafted, but only chains are declared"
-        assert tree.probs is None or self.offers(Feature.DRAFT_PROBS)
 
     def test_without_room_there_are_no_drafts(self) -> None:
         """None, rather than a tree of nothing."""

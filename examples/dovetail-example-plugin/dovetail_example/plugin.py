@@ -92,7 +92,7 @@ def register_drafters() -> list[ComponentSpec]:
             "BigramConfig",
             "Drafts what followed the last two tokens before.",
             Feature.DRAFT_CHAIN,
-            needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
+            needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
         )
     ]
 

@@ -17,12 +17,10 @@ NGRAM = ComponentSpec(
     config="dovetail_speculative.config:NgramConfig",
     summary="Prompt lookup: drafts what followed the last occurrence of the latest tokens, here or in recent outputs.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
-    needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
+    needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
 )
 
-_OF_HIDDEN_STATES = frozenset(
-    {Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS, Feature.MODEL_HIDDEN_STATES}
-)
+_OF_HIDDEN_STATES = frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.MODEL_HIDDEN_STATES})
 
 DFLASH = ComponentSpec(
     kind=ComponentKind.DRAFTER,
@@ -52,7 +50,7 @@ DRAFT_MODEL = ComponentSpec(
     config="dovetail_speculative.config:DraftModelConfig",
     summary="A smaller model of the same vocabulary drafts chains.",
     offers=frozenset({Feature.DRAFT_CHAIN}),
-    needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK, Feature.RUNTIME_HOST_TOKENS}),
+    needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
     probe=_PROBE,
 )
 
