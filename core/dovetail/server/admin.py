@@ -66,6 +66,8 @@ async def model_info(service: Service, request: Request) -> Response:
         "is_generation": True,
         "context_length": service.context_len,
         "vocab_size": service.vocab_size,
+        "tokenizer_size": tokenizer.vocab_size,
+        "textless_token_ids": [i for i, data in enumerate(tokenizer.token_bytes) if not data],
         "eos_token_ids": tokenizer.eos_token_ids,
         "has_chat_template": tokenizer.has_chat_template,
     }

@@ -1,0 +1,66 @@
+"""The answer to a call as it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dovetail.bench.prompts import Prompt
+from dovetail.bench.records import Call, Measurement
+
+
+class Clock(Protocol):
+    """Seconds since the start of the run."""
+
+    def __call__(self) -> float:
+        """Now."""
+        ...
+
+
+@dataclass(slots=True)
+class Answer:
+    """Grows while the answer arrives; fields are those of ``records.Measurement``."""
+
+    sent: float = 0.0
+    end: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    error: str | None = None
+    text: str = ""
+    output_ids: list[int] | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    verify_steps: int | None = None
+
+    def measurement(self, call: Call, due: float) -> Measurement:
+        """What is kept of it."""
+        return Measurement(
+            id=call.id,
+            group=call.group,
+            ok=self.error is None,
+            error=self.error,
+            due=due,
+            sent=self.sent,
+            end=self.end,
+            token_times=tuple(self.token_times),
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            cached_tokens=self.cached_tokens,
+            output_ids=None if self.output_ids is None else tuple(self.output_ids),
+            text=self.text,
+            finish_reason=self.finish_reason,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            verify_steps=self.verify_steps,
+        )
+
+
+class Sender(Protocol):
+    """Makes a call and waits for the end of its answer. What goes wrong is the answer's ``error``, not an exception."""
+
+    async def __call__(self, call: Call, prompt: Prompt, clock: Clock) -> Answer:
+        """Send it now."""
+        ...

@@ -1,0 +1,1 @@
+"""The load client: requests of each API, answers as they stream in, and what a server says of itself."""

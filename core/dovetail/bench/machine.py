@@ -1,0 +1,67 @@
+"""What a record says of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dovetail.bench.records import MachineFacts
+
+_PACKAGES = ("dovetail", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "xgrammar")
+
+
+def machine_facts(device: str) -> MachineFacts:
+    """This machine; ``device`` is what the engine runs on, as far as that is known."""
+    return MachineFacts(
+        host_cpu=_cpu_name(),
+        cpus=os.cpu_count() or 1,
+        memory_gib=round(_memory_bytes() / 2**30, 1),
+        device=device,
+        platform=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        packages={name: found for name in _PACKAGES if (found := _version(name))},
+    )
+
+
+def peak_memory(pid: int) -> int | None:
+    """The most bytes that a process and those that it has started, still running, have held in memory: the sum of their peaks.
+    None where the system does not say (it is read from /proc)."""
+    peaks = [_peak(process) for process in _family(pid)]
+    return sum(peaks) or None
+
+
+def _family(pid: int) -> list[int]:
+    found = [pid]
+    for process in found:
+        children = Path(f"/proc/{process}/task/{process}/children")
+        if children.is_file():
+            found += [int(word) for word in children.read_text().split()]
+    return found
+
+
+def _peak(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status")
+    if not status.is_file():
+        return 0
+    lines = (line.split() for line in status.read_text().splitlines())
+    return next((int(words[1]) * 1024 for words in lines if words and words[0] == "VmHWM:"), 0)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
