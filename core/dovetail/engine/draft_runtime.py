@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dovetail.engine.captures import NO_UPDATES
+from dovetail.engine.captures import NO_UPDATES, capture_all, capture_next
+from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits, seen_by, wide_shape
 from dovetail.engine.inputs import Inputs, ragged
 from dovetail.engine.memory import module_bytes
 from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.speculative import DraftRoom, DraftRuntime
+from dovetail.interfaces.speculative import DraftPass, DraftRoom, DraftRuntime, DraftSteps
 from dovetail.layers.build import as_module, build_model
 from dovetail.memory.pool import PagedKVPool
 from dovetail.plugins.targets import load_attribute
-from dovetail.types import Batch, DraftTree
+from dovetail.types import Batch
 
 if TYPE_CHECKING:
+    from dovetail.engine.inputs import Array
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.plugins.resolver import Resolved
     from dovetail.types import BoolArray, IntArray
@@ -34,6 +36,8 @@ class Room(DraftRoom):
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
+        self.graphs: DraftGraphs | None = None
+        self._steps: list[DraftSteps] = []
         self._inputs: Inputs | None = None
         self._pool: PagedKVPool | None = None
         self._backends: tuple[AttentionBackend, AttentionBackend] | None = None
@@ -48,6 +52,7 @@ class Room(DraftRoom):
         self._pool = PagedKVPool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
         for tensor in (self._pool.k, self._pool.v):
             tensor.view(torch.uint8).zero_()
+        rows = resolved.config.scheduler.rows
         context = AttentionContext(
             device=pool.device,
             dtype=dtype,
@@ -55,47 +60,88 @@ class Room(DraftRoom):
             num_kv_heads=info.num_kv_heads,
             head_dim=info.head_dim,
             pool=self._pool,
-            max_rows=resolved.config.scheduler.rows,
+            max_rows=rows,
             max_context=max_context,
         )
         self._backends = resolved.attention_prefill.build(context), resolved.attention_decode.build(context)
+        section = resolved.config.graphs
+        if section.decode is True and self._steps:
+            wide = Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
+            limits = DraftLimits(min(rows, section.max_rows), section.max_rows, max_context, wide)
+            self.graphs = DraftGraphs(self._steps, inputs, self._pool, self._backends[1], limits)
+            if section.capture == "start":
+                capture_all(self.graphs, "draft steps")
 
     def batch(
         self, slots: IntArray, starts: IntArray, counts: IntArray, *, tree: tuple[IntArray, BoolArray] | None = None
     ) -> Batch:
         """See ``DraftRoom``."""
-        inputs, pool, backends = self._inputs, self._pool, self._backends
+        positions, *masks = tree or (None,)
+        batch, masks = self._located(slots, starts, counts, positions, *masks)
+        return self._planned(batch, *masks)
+
+    def keep(self, steps: DraftSteps) -> None:
+        """See ``DraftRoom``."""
+        assert self._inputs is None, "keep is called in the constructor"
+        self._steps.append(steps)
+
+    def run(
+        self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass], state: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """See ``DraftRoom``."""
+        replayed = None if self.graphs is None else self.graphs.run(steps, slots, passes, state)
+        if replayed is not None:
+            return replayed
+        for one in passes:
+            rows = int((one.counts > 0).sum())
+            self._run_pass(steps, slots[:rows], one, tuple(tensor[:rows] for tensor in state))
+        return state
+
+    def _run_pass(self, steps: DraftSteps, slots: IntArray, given: DraftPass, state: tuple[torch.Tensor, ...]) -> None:
+        """Launch a pass kernel by kernel. ``slots`` and ``state`` are those of rows with tokens."""
+        rows, stride = len(slots), max(steps.widths)
+        starts, counts = given.starts[:rows], given.counts[:rows]
+        firsts = np.cumsum(counts) - counts
+        index = np.arange(int(counts.sum())) + np.repeat(np.arange(rows) * stride - firsts, counts)
+        batch, (tokens,) = self._located(slots, starts, counts, given.positions, index)
+        mask = steps.mask(state)
+        seen = () if mask is None else (seen_by(mask, tokens, int(counts.max())),)
+        steps.run(given.kind, self._planned(batch, *seen), tokens, state)
+
+    def _located(
+        self, slots: IntArray, starts: IntArray, counts: IntArray, positions: Array | None, *others: Array
+    ) -> tuple[Batch, list[torch.Tensor]]:
+        """A batch that is still to be planned, and ``others`` on the device, by the same copy. ``positions``: other than places."""
+        inputs = self._inputs
         assert inputs is not None, "rooms have their memory once the engine is built"
-        assert pool is not None
-        assert backends is not None
-        rows, longest = len(slots), int(counts.max())
-        extends = tree is None and longest > 1
-        batch = Batch([], rows if extends else 0, slots, starts, counts, np.ones(rows, np.bool_), NO_UPDATES)
+        rows = len(slots)
+        batch = Batch([], rows, slots, starts, counts, np.ones(rows, np.bool_), NO_UPDATES)
         kv_lens = (starts + counts).astype(np.int32)
         table = inputs.page_table[slots, : -(-int(kv_lens.max()) // inputs.page_size)]
-        indptr, row_of, places, positions = ragged(batch)
-        arrays = [positions.astype(np.int64), inputs.locate(row_of, places, table), indptr, kv_lens, table]
-        if tree is not None:
-            arrays[0] = tree[0].astype(np.int64)
-            arrays.append(tree[1])
-            batch.drafts = _shape_of(counts)
-        batch.positions, batch.out_loc, batch.qo_indptr, batch.kv_lens, batch.page_table, *mask = inputs.upload(
+        indptr, row_of, places, own_positions = ragged(batch)
+        stand = (own_positions if positions is None else positions).astype(np.int64)
+        arrays = [stand, inputs.locate(row_of, places, table), indptr, kv_lens, table, *others]
+        batch.positions, batch.out_loc, batch.qo_indptr, batch.kv_lens, batch.page_table, *sent = inputs.upload(
             *arrays, updates=NO_UPDATES
         )
-        batch.tree_mask = mask[0] if mask else None
+        return batch, sent
+
+    def _planned(self, batch: Batch, mask: torch.Tensor | None = None) -> Batch:
+        """``batch`` with its plan. With a ``mask`` its rows are trees, else those of several tokens extend."""
+        pool, backends = self._pool, self._backends
+        assert pool is not None
+        assert backends is not None
+        extends = mask is None and int(batch.extend_lens.max()) > 1
         backend = backends[0 if extends else 1]
-        batch.attn, batch.kv = (backend,), (pool,)
-        if not extends and tree is None:
-            batch.variant = backend.variant(batch)
+        batch.attn, batch.kv, batch.tree_mask = (backend,), (pool,), mask
+        if not extends:
+            batch.num_extend = 0
+            if mask is None:
+                batch.variant = backend.variant(batch)
+            else:
+                batch.drafts = wide_shape(batch.extend_lens)
         backend.plan(batch)
         return batch
-
-
-def _shape_of(counts: IntArray) -> DraftTree:
-    """That rows have so many queries; how they hang together is in the mask."""
-    width = max(int(counts.max()) - 1, 1)
-    nothing = np.zeros((len(counts), width), np.int32)
-    return DraftTree(nothing, nothing - 1, (counts - 1).astype(np.int32))
 
 
 class EngineDraftRuntime(DraftRuntime):
@@ -182,3 +228,7 @@ class EngineDraftRuntime(DraftRuntime):
         """Allocate the rooms."""
         for room in self._rooms:
             room.furnish(self._resolved, inputs, pool, self.dtype, max_context)
+
+    def capture_next(self) -> bool:
+        """Capture one of the drafter's passes. False if none is missing."""
+        return any(room.graphs is not None and capture_next(room.graphs) for room in self._rooms)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +20,42 @@ if TYPE_CHECKING:
 
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
     from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, IntArray, Req
+
+
+class DraftPass(NamedTuple):
+    """A pass of ``DraftRoom.run``: row i has ``counts[i]`` tokens, at its places ``starts[i]`` and on (int32 ``[rows]``); rows that
+    have none come last. ``kind`` says which of the ``DraftSteps.widths`` it keeps to. ``positions`` int64 ``[tokens]``: where tokens
+    stand, if not at their places."""
+
+    kind: int
+    starts: IntArray
+    counts: IntArray
+    positions: IntArray | None = None
+
+
+class DraftSteps(ABC):
+    """What a drafter's model does in passes that follow each other, without the host in between. Where the attention backend
+    can be captured, they are replayed as CUDA graphs: ``run`` must then not wait for the device, and its work must not depend
+    on anything on the host but the sizes of what it is given."""
+
+    widths: tuple[int, ...]
+    """The most tokens of a row, for each kind of pass."""
+
+    @abstractmethod
+    def state(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Memory for ``rows`` rows, on the device: what passes read and leave to each other. The first dimension of each tensor
+        is the rows'. Anything that it is filled with later, and zeros, must do as input."""
+
+    @abstractmethod
+    def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
+        """A pass: ``batch`` is planned, but for ``input_ids``. Token t of it is the one of index ``tokens[t]`` (int64) among the
+        ``[rows, max(widths)]`` that the rows of ``state`` could have. Mutates ``state``. There may be more rows in ``state``, and more
+        tokens in ``batch``, than the pass has: those read and write page 0, and what comes of them is dropped."""
+
+    def mask(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """Bool ``[rows, max(widths), max(widths)]``, a view of ``state``: which tokens of its row a token sees, and itself. None: those
+        before it."""
+        return None
 
 
 class DraftRoom(ABC):
@@ -36,6 +72,18 @@ class DraftRoom(ABC):
 
         With ``tree`` = (positions int32 ``[tokens]``, mask bool ``[tokens, longest row]``) the tokens stand at other positions
         than their places, and see of their own row's tokens what the mask says, as in ``AttentionBackend.plan``."""
+
+    @abstractmethod
+    def keep(self, steps: DraftSteps) -> None:
+        """``run`` will be called with ``steps``. Called in the constructor, as passes may be captured from then on."""
+
+    @abstractmethod
+    def run(
+        self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass], state: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Run ``passes`` over the requests in ``slots`` (int32 ``[rows]``), beginning with ``state``, the same tensors as
+        ``steps.state(rows)``, and return what they leave, valid until the next call. Mutates ``state``. Nothing waits for the
+        device; no row writes to places that none of its tokens has."""
 
 
 class DraftRuntime(ABC):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from dovetail.interfaces.speculative import DraftPass, DraftRoom, DraftSteps
 from dovetail.ops.transfer import to_device
 from dovetail.types import DraftTree
 
@@ -76,4 +77,71 @@ def chains(num_rows: int, drafts: Mapping[int, IntArray]) -> DraftTree | None:
     token_ids = np.zeros((num_rows, width), np.int32)
     for row, draft in drafts.items():
         token_ids[row, : len(draft)] = draft
-    return DraftTree(token_ids, np.tile(np.arange(-1, width - 1, dtype=np.int32), (num_rows, 1)), lens)
+    return DraftTree.chains(token_ids, lens)
+
+
+class ChainState(NamedTuple):
+    """``drafts [rows, most]`` int64, of which ``lens [rows]`` are there; the last of them, ``ids [rows]``, and ``hidden [rows, size]``
+    that the model goes on from."""
+
+    ids: torch.Tensor
+    hidden: torch.Tensor
+    drafts: torch.Tensor
+    lens: torch.Tensor
+
+
+class ChainSteps(DraftSteps):
+    """Drafts one after the other. ``step(batch, ids, hidden)`` takes a token of each row, int64 ``[rows]``, and what it returned beside
+    it, ``hidden [rows, hidden_size]``; it returns the next of both. See ``DraftSteps`` for what it may do."""
+
+    widths = (1,)
+
+    def __init__(
+        self,
+        step: Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        most: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """For chains of up to ``most`` drafts."""
+        self._step, self._most, self._hidden_size = step, most, hidden_size
+        self._dtype, self._device = dtype, device
+
+    def state(self, rows: int) -> ChainState:
+        """See ``DraftSteps.state``."""
+        hidden = torch.zeros(rows, self._hidden_size, dtype=self._dtype, device=self._device)
+        ids, lens = torch.zeros(2, rows, dtype=torch.int64, device=self._device).unbind(0)
+        return ChainState(ids, hidden, ids.new_zeros(rows, self._most), lens)
+
+    def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
+        """See ``DraftSteps.run``."""
+        ids, hidden, drafts, lens = state
+        next_ids, next_hidden = self._step(batch, ids, hidden)
+        drafts.scatter_(1, lens.clamp(max=self._most - 1)[:, None], next_ids[:, None])
+        ids.copy_(next_ids)
+        hidden.copy_(next_hidden)
+        lens += 1
+
+    def draft(
+        self,
+        room: DraftRoom,
+        slots: IntArray,
+        starts: IntArray,
+        lens: IntArray,
+        ids: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> IntArray:
+        """Chains of ``lens[i] >= 1`` drafts, longest first, of which ``ids`` are the first: int32 ``[rows, longest]``. The first is read at
+        place ``starts[i]``, the last not at all. Waits for the device."""
+        longest = int(lens.max())
+        fresh = self.state(len(lens))
+        fresh.drafts[:, 0] = ids
+        fresh.lens.fill_(1)
+        step = np.arange(1, longest)[:, None]
+        passes = [
+            DraftPass(0, place, count)
+            for place, count in zip((starts + step - 1).astype(np.int32), (lens > step).astype(np.int32), strict=True)
+        ]
+        left = room.run(self, slots, passes, fresh._replace(ids=ids, hidden=hidden)) if passes else fresh
+        return left[2][:, :longest].cpu().numpy().astype(np.int32)

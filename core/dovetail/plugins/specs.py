@@ -29,7 +29,7 @@ API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
     ),  # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows
     ComponentKind.CACHE: (1, 1),  # shared_prefixes
     ComponentKind.GRAMMAR: (1, 2),  # check, GrammarSpec.backend, more kinds; dump and load
-    ComponentKind.DRAFTER: (1, 2),  # DraftRuntime, must_see_all; drafts without probabilities
+    ComponentKind.DRAFTER: (1, 2),  # DraftRuntime, must_see_all; DraftRoom.run, no probabilities
     ComponentKind.MODEL: (1, 2),  # batch.last; batch.watch, embed_tokens
     ComponentKind.TOOL_PARSER: (1, 1),  # Gate.marks
 }

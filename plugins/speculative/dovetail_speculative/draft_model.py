@@ -10,7 +10,7 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.layers.drafts import chains
+from dovetail.layers.drafts import ChainSteps, chains
 from dovetail.ops.transfer import to_device
 from dovetail.types import Batch, DraftTree, IntArray, Req
 from dovetail_speculative.checkpoints import find_checkpoint
@@ -72,6 +72,8 @@ class ModelDrafter(Drafter):
         self._room = runtime.room(info)
         self._device = context.device
         self._count, self._chunk = config.num_draft_tokens, config.chunk_size
+        self._chain = ChainSteps(self._go_on, self._count, 0, runtime.dtype, context.device)
+        self._room.keep(self._chain)
         self._context_len = info.context_len
         self._cursors: dict[int, _Cursor] = {}  # by uid
 
@@ -136,15 +138,11 @@ class ModelDrafter(Drafter):
 
     def _write(self, ids: torch.Tensor, texts: _Texts) -> dict[int, IntArray]:
         """Drafts by row; ``ids`` are the first ones."""
-        columns = [ids]
-        for step in range(1, int(texts.room.max())):
-            going = int((texts.room > step).sum())
-            ones = np.ones(going, np.int32)
-            own = self._room.batch(texts.slots[:going], texts.ends[:going] + np.int32(step - 1), ones)
-            own.input_ids = columns[-1][:going]
-            columns.append(self._model.logits(self._model.forward(own)).argmax(-1))
-        filled = torch.zeros(len(columns), len(ids), dtype=torch.int64, device=self._device)
-        for step, column in enumerate(columns):
-            filled[step, : len(column)] = column
-        drafts = filled.cpu().numpy().astype(np.int32).T
+        nothing = self._chain.state(len(ids)).hidden
+        drafts = self._chain.draft(self._room, texts.slots, texts.ends, texts.room, ids, nothing)
         return {row: drafts[i, : texts.room[i]] for i, row in enumerate(texts.rows.tolist())}
+
+    def _go_on(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model keeps all it needs in the room: ``hidden`` has no columns."""
+        batch.input_ids = ids
+        return self._model.logits(self._model.forward(batch)).argmax(-1), hidden

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from dovetail.config.checkpoint import read_json
-from dovetail.errors import ConfigError, WeightsError
+from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import DrafterContext, DraftRuntime
 from dovetail.ops.transfer import to_device
 from dovetail.types import DraftTree
-from dovetail_speculative.checkpoints import find_checkpoint, read_tensor, tensor_names
+from dovetail_speculative.checkpoints import find_checkpoint, target_ids, tensor_names
 from dovetail_speculative.eagle_checkpoint import (
     Eagle3ConfigJson,
     EagleConfigJson,
@@ -23,6 +23,7 @@ from dovetail_speculative.eagle_checkpoint import (
 )
 from dovetail_speculative.eagle_heads import Eagle3Head, EagleHead, EagleModel
 from dovetail_speculative.hidden import DraftRows, HiddenDrafter
+from dovetail_speculative.speculators import flattened
 from dovetail_speculative.tree_growth import FloatArray, TreeGrowth
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class EagleDrafterBase(HiddenDrafter):
     ) -> None:
         """``tree`` says how trees grow; None makes chains."""
         runtime = _runtime(context)
-        super().__init__(context, runtime.room(head.info), head.info.hidden_size, num_draft_tokens)
+        room, size = runtime.room(head.info), head.info.hidden_size
+        super().__init__(context, room, size, num_draft_tokens, chains=tree is None)
         self.head = head
         self._tree = tree
         self._target_ids: torch.Tensor | None = None  # of the draft vocabulary, where it is another
@@ -133,7 +135,7 @@ class Eagle3Drafter(EagleDrafterBase):
     def __init__(self, config: Eagle3Config | Eagle3TreeConfig, context: DrafterContext) -> None:
         runtime = _runtime(context)
         directory = find_checkpoint(runtime, config)
-        given = read_json(directory, "config.json")
+        given = flattened(read_json(directory, "config.json"), "eagle3")
         head = parse(given, Eagle3ConfigJson)
         size = "hidden_size" if head.target_hidden_size is None else "target_hidden_size"
         _check_size(size, head.target_hidden_size or head.hidden_size, runtime)
@@ -143,7 +145,7 @@ class Eagle3Drafter(EagleDrafterBase):
         model = cast("Eagle3Head", runtime.load(build, info, directory, config.load_format))
         super().__init__(context, model, config.most, config.tree)
         if "d2t" in info.config.names or (count < head.vocab_size and config.load_format != "dummy"):
-            self._target_ids = _target_ids(directory, count, head.vocab_size).to(context.device)
+            self._target_ids = target_ids(directory, count, head.vocab_size).to(context.device)
         runtime.watch(aux_layers(head, runtime.target.info.num_layers))
 
 
@@ -163,22 +165,6 @@ def _check_size(key: str, size: int, runtime: DraftRuntime) -> None:
 
 def _names(directory: Path, load_format: str) -> frozenset[str]:
     return frozenset() if load_format == "dummy" else tensor_names(directory)
-
-
-def _target_ids(directory: Path, count: int, vocab_size: int) -> torch.Tensor:
-    """What each token of the draft vocabulary is in the target's: ``d2t`` has the differences. Raises ``WeightsError``."""
-    offsets = read_tensor(directory, "d2t")
-    if offsets.shape != (count,) or offsets.dtype.is_floating_point:
-        raise WeightsError(
-            f"tensor d2t of the drafter is {offsets.dtype} {list(offsets.shape)}; needed: integers [{count}], one for each token "
-            "of draft_vocab_size"
-        )
-    ids = offsets.long() + torch.arange(count)
-    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise WeightsError(
-            f"tensor d2t of the drafter leads to tokens {int(ids.min())} to {int(ids.max())}; the target has {vocab_size}"
-        )
-    return ids
 
 
 def fitted(tree: TreeShape, limits: IntArray) -> tuple[IntArray, IntArray]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.speculative import Drafter, DrafterContext, DraftRoom
-from dovetail.layers.drafts import chains, committed
+from dovetail.layers.drafts import ChainSteps, chains, committed
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ MISSED = -2
 
 class DraftRows(NamedTuple):
     """Rows ``rows`` of a batch of ``total``. The text of row i ends at place ``ends[i]`` (its last token is there, which no
-    model has seen yet), it is in slot ``slots[i]`` and has pages for ``limits[i] >= 1`` drafts. All int32 ``[n]``."""
+    model has seen yet), it is in slot ``slots[i]`` and has pages for ``limits[i] >= 1`` drafts, those with the most first. All
+    int32 ``[n]``."""
 
     total: int
     rows: Sequence[int]
@@ -46,10 +47,17 @@ class HiddenDrafter(Drafter):
     there; the last of them was made with the token that followed in the other text, which costs little: it is one of many.
     """
 
-    def __init__(self, context: DrafterContext, room: DraftRoom, hidden_size: int, num_draft_tokens: int) -> None:
-        """``hidden_size`` is that of the head's output."""
+    def __init__(
+        self, context: DrafterContext, room: DraftRoom, hidden_size: int, num_draft_tokens: int, *, chains: bool = True
+    ) -> None:
+        """``hidden_size`` is that of the head's output. ``chains``: ``draft`` is the one of this class."""
         assert context.runtime is not None, "drafters that run a model are built by an engine"
         self.room = room
+        self._chain: ChainSteps | None = None
+        if chains:
+            dtype = context.runtime.dtype
+            self._chain = ChainSteps(self._go_on, num_draft_tokens, hidden_size, dtype, context.device)
+            room.keep(self._chain)
         self.device = context.device
         self._outputs = torch.zeros(
             context.max_rows + 1, hidden_size, dtype=context.runtime.dtype, device=context.device
@@ -104,16 +112,23 @@ class HiddenDrafter(Drafter):
         outputs = self.step(own, next_ids, self.enter(batch.hidden.index_select(0, index)))
         where = to_device(np.stack([slots, np.cumsum(counts) - 1]).astype(np.int64), self.device)
         self._outputs.index_copy_(0, where[0], outputs.index_select(0, where[1]))
+        self._move_on(batch, new, seen)
 
     def _seen(self, batch: Batch, new: Committed) -> BoolArray:
-        """Of which rows nothing was missed before; their places move on."""
+        """Of which rows nothing was missed before. Until the pass over their tokens has succeeded, all count as missed."""
         seen = np.zeros(len(new.rows), np.bool_)
         for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
             uid = batch.reqs[row].uid
             before = self._places.get(uid)
             seen[i] = start == before + 1 if before is not None else row < batch.num_extend
-            self._places[uid] = start + int(new.counts[i]) - 1 if seen[i] else MISSED
+            self._places[uid] = MISSED
         return seen
+
+    def _move_on(self, batch: Batch, new: Committed, seen: BoolArray) -> None:
+        """The outputs are those of the last tokens of the rows ``seen``."""
+        for i in np.flatnonzero(seen).tolist():
+            uid = batch.reqs[int(new.rows[i])].uid
+            self._places[uid] = int(new.starts[i] + new.counts[i]) - 1
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
@@ -126,6 +141,7 @@ class HiddenDrafter(Drafter):
         ]
         if not rows:
             return None
+        rows.sort(key=lambda row: -int(batch.draft_room[row]))  # pyright: ignore[reportOptionalSubscript]
         at = batch.slots[rows]
         ends = np.array([batch.reqs[row].known_len - 1 for row in rows], np.int32)
         outputs = self._outputs.index_select(0, to_device(at.astype(np.int64), self.device))
@@ -133,27 +149,14 @@ class HiddenDrafter(Drafter):
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
         """Drafts of ``rows``, whose last outputs are ``outputs [n, hidden_size]``: chains, unless a subclass grows trees."""
+        assert self._chain is not None, "the constructor was told that chains are drafted"
         lens = np.minimum(rows.limits, self._num_draft_tokens)
-        order = np.argsort(-lens, kind="stable")  # rows that go on are the first ones
-        if (order[1:] < order[:-1]).any():
-            outputs = outputs.index_select(0, to_device(order, self.device))
-        ids = self.tokens(outputs)
-        columns = [ids]
-        for step in range(1, int(lens.max())):
-            going = order[: int((lens > step).sum())]
-            own = self.room.batch(
-                rows.slots[going], rows.ends[going] + np.int32(step - 1), np.ones_like(going, np.int32)
-            )
-            outputs = self.step(own, ids[: len(going)], outputs[: len(going)])
-            ids = self.tokens(outputs)
-            columns.append(ids)
-        sent = torch.cat(columns).cpu().numpy().astype(np.int32)
-        drafts = np.zeros((len(lens), len(columns)), np.int32)
-        start = 0
-        for step, column in enumerate(columns):
-            drafts[order[: len(column)], step] = sent[start : start + len(column)]
-            start += len(column)
+        drafts = self._chain.draft(self.room, rows.slots, rows.ends, lens, self.tokens(outputs), outputs)
         return chains(rows.total, {row: drafts[i, : lens[i]] for i, row in enumerate(rows.rows)})
+
+    def _go_on(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = self.step(batch, ids, hidden)
+        return self.tokens(outputs), outputs
 
     def forget(self, req: Req) -> None:
         """Its output is nobody's any more."""

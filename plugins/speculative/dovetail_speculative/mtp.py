@@ -43,8 +43,8 @@ class MtpDrafter(HiddenDrafter):
         shapes = {} if config.load_format == "dummy" else tensor_shapes(directory)
         info = describe_mtp(read_json(directory, "config.json"), shapes, target, context.max_context)
         runtime.watch([target.num_layers])
-        count = _num_draft_tokens(config, info.num_layers)
-        super().__init__(context, runtime.room(info), info.num_layers * info.hidden_size, count)
+        count, layers = _num_draft_tokens(config, info.num_layers), info.num_layers
+        super().__init__(context, runtime.room(info), layers * info.hidden_size, count, chains=layers == 1)
         build = partial(MtpModel, target=runtime.target)
         self._model = cast("MtpModel", runtime.load(build, info, directory, config.load_format))
         self._depth, self._size = info.num_layers, info.hidden_size
