@@ -61,7 +61,6 @@ def _quantiles(sample: Sample, weights: Weights, q: float) -> Floats:
     edges = np.unique(edges)
     bins = np.searchsorted(edges, sample.values)
     flat = np.bincount(sample.owners * len(edges) + bins, minlength=weights.shape[1] * len(edges))
-    counts = flat.reshape(weights.shape[1], len(edges)).astype(np.float32)
-    below = np.cumsum(weights @ counts, axis=1)
+    below = weights @ np.cumsum(flat.reshape(weights.shape[1], len(edges)), axis=1).astype(np.float32)
     place = (below < q * below[:, -1:]).sum(axis=1)
     return np.where(below[:, -1] > 0, edges[np.minimum(place, len(edges) - 1)], 0.0)

@@ -14,7 +14,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
+
+Floats = NDArray[np.float64]
 
 PRIOR = 10.0
 """Block-level effects that matter are some multiple of their noise; at four to twenty blocks 10 gives the narrowest bounds."""
@@ -23,14 +26,19 @@ PRIOR = 10.0
 def radius(df: float, alpha: float, peeking: bool) -> float:
     """Half the width of an interval of confidence 1 - ``alpha``, in standard errors. Infinite where ``df`` (degrees of
     freedom: blocks - 1) is too small for any bound."""
-    if df < 1:
-        return math.inf
+    return float(radii(np.array([df], dtype=np.float64), alpha, peeking)[0])
+
+
+def radii(df: Floats, alpha: float, peeking: bool) -> Floats:
+    """``radius`` for many [n] at once."""
+    safe = np.maximum(df, 1)
     if not peeking:
-        return float(stats.t.ppf(1 - alpha / 2, df))
-    n = df + 1
+        return np.where(df < 1, np.inf, stats.t.ppf(1 - alpha / 2, safe))
+    n = safe + 1
     r = 1 + n * PRIOR
     c = (r / alpha**2) ** (1 / n)
-    return math.inf if c >= r else math.sqrt(df * (c - 1) / (1 - c / r))
+    bounded = (df >= 1) & (c < r)
+    return np.where(bounded, np.sqrt(safe * (c - 1) / np.where(bounded, 1 - c / r, 1)), np.inf)
 
 
 def p_value(t: float, df: float, peeking: bool) -> float:

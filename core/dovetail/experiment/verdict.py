@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.experiment.result import Better, Comparison, Verdict
-from dovetail.experiment.sequential import p_value, radius
+from dovetail.experiment.sequential import p_value, radii, radius
 
 MOST_BLOCKS = 10_000
 
@@ -85,12 +85,12 @@ def blocks_needed(estimate: Estimate, rules: Rules, family: int) -> int | None:
     Settled is either way, different (by Bonferroni's bound for ``family`` metrics) or equivalent, whichever comes first.
     """
     at = abs(estimate.log_ratio)
-    for n in np.unique(np.geomspace(estimate.blocks + 1, MOST_BLOCKS, 400).astype(int)):
-        error = math.sqrt(estimate.block_var / n + estimate.request_var)
-        differs = radius(n - 1, rules.alpha / family, rules.peeking) * error < at
-        if differs or at + radius(n - 1, 2 * rules.alpha, rules.peeking) * error < rules.band:
-            return int(n)
-    return None
+    counts = np.unique(np.geomspace(estimate.blocks + 1, MOST_BLOCKS, 400).astype(int))
+    errors = np.sqrt(estimate.block_var / counts + estimate.request_var)
+    differs = radii(counts - 1.0, rules.alpha / family, rules.peeking) * errors < at
+    same = at + radii(counts - 1.0, 2 * rules.alpha, rules.peeking) * errors < rules.band
+    settled = np.flatnonzero(differs | same)
+    return int(counts[settled[0]]) if len(settled) else None
 
 
 def stop_reason(comparisons: Sequence[Comparison], primary: Sequence[str], max_blocks: int) -> str | None:
