@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import safe_open
 
 from dovetail.config.checkpoint import locate
 from dovetail.errors import ConfigError, WeightsError
 
 if TYPE_CHECKING:
-    import torch
-
     from dovetail.config.sections import Config
     from dovetail.interfaces.speculative import DraftRuntime
     from dovetail_speculative.config import CheckpointConfig
@@ -58,3 +57,22 @@ def read_tensor(directory: Path, name: str) -> torch.Tensor:
             if name in tensors.keys():  # noqa: SIM118 - no mapping
                 return tensors.get_tensor(name)
     raise WeightsError(f"the checkpoint in {directory} lacks tensor {name}")
+
+
+def target_ids(directory: Path, names: frozenset[str], count: int, vocab_size: int) -> torch.Tensor | None:
+    """What each of ``count`` tokens of the draft vocabulary is in the target's: ``d2t`` has the differences. None where they are
+    the same, and for random weights (no ``names``). Raises ``WeightsError``."""
+    if not names or ("d2t" not in names and count == vocab_size):
+        return None
+    offsets = read_tensor(directory, "d2t")
+    if offsets.shape != (count,) or offsets.dtype.is_floating_point:
+        raise WeightsError(
+            f"tensor d2t of the drafter is {offsets.dtype} {list(offsets.shape)}; needed: integers [{count}], one for each token "
+            "of draft_vocab_size"
+        )
+    ids = offsets.long() + torch.arange(count)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise WeightsError(
+            f"tensor d2t of the drafter leads to tokens {int(ids.min())} to {int(ids.max())}; the target has {vocab_size}"
+        )
+    return ids

@@ -1,8 +1,8 @@
 """Block drafting in one pass: DFlash, block diffusion for flash speculative decoding (Chen et al. 2026, arXiv 2602.06036).
 
 The drafter's keys and values of the text are made from hidden states of the target as tokens are committed. To draft, a block
-of the text's last token and mask tokens goes through the drafter once, each seeing all of the block and of the text; what it
-says at each mask is the draft for that place.
+of the text's last token and mask tokens goes through the drafter once, each seeing the text and all of the block, or where the
+drafter is causal what is before it; what it says at each mask is the draft for that place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.drafts import chains, committed
 from dovetail.ops.transfer import to_device
-from dovetail_speculative.checkpoints import find_checkpoint
+from dovetail_speculative.checkpoints import find_checkpoint, target_ids, tensor_names
 from dovetail_speculative.dflash_checkpoint import DFlashShape, describe_dflash
 from dovetail_speculative.dflash_model import DFlashModel
 
@@ -40,7 +40,9 @@ class DFlashDrafter(Drafter):
         runtime = context.runtime
         assert runtime is not None, "drafters that run a model are built by an engine"
         directory = find_checkpoint(runtime, config)
-        info = describe_dflash(read_json(directory, "config.json"), runtime.target.info, context.max_context)
+        names = frozenset() if config.load_format == "dummy" else tensor_names(directory)
+        target = runtime.target.info
+        info = describe_dflash(read_json(directory, "config.json"), target, context.max_context, names)
         self._shape: DFlashShape = info.config
         self._num_draft_tokens = _num_draft_tokens(config, self._shape)
         self._device = context.device
@@ -48,6 +50,10 @@ class DFlashDrafter(Drafter):
         self._room = runtime.room(info)
         build = partial(DFlashModel, target=runtime.target)
         self._model = cast("DFlashModel", runtime.load(build, info, directory, config.load_format))
+        ids = target_ids(directory, names, self._shape.draft_vocab or target.vocab_size, target.vocab_size)
+        self._target_ids = (
+            None if ids is None else ids.to(context.device)
+        )  # of the draft vocabulary, where it is another
         self._seen_lens: dict[int, int] = {}  # by uid: tokens of its text whose keys and values are in the room
 
     @property
@@ -100,11 +106,14 @@ class DFlashDrafter(Drafter):
         tokens = np.full(int(counts.sum()), self._shape.mask_token_id, np.int64)
         tokens[firsts] = [batch.reqs[row].token_ids[end] for row, end in zip(rows, ends.tolist(), strict=True)]
         positions = np.arange(len(tokens)) + np.repeat(ends - firsts, counts)
-        seen = np.arange(int(counts.max())) < np.repeat(counts, counts)[:, None]
+        seen_to = np.arange(len(tokens)) - np.repeat(firsts, counts) if self._shape.causal else np.repeat(lens, counts)
+        seen = np.arange(int(counts.max())) <= seen_to[:, None]
         own = self._room.batch(batch.slots[rows], ends, counts, tree=(positions.astype(np.int32), seen))
         own.input_ids = to_device(tokens, self._device)
         masks = to_device(np.delete(np.arange(len(tokens)), firsts), self._device)
         said = self._model.logits(self._model.forward(own).index_select(0, masks)).argmax(-1)
+        if self._target_ids is not None:
+            said = self._target_ids[said]
         drafts = np.split(said.cpu().numpy().astype(np.int32), np.cumsum(lens)[:-1])
         return chains(len(batch.reqs), dict(zip(rows, drafts, strict=True)))
 

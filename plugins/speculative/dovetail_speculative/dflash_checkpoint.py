@@ -1,4 +1,5 @@
-"""What a DFlash checkpoint is, from its config.json: the layout that https://github.com/z-lab/dflash publishes."""
+"""What a DFlash checkpoint is, from its config.json: the layout that https://github.com/z-lab/dflash publishes, or that of the
+speculators library."""
 
 from __future__ import annotations
 
@@ -8,19 +9,22 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.attention import AttentionShape
 from dovetail.layers.decoder import DecoderShape
 from dovetail.layers.rope import RopeConfig, read_rope
+from dovetail_speculative.speculators import flattened
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "architectures": (["DFlashDraftModel"],),
+    "architectures": (["DFlashDraftModel"], ["DFlashSpeculator"]),
     "attention_sink_bias": (False,),
-    "causal": (False,),
     "hidden_act": ("silu",),
     "input_embedding_scale": (1,),
-    "is_causal": (False,),
+    "projector_type": ("dflash",),
     "quantization_config": (),
+    "sample_from_anchor": (False,),
+    "shift_label": (False,),
     "target_hidden_size": (),
     "use_swa": (False,),
 }
@@ -30,21 +34,34 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 @dataclass(frozen=True, slots=True)
 class DFlashShape:
     """``layer_ids`` are layers of the target, counted from 0: their outputs are the context. A block is the last token of the
-    text and ``block_size - 1`` times ``mask_token_id``. ``rope.context_len`` is the longest context."""
+    text and ``block_size - 1`` times ``mask_token_id``; ``causal``: no token of it sees those after it. ``windows`` are those of the layers.
+    ``rope.context_len`` is the longest context. ``draft_vocab``: it has a head of its own, over so many tokens; ``own_embedding``:
+    and an embedding."""
 
     decoder: DecoderShape
     rope: RopeConfig
-    num_layers: int
+    windows: tuple[int | None, ...]
+    causal: bool
     layer_ids: tuple[int, ...]
     mask_token_id: int
     block_size: int
+    draft_vocab: int | None = None
+    own_embedding: bool = False
 
 
-def describe_dflash(config: Mapping[str, Any], target: ModelInfo, max_context: int) -> ModelInfo:
-    """The facts of a checkpoint for a ``target``; their ``config`` is a ``DFlashShape``. Raises ``ConfigError``."""
+def describe_dflash(
+    config: Mapping[str, Any], target: ModelInfo, max_context: int, names: frozenset[str] = frozenset()
+) -> ModelInfo:
+    """The facts of a checkpoint for a ``target``; their ``config`` is a ``DFlashShape``. ``names`` are its tensors, none for random
+    weights. Raises ``ConfigError``."""
+    config = flattened(config, "dflash")
     given = {**config, **_section(config)}
     _refuse_unread(given)
-    shape = _shape(given, max_context)
+    shape = replace(
+        _shape(given, max_context),
+        draft_vocab=_draft_vocab(given, target.vocab_size, names),
+        own_embedding="embed_tokens.weight" in names,
+    )
     attention = shape.decoder.attention
     if attention.hidden_size != target.hidden_size:
         raise ConfigError(
@@ -59,17 +76,21 @@ def describe_dflash(config: Mapping[str, Any], target: ModelInfo, max_context: i
         architecture="DFlashDraftModel",
         vocab_size=target.vocab_size,
         hidden_size=attention.hidden_size,
-        num_layers=shape.num_layers,
+        num_layers=len(shape.windows),
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         context_len=max_context,
-        cache_groups=(CacheGroup(shape.num_layers, attention.num_kv_heads, attention.head_dim),),
+        cache_groups=(CacheGroup(len(shape.windows), attention.num_kv_heads, attention.head_dim),),
+        needs=frozenset({Feature.ATTN_SLIDING_WINDOW}) if any(shape.windows) else frozenset(),
         config=shape,
     )
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "speculators_model_type" in config:  # which counts layers as what enters them
+        ids = config.get("aux_hidden_state_layer_ids")
+        return {"target_layer_ids": [i - 1 for i in ids] if isinstance(ids, list) else ids}
     section = config.get("dflash_config")
     if not isinstance(section, Mapping):
         raise ConfigError(
@@ -85,11 +106,41 @@ def _refuse_unread(given: Mapping[str, Any]) -> None:
         if value is not None and value not in neutral:
             allowed = ", ".join(["null or absent", *map(repr, neutral)])
             raise ConfigError(f"config.json of the drafter: {key} is {value!r}; implemented: {allowed}")
-    kinds = given.get("layer_types") or []
-    if set(kinds) - {"full_attention"}:
+
+
+def _windows(given: Mapping[str, Any], count: int, block_size: int) -> tuple[int | None, ...]:
+    kinds = given.get("layer_types") or ["full_attention"] * count
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(
-            f"config.json of the drafter: layer_types has {sorted(set(kinds))}; implemented: full_attention, causal layers that slide are missing"
+            f"config.json of the drafter: layer_types is {kinds!r}; needed: a list of {count}, each full_attention or sliding_attention"
         )
+    if "sliding_attention" not in kinds:
+        return (None,) * count
+    window = _integer(given, "sliding_window", minimum=block_size)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _causal(given: Mapping[str, Any], windows: tuple[int | None, ...]) -> bool:
+    """Unless something says otherwise, blocks are causal in layers that slide, and in no others."""
+    for key in ("causal", "is_causal"):
+        if given.get(key) is not None:
+            return bool(given[key])
+    sliding = {window is not None for window in windows} if not given.get("sliding_window_non_causal") else {False}
+    if len(sliding) > 1:
+        raise ConfigError(
+            f"config.json of the drafter: layer_types is {given['layer_types']}: blocks are causal in layers that slide and not in the "
+            "others; implemented: layers that agree, or causal (is_causal) for all of them"
+        )
+    return True in sliding
+
+
+def _draft_vocab(given: Mapping[str, Any], vocab_size: int, names: frozenset[str]) -> int | None:
+    count = _integer(given, "draft_vocab_size", vocab_size)
+    if count > vocab_size:
+        raise ConfigError(
+            f"config.json of the drafter: draft_vocab_size is {count}; the target has {vocab_size} tokens"
+        )
+    return count if count < vocab_size or "lm_head.weight" in names else None
 
 
 def _shape(given: Mapping[str, Any], max_context: int) -> DFlashShape:
@@ -107,10 +158,12 @@ def _shape(given: Mapping[str, Any], max_context: int) -> DFlashShape:
     block_size = _integer(given, "block_size", 16)
     if block_size < 2:
         raise ConfigError(f"config.json of the drafter: block_size is {block_size}; needed: at least 2")
+    windows = _windows(given, _integer(given, "num_hidden_layers"), block_size)
     return DFlashShape(
         DecoderShape(attention, _integer(given, "intermediate_size"), norm_eps),
         replace(rope, context_len=max_context),
-        _integer(given, "num_hidden_layers"),
+        windows,
+        _causal(given, windows),
         _layer_ids(given),
         _integer(given, "mask_token_id", minimum=0),
         block_size,

@@ -1,12 +1,12 @@
 """The model of a DFlash drafter (arXiv 2602.06036): Qwen3's layers over keys and values of two kinds.
 
 Of the text before the block they are made from what layers of the target have said (the context); of the block from its own
-tokens, which all see each other. Embeddings and head are the target's.
+tokens, which all see each other unless it is causal. Embeddings and head are the target's, or its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +15,11 @@ from torch import nn
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import DecoderLayer, decoder_targets
+from dovetail.layers.embedding import Embedding
 from dovetail.layers.linear import Linear
 from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rotary import HeadCounts, KVPlace, Rotary
+from dovetail_speculative.speculators import NO_PARAMETERS
 
 if TYPE_CHECKING:
     from dovetail.types import Batch
@@ -34,11 +36,16 @@ class DFlashModel(Layer, ModelArchitecture):
         hidden, eps = info.hidden_size, shape.decoder.norm_eps
         self.fc = Linear(len(shape.layer_ids) * hidden, hidden)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index) for index in range(info.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape.decoder, index, window) for index, window in enumerate(shape.windows)
+        )
         self.norm = RMSNorm(hidden, eps)
         self.rotary = Rotary(shape.rope)
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
-        self._embed, self._logits = target.embed_tokens, target.logits
+        self.embed = Embedding(info.vocab_size, hidden) if shape.own_embedding else None
+        self.head = None if shape.draft_vocab is None else Linear(hidden, shape.draft_vocab)
+        self._embed = target.embed_tokens if self.embed is None else self.embed.forward
+        self._logits = target.logits if self.head is None else self.head.forward
         self._context: Linear
         self._key_norms: list[HeadNorm]
 
@@ -80,16 +87,24 @@ class DFlashModel(Layer, ModelArchitecture):
         return self.norm.add_forward(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's, see ``ModelArchitecture.logits``."""
+        """See ``ModelArchitecture.logits``: the target's, or of the tokens that it can draft."""
         return self._logits(hidden)
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         """See ``ModelArchitecture.weights_map``."""
         names = ("fc.weight", "hidden_norm.weight", "norm.weight")
         targets = {name: WeightTarget(name) for name in names}
+        if self.embed is not None:
+            targets["embed_tokens.weight"] = WeightTarget("embed.weight")
+        if self.head is not None:
+            targets["lm_head.weight"] = WeightTarget("head.weight")
         for index, layer in enumerate(self._layers):
             targets.update(decoder_targets(layer, f"layers.{index}", f"layers.{index}"))
         return targets
+
+    def ignored_weights(self) -> Iterable[str]:
+        """See ``ModelArchitecture.ignored_weights``."""
+        return NO_PARAMETERS
 
 
 def _joined(parts: list[torch.Tensor]) -> nn.Parameter:

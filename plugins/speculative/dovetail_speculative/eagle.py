@@ -144,8 +144,8 @@ class Eagle3Drafter(EagleDrafterBase):
         build = partial(Eagle3Head, target=runtime.target, draft_vocab=count)
         model = cast("Eagle3Head", runtime.load(build, info, directory, config.load_format))
         super().__init__(context, model, config.most, config.tree)
-        if "d2t" in info.config.names or (count < head.vocab_size and config.load_format != "dummy"):
-            self._target_ids = target_ids(directory, count, head.vocab_size).to(context.device)
+        ids = target_ids(directory, info.config.names, count, head.vocab_size)
+        self._target_ids = None if ids is None else ids.to(context.device)
         runtime.watch(aux_layers(head, runtime.target.info.num_layers))
 
 

@@ -1,5 +1,6 @@
 """What EAGLE checkpoints are, from their config.json: the layouts of https://github.com/SafeAILab/EAGLE, which SGLang and vLLM
-read too. What is optional in them (biases, an embedding of their own) shows in the names of their tensors.
+read too, and that of the speculators library. What is optional in them (biases, norms over heads, an embedding of their own)
+shows in the names of their tensors.
 
 Layers of the target that EAGLE-3 reads are counted in two ways. Here, and in ``DraftRuntime.watch``, i is the residual stream
 that enters layer i. So it is in the default, (2, n // 2, n - 3) of n layers, and in ``eagle_aux_hidden_state_layer_ids`` at
@@ -59,7 +60,7 @@ class Eagle3ConfigJson(EagleConfigJson):
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     norm_before_residual: bool = False
-    norm_before_fc: Literal[False] = False
+    norm_before_fc: bool = False
     fc_norm: Literal[False] | None = None
     eagle_config: AuxLayers | None = None
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
@@ -76,6 +77,7 @@ class HeadShape:
     rope: RopeConfig
     target_size: int
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
 
 
 def parse(config: Mapping[str, Any], schema: type[_Config]) -> _Config:
@@ -109,7 +111,7 @@ def describe(
             f"config.json of the drafter: vocab_size is {head.vocab_size}, that of the target {context.vocab_size}; a head works "
             "with the target that it was trained for"
         )
-    before = isinstance(head, Eagle3ConfigJson) and head.norm_before_residual
+    norms = (head.norm_before_residual, head.norm_before_fc) if isinstance(head, Eagle3ConfigJson) else ()
     rope = replace(read_rope(config, head_dim, head.max_position_embeddings), context_len=context.max_context)
     return ModelInfo(
         architecture=str((config.get("architectures") or ["EAGLE"])[0]),
@@ -122,7 +124,7 @@ def describe(
         context_len=context.max_context,
         cache_groups=(CacheGroup(1, kv_heads, head_dim),),
         config=HeadShape(
-            names, head.intermediate_size, head.rms_norm_eps, rope, context.runtime.target.info.hidden_size, before
+            names, head.intermediate_size, head.rms_norm_eps, rope, context.runtime.target.info.hidden_size, *norms
         ),
     )
 

@@ -18,6 +18,7 @@ from dovetail.layers.linear import Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import Rotary, Rotation
+from dovetail_speculative.speculators import NO_PARAMETERS
 
 if TYPE_CHECKING:
     from dovetail.types import Batch
@@ -39,6 +40,7 @@ class EagleLayer(Layer):
             head_dim=info.head_dim,
             qkv_bias=f"{prefix}.self_attn.q_proj.bias" in config.names,
             out_bias=f"{prefix}.self_attn.o_proj.bias" in config.names,
+            qk_norm_eps=config.norm_eps if f"{prefix}.self_attn.q_norm.weight" in config.names else None,
             input_size=input_size,
         )
         self.attn = SelfAttention(shape, AttentionLayer(0, info.head_dim**-0.5))
@@ -130,6 +132,7 @@ class Eagle3Head(EagleModel):
         super().__init__(info, target)
         config, hidden = info.config, info.hidden_size
         prefix = "layers.0" if any(name.startswith("layers.0.") for name in config.names) else "midlayer"
+        self.input_norm = RMSNorm(3 * config.target_size, config.norm_eps) if config.norm_before_fc else None
         self.fc = Linear(3 * config.target_size, hidden, bias="fc.bias" in config.names)
         self.embed_norm = RMSNorm(hidden, config.norm_eps)
         self.hidden_norm = RMSNorm(hidden, config.norm_eps)
@@ -140,7 +143,7 @@ class Eagle3Head(EagleModel):
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """Three layers as one state of the head's size."""
-        return self.fc.forward(hidden)
+        return self.fc.forward(hidden if self.input_norm is None else self.input_norm.forward(hidden))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See ``EagleModel``."""
@@ -157,8 +160,10 @@ class Eagle3Head(EagleModel):
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         """See ``ModelArchitecture.weights_map``."""
+        normed = {} if self.input_norm is None else {"input_norm.weight": WeightTarget("input_norm.weight")}
         return {
             **super().weights_map(),
+            **normed,
             **dict(linear_targets(self.fc, "fc", "fc")),
             f"{self.layer.prefix}.input_layernorm.weight": WeightTarget("embed_norm.weight"),
             f"{self.layer.prefix}.hidden_norm.weight": WeightTarget("hidden_norm.weight"),
@@ -167,5 +172,5 @@ class Eagle3Head(EagleModel):
         }
 
     def ignored_weights(self) -> Iterable[str]:
-        """The vocabulary's maps are no parameters."""
-        return (*super().ignored_weights(), "d2t", "t2d")
+        """See ``ModelArchitecture.ignored_weights``."""
+        return (*super().ignored_weights(), *NO_PARAMETERS)
