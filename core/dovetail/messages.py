@@ -141,6 +141,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     wait_seconds: float = 0.0
     commit_seconds: float = 0.0
     draft_seconds: float = 0.0
+    mask_seconds: float = 0.0  # of launch: filling and applying grammar masks
     verify_seconds: float = 0.0  # of launch and wait, in steps in which drafts were asked for
 
 

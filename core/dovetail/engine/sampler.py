@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -53,6 +54,7 @@ class Sampler:
         self.eos_token_ids = sorted(eos_token_ids)
         self.penalties = Penalties(vocab_size, device)
         self._masks = MaskBuffers(device)
+        self.mask_seconds = 0.0  # of the host, filling and applying grammar masks
         self._settings: RowSettings | None = None
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
@@ -93,7 +95,9 @@ class Sampler:
             if reqs[i].finish is None
         ]
         if live:
+            start = time.perf_counter()
             mask_logits(logits, batch, live, self._masks)
+            self.mask_seconds += time.perf_counter() - start
         return logits
 
     def _adjust(self, batch: Batch, logits: torch.Tensor, req: Req, row: int, start: int) -> None:

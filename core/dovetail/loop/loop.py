@@ -301,7 +301,8 @@ class Loop:
 
     def stats(self, call_id: str = "") -> EngineStats:
         """Gauges now, totals since the start."""
-        return stats_of(self.scheduler, self._seconds, self._steps, self._fence.errors, call_id)
+        seconds = {**self._seconds, "mask": self.engine.sampler.mask_seconds}
+        return stats_of(self.scheduler, seconds, self._steps, self._fence.errors, call_id)
 
     @property
     def drafter_errors(self) -> int:

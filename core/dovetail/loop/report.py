@@ -52,6 +52,7 @@ def stats_of(
         wait_seconds=seconds["wait"],
         commit_seconds=seconds["commit"],
         draft_seconds=seconds["draft"],
+        mask_seconds=seconds["mask"],
         verify_seconds=seconds["verify"],
     )
 

@@ -55,6 +55,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "wait_seconds": ("wait_seconds", "Of it, time in which the host waited for tokens."),
     "commit_seconds": ("commit_seconds", "Of it, time in commit."),
     "draft_seconds": ("draft_seconds", "Of it, time in the drafter."),
+    "mask_seconds": ("mask_seconds", "Of launch, time in which grammar masks were filled and applied."),
     "verify_seconds": ("verify_seconds", "Of launch and wait, time in steps in which drafts were asked for."),
 }
 
