@@ -1,0 +1,170 @@
+"""What both arms are asked: a workload, answered once by arm A and then frozen, so that nothing in it depends on who runs it.
+
+In a frozen trace every prompt is token ids (the answers of conversations are those that A gave), and outputs have the length that
+A's had: an arm that ends early would look fast.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dovetail.bench.prompts import Prompt, encoded, first_prompt, next_prompt
+from dovetail.bench.records import Call, Workload
+from dovetail.errors import ConfigError
+from dovetail.types import FinishKind, GrammarKind, GrammarSpec, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from dovetail.llm import LLM, Output
+
+TOP = 8
+"""Most likely tokens of each position that are compared."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The greedy output of a call. ``logprobs`` are of its tokens, empty where they were not asked for; ``ended`` if the model ended
+    it, not its length."""
+
+    id: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    ended: bool
+    logprobs: list[TokenLogprob] = []
+
+
+class Forced(msgspec.Struct, frozen=True):
+    """What an arm thinks of a given text: the log-probabilities of A's output tokens of a call, and the best at each place."""
+
+    id: str
+    logprobs: list[TokenLogprob]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A call whose prompt is known."""
+
+    call: Call
+    prompt: Prompt
+
+
+def record(llm: LLM, workload: Workload, compared: frozenset[str]) -> list[Answer]:
+    """Greedy answers to every call, in the workload's order; those ``compared`` with log-probabilities. Calls of one depth run
+    together, those that go on with an answer after it. Raises ``RequestError`` where the engine refuses one."""
+    answers: dict[str, Answer] = {}
+    prompts: dict[str, Prompt] = {}
+    for generation in _generations(workload):
+        turns = [_Turn(call, _prompt(call, prompts, answers)) for call in generation]
+        prompts |= {turn.call.id: turn.prompt for turn in turns}
+        found = llm.generate(
+            [_ids(llm, turn.prompt) for turn in turns],
+            [greedy(turn.call, logprobs=turn.call.id in compared) for turn in turns],
+        )
+        answers |= {turn.call.id: _answer(turn.call, out) for turn, out in zip(turns, found, strict=True)}
+    return [answers[call.id] for call in workload.calls]
+
+
+def answer(llm: LLM, calls: Sequence[Call], prompts: Sequence[list[int]], *, backwards: bool = False) -> list[Answer]:
+    """Greedy answers to known prompts, with log-probabilities. ``backwards`` hands them in in the opposite order: other requests
+    then share a step, and what the outputs differ by is the arm's own noise."""
+    order = range(len(calls))[:: -1 if backwards else 1]
+    found = llm.generate([prompts[i] for i in order], [greedy(calls[i], logprobs=True) for i in order])
+    given = [_answer(calls[i], out) for i, out in zip(order, found, strict=True)]
+    return given[:: -1 if backwards else 1]
+
+
+def force(llm: LLM, answers: Sequence[Answer], *, backwards: bool = False) -> list[Forced]:
+    """What the arm thinks of the texts of ``answers``: each is read as a prompt, whole."""
+    order = [answers[i] for i in range(len(answers))[:: -1 if backwards else 1]]
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=TOP)
+    room = llm.loop.engine.context_len - 1
+    texts = [[*given.prompt_ids, *given.token_ids][:room] for given in order]
+    found = llm.generate(texts, params)
+    forced = [
+        Forced(a.id, (out.prompt_logprobs or [])[len(a.prompt_ids) :]) for a, out in zip(order, found, strict=True)
+    ]
+    return forced[:: -1 if backwards else 1]
+
+
+def frozen_trace(workload: Workload, answers: Sequence[Answer]) -> Workload:
+    """The workload with every prompt as token ids, and outputs as long as the answers. Constrained outputs end where their
+    grammar does."""
+    calls = tuple(_frozen(call, given) for call, given in zip(workload.calls, answers, strict=True))
+    return workload.model_copy(update={"calls": calls})
+
+
+def warm_up(trace: Workload, count: int) -> Workload:
+    """Calls to run before anything is measured: the first of the trace, their prompts reversed, so that no prefix cache and no
+    drafter meets the same text again."""
+    roots = [call for call in trace.calls if call.parent is None][:count]
+    calls = [
+        call.model_copy(update={"token_ids": (call.token_ids or ())[::-1], "arrival": 0.0, "json_schema": None})
+        for call in roots
+    ]
+    return Workload(name="warm-up", calls=tuple(calls))
+
+
+def greedy(call: Call, *, logprobs: bool) -> SamplingParams:
+    """How a call is answered where outputs are compared: the most likely token each time, whatever the call asks for."""
+    return SamplingParams(
+        max_new_tokens=call.max_tokens,
+        temperature=0.0,
+        ignore_eos=call.sampling.ignore_eos,
+        stop=call.sampling.stop,
+        grammar=grammar_of(call),
+        logprobs=TOP if logprobs else None,
+    )
+
+
+def grammar_of(call: Call) -> GrammarSpec | None:
+    """The constraint of a call."""
+    return None if call.json_schema is None else GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(call.json_schema))
+
+
+def _generations(workload: Workload) -> Iterator[list[Call]]:
+    """Calls that continue nothing, then those that continue these, and so on."""
+    depth: dict[str, int] = {}
+    for call in workload.calls:
+        depth[call.id] = depth[call.parent] + 1 if call.continues and call.parent is not None else 0
+    for level in range(max(depth.values(), default=-1) + 1):
+        yield [call for call in workload.calls if depth[call.id] == level]
+
+
+def _prompt(call: Call, prompts: dict[str, Prompt], answers: dict[str, Answer]) -> Prompt:
+    if not call.continues or call.parent is None:
+        return first_prompt(call)
+    before = answers[call.parent]
+    return next_prompt(call, prompts[call.parent], before.text, before.token_ids)
+
+
+def _ids(llm: LLM, prompt: Prompt) -> list[int]:
+    if prompt.token_ids is not None:
+        return list(prompt.token_ids)
+    if llm.tokenizer is None:
+        raise ConfigError(
+            "this model has no tokenizer, and the workload's prompts are text; give a workload of token ids"
+        )
+    return encoded(prompt, llm.tokenizer)
+
+
+def _answer(call: Call, output: Output) -> Answer:
+    ended = output.finish is not None and output.finish.kind is FinishKind.STOP
+    return Answer(call.id, output.prompt_ids, output.token_ids, output.text, ended, output.logprobs)
+
+
+def _frozen(call: Call, given: Answer) -> Call:
+    update: dict[str, object] = {
+        "token_ids": tuple(given.prompt_ids),
+        "text": None,
+        "messages": None,
+        "tools": (),
+        "continues": False,
+    }
+    if call.json_schema is None:
+        sampling = call.sampling.model_copy(update={"ignore_eos": True, "stop": ()})
+        update |= {"max_tokens": max(len(given.token_ids), 1), "sampling": sampling}
+    return call.model_copy(update=update)
