@@ -198,6 +198,7 @@ CASES = {
     "biases": {"attention_bias": True},
     "one layer of one head, block of 3": {
         "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
         "block_size": 3,
@@ -238,9 +239,17 @@ TARGET_INFO = ModelInfo("Target", VOCAB, HIDDEN, 3, 4, 2, 12, 256, (CacheGroup(3
         ({"dflash_config": {"mask_token_id": MASK}}, "target_layer_ids is None"),
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id is None"),
         ({"dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [0]}}, "below 131"),
-        ({"dflash_config": DRAFTER["dflash_config"] | {"causal": True}}, "causal is True"),
+        ({"dflash_config": DRAFTER["dflash_config"] | {"use_swa": True}}, "use_swa is True"),
         ({"hidden_size": 60}, "hidden_size is 60, that of the target 48"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ({"layer_types": ["full_attention"]}, "needed: a list of 2"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window is None; needed: an integer of at least 6",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
+            "causal in layers that slide and not in the others",
+        ),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({"num_key_value_heads": 4}, "num_key_value_heads 4"),
         ({"block_size": 1}, "block_size is 1"),
