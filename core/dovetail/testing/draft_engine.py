@@ -60,6 +60,7 @@ def _engine(speculative: Any, page_size: int, chunk_size: int) -> LLM:
         device="cpu",
         threads=1,
         speculative=speculative,
+        grammar={"isolation": "thread"},  # a process for each of these engines would take longer than all they say
         scheduler={"draft": "always", "chunk_size": chunk_size, "max_running": 24},
         memory={"page_size": page_size, "num_pages": 4096 // page_size},
     )
