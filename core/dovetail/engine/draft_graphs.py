@@ -154,7 +154,7 @@ class DraftGraphs:
         keys = self._keys(steps, slots, passes)
         if keys is None:
             return None
-        ready = [self._is_ready(key) for key in keys]  # each of them counts
+        ready = [self._is_ready(key) for key in dict.fromkeys(keys)]  # each of them counts
         if not all(ready):
             return None
         static = self._state(keys[0].steps)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class DraftPass(NamedTuple):
     """A pass of ``DraftRoom.run``: row i has ``counts[i]`` tokens, at its places ``starts[i]`` and on (int32 ``[rows]``); rows that
-    have none come last. ``kind`` says which of the ``DraftSteps.widths`` it keeps to. ``positions`` int64 ``[tokens]``: where tokens
+    have none come last. ``kind`` says which of the ``DraftSteps.widths`` it keeps to. ``positions`` int32 ``[tokens]``: where tokens
     stand, if not at their places."""
 
     kind: int

@@ -24,7 +24,7 @@ from dovetail_speculative.eagle_checkpoint import (
 from dovetail_speculative.eagle_heads import Eagle3Head, EagleHead, EagleModel
 from dovetail_speculative.hidden import DraftRows, HiddenDrafter
 from dovetail_speculative.speculators import flattened
-from dovetail_speculative.tree_growth import FloatArray, TreeGrowth
+from dovetail_speculative.tree_growth import Children, Trees, TreeSteps, best_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,14 +44,18 @@ class EagleDrafterBase(HiddenDrafter):
         room, size = runtime.room(head.info), head.info.hidden_size
         super().__init__(context, room, size, num_draft_tokens, chains=tree is None)
         self.head = head
-        self._tree = tree
+        self._growth: TreeSteps | None = None
+        if tree is not None:
+            self._growth = TreeSteps(tree, self.step, self._best, partial(_zeros, size, runtime.dtype, context.device))
+            if tree.depth > 1:
+                room.keep(self._growth)
         self._target_ids: torch.Tensor | None = None  # of the draft vocabulary, where it is another
 
     @property
     def max_draft_tokens(self) -> int:
         """``num_draft_tokens`` of the config, or what has to be reserved to grow such a tree."""
-        tree = self._tree
-        return super().max_draft_tokens if tree is None else max(super().max_draft_tokens, tree.nodes - 1)
+        count = super().max_draft_tokens
+        return count if self._growth is None else max(count, self._growth.shape.nodes - 1)
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``EagleModel.enter``."""
@@ -71,46 +75,22 @@ class EagleDrafterBase(HiddenDrafter):
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
         """Trees, or chains."""
-        tree = self._tree
-        if tree is None:
+        if self._growth is None:
             return super().draft(rows, outputs)
-        widths, depths = fitted(tree, rows.limits)
-        order = np.argsort(-depths, kind="stable")
-        outputs = outputs.index_select(0, to_device(order, self.device))
-        ids, scores = self._best(outputs, tree.topk)
-        growth = TreeGrowth(ids, scores, widths[order], int(depths.max()))
-        self._grow(growth, rows.slots[order], rows.ends[order], depths[order], outputs)
-        drafts = growth.best(np.minimum(rows.limits[order], self._num_draft_tokens))
-        return _spread(drafts, np.array(rows.rows)[order], rows.total)
+        widths, depths = fitted(self._growth.shape, rows.limits)
+        counts = np.minimum(rows.limits, self._num_draft_tokens)
+        sent = to_device(np.stack((widths, depths, counts)).astype(np.int64), self.device)
+        trees = self._growth.begin(outputs, sent[0], sent[1])
+        passes = self._growth.passes(rows.ends, widths, depths)
+        if passes:
+            trees = Trees(*self.room.run(self._growth, rows.slots, passes, trees))
+        most = min(int(counts.max()), self._growth.candidates)
+        return _spread(best_of(trees, sent[2], most), rows)
 
-    def _grow(
-        self, growth: TreeGrowth, slots: IntArray, ends: IntArray, depths: IntArray, outputs: torch.Tensor
-    ) -> None:
-        assert self._tree is not None
-        topk = self._tree.topk
-        inputs = outputs[:, None].repeat(1, topk, 1)  # the output that each expanded node goes on from
-        for level in range(1, int(depths[0])):
-            rows = int((depths > level).sum())
-            growth.keep(rows)
-            nodes, inputs = growth.nodes, inputs[:rows]
-            tree = np.repeat(ends[:rows], nodes.counts) + nodes.level, nodes.mask
-            own = self.room.batch(slots[:rows], ends[:rows], nodes.counts, tree=tree)
-            sent = to_device(np.stack((nodes.tokens, nodes.place)).astype(np.int64), self.device)
-            found = self.step(own, sent[0], inputs.reshape(-1, inputs.shape[-1]).index_select(0, sent[1]))
-            newest = found.index_select(0, to_device(nodes.newest.reshape(-1).astype(np.int64), self.device))
-            ids, scores = self._best(newest, topk)
-            shape = rows, topk, topk
-            parents = growth.grow(ids.reshape(shape), scores.reshape(shape))
-            chosen = (parents + topk * np.arange(rows)[:, None]).reshape(-1).astype(np.int64)
-            born = newest.index_select(0, to_device(chosen, self.device)).view(rows, topk, -1)
-            inputs = torch.cat((inputs, born), 1)
-
-    def _best(self, outputs: torch.Tensor, topk: int) -> tuple[IntArray, FloatArray]:
-        """The most likely tokens after each of ``outputs [n, hidden_size]``, best first, and the logarithms of their
-        probabilities: ``[n, topk]`` each. Waits for the device."""
-        best = self.head.logits(outputs).float().log_softmax(-1).topk(topk, -1)
-        both = torch.stack((best.values.double(), self._in_target(best.indices).double())).cpu().numpy()
-        return both[1].astype(np.int32), both[0].astype(np.float32)
+    def _best(self, outputs: torch.Tensor) -> Children:
+        assert self._growth is not None
+        best = self.head.logits(outputs).float().log_softmax(-1).topk(self._growth.shape.topk, -1)
+        return self._in_target(best.indices), best.values
 
 
 class EagleDrafter(EagleDrafterBase):
@@ -149,6 +129,10 @@ class Eagle3Drafter(EagleDrafterBase):
         runtime.watch(aux_layers(head, runtime.target.info.num_layers))
 
 
+def _zeros(size: int, dtype: torch.dtype, device: torch.device, count: int) -> torch.Tensor:
+    return torch.zeros(count, size, dtype=dtype, device=device)
+
+
 def _runtime(context: DrafterContext) -> DraftRuntime:
     assert context.runtime is not None, "drafters that run a model are built by an engine"
     return context.runtime
@@ -176,10 +160,15 @@ def fitted(tree: TreeShape, limits: IntArray) -> tuple[IntArray, IntArray]:
     return widths.astype(np.int32), depths.astype(np.int32)
 
 
-def _spread(drafts: DraftTree, rows: IntArray, total: int) -> DraftTree:
-    """``drafts`` of ``rows`` among ``total``."""
-    width = drafts.token_ids.shape[1]
-    token_ids, parents = np.zeros((2, total, width), np.int32)
-    lens = np.zeros(total, np.int32)
-    token_ids[rows], parents[rows], lens[rows] = drafts.token_ids, drafts.parents, drafts.lens
+def _spread(found: torch.Tensor, rows: DraftRows) -> DraftTree:
+    """What ``best_of`` found for ``rows``, among all of their batch. Waits for the device."""
+    drafts = found.cpu().numpy().astype(np.int32)
+    most = drafts.shape[1] // 2
+    token_ids, parents = np.zeros((2, rows.total, most), np.int32)
+    lens = np.zeros(rows.total, np.int32)
+    lens[rows.rows], token_ids[rows.rows], parents[rows.rows] = (
+        drafts[:, 0],
+        drafts[:, 1 : most + 1],
+        drafts[:, most + 1 :],
+    )
     return DraftTree(token_ids, parents, lens)

@@ -3,117 +3,172 @@
 A level has the children of ``topk`` nodes of the level above, ``topk`` each: candidates. Of these the ``topk`` most probable,
 given their ancestors, are expanded next. In the end the best candidates of all levels are the draft: as a child is never
 more probable than its parent, they hang together.
+
+All of it is done on the device, in tensors whose shapes depend on the number of rows alone. Row r may be narrower: it has
+``widths[r] <= topk`` nodes a level. Its expanded nodes then stand closer together, node i of level l at ``widths[r] * l + i``;
+those of ranks that it does not have are written too, behind the level, and overwritten by the next.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
-from dovetail.types import BoolArray, DraftTree, IntArray
+from dovetail.interfaces.speculative import DraftPass, DraftSteps
 
-FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+if TYPE_CHECKING:
+    from dovetail.types import Batch, IntArray
+    from dovetail_speculative.config import TreeShape
 
-
-class Nodes(NamedTuple):
-    """Expanded nodes of growing rows, row by row, level by level: what a model runs on to find their children. ``counts [rows]``
-    of each row; of each node its token, its ``level`` from 0, its ``place`` in ``[rows, topk * levels]``, and in ``mask [nodes, most of a
-    row]`` which of its row's nodes it descends from, or is. ``newest [rows, topk]`` are those of the last level among all; rows
-    that are narrower repeat one."""
-
-    counts: IntArray
-    tokens: IntArray
-    level: IntArray
-    place: IntArray
-    mask: BoolArray
-    newest: IntArray
+Children = tuple[torch.Tensor, torch.Tensor]
+"""The most likely tokens after each of ``n`` nodes, best first, and the logarithms of their probabilities: int64 and float32
+``[n, topk]``."""
 
 
-class TreeGrowth:
-    """Candidates of several rows, level by level, on the host. Rows that stop growing are the last ones.
+class Trees(NamedTuple):
+    """Trees of several rows. ``nodes`` is the most nodes of a row that are expanded, ``candidates`` the most that there can be. A
+    candidate has a token, the logarithm of its probability given the text (minus infinity: there is none), and its parent
+    among the candidates (-1: the text's last token). int64 unless said otherwise."""
 
-    A candidate has a token, the logarithm of its probability given the text (minus infinity: there is none, its row is
-    narrower), and its parent among the candidates (-1: the text's last token).
+    hidden: torch.Tensor  # [rows, nodes, hidden_size] what the model goes on from, of each expanded node
+    tokens: torch.Tensor  # [rows, nodes]
+    seen: torch.Tensor  # bool [rows, nodes, nodes] who descends from whom, and is itself
+    newest: torch.Tensor  # [rows, topk] the candidates that the nodes of the last level are
+    ids: torch.Tensor  # [rows, candidates]
+    scores: torch.Tensor  # float32 [rows, candidates]
+    parents: torch.Tensor  # [rows, candidates]
+    widths: torch.Tensor  # [rows]
+    depths: torch.Tensor  # [rows] levels of the row
+
+
+class TreeSteps(DraftSteps):
+    """Grows trees: pass l finds the children of the nodes of level l, which stand at ``kind`` l - 1 of ``widths``.
+
+    The model runs on all expanded nodes of a row in every pass: those of the levels above see no sibling in a tree mask.
     """
 
-    def __init__(self, ids: IntArray, scores: FloatArray, widths: IntArray, depth: int) -> None:
-        """``ids [rows, topk]`` and ``scores`` are the first level, best first; there will be at most ``depth``. Row r has the
-        first ``widths[r]`` of them, as many children of each, and as many nodes that get children."""
-        rows, topk = ids.shape
-        self._topk, self._levels = topk, 1
-        self._ranks = np.arange(topk) < widths[:, None]
-        width = topk + topk * topk * (depth - 1)
-        self._ids = np.zeros((rows, width), np.int32)
-        self._scores = np.full((rows, width), -np.inf, np.float32)
-        self._parents = np.full((rows, width), -1, np.int32)
-        self._ids[:, :topk], self._scores[:, :topk] = ids, np.where(self._ranks, scores, -np.inf)
-        self._expanded = np.tile(np.arange(topk, dtype=np.int32), (rows, 1))  # candidates, level by level
-        self._mask: BoolArray = np.tile(np.eye(topk, dtype=np.bool_), (rows, 1, 1))  # who descends from whom
-
-    def keep(self, rows: int) -> None:
-        """Only the first ``rows`` go on."""
-        self._expanded, self._mask, self._ranks = self._expanded[:rows], self._mask[:rows], self._ranks[:rows]
+    def __init__(
+        self,
+        shape: TreeShape,
+        step: Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor],
+        best: Callable[[torch.Tensor], Children],
+        zeros: Callable[[int], torch.Tensor],
+    ) -> None:
+        """``step(batch, ids, hidden)`` is the model: its output ``[tokens, hidden_size]`` for int64 ``[tokens]`` and what it returned for
+        their parents. ``best`` are the children that an output ``[n, hidden_size]`` promises, ``zeros(n)`` makes ``n`` outputs."""
+        self.shape = shape
+        self.widths = tuple(shape.topk * level for level in range(1, shape.depth)) or (1,)
+        self._step, self._best, self._zeros = step, best, zeros
 
     @property
-    def nodes(self) -> Nodes:
-        """The expanded nodes."""
-        there = np.tile(self._ranks, self._levels)
-        order = np.argsort(~there, axis=1, kind="stable")  # where rows are narrower, they end sooner
-        there = np.take_along_axis(there, order, 1)
-        counts = there.sum(1).astype(np.int32)
-        tokens = np.take_along_axis(self._ids[: len(order)], self._expanded, 1)
-        mask = np.take_along_axis(np.take_along_axis(self._mask, order[:, :, None], 1), order[:, None, :], 2)
-        ends = np.cumsum(counts)[:, None] - self._ranks.sum(1, keepdims=True)
-        return Nodes(
-            counts,
-            np.take_along_axis(tokens, order, 1)[there],
-            (order // self._topk)[there].astype(np.int32),
-            (order + order.shape[1] * np.arange(len(order))[:, None])[there].astype(np.int32),
-            mask[there][:, : int(counts.max())],
-            np.where(self._ranks, ends + np.arange(self._topk), ends).astype(np.int32),
-        )
+    def candidates(self) -> int:
+        """The most of a row."""
+        return self.shape.topk + self.shape.topk**2 * (self.shape.depth - 1)
 
-    def grow(self, ids: IntArray, scores: FloatArray) -> IntArray:
-        """Add the children of the newest nodes: ``ids [growing rows, topk, topk]`` with the logarithms of their probabilities
-        given their parents. Returns which of the newest nodes are parents of those expanded next, ``[growing rows, topk]``."""
-        topk, rows = self._topk, len(self._expanded)
-        used = topk + topk * topk * (self._levels - 1)
-        level = slice(used, used + topk * topk)
-        newest = self._expanded[:, -topk:]
-        total = np.take_along_axis(self._scores[:rows], newest, 1)[:, :, None] + scores
-        total = np.where(self._ranks[:, :, None] & self._ranks[:, None, :], total, -np.inf).reshape(rows, -1)
-        self._ids[:rows, level], self._scores[:rows, level] = ids.reshape(rows, -1), total
-        self._parents[:rows, level] = np.repeat(newest, topk, axis=1)
-        best = np.argsort(-total, axis=1, kind="stable")[:, :topk].astype(np.int32)
-        self._expanded = np.concatenate([self._expanded, used + best], axis=1)
-        self._levels += 1
-        self._extend_mask(best // topk)
+    def state(self, rows: int) -> Trees:
+        """See ``DraftSteps.state``. Every node sees itself."""
+        nodes = self.widths[-1]
+        hidden = self._zeros(rows * nodes).unflatten(0, (rows, nodes))
+        device = hidden.device
+        numbers = torch.zeros(rows, 2 * self.candidates + nodes + self.shape.topk + 2, dtype=torch.int64, device=device)
+        ids, parents, tokens, newest, widths, depths = numbers.split(
+            [self.candidates, self.candidates, nodes, self.shape.topk, 1, 1], 1
+        )
+        seen = torch.eye(nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+        scores = torch.full((rows, self.candidates), -torch.inf, device=device)
+        return Trees(hidden, tokens, seen, newest, ids, scores, parents, widths[:, 0], depths[:, 0])
+
+    def mask(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """See ``DraftSteps.mask``."""
+        return Trees(*state).seen
+
+    def begin(self, outputs: torch.Tensor, widths: torch.Tensor, depths: torch.Tensor) -> Trees:
+        """Trees of one level: the children of the texts' last tokens, whose outputs are ``outputs [rows, hidden_size]``."""
+        topk, trees = self.shape.topk, self.state(len(outputs))
+        ids, scores = self._best(outputs)
+        ranks = torch.arange(topk, device=outputs.device)
+        trees.ids[:, :topk], trees.parents[:] = ids, -1
+        trees.scores[:, :topk] = scores.masked_fill(ranks >= widths[:, None], -torch.inf)
+        trees.newest[:] = ranks
+        nodes = min(topk, trees.tokens.shape[1])  # none are expanded where there is one level
+        trees.tokens[:, :nodes] = ids[:, :nodes]
+        trees.hidden[:, :nodes] = outputs[:, None]
+        trees.widths[:], trees.depths[:] = widths, depths
+        return trees
+
+    def passes(self, starts: IntArray, widths: IntArray, depths: IntArray) -> list[DraftPass]:
+        """What grows trees at ``starts``, deepest first."""
+        passes: list[DraftPass] = []
+        for level in range(1, int(depths.max())):
+            counts = np.where(depths > level, widths * level, 0).astype(np.int32)
+            own = np.repeat(widths, counts)
+            nth = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
+            positions = (np.repeat(starts, counts) + nth // own).astype(np.int32)
+            passes.append(DraftPass(level - 1, starts, counts, positions))
+        return passes
+
+    def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
+        """See ``DraftSteps.run``."""
+        trees, topk = Trees(*state), self.shape.topk
+        rows, level = len(trees.widths), kind + 1
+        found = self._step(
+            batch, trees.tokens.flatten().index_select(0, tokens), trees.hidden.flatten(0, 1).index_select(0, tokens)
+        )
+        ranks = torch.arange(topk, device=found.device).minimum(trees.widths[:, None] - 1)
+        ends = batch.qo_indptr[1 : rows + 1, None] - trees.widths[:, None]
+        newest = found.index_select(0, (ends + ranks).clamp(0, len(found) - 1).flatten())
+        ids, scores = self._best(newest)
+        parents = self.grow(trees, level, ids.view(rows, topk, topk), scores.view(rows, topk, topk))
+        if level + 1 < self.shape.depth:
+            self.expand(trees, level, parents, newest.view(rows, topk, -1))
+
+    def grow(self, trees: Trees, level: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Add the children of the newest nodes, ``[rows, topk, topk]``, whose logarithms of probabilities are those given their
+        parents. The best of them are the newest from now on; returns the ranks of their parents, ``[rows, topk]``."""
+        topk = self.shape.topk
+        used = topk + topk * topk * (level - 1)
+        added = slice(used, used + topk * topk)
+        ranks = torch.arange(topk, device=ids.device) < trees.widths[:, None]
+        there = ranks[:, :, None] & ranks[:, None, :] & (trees.depths > level)[:, None, None]
+        total = trees.scores.gather(1, trees.newest)[:, :, None] + scores
+        total = total.masked_fill(~there, -torch.inf).flatten(1)
+        trees.ids[:, added], trees.scores[:, added] = ids.flatten(1), total
+        trees.parents[:, added] = trees.newest.repeat_interleave(topk, 1)
+        best = torch.sort(total, stable=True, dim=1, descending=True).indices[:, :topk]
+        trees.newest.copy_(best + used)
         return best // topk
 
-    def _extend_mask(self, parents: IntArray) -> None:
-        rows, before, _ = self._mask.shape
-        mask = np.zeros((rows, before + self._topk, before + self._topk), np.bool_)
-        mask[:, :before, :before] = self._mask
-        mask[:, before:, :before] = np.take_along_axis(self._mask[:, -self._topk :], parents[:, :, None], 1)
-        mask[:, before:, before:] = np.eye(self._topk, dtype=np.bool_)
-        self._mask = mask
+    def expand(self, trees: Trees, level: int, parents: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Write down the newest candidates as nodes of ``level``. ``parents`` are the ranks of their parents in the level above, whose
+        outputs are ``outputs [rows, topk, hidden_size]``."""
+        first = (trees.widths * level)[:, None]
+        own = first + torch.arange(self.shape.topk, device=first.device)
+        above = (first - trees.widths[:, None] + parents).clamp_(min=0)
+        nodes = trees.seen.shape[2]
+        seen = trees.seen.gather(1, above[:, :, None].expand(-1, -1, nodes)).scatter_(2, own[:, :, None], True)
+        trees.seen.scatter_(1, own[:, :, None].expand(-1, -1, nodes), seen)
+        trees.tokens.scatter_(1, own, trees.ids.gather(1, trees.newest))
+        wide = (-1, -1, outputs.shape[2])
+        entering = outputs.gather(1, parents[:, :, None].expand(wide))
+        trees.hidden.scatter_(1, own[:, :, None].expand(wide), entering)
 
-    def best(self, counts: IntArray) -> DraftTree:
-        """The ``counts [rows]`` best candidates of each row, or as many as there are, as a tree. Of equals the first stays, so
-        that no node is without its parent."""
-        rows, width = self._scores.shape
-        lens = np.minimum(counts, np.isfinite(self._scores).sum(1)).astype(np.int32)
-        most = int(lens.max())
-        ranked = np.argsort(-self._scores, axis=1, kind="stable")[:, :most]
-        kept = np.sort(np.where(np.arange(most) < lens[:, None], ranked, width), axis=1)
-        there = np.full((rows, width + 1), -1, np.int32)
-        np.put_along_axis(there, kept, np.arange(most, dtype=np.int32)[None], 1)
-        there[:, width] = -1  # stands for no node: beyond a row's draft, and for the text's last token
-        own = np.minimum(kept, width - 1)
-        parents = np.take_along_axis(self._parents, own, 1)
-        return DraftTree(
-            np.take_along_axis(self._ids, own, 1),
-            np.take_along_axis(there, np.where(parents < 0, width, parents), 1),
-            lens,
-        )
+
+def best_of(trees: Trees, counts: torch.Tensor, most: int) -> torch.Tensor:
+    """The ``counts [rows]`` best candidates of each row, ``most`` at most, or as many as there are, as a tree: int64 ``[rows, 1 + 2 *
+    most]``, how many they are, their tokens, their parents. Of equals the first stays, so that no node is without its
+    parent."""
+    width = trees.scores.shape[1]
+    lens = torch.minimum(counts, trees.scores.isfinite().sum(1))
+    place = torch.arange(most, device=lens.device)
+    ranked = torch.sort(trees.scores, stable=True, dim=1, descending=True).indices[:, :most]
+    kept = ranked.masked_fill(place >= lens[:, None], width).sort(1).values
+    there = torch.full((len(lens), width + 1), -1, device=lens.device)
+    there.scatter_(1, kept, place.expand_as(kept))
+    there[:, width] = -1  # stands for no node: beyond a row's draft, and for the text's last token
+    own = kept.clamp(max=width - 1)
+    parents = trees.parents.gather(1, own)
+    parents = there.gather(1, parents.masked_fill(parents < 0, width))
+    return torch.cat((lens[:, None], trees.ids.gather(1, own), parents), 1)
