@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from dovetail.bench.answers import Answer, Sender
+from dovetail.bench.book import Book, OnDone, nobody
 from dovetail.bench.lag import LagMonitor
 from dovetail.bench.prompts import Prompt, first_prompt, next_prompt
 from dovetail.bench.records import Call, ClientLag, Measurement, Workload
@@ -21,9 +22,7 @@ _LEAD = 0.05
 """Seconds before the first arrival, in which the tasks are made."""
 
 
-async def run_load(
-    workload: Workload, send: Sender, on_done: Callable[[Measurement], None] = lambda measurement: None
-) -> tuple[list[Measurement], ClientLag]:
+async def run_load(workload: Workload, send: Sender, on_done: OnDone = nobody) -> tuple[list[Measurement], ClientLag]:
     """Make every call; measurements in the workload's order, and how late the client was. ``on_done`` is told of each as it
     ends."""
     load = _Load(workload, send, on_done)
@@ -33,30 +32,25 @@ async def run_load(
 
 
 class _Load:
-    def __init__(self, workload: Workload, send: Sender, on_done: Callable[[Measurement], None]) -> None:
-        self._workload = workload
+    def __init__(self, workload: Workload, send: Sender, on_done: OnDone) -> None:
+        self._users = workload.concurrency
+        self._book = Book(workload, on_done)
         self._send = send
-        self._on_done = on_done
         self._start = 0.0
-        self._done: dict[str, Measurement] = {}
-        self._children: dict[str, list[Call]] = {}
-        for call in workload.calls:
-            if call.parent is not None:
-                self._children.setdefault(call.parent, []).append(call)
 
     async def run(self) -> list[Measurement]:
-        roots = [call for call in self._workload.calls if call.parent is None]
+        roots = self._book.roots
         self._start = time.perf_counter() + _LEAD
         async with asyncio.TaskGroup() as group:
-            if self._workload.concurrency is None:
+            if self._users is None:
                 for call in sorted(roots, key=lambda call: call.arrival):
                     await self._until(call.arrival)
                     group.create_task(self._made(call, first_prompt(call), call.arrival))
             else:
-                users, turns = self._workload.concurrency, iter(roots)
-                for _ in range(users):
+                turns = iter(roots)
+                for _ in range(self._users):
                     group.create_task(self._user(turns))
-        return [self._done[call.id] for call in self._workload.calls]
+        return self._book.measurements()
 
     def _clock(self) -> float:
         return time.perf_counter() - self._start
@@ -75,27 +69,12 @@ class _Load:
     async def _made(self, call: Call, prompt: Prompt, due: float) -> None:
         """One call, and then all that follow from its answer."""
         answer = await self._send(call, prompt, self._clock)
-        self._finish(call, answer, due)
-        followers = self._children.get(call.id, ())
-        if answer.error is not None:
-            for child in followers:
-                self._skip(child, f"not sent: call {call.id!r} before it failed")
-        elif followers:
+        followers = self._book.note(call, answer, due)
+        if followers:
             await asyncio.gather(*(self._follow(child, prompt, answer) for child in followers))
 
     async def _follow(self, call: Call, before: Prompt, answer: Answer) -> None:
         due = answer.end + call.think
         await self._until(due)
-        continued = next_prompt(call, before, answer.text, answer.output_ids) if call.continues else first_prompt(call)
-        await self._made(call, continued, due)
-
-    def _skip(self, call: Call, why: str) -> None:
-        now = self._clock()
-        self._finish(call, Answer(sent=now, end=now, error=why), now)
-        for child in self._children.get(call.id, ()):
-            self._skip(child, why)
-
-    def _finish(self, call: Call, answer: Answer, due: float) -> None:
-        measurement = answer.measurement(call, due)
-        self._done[call.id] = measurement
-        self._on_done(measurement)
+        prompt = next_prompt(call, before, answer.text, answer.output_ids) if call.continues else first_prompt(call)
+        await self._made(call, prompt, due)

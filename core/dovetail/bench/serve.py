@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import httpx
 
+from dovetail.bench.book import OnDone, nobody
 from dovetail.bench.client.http import HttpSender
 from dovetail.bench.client.target import Target, hash_of
 from dovetail.bench.load import run_load
 from dovetail.bench.machine import machine_facts
 from dovetail.bench.metrics import span
-from dovetail.bench.records import Measurement, RunRecord, Workload
+from dovetail.bench.records import RunRecord, Workload
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ async def measure_server(
     flush: bool = True,
     arm: str = "",
     block: int = 0,
-    on_done: Callable[[Measurement], None] = lambda measurement: None,
+    on_done: OnDone = nobody,
 ) -> RunRecord:
     """Send ``warmup``, which is not recorded, empty the prefix cache where ``flush`` and the server allow it, then send
     ``workload``. Raises ``ConfigError`` for a workload that the API cannot carry."""

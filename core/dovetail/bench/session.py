@@ -1,0 +1,144 @@
+"""What ``dovetail bench serve`` and ``offline`` do with their settings: workload, warm-up, one run or several, a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dovetail.bench.arrivals import with_arrivals
+from dovetail.bench.book import OnDone, nobody
+from dovetail.bench.client.http import open_client
+from dovetail.bench.client.target import ApiName, find_target
+from dovetail.bench.metrics import SLO
+from dovetail.bench.records import RunRecord, Workload
+from dovetail.bench.report import BenchReport, Point
+from dovetail.bench.serve import measure_server
+from dovetail.bench.specs import ArrivalSpec, WorkloadSpec
+from dovetail.bench.sweep import at_rate, highest_rate, point_of, sweep
+from dovetail.bench.workloads import Vocabulary, make_workload
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dovetail.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked, and when. ``warmup`` calls of another seed go before, unrecorded."""
+
+    spec: WorkloadSpec
+    arrivals: ArrivalSpec | None = None
+    seed: int = 0
+    warmup: int = 4
+    slo: SLO | None = None
+    share: float = 0.9
+
+    def workloads(self, vocabulary: Vocabulary | None) -> tuple[Workload, Workload | None]:
+        """What is measured, and its warm-up."""
+        workload = make_workload(self.spec, self.seed, vocabulary, self.arrivals)
+        if not self.warmup:
+            return workload, None
+        other = make_workload(self.spec, self.seed + 2**31, vocabulary)
+        calls = tuple(call.model_copy(update={"arrival": 0.0}) for call in other.calls[: self.warmup])
+        return workload, other.model_copy(update={"calls": calls})
+
+    def report(self, workload: Workload, title: str, points: list[Point], **more: float | bool | None) -> BenchReport:
+        """Of the points measured."""
+        return BenchReport.model_validate(
+            {
+                "title": title,
+                "workload": workload.description,
+                "calls": len(workload.calls),
+                "slo": self.slo,
+                "share": self.share,
+                "points": tuple(points),
+                **more,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """``rates``: a run at each. ``find``: instead the highest rate that meets the SLO, looked for from ``start`` on, up to the
+    factor 1 + ``tolerance``."""
+
+    rates: tuple[float, ...] = ()
+    find: bool = False
+    start: float = 1.0
+    tolerance: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The server, and how it is called. ``timeout`` seconds without a byte fail a call; ``flush`` empties its prefix cache before
+    each run, where its API can say so."""
+
+    url: str
+    api: ApiName = "native"
+    model: str | None = None
+    tokenizer: Path | None = None
+    api_key: str | None = None
+    timeout: float = 600.0
+    flush: bool = True
+
+
+OnRun = Callable[[Workload, float | None], OnDone]
+"""Told before each run what it will be, and at which rate; returns who watches it."""
+
+
+async def bench_server(
+    reached: Reached, asked: Asked, rates: Rates | None = None, on_run: OnRun = lambda workload, rate: nobody
+) -> BenchReport:
+    """Measure a server. Raises ``ConfigError`` for settings that do not go together."""
+    rates = rates or Rates()
+    if rates.find and asked.slo is None:
+        raise ConfigError("the highest rate is looked for by an SLO; give --goodput, as in --goodput ttft:200 tpot:20")
+    async with open_client(reached.url, reached.timeout, reached.api_key) as client:
+        target = await find_target(client, reached.api, reached.model, reached.tokenizer)
+        workload, warmup = asked.workloads(target.vocabulary)
+        left = [warmup]
+
+        async def measure(load: Workload, rate: float | None) -> RunRecord:
+            first = left.pop() if left else None
+            return await measure_server(client, target, load, first, flush=reached.flush, on_done=on_run(load, rate))
+
+        async def at(rate: float) -> RunRecord:
+            return await measure(with_arrivals(workload, at_rate(asked.arrivals, rate), asked.seed), rate)
+
+        title = f"{target.name} at {reached.url}"
+        if rates.find:
+            assert asked.slo is not None
+            best, points = await highest_rate(at, asked.slo, asked.share, rates.start, rates.tolerance)
+            return asked.report(workload, title, points, searched=True, best_rate=best)
+        if rates.rates:
+            points = await sweep(at, rates.rates, asked.slo, asked.share)
+        else:
+            rate = getattr(asked.arrivals, "rate", None)
+            points = [point_of(rate, await measure(workload, rate), asked.slo, asked.share)]
+        return asked.report(workload, title, points)
+
+
+def bench_offline(config: Config, asked: Asked, on_run: OnRun = lambda workload, rate: nobody) -> BenchReport:
+    """Measure the engine in this process."""
+    from dovetail.bench.offline import measure_offline
+    from dovetail.llm import LLM
+
+    started = time.perf_counter()
+    llm = LLM(config)
+    startup = time.perf_counter() - started
+    try:
+        vocabulary = Vocabulary.of(llm.tokenizer) if llm.tokenizer is not None else None
+        if vocabulary is None:
+            info = llm.resolved.model_info
+            vocabulary = Vocabulary.of_size(info.vocab_size, info.eos_token_ids)
+        workload, warmup = asked.workloads(vocabulary)
+        rate = getattr(asked.arrivals, "rate", None)
+        watch = on_run(workload, rate)
+        record = measure_offline(llm, workload, warmup, startup_seconds=startup, on_done=watch)
+    finally:
+        llm.close()
+    point = point_of(rate, record, asked.slo, asked.share)
+    return asked.report(workload, f"{config.model.name}, offline", [point], startup_seconds=startup)

@@ -1,0 +1,75 @@
+"""Several rates, or the highest one that an SLO allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+from dovetail.bench.metrics import SLO, summarize
+from dovetail.bench.records import RunRecord
+from dovetail.bench.report import Point
+from dovetail.bench.specs import ArrivalSpec, Gamma, Poisson
+from dovetail.errors import ConfigError
+
+Measure = Callable[[float], Awaitable[RunRecord]]
+"""A run at a rate, in calls a second."""
+
+_MAX_PROBES = 24
+_LOWEST = 2.0**-8
+
+
+def at_rate(arrivals: ArrivalSpec | None, rate: float) -> Poisson | Gamma:
+    """The arrival process at another rate; by default poisson. Raises ``ConfigError`` for one that has no rate."""
+    if arrivals is None:
+        return Poisson(rate=rate)
+    if not isinstance(arrivals, Poisson | Gamma):
+        raise ConfigError(f"arrivals of kind {arrivals.kind!r} have no rate to be varied; use poisson or gamma")
+    return arrivals.model_copy(update={"rate": rate})
+
+
+async def sweep(measure: Measure, rates: Sequence[float], slo: SLO | None, share: float) -> list[Point]:
+    """A run at each rate."""
+    return [point_of(rate, await measure(rate), slo, share) for rate in rates]
+
+
+async def highest_rate(
+    measure: Measure, slo: SLO, share: float, start: float = 1.0, tolerance: float = 0.1
+) -> tuple[float | None, list[Point]]:
+    """The highest rate at which ``share`` of the calls meet ``slo``, up to the factor ``1 + tolerance``: doubled (or halved)
+    from ``start`` until it is between two rates, then bisected between them on a logarithmic scale. None where no rate is low enough. Also every
+    point that was measured, in that order."""
+    points: list[Point] = []
+
+    async def meets(rate: float) -> bool:
+        points.append(point_of(rate, await measure(rate), slo, share))
+        return points[-1].meets is True
+
+    low, high = await _bracket(meets, start)
+    while low is not None and high is not None and high > low * (1 + tolerance) and len(points) < _MAX_PROBES:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if await meets(middle) else (low, middle)
+    return low, points
+
+
+async def _bracket(meets: Callable[[float], Awaitable[bool]], start: float) -> tuple[float | None, float | None]:
+    """A rate that meets the SLO and one that does not; None where there is no such rate within reach."""
+    if await meets(start):
+        low = start
+        for _ in range(_MAX_PROBES // 2):
+            if not await meets(low * 2):
+                return low, low * 2
+            low *= 2
+        return low, None
+    high = start
+    while high > start * _LOWEST:
+        if await meets(high / 2):
+            return high / 2, high
+        high /= 2
+    return None, high
+
+
+def point_of(rate: float | None, record: RunRecord, slo: SLO | None, share: float) -> Point:
+    """A run and its numbers; ``share`` of the calls must meet ``slo``."""
+    summary = summarize(record, slo)
+    meets = summary.goodput.share >= share if summary.goodput is not None else None
+    return Point(rate=rate, meets=meets, summary=summary, record=record)
