@@ -112,13 +112,15 @@ def further_layers(saved: dict[str, torch.Tensor], layout: str, layers: int, wid
         for part in ("gate", "up"):
             shapes[f"{names.layer}.mlp.{part}_proj.weight"] = (wide, HIDDEN)
         shapes[f"{names.layer}.mlp.down_proj.weight"] = (HIDDEN, wide)
-        if layout == "deepseek":  # published checkpoints repeat the target's
-            shapes[f"{names.layer}.embed_tokens.weight"] = shapes[f"{names.layer}.shared_head.head.weight"] = (VOCAB, 3)
     torch.manual_seed(5)
-    return {
+    further = {
         name: torch.randn(shape) * 0.2 + ("norm" in name and not name.endswith("bias"))
         for name, shape in shapes.items()
     }
+    for index in range(layers if layout == "deepseek" else 0):  # published checkpoints repeat the target's
+        for name, copied in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+            further[f"{names_of(layout, index).layer}.{name}.weight"] = saved[f"{copied}.weight"].clone()
+    return further
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -145,7 +147,7 @@ class Plain:
     @torch.inference_mode()
     def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
         """Those that ``drafts`` after ``text`` were taken from, [drafts, vocabulary], given the drafts before."""
-        hidden = self.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
+        hidden = self.said_by_target(torch.tensor([text[:-1]]))
         tokens = torch.tensor(text + drafts)
         said = []
         for step in range(len(drafts)):
@@ -157,6 +159,14 @@ class Plain:
                 said.append(out[-1])
                 hidden = torch.cat((hidden, out[-1:]))
         return self.target.lm_head(torch.stack(said))
+
+    def said_by_target(self, text: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        final_norm = self.target.model.norm
+        handle = final_norm.register_forward_hook(lambda _, given, out: kept.extend((given[0][0], out[0])))
+        self.target(text)
+        handle.remove()
+        return kept[0 if self.layout == "mimo" else 1]
 
     def advance(self, index: int, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         names = names_of(self.layout, index)

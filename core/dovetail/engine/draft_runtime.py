@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dovetail.config.checkpoint import read_json
 from dovetail.engine.captures import NO_UPDATES, capture_all, capture_next
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits, seen_by, wide_shape
 from dovetail.engine.inputs import Inputs, ragged
@@ -150,6 +151,7 @@ class EngineDraftRuntime(DraftRuntime):
     def __init__(self, resolved: Resolved, target: ModelArchitecture, device: torch.device, dtype: torch.dtype) -> None:
         self.target = target
         self.directory = resolved.model_dir
+        self.checkpoint = {**read_json(self.directory, "config.json"), **resolved.config.model.overrides}
         self.dtype = dtype
         self.watched: tuple[int, ...] = ()
         self._resolved = resolved
@@ -160,9 +162,10 @@ class EngineDraftRuntime(DraftRuntime):
     def watch(self, layers: Sequence[int]) -> None:
         """See ``DraftRuntime``."""
         most = self.target.info.num_layers
-        if not layers or not all(0 <= layer <= most for layer in layers):
+        if not layers or not all(0 <= layer <= most + 1 for layer in layers):
             raise ConfigError(
-                f"the drafter wants hidden states of layers {list(layers)}; the target has 0 to {most} ({most}: its output)"
+                f"the drafter wants hidden states of layers {list(layers)}; the target has 0 to {most} ({most}: its output; "
+                f"{most + 1}: before the final norm)"
             )
         if Feature.MODEL_HIDDEN_STATES not in self.target.info.offers:
             raise ConfigError(
@@ -188,6 +191,12 @@ class EngineDraftRuntime(DraftRuntime):
                 raise ConfigError(
                     f"the drafter's model has head_dim {info.head_dim}; attention {chosen.spec.name!r} has kernels for "
                     f"{', '.join(map(str, dims))}: select another attention backend"
+                )
+            missing = info.needs - chosen.spec.offers
+            if missing:
+                raise ConfigError(
+                    f"the drafter's model needs {', '.join(sorted(missing))}, which attention {chosen.spec.name!r} does not offer: "
+                    "select another attention backend"
                 )
 
     def load(

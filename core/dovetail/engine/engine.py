@@ -247,7 +247,7 @@ class Engine:
         size = pieces.size_for(len(batch.input_ids)) if pieces is not None else None
         if pieces is not None and size is not None and self._is_ready(pieces, size):
             return pieces.forward(size, batch, backend)
-        whole = self.info.num_layers in self.watched
+        whole = max(self.watched, default=0) >= self.info.num_layers
         if Feature.MODEL_LAST_ROWS in self.info.offers and not whole and narrows(batch):
             batch.last = last_rows(batch, self._decode)
         return self.model.forward(batch)

@@ -66,8 +66,9 @@ class ModelArchitecture(ABC):
         ``model.last_rows`` get it.
 
         Where ``batch.watch`` names layers, ``batch.hidden`` is set to their hidden states side by side, ``[tokens, len(watch)
-        * hidden_size]``: the residual stream that enters layer i, and for ``num_layers`` what this method returns. Only models
-        that offer ``model.hidden_states`` are asked, and then ``batch.last`` is None if ``num_layers`` is among them."""
+        * hidden_size]``: the residual stream that enters layer i, for ``num_layers`` what this method returns, and for ``num_layers
+        + 1`` the same before the final norm. Only models that offer ``model.hidden_states`` are asked, and then ``batch.last`` is
+        None if one of these two is among them."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

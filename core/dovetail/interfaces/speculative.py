@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -93,6 +93,8 @@ class DraftRuntime(ABC):
     """The target; those that offer model.hidden_states have ``embed_tokens``, and ``logits`` of hidden states like theirs."""
     directory: Path
     """The target's checkpoint."""
+    checkpoint: Mapping[str, Any]
+    """Its config.json, with ``model.overrides``."""
     dtype: torch.dtype
     """Of the target's weights and activations."""
 

@@ -30,7 +30,7 @@ API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
     ComponentKind.CACHE: (1, 1),  # shared_prefixes
     ComponentKind.GRAMMAR: (1, 2),  # check, GrammarSpec.backend, more kinds; dump and load
     ComponentKind.DRAFTER: (1, 2),  # DraftRuntime, must_see_all; DraftRoom.run, no probabilities
-    ComponentKind.MODEL: (1, 2),  # batch.last; batch.watch, embed_tokens
+    ComponentKind.MODEL: (1, 3),  # batch.last; batch.watch, embed_tokens; before the final norm
     ComponentKind.TOOL_PARSER: (1, 1),  # Gate.marks
 }
 """The version (major, minor) of each kind's interface. A plugin built for another major version is incompatible; one

@@ -25,6 +25,12 @@ class Qwen2Config(PluginConfig):
     kind: Literal["qwen2"] = "qwen2"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+class MimoConfig(PluginConfig):
+    """MiMo."""
+
+    kind: Literal["mimo"] = "mimo"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class Qwen3Config(PluginConfig):
     """Qwen3, dense."""
 

@@ -1,6 +1,6 @@
 """The dense Llama family: pre-norm decoder layers of self-attention and a gated MLP, with rotary positions.
 
-Llama 2 (arXiv 2307.09288), Llama 3 (2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), Qwen3 (2505.09388).
+Llama 2 (arXiv 2307.09288), Llama 3 (2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), MiMo (2505.07608), Qwen3 (2505.09388).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class DenseModel(Layer, ModelArchitecture):
                 watched[index] = x.clone() if residual is None else x + residual
             x, residual = layer.forward(x, residual, rotation, batch, batch.last if index == final else None)
         assert residual is not None
-        hidden = self.norm.add_forward(x, residual)[0]
+        hidden, stream = self.norm.add_forward(x, residual)
         if batch.watch:
-            watched[final + 1] = hidden
+            watched[final + 1], watched[final + 2] = hidden, stream
             batch.hidden = torch.cat([watched[index] for index in batch.watch], dim=-1)
         return hidden
 

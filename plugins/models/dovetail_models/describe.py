@@ -109,6 +109,9 @@ QWEN3 = Variant(
     kv_heads=32,
     head_dim=128,
 )
+MIMO = Variant(
+    "MiMoForCausalLM", reads=_LAYERED | {"attention_bias"}, qkv_bias=True, windows=_layered_windows, kv_heads=32
+)
 
 
 def describe_llama(config: dict[str, Any]) -> ModelInfo:
@@ -124,6 +127,11 @@ def describe_mistral(config: dict[str, Any]) -> ModelInfo:
 def describe_qwen2(config: dict[str, Any]) -> ModelInfo:
     """Qwen2 and Qwen2.5. Raises ``ConfigError``."""
     return describe(config, QWEN2)
+
+
+def describe_mimo(config: dict[str, Any]) -> ModelInfo:
+    """MiMo: Qwen2's layers, and one that predicts a further token. Raises ``ConfigError``."""
+    return describe(config, MIMO)
 
 
 def describe_qwen3(config: dict[str, Any]) -> ModelInfo:

@@ -27,5 +27,6 @@ def register_models() -> Sequence[ComponentSpec]:
         _dense("llama", "LlamaConfig", "LlamaForCausalLM", "Llama 2 and 3, and models of their shape."),
         _dense("mistral", "MistralConfig", "MistralForCausalLM", "Mistral, with its sliding window."),
         _dense("qwen2", "Qwen2Config", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense."),
+        _dense("mimo", "MimoConfig", "MiMoForCausalLM", "MiMo: Qwen2's layers, and one that predicts a further token."),
         _dense("qwen3", "Qwen3Config", "Qwen3ForCausalLM", "Qwen3, dense: norms over query and key heads."),
     )

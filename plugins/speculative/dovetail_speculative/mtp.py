@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from dovetail.config.checkpoint import read_json
 from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import DrafterContext
 from dovetail.layers.drafts import chains
 from dovetail.ops.transfer import to_device
 from dovetail_speculative.hidden import DraftRows, HiddenDrafter
-from dovetail_speculative.mtp_checkpoint import describe_mtp, tensor_shapes
+from dovetail_speculative.mtp_checkpoint import describe_mtp
 from dovetail_speculative.mtp_model import MtpModel
 
 if TYPE_CHECKING:
@@ -40,9 +39,9 @@ class MtpDrafter(HiddenDrafter):
         runtime = context.runtime
         assert runtime is not None, "drafters that run a model are built by an engine"
         target, directory = runtime.target.info, runtime.directory
-        shapes = {} if config.load_format == "dummy" else tensor_shapes(directory)
-        info = describe_mtp(read_json(directory, "config.json"), shapes, target, context.max_context)
-        runtime.watch([target.num_layers])
+        source = None if config.load_format == "dummy" else directory
+        info = describe_mtp(runtime.checkpoint, source, target, context.max_context)
+        runtime.watch([info.config.watch])
         count, layers = _num_draft_tokens(config, info.num_layers), info.num_layers
         super().__init__(context, runtime.room(info), layers * info.hidden_size, count, chains=layers == 1)
         build = partial(MtpModel, target=runtime.target)

@@ -1,8 +1,8 @@
 """Layers that predict further tokens, as checkpoints hold them beside their model: which layout, and what the layers are.
 
 Both are read off the names and shapes of the tensors. In all layouts such a layer takes the embedding of the next token and
-the target's hidden state (after its final norm; further on its own output), each normed, side by side, and projects them to
-the input of a decoder layer; embedding and head are the target's, copies of them are left alone.
+the target's hidden state (further on its own output), each normed, side by side, and projects them to the input of a decoder
+layer; embedding and head are the target's, copies of them are left alone. Those that differ are its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 
 from dovetail.errors import ConfigError
@@ -19,6 +20,7 @@ from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.attention import AttentionShape
 from dovetail.layers.decoder import DecoderShape
 from dovetail.layers.rope import RopeConfig, read_rope
+from dovetail_speculative.checkpoints import read_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,9 +31,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Names of tensors. ``layer`` begins those of a decoder layer and ``entry`` those of norms and projection around it, where
-    {index} counts from 0 and {behind} from the number of the target's layers. ``copies`` are what the layout repeats of the
-    target. ``hidden_first``: the hidden state is the first half of what is projected; ``blind_start``: the embedding at
-    position 0 counts as zeros."""
+    {index} counts from 0 and {behind} from the number of the target's layers. ``embedding`` and ``head`` are what the layout
+    repeats of the target. ``hidden_first``: the hidden state is the first half of what is projected; ``blind_start``: the embedding at
+    position 0 counts as zeros; ``before_norm``: the target's hidden state is the one before its final norm."""
 
     layer: str
     entry: str
@@ -39,9 +41,11 @@ class Layout:
     hidden_norm: str
     projection: str
     final_norm: str
-    copies: tuple[str, ...] = ()
+    embedding: str | None = None
+    head: str | None = None
     hidden_first: bool = False
     blind_start: bool = False
+    before_norm: bool = False
 
     @property
     def shares_entry(self) -> bool:
@@ -56,7 +60,8 @@ DEEPSEEK = Layout(
     "hnorm",
     "eh_proj",
     "shared_head.norm",
-    copies=("embed_tokens.weight", "shared_head.head.weight"),
+    embedding="embed_tokens",
+    head="shared_head.head",
 )
 """DeepSeek-V3 (arXiv 2412.19437, section 2.2)."""
 QWEN = Layout("mtp.layers.{index}", "mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -71,9 +76,13 @@ MIMO = Layout(
     "final_layernorm",
     hidden_first=True,
     blind_start=True,
+    before_norm=True,
 )
-"""MiMo (arXiv 2505.07608)."""
+"""MiMo (arXiv 2505.07608), as its authors run it in vLLM."""
 LAYOUTS = (DEEPSEEK, QWEN, MIMO)
+
+EMBEDDING = "model.embed_tokens"
+"""The target's."""
 
 MISSING = {
     "self_attn.kv_a_proj_with_mqa.weight": "latent attention",
@@ -86,13 +95,21 @@ MISSING = {
 
 @dataclass(frozen=True, slots=True)
 class MtpShape:
-    """``first`` is the number of the target's layers: what {behind} counts from. ``rope.context_len`` is the longest context."""
+    """``first`` is the number of the target's layers: what {behind} counts from. ``rope.context_len`` is the longest context.
+    ``own_embedding`` and ``own_head``: not the target's."""
 
     layout: Layout
     decoder: DecoderShape
     rope: RopeConfig
     num_layers: int
     first: int
+    own_embedding: bool = False
+    own_head: bool = False
+
+    @property
+    def watch(self) -> int:
+        """Which of the target's hidden states is read, see ``Batch.watch``."""
+        return self.first + self.layout.before_norm
 
     def layer(self, index: int) -> str:
         """Begins the names of a decoder layer."""
@@ -112,12 +129,11 @@ def tensor_shapes(directory: Path) -> Shapes:
     return shapes
 
 
-def describe_mtp(config: Mapping[str, Any], shapes: Shapes, target: ModelInfo, max_context: int) -> ModelInfo:
-    """The layers that predict further tokens in the checkpoint of ``target``; ``config`` of the answer is a ``MtpShape``.
-    Without ``shapes``, of random weights, they are as config.json would have them, in DeepSeek-V3's layout. Raises
-    ``ConfigError``."""
-    if not shapes:
-        shapes = _imagined(config, target)
+def describe_mtp(config: Mapping[str, Any], directory: Path | None, target: ModelInfo, max_context: int) -> ModelInfo:
+    """The layers that predict further tokens in the checkpoint of ``target`` in ``directory``; ``config`` of the answer is a
+    ``MtpShape``. Without a directory, of random weights, they are as config.json would have them, in DeepSeek-V3's layout.
+    Raises ``ConfigError``."""
+    shapes = _imagined(config, target) if directory is None else tensor_shapes(directory)
     layout = _layout(shapes, target.num_layers)
     attention = _attention(layout, shapes, config, target)
     rope = read_rope(config, attention.head_dim, int(config.get("max_position_embeddings") or max_context))
@@ -132,6 +148,9 @@ def describe_mtp(config: Mapping[str, Any], shapes: Shapes, target: ModelInfo, m
     count = 0
     while f"{shape.layer(count)}.input_layernorm.weight" in shapes:
         count += 1
+    shape = replace(shape, num_layers=count)
+    if directory is not None:
+        shape = _with_own(shape, directory, shapes)
     return ModelInfo(
         architecture=f"{target.architecture} (further tokens)",
         vocab_size=target.vocab_size,
@@ -142,8 +161,29 @@ def describe_mtp(config: Mapping[str, Any], shapes: Shapes, target: ModelInfo, m
         head_dim=attention.head_dim,
         context_len=max_context,
         cache_groups=(CacheGroup(count, attention.num_kv_heads, attention.head_dim),),
-        config=replace(shape, num_layers=count),
+        config=shape,
     )
+
+
+def _with_own(shape: MtpShape, directory: Path, shapes: Shapes) -> MtpShape:
+    """``shape``, where embedding and head are told from copies of the target's. Raises ``ConfigError``."""
+    head = "lm_head" if "lm_head.weight" in shapes else EMBEDDING
+    for index in range(shape.num_layers):
+        own_embedding = _differs(directory, shapes, f"{shape.entry(index)}.{shape.layout.embedding}.weight", EMBEDDING)
+        own_head = _differs(directory, shapes, f"{shape.entry(index)}.{shape.layout.head}.weight", head)
+        if (own_embedding or own_head) and shape.num_layers > 1:
+            raise ConfigError(
+                f"speculative is 'mtp', and one of {shape.num_layers} layers that predict further tokens ({shape.entry(index)}) has an "
+                "embedding or a head other than the target's; implemented: of a single layer. Choose another drafter, such as ngram"
+            )
+        shape = replace(shape, own_embedding=own_embedding, own_head=own_head)
+    return shape
+
+
+def _differs(directory: Path, shapes: Shapes, name: str, of_target: str) -> bool:
+    if name not in shapes:
+        return False
+    return not torch.equal(read_tensor(directory, name), read_tensor(directory, f"{of_target}.weight"))
 
 
 def _norm_eps(config: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens, over the target's embedding and head."""
+"""Layers that predict further tokens, over the target's embedding and head or their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
 from dovetail.layers.base import Layer
 from dovetail.layers.decoder import DecoderLayer, decoder_targets
+from dovetail.layers.embedding import Embedding
 from dovetail.layers.linear import Linear
 from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import Rotary
@@ -53,7 +54,10 @@ class MtpModel(Layer, ModelArchitecture):
         self.rotary = Rotary(shape.rope)
         self._entries: tuple[Entry, ...] = tuple(self.entries)  # pyright: ignore[reportAttributeAccessIssue]
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
-        self._embed, self._logits = target.embed_tokens, target.logits
+        self.embed = Embedding(info.vocab_size, info.hidden_size) if shape.own_embedding else None
+        self.head = Linear(info.hidden_size, info.vocab_size) if shape.own_head else None
+        self._embed = target.embed_tokens if self.embed is None else self.embed.forward
+        self._logits = target.logits if self.head is None else self.head.forward
 
     def advance(self, index: int, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Layer ``index`` over a batch of tokens ``ids`` int64 ``[tokens]``, with the hidden states that go with them. Returns
@@ -73,7 +77,7 @@ class MtpModel(Layer, ModelArchitecture):
         return self.advance(0, batch, batch.input_ids, batch.hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's, see ``ModelArchitecture.logits``."""
+        """See ``ModelArchitecture.logits``."""
         return self._logits(hidden)
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
@@ -93,12 +97,17 @@ class MtpModel(Layer, ModelArchitecture):
         }
         for index, layer in enumerate(self._layers):
             targets.update(decoder_targets(layer, shape.layer(index), f"layers.{index}"))
+        if self.embed is not None:
+            targets[f"{shape.entry(0)}.{layout.embedding}.weight"] = WeightTarget("embed.weight")
+        if self.head is not None:
+            targets[f"{shape.entry(0)}.{layout.head}.weight"] = WeightTarget("head.weight")
         return targets
 
     def ignored_weights(self) -> Iterable[str]:
         """See ``ModelArchitecture.ignored_weights``: the target's own tensors, and copies of them."""
         shape: MtpShape = self.info.config
         own = "|".join(re.escape(shape.entry(index)) for index in range(self.info.num_layers))
-        copies = "|".join(map(re.escape, (*shape.layout.copies, "self_attn.rotary_emb.inv_freq")))
+        copies = [f"{name}.weight" for name in (shape.layout.embedding, shape.layout.head) if name is not None]
+        left = "|".join(map(re.escape, (*copies, "self_attn.rotary_emb.inv_freq")))
         yield rf"(?!({own})\.).+"
-        yield rf"({own})\.({copies})"
+        yield rf"({own})\.({left})"
