@@ -131,9 +131,10 @@ class Setting:
             "xgrammar": XGrammarBackend(XGrammarConfig(), context),
             "llguidance": LLGuidanceBackend(LLGuidanceConfig(), context),
         }
-        self.likely = dict.fromkeys(EOS, 40.0)
+        self.weights = np.ones(t.vocab_size)
+        self.weights[list(EOS)] = 40.0
         for end in '"{[]}(),:':
-            self.likely |= dict.fromkeys(t.encode(end, add_special_tokens=False), 60.0)
+            self.weights[t.encode(end, add_special_tokens=False)] = 60.0
 
     def write(self, plan: ChatPlan, backend: str, begin: str, rng: np.random.Generator) -> tuple[str, bool]:
         """A random text under the constraint, and whether it has come to its end."""
@@ -148,7 +149,7 @@ class Setting:
             row = np.zeros((1, -(-size // 32)), np.int32)
             matcher.fill_bitmask(row, 0)
             allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-            weights = np.array([self.likely.get(int(token), 1.0) for token in allowed])
+            weights = self.weights[allowed]
             ids.append(int(rng.choice(allowed, p=weights / weights.sum())))
             assert matcher.accept(ids[-1])
             if len(ids) % 7 == 0:
