@@ -8,22 +8,27 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import drafter_checkpoints as checkpoints
 
 from dovetail import LLM, SamplingParams
+from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.errors import ConfigError
+from dovetail.interfaces.features import Feature
+from dovetail_speculative.dflash_checkpoint import describe_dflash
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE, EPS, THETA = 199, 48, 4, 2, 16, 1e-5, 10000.0
 Tensors = dict[str, torch.Tensor]
@@ -56,10 +61,10 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 
 
-def rotate(x: torch.Tensor, first: int = 0) -> torch.Tensor:
+def rotate(x: torch.Tensor, first: int = 0, theta: float = THETA) -> torch.Tensor:
     """[tokens, heads, d] at positions ``first``, ``first`` + 1 ..."""
     half = x.shape[-1] // 2
-    angles = (first + torch.arange(len(x)))[:, None] * THETA ** -(torch.arange(half) / half)
+    angles = (first + torch.arange(len(x)))[:, None] * theta ** -(torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     low, high = x[..., :half], x[..., half:]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
@@ -88,10 +93,12 @@ class Plain:
         weight = self.w.get(f"{name}.{part}_norm.weight")
         return y if weight is None else norm(y, weight)
 
-    def attend(self, name: str, x: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, name: str, x: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor, theta: float = THETA
+    ) -> torch.Tensor:
         """``x`` are the last of ``keys``; ``seen [tokens, keys]``."""
-        q = rotate(self.heads(x, name, "q"), len(keys) - len(x))
-        k, v = rotate(self.heads(keys, name, "k")), self.heads(keys, name, "v")
+        q = rotate(self.heads(x, name, "q"), len(keys) - len(x), theta)
+        k, v = rotate(self.heads(keys, name, "k"), 0, theta), self.heads(keys, name, "v")
         k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * SIZE**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -387,3 +394,164 @@ def test_dflash_of_speculators(target: Path, tmp_path: Path, case: str, draft_vo
     save_dflash(tmp_path, speculators("dflash", layers, **settings), 2, tensors)
     llm = make_llm(target, {"kind": "dflash", "path": str(tmp_path)}, scheduler={"draft": "always"})
     check(llm, PlainDFlash(tmp_path, target, [1, 4, 7], windows, causal=KINDS[case][2]).logits)
+
+
+def test_windows_need_attention_that_has_them(target: Path) -> None:
+    resolved = make_llm(target, "none").loop.resolved
+    chosen = resolved.attention_decode
+    spec = replace(chosen.spec, offers=chosen.spec.offers - {Feature.ATTN_SLIDING_WINDOW})
+    chosen = replace(chosen, component=replace(chosen.component, spec=spec))
+    resolved = replace(resolved, attention_decode=chosen)
+    runtime = EngineDraftRuntime(resolved, SimpleNamespace(), torch.device("cpu"), torch.float32)
+    config = LAYERS | {"block_size": 6, "dflash_config": {"mask_token_id": 198, "target_layer_ids": [0]}}
+    sliding = config | {"layer_types": [SLIDING], "sliding_window": 9}
+    runtime.room(describe_dflash(config, resolved.model_info, 256))
+    with pytest.raises(ConfigError, match=r"needs attention\.sliding_window, which attention '\w+' does not offer"):
+        runtime.room(describe_dflash(sliding, resolved.model_info, 256))
+
+
+# -- layers of the target's own checkpoint ---------------------------------------------------------------------------
+
+
+class PlainMtp(Plain):
+    """DeepSeek-V3's or MiMo's layer behind those of the target, which goes on from what it said."""
+
+    def __init__(self, target: Path, names: dict[str, str], theta: float = THETA) -> None:
+        super().__init__(target, target)
+        self.names, self.theta = names, theta
+        self.mimo = "token_layernorm" in names["embedding_norm"]
+
+    def part(self, name: str) -> torch.Tensor:
+        return self.w[f"{self.names[name]}.weight"]
+
+    def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
+        hidden = self.said_by_target(text[:-1])
+        for step in range(len(drafts)):
+            hidden = torch.cat((hidden, self.output(hidden, text[1:] + drafts[:step])))
+        return linear(hidden[len(text) - 1 :], self.part("head"))
+
+    def said_by_target(self, text: list[int]) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        handle = self.target.model.norm.register_forward_hook(lambda _, given, out: kept.extend((given[0][0], out[0])))
+        self.target(torch.tensor([text]))
+        handle.remove()
+        return kept[0 if self.mimo else 1]
+
+    def output(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        embedded = self.part("embedding")[tokens]
+        if self.mimo:
+            embedded = torch.cat((torch.zeros(1, HIDDEN), embedded[1:]))
+        halves = [norm(embedded, self.part("embedding_norm")), norm(hidden, self.part("hidden_norm"))]
+        x = linear(torch.cat(halves[::-1] if self.mimo else halves, -1), self.part("projection"))
+        layer = self.names["layer"]
+        normed = norm(x, self.w[f"{layer}.input_layernorm.weight"])
+        x = x + self.attend(f"{layer}.self_attn", normed, normed, before(len(x)), self.theta)
+        return norm(self.feed(layer, x), self.part("final_norm"))[-1:]
+
+
+DEEPSEEK = {
+    "layer": "model.layers.8",
+    "embedding_norm": "model.layers.8.enorm",
+    "hidden_norm": "model.layers.8.hnorm",
+    "projection": "model.layers.8.eh_proj",
+    "final_norm": "model.layers.8.shared_head.norm",
+    "embedding": "model.layers.8.embed_tokens",
+    "head": "model.layers.8.shared_head.head",
+}
+MIMO = {
+    "layer": "model.mtp_layers.0",
+    "embedding_norm": "model.mtp_layers.0.token_layernorm",
+    "hidden_norm": "model.mtp_layers.0.hidden_layernorm",
+    "projection": "model.mtp_layers.0.input_proj",
+    "final_norm": "model.mtp_layers.0.final_layernorm",
+    "embedding": "model.embed_tokens",
+    "head": "lm_head",
+}
+
+
+def save_mtp(directory: Path, names: dict[str, str], layers: int = 1, **settings: Any) -> Path:
+    """A target with layers of its own for further tokens; an embedding and a head that the names leave to the target are its."""
+    checkpoints.save_target(directory)
+    file, random = directory / "model.safetensors", checkpoints.Random(9)
+    tensors = load_file(file)
+    if settings.get("attention_bias"):
+        for index in range(8):
+            for part, size in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+                tensors[f"model.layers.{index}.self_attn.{part}_proj.bias"] = random.norm(size * SIZE) - 1
+    for index in range(layers):
+        own = {part: name.replace("layers.8", f"layers.{8 + index}") for part, name in names.items()}
+        tensors |= random.layer(LAYERS, own["layer"])
+        if settings.get("attention_bias"):
+            for part, size in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+                tensors[f"{own['layer']}.self_attn.{part}_proj.bias"] = random.norm(size * SIZE) - 1
+        norms = [f"{own['layer']}.input_layernorm"] + [own[part] for part in own if part.endswith("norm")]
+        tensors |= {f"{name}.weight": random.norm(HIDDEN) for name in norms}
+        tensors[f"{own['projection']}.weight"] = random.matrix(HIDDEN, 2 * HIDDEN)
+        for part, scale in (("embedding", 4.0), ("head", 3.0)):
+            tensors.setdefault(f"{own[part]}.weight", random.matrix(VOCAB, HIDDEN, scale))
+    save_file(tensors, file)
+    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": layers} | settings
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("own", ["embedding", "head", "both", "neither"])
+def test_mtp_with_an_embedding_or_a_head_of_its_own(tmp_path: Path, own: str) -> None:
+    directory = save_mtp(tmp_path, DEEPSEEK)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for part, of_target in (("embedding", "model.embed_tokens"), ("head", "lm_head")):
+        if own not in (part, "both"):
+            tensors[f"{DEEPSEEK[part]}.weight"] = tensors[f"{of_target}.weight"].clone()
+    save_file(tensors, file)
+    llm = make_llm(directory, "mtp", scheduler={"draft": "always"})
+    parameters = dict(llm.loop.drafter._model.named_parameters())
+    assert ("embed.weight" in parameters) == (own in ("embedding", "both"))
+    assert ("head.weight" in parameters) == (own in ("head", "both"))
+    check(llm, PlainMtp(directory, DEEPSEEK).logits)
+
+
+def test_heads_of_several_mtp_layers_are_refused(tmp_path: Path) -> None:
+    save_mtp(tmp_path, DEEPSEEK, layers=2)
+    with pytest.raises(
+        ConfigError, match=r"one of 2 layers .*\(model\.layers\.8\) has an embedding or a head other than"
+    ):
+        make_llm(tmp_path, "mtp")
+
+
+@pytest.mark.parametrize("chunk", [64, 5])
+def test_mimo(tmp_path: Path, chunk: int) -> None:
+    """The target is Qwen2 by another name; its layer reads it before the final norm."""
+    published = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "attention_bias": True,
+        "use_sliding_window": False,
+    }
+    save_mtp(tmp_path / "mimo", MIMO, **published)
+    llm = make_llm(tmp_path / "mimo", "mtp", scheduler={"draft": "always", "chunk_size": chunk})
+    plain = PlainMtp(tmp_path / "mimo", MIMO)
+    plain.target = qwen2(tmp_path / "mimo")
+    check(llm, plain.logits)
+    text = llm.generate([[3, 1, 4]], SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True))[0].token_ids
+    with torch.inference_mode():
+        expected = plain.target(torch.tensor([[3, 1, 4, *text]])).logits[0, 2:-1].argmax(-1)
+    assert list(text) == expected.tolist()
+
+
+def qwen2(directory: Path) -> Any:
+    """The target in transformers, which does not know MiMo."""
+    config = Qwen2Config(**json.loads((directory / "config.json").read_text()) | {"model_type": "qwen2"})
+    model = Qwen2ForCausalLM(config).eval()
+    left = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+    assert not left.missing_keys
+    assert all("mtp_layers" in name for name in left.unexpected_keys)
+    return model
+
+
+def test_mtp_follows_what_overrides_say_of_the_target(tmp_path: Path) -> None:
+    directory = save_mtp(tmp_path / "target", DEEPSEEK)
+    other = save_mtp(tmp_path / "other", DEEPSEEK, rope_theta=300.0)
+    model = {"path": str(directory), "overrides": {"rope_theta": 300.0}}
+    llm = LLM(model=model, device="cpu", grammar="none", threads=1, speculative="mtp", scheduler={"draft": "always"})
+    check(llm, PlainMtp(other, DEEPSEEK, theta=300.0).logits)
