@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli import bench, chat, config, explain, generate, plugins, serve
+from dovetail.cli import ab, bench, chat, config, explain, generate, plugins, serve
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
@@ -25,6 +25,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("chat")(chat.chat)
     app.command("explain")(explain.explain)
+    app.command("ab")(ab.ab)
     app.add_typer(bench.app, name="bench")
     app.add_typer(config.app, name="config")
     app.add_typer(plugins.app, name="plugins")

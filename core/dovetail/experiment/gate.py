@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,13 +43,19 @@ MOST_SHOWN, SHOWN_TOKENS = 20, 8
 
 class Outputs(msgspec.Struct, frozen=True):
     """What an arm said: to every compared call, and of A's texts. ``again`` and ``forced_again`` are A's second time. ``refused`` is
-    why it could not answer."""
+    why it could not answer; ``facts`` are what its engine says of itself."""
 
     answers: list[Answer] = []
     forced: list[Forced] = []
     again: list[Answer] = []
     forced_again: list[Forced] = []
     refused: str = ""
+    facts: dict[str, str] = {}
+
+
+def read_outputs(file: Path) -> Outputs:
+    """What the process of an arm has written."""
+    return msgspec.msgpack.decode(file.read_bytes(), type=Outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +101,8 @@ def judge(
         *_grammar_problems(valid_a, valid_b),
     ]
     return Gate(
-        outcome="passed" if allow or not problems else "failed",
-        reason=_reason(problems, allow, shown, a, limits),
+        outcome=("allowed" if allow else "failed") if problems else "passed",
+        reason="; ".join(problems) or _sameness(shown, a, limits),
         compared=len(a.answers),
         identical=len(a.answers) - len(shown),
         near_ties=near,
@@ -212,9 +219,7 @@ def _grammar_problems(a: tuple[int, int] | None, b: tuple[int, int] | None) -> l
     return found
 
 
-def _reason(problems: Sequence[str], allow: bool, shown: Sequence[Divergence], a: Outputs, limits: Limits) -> str:
-    if problems:
-        return ("different outputs were allowed: " if allow else "") + "; ".join(problems)
+def _sameness(shown: Sequence[Divergence], a: Outputs, limits: Limits) -> str:
     if not shown:
         return f"all {len(a.answers)} outputs are the same"
     return f"{len(shown)} of {len(a.answers)} outputs part at a near tie (within {limits.margin:.3g} nats), none really"

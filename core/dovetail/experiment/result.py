@@ -71,14 +71,15 @@ class Divergence(Record):
 
 
 class Gate(Record):
-    """Do both arms say the same? ``skipped`` must give its reason; a failed gate means that no speed was measured.
+    """Do both arms say the same? ``skipped`` must give its reason; a failed gate means that no speed was measured; ``allowed`` is
+    one that would have failed, had the user not let different outputs through.
 
     ``identical`` of ``compared`` requests have the same greedy tokens; of the others ``near_ties`` part where the two best
     tokens are as close as noise, ``real`` elsewhere. ``aa_identical`` is the same for A against itself. ``kl_*`` (nats per token)
     and ``top1`` (share) are teacher-forced on A's outputs. ``grammar_valid_*`` are (valid, constrained) counts.
     """
 
-    outcome: Literal["passed", "failed", "skipped"]
+    outcome: Literal["passed", "failed", "allowed", "skipped"]
     reason: str
     compared: int = 0
     identical: int = 0
@@ -178,9 +179,9 @@ class Plan(Record):
 
 
 class Note(Record):
-    """Something that a reader must know."""
+    """Something that a reader must know; ``loud`` is written in bold."""
 
-    level: Literal["info", "warning"] = "info"
+    level: Literal["info", "warning", "loud"] = "info"
     text: str
 
 

@@ -6,17 +6,17 @@ A's had: an arm that ends early would look fast.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dovetail.bench.offline import params_of
 from dovetail.bench.prompts import Prompt, encoded, first_prompt, next_prompt
 from dovetail.bench.records import Call, Workload
 from dovetail.errors import ConfigError
-from dovetail.types import FinishKind, GrammarKind, GrammarSpec, SamplingParams, TokenLogprob
+from dovetail.types import FinishKind, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.llm import LLM, Output
@@ -110,19 +110,8 @@ def warm_up(trace: Workload, count: int) -> Workload:
 
 def greedy(call: Call, *, logprobs: bool) -> SamplingParams:
     """How a call is answered where outputs are compared: the most likely token each time, whatever the call asks for."""
-    return SamplingParams(
-        max_new_tokens=call.max_tokens,
-        temperature=0.0,
-        ignore_eos=call.sampling.ignore_eos,
-        stop=call.sampling.stop,
-        grammar=grammar_of(call),
-        logprobs=TOP if logprobs else None,
-    )
-
-
-def grammar_of(call: Call) -> GrammarSpec | None:
-    """The constraint of a call."""
-    return None if call.json_schema is None else GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(call.json_schema))
+    params = params_of(call)
+    return replace(params, temperature=0.0, top_p=1.0, top_k=0, logprobs=TOP if logprobs else None)
 
 
 def _generations(workload: Workload) -> Iterator[list[Call]]:

@@ -1,0 +1,83 @@
+"""What ``dovetail ab`` shows: both arms explained, how far it is, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from dovetail.cli.tables import add, console, table
+
+if TYPE_CHECKING:
+    from dovetail.experiment.arms import Arm
+    from dovetail.experiment.result import Experiment
+
+
+class View:
+    """A ``Watcher`` with a progress bar. ``quiet``: standard output belongs to somebody else, all goes to standard error."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.console = Console(stderr=True, highlight=False) if quiet else console()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[known]}"),
+            console=self.console,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> View:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def stage(self, text: str, total: int) -> None:
+        """See ``Watcher``."""
+        self._task = self._progress.add_task(text, total=total, known="")
+
+    def step(self, text: str) -> None:
+        """See ``Watcher``."""
+        self._progress.update(self._task, advance=1, known=text)
+
+    def explain(self, a: Arm, b: Arm) -> None:
+        """The parts of both arms and why, then every setting that differs, then what should make one wary."""
+        from dovetail.experiment.arms import differences
+        from dovetail.experiment.runner import difference_of, warnings
+
+        parts = table("part", f"A: {' '.join(a.given) or 'base'}", f"B: {' '.join(b.given) or 'base'}")
+        for ours, theirs in zip(a.resolved.resolutions, b.resolved.resolutions, strict=True):
+            texts = [f"{r.chosen or 'none'} ({r.rule.value})" for r in (ours, theirs)]
+            add(parts, ours.slot, texts[0], Text(texts[1], "" if ours.chosen == theirs.chosen else "bold"))
+        self.console.print(parts)
+        found = differences(a, b)
+        if not found:
+            self.console.print("\nthe arms are the same: what follows is noise (A/A)", style="yellow")
+            return
+        grid = table("differs", "A", "B", "")
+        for d in found:
+            add(grid, d.key, d.a, d.b, Text("asked for", "dim") if d.intended else Text("moved along", "yellow"))
+        self.console.print("", grid)
+        for text in warnings(a, b, [difference_of(d) for d in found]):
+            self.console.print(text, style="yellow", markup=False)
+
+    def result(self, found: Experiment, folder: Path) -> None:
+        """The verdict and its tables."""
+        from dovetail.experiment.terminal import render
+
+        self.console.print("", render(found))
+        self.console.print(f"\n{folder}/report.html, {folder}/experiment.json", style="dim")
+
+    def tuning(self, file: Path, lines: Sequence[str]) -> None:
+        """What was kept for ``auto``, and what was not."""
+        for line in lines:
+            self.console.print(f"tuning: {line}", markup=False)
+        self.console.print(f"tuning records: {file}", style="dim", markup=False)

@@ -1,0 +1,292 @@
+"""An experiment from end to end: arm A records the trace, the gate compares what both say, then blocks of runs, ABBA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+from dovetail.bench.machine import machine_facts
+from dovetail.bench.metrics import SLO
+from dovetail.bench.records import Workload, read_record, write_json
+from dovetail.config import dump
+from dovetail.errors import ConfigError
+from dovetail.experiment import result
+from dovetail.experiment.arms import Arm, Difference, axes, differences
+from dovetail.experiment.gate import Outputs, judge, limits_of, read_outputs
+from dovetail.experiment.jobs import Job, run_job
+from dovetail.experiment.record import Books, RunBlock, looks, summary
+from dovetail.experiment.samples import PRIMARY
+from dovetail.experiment.verdict import Rules, stop_reason
+
+FORWARDS, BACKWARDS = "abba", "baab"
+"""The order of a block's runs, and of every other block's: what slows the machine steadily slows both arms alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to decide. ``max_blocks`` is the most, or with ``rules.peeking`` off the number. ``compared``: so many calls are compared
+    by the gate. ``near_tie`` sets its margin (nats) by hand; with ``allow`` different outputs do not stop the experiment."""
+
+    rules: Rules = field(default_factory=Rules)
+    max_blocks: int = 12
+    primary: tuple[str, ...] = PRIMARY
+    slo: SLO | None = None
+    compared: int = 64
+    near_tie: float | None = None
+    allow: bool = False
+    warm_up: int = 8
+    resamples: int = 2000
+    seed: int = 0
+    title: str = ""
+    command: str = ""
+    arrivals: str = ""
+
+
+class Watcher(Protocol):
+    """Is told how far an experiment is."""
+
+    def stage(self, text: str, total: int) -> None:
+        """A stage begins, of ``total`` steps."""
+        ...
+
+    def step(self, text: str) -> None:
+        """A step of it is done; ``text`` says what is known now."""
+        ...
+
+
+Launch = Callable[[Job], None]
+
+
+class Experiment:
+    """Runs two arms on a workload; files go to ``folder``. ``launch`` does a job in a process of its own."""
+
+    def __init__(
+        self,
+        a: Arm,
+        b: Arm,
+        workload: Workload,
+        settings: Settings,
+        folder: Path,
+        watcher: Watcher,
+        launch: Launch = run_job,
+    ) -> None:
+        self._arms = {"a": a, "b": b}
+        self._settings = settings
+        self._folder = folder
+        self._watcher = watcher
+        self._launch = launch
+        self._workload = workload
+        self._asked = folder / "workload.json"
+        self._trace = folder / "trace.json"
+        self._began = time.perf_counter()
+        self._started = datetime.now(UTC)
+        self._looks: list[result.Look] = []
+        self._facts: list[result.Difference] = []
+
+    def run(self) -> result.Experiment:
+        """All of it. Ctrl-C after the gate ends it with the blocks that are whole. Raises ``EngineError`` where an arm fails,
+        ``ConfigError`` where arm A cannot answer the workload."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_json(self._workload, self._asked)
+        gate = self._gate()
+        trace = Workload.model_validate_json(self._trace.read_text(encoding="utf-8"))
+        s = self._settings
+        books = Books(trace, s.slo, s.primary, s.rules, s.resamples, s.seed, [])
+        stopped = "the outputs differ" if gate.outcome == "failed" else self._blocks(books)
+        return self._finished(gate, books, stopped)
+
+    # -- outputs -----------------------------------------------------------------------------------------------------
+
+    def _gate(self) -> result.Gate:
+        compared = _spread([call.id for call in self._workload.calls], self._settings.compared)
+        self._watcher.stage("outputs", 2)
+        a = self._outputs("record", "a", compared)
+        self._watcher.step(f"arm a has answered {len(self._workload.calls)} calls")
+        b = self._outputs("answer", "b", compared)
+        self._watcher.step(f"arm b has answered {len(b.answers)} of them")
+        self._facts = [
+            result.Difference(key=f"engine: {key}", a=value, b=b.facts[key], intended=False)
+            for key, value in a.facts.items()
+            if b.facts.get(key) != value
+        ]
+        section = self._arms["a"].resolved.config
+        limits = limits_of(a, (section.model.dtype, section.memory.kv_dtype), self._settings.near_tie)
+        schemas = {call.id: call.json_schema for call in self._workload.calls if call.json_schema is not None}
+        return judge(a, b, limits, schemas, decode=decoder(self._arms["a"]), allow=self._settings.allow)
+
+    def _outputs(self, kind: str, arm: str, compared: Sequence[str]) -> Outputs:
+        output = self._folder / f"outputs-{arm}.msgpack"
+        given = self._folder / "outputs-a.msgpack"
+        update = {"compared": tuple(compared), "trace": self._trace, "given": given}
+        job = self._job(kind, arm, self._asked, output).model_copy(update=update)
+        self._launch(job)
+        return read_outputs(output)
+
+    # -- speed -------------------------------------------------------------------------------------------------------
+
+    def _blocks(self, books: Books) -> str:
+        """Fills ``books``; returns why it ended."""
+        settings = self._settings
+        self._watcher.stage("blocks", settings.max_blocks * len(FORWARDS))
+        try:
+            for index in range(settings.max_blocks):
+                books.blocks.append(self._block(index))
+                comparisons = books.comparisons()
+                self._looks += looks(comparisons, settings.primary)
+                reason = stop_reason(comparisons, settings.primary, settings.max_blocks)
+                if reason is not None and settings.rules.peeking:
+                    return reason
+        except KeyboardInterrupt:
+            return f"interrupted after {len(books.blocks)} whole blocks"
+        return f"the {settings.max_blocks} blocks that were asked for are done"
+
+    def _block(self, index: int) -> RunBlock:
+        order, at = (BACKWARDS if index % 2 else FORWARDS), time.perf_counter() - self._began
+        runs = []
+        for place, arm in enumerate(order):
+            file = self._folder / "runs" / f"{index:03}-{place}{arm}.json"
+            file.parent.mkdir(exist_ok=True)
+            job = self._job("measure", arm, self._trace, file)
+            self._launch(job.model_copy(update={"block": index, "warm_up": self._settings.warm_up}))
+            runs.append(read_record(file))
+            self._watcher.step(f"block {index + 1}, {order[: place + 1]}")
+        return RunBlock(index, order, at, tuple(runs))
+
+    def _job(self, kind: str, arm: str, workload: Path, output: Path) -> Job:
+        chosen = self._arms[arm]
+        return Job.model_validate(
+            {
+                "kind": kind,
+                "arm": arm,
+                "config": dump(chosen.config),
+                "config_hash": chosen.hash,
+                "workload": workload,
+                "output": output,
+            }
+        )
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _finished(self, gate: result.Gate, books: Books, stopped: str) -> result.Experiment:
+        s, a, b = self._settings, self._arms["a"], self._arms["b"]
+        found = [difference_of(d) for d in differences(a, b)]
+        whole = bool(books.blocks)
+        return result.Experiment(
+            dovetail_version=version("dovetail"),
+            title=s.title or " against ".join(_title(arm) for arm in (a, b)),
+            started=self._started,
+            seconds=time.perf_counter() - self._began,
+            command=s.command,
+            a=_told(a),
+            b=_told(b),
+            differences=(*found, *self._facts),
+            machine=_machine(a),
+            workload=summary(books.trace, s.arrivals),
+            gate=gate,
+            plan=self._plan(stopped),
+            comparisons=books.comparisons() if whole else (),
+            side_by_side=books.side_by_side() if whole else (),
+            blocks=books.rows(),
+            distributions=books.distributions(),
+            looks=tuple(self._looks),
+            notes=tuple(self._notes(gate, books, found)),
+        )
+
+    def _plan(self, stopped: str) -> result.Plan:
+        s = self._settings
+        return result.Plan(
+            alpha=s.rules.alpha,
+            delta=s.rules.delta,
+            primary=s.primary,
+            peeking=s.rules.peeking,
+            max_blocks=s.max_blocks,
+            warmup=f"{s.warm_up} calls before each run, and an empty prefix cache after them",
+            resamples=s.resamples,
+            seed=s.seed,
+            stopped=stopped,
+        )
+
+    def _notes(self, gate: result.Gate, books: Books, found: Sequence[result.Difference]) -> list[result.Note]:
+        notes = list[result.Note]()
+        if gate.outcome == "allowed":
+            notes.append(result.Note(level="loud", text=f"Different outputs were allowed. {gate.reason}."))
+        notes += [result.Note(level="warning", text=text) for text in warnings(self._arms["a"], self._arms["b"], found)]
+        for arm, failed in books.failures().items():
+            if failed:
+                notes.append(
+                    result.Note(level="warning", text=f"{failed} calls of arm {arm} failed; they have no latency.")
+                )
+        return notes
+
+
+def difference_of(d: Difference) -> result.Difference:
+    """As it is written to disk."""
+    return result.Difference(key=d.key, a=d.a, b=d.b, intended=d.intended)
+
+
+def warnings(a: Arm, b: Arm, found: Sequence[result.Difference]) -> list[str]:
+    """What a reader should know of the differences before believing that one of them made the difference."""
+    moved = [d.key for d in found if not d.intended]
+    texts = []
+    if moved:
+        texts.append(f"More moved than was asked for: {', '.join(moved)}. What is measured is all of it.")
+    touched = axes(differences(a, b))
+    if len(touched) > 1:
+        texts.append(f"The arms differ in {', '.join(touched)}: nothing tells which of them makes a difference.")
+    return texts
+
+
+def decoder(arm: Arm) -> Callable[[Sequence[int]], str]:
+    """Token ids as text, by the model's tokenizer, if it has one."""
+    from dovetail.tokenizer import load_tokenizer
+
+    config = arm.config
+    if not (config.model.tokenizer or (arm.resolved.model_dir / "tokenizer.json").is_file()):
+        return str
+    tokenizer = load_tokenizer(config)
+    return lambda ids: tokenizer.decode(list(ids))
+
+
+def check_alike(a: Arm, b: Arm) -> None:
+    """Both must mean the same by a token. Raises ``ConfigError``."""
+    sizes = [arm.resolved.model_info.vocab_size for arm in (a, b)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the arms' models have vocabularies of {sizes[0]} and {sizes[1]} tokens, so no output of one can be compared with the "
+            "other's; allowed: models with the same tokenizer. Measure each by itself with `dovetail bench serve`"
+        )
+
+
+def _spread(ids: Sequence[str], count: int) -> list[str]:
+    """``count`` of them, evenly spaced."""
+    if len(ids) <= count:
+        return list(ids)
+    return [ids[i * len(ids) // count] for i in range(count)]
+
+
+def _title(arm: Arm) -> str:
+    return " ".join(arm.given) or "the base config"
+
+
+def _told(arm: Arm) -> result.Arm:
+    lines = [
+        f"{r.slot}: {r.chosen or 'none'}, {r.rule.value}{r.note and f'; {r.note}'}" for r in arm.resolved.resolutions
+    ]
+    return result.Arm(
+        name=_title(arm),
+        given=arm.given,
+        config=dump(arm.resolved.config),
+        config_hash=arm.hash,
+        explain="\n".join(lines),
+    )
+
+
+def _machine(arm: Arm) -> dict[str, str]:
+    facts = machine_facts(arm.resolved.machine.device_name)
+    own = {key: str(value) for key, value in facts.model_dump(exclude={"packages"}).items()}
+    return {**own, **facts.packages}

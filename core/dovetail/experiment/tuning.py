@@ -1,0 +1,106 @@
+"""What an experiment teaches ``auto``: for each part in which the arms differ, which one was faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dovetail.config.longform import PLUGIN_SECTIONS
+from dovetail.experiment.arms import Arm, differences
+from dovetail.experiment.result import Comparison, Experiment
+from dovetail.plugins.measured import MeasuredRecord, device_key, measured_part, model_key
+from dovetail.plugins.resolution import Chosen
+
+METRIC_OF: Mapping[str, str] = {"attention.prefill": "ttft_p50", "attention.decode": "tpot_mean"}
+"""The metric that a slot is judged by, where one alone shows what it does; others by all primary metrics, which must agree."""
+SLOTS = ("attention.prefill", "attention.decode", "cache", "policy", "grammar", "speculative")
+
+
+def tuning_records(a: Arm, b: Arm, found: Experiment) -> tuple[list[MeasuredRecord], list[str]]:
+    """The records, and for each part that gets none the reason."""
+    objection = _objection(a, b, found)
+    if objection:
+        return [], [objection]
+    records, reasons = list[MeasuredRecord](), list[str]()
+    for slot, (mine, theirs) in _differing(a, b).items():
+        made = _record(slot, mine, theirs, a, found)
+        if isinstance(made, MeasuredRecord):
+            records.append(made)
+        else:
+            reasons.append(f"{slot}: {made}")
+    return records, reasons
+
+
+def _objection(a: Arm, b: Arm, found: Experiment) -> str:
+    """Why the experiment as a whole teaches nothing; empty if it may."""
+    if found.gate.outcome != "passed":
+        return "nothing is kept: the outputs differ"
+    if not _differing(a, b):
+        return "nothing is kept: `auto` chooses parts, and the arms have the same ones"
+    others = [d.key for d in differences(a, b) if d.intended and d.key.partition(".")[0] not in PLUGIN_SECTIONS]
+    if others:
+        return f"nothing is kept: the arms also differ in {', '.join(others)}, which `auto` does not choose"
+    return ""
+
+
+def _differing(a: Arm, b: Arm) -> dict[str, tuple[Chosen | None, Chosen | None]]:
+    pairs = {slot: (a.resolved.chosen[slot], b.resolved.chosen[slot]) for slot in SLOTS}
+    return {slot: pair for slot, pair in pairs.items() if _name(pair[0]) != _name(pair[1])}
+
+
+def _name(chosen: Chosen | None) -> str | None:
+    return chosen.name if chosen else None
+
+
+def _record(slot: str, a: Chosen | None, b: Chosen | None, arm: Arm, found: Experiment) -> MeasuredRecord | str:
+    """The record of a slot, or why there is none."""
+    if a is None or b is None:
+        return "one arm has none, and `auto` cannot choose that"
+    decided = _deciding(slot, found.primary)
+    if isinstance(decided, str):
+        return decided
+    winner, loser = (b, a) if decided.verdict == "faster" else (a, b)
+    if winner.config != type(winner.config)(kind=winner.name):
+        return f"{winner.name} won with settings of its own, and `auto` takes the defaults; name it in the config"
+    ratio, low, high = speed_up(decided)
+    resolved, asked = arm.resolved, found.workload
+    section = resolved.config
+    assert section.model.dtype != "auto", "a resolved config says which"
+    return MeasuredRecord(
+        slot=slot,
+        winner=measured_part(winner.component),
+        loser=measured_part(loser.component),
+        device=device_key(resolved.machine),
+        model=model_key(resolved.model_info, section.model.dtype, section.memory.kv_dtype),
+        workload=asked.name,
+        shape=(
+            f"{asked.requests} calls, on average {asked.prompt_tokens:.0f} prompt and {asked.output_tokens:.0f} output tokens, "
+            f"arrivals {asked.arrivals}"
+        ),
+        metric=decided.label,
+        ratio=ratio,
+        low=low,
+        high=high,
+        measured=found.started.isoformat(timespec="seconds"),
+    )
+
+
+def _deciding(slot: str, primary: Sequence[Comparison]) -> Comparison | str:
+    """The comparison that names the winner, or why there is no winner."""
+    wanted = METRIC_OF.get(slot)
+    judges = [c for c in primary if c.metric == wanted] if wanted else list(primary)
+    if not judges:
+        return f"{wanted} is no primary metric of the experiment"
+    settled = [c for c in judges if c.verdict in ("faster", "slower")]
+    if not settled:
+        return f"no winner: {', '.join(f'{c.label} is {c.verdict}' for c in judges)}"
+    if len({c.verdict for c in settled}) > 1:
+        return f"no winner: B is {' and '.join(f'{c.verdict} in {c.label}' for c in settled)}"
+    return max(settled, key=lambda c: speed_up(c)[0])
+
+
+def speed_up(c: Comparison) -> tuple[float, float | None, float | None]:
+    """How many times as fast the winner is, with its bounds: above 1 whoever won, and whether high or low is better."""
+    assert c.ratio is not None, "what is settled has a ratio"
+    if c.ratio >= 1:
+        return c.ratio, c.low, c.high
+    return 1 / c.ratio, 1 / c.high if c.high else None, 1 / c.low if c.low else None
