@@ -1,4 +1,4 @@
-"""``dovetail plugins``: what is installed, what each part says of itself, and what is wrong."""
+"""``dovetail plugins``: what is installed, and what each part says of itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.plugins_check import check
+from dovetail.cli.plugins_doctor import doctor
+from dovetail.cli.plugins_new import new
 from dovetail.cli.sources import FileOptions, Json, Sets, load_registry
 
 if TYPE_CHECKING:
     from dovetail.plugins import ComponentSpec, RegisteredComponent, Registry
 
-app = typer.Typer(help="List, show and check the installed plugins.", no_args_is_help=True)
+app = typer.Typer(help="List, show, check and begin plugins.", no_args_is_help=True)
+app.command()(new)
+app.command()(check)
+app.command()(doctor)
 
 
 @app.command("list")
@@ -62,50 +68,10 @@ def show(
             "aliases": ", ".join(spec.aliases),
             "priority": str(spec.priority),
             "target": spec.target,
+            "proven": _proven(registry, component),
             "settings": _settings(registry, component),
         }
         console().print(facts(f"{spec.kind.value}/{spec.name}", {key: text for key, text in rows.items() if text}))
-
-
-@app.command()
-def doctor(files: FileOptions = None, sets: Sets = None) -> None:
-    """The state of every plugin and component, why it is so, and the command that mends it. Exit status 1 if a plugin
-    failed or is incompatible."""
-    from dovetail.cli.tables import STATUS_STYLE, add, console, styled, table
-
-    registry = load_registry(files, sets)
-    grid = table("plugin or component", "status", "why", "to mend it")
-    for record in registry.plugins:
-        name = f"{record.name} ({record.distribution} {record.version})"
-        add(grid, name, styled(record.status.value, STATUS_STYLE), record.reason, record.fix)
-        for component in _components(registry):
-            if (component.plugin, component.distribution) == (record.name, record.distribution):
-                name = f"  {component.spec.kind.value}/{component.spec.name}"
-                status, why, fix = _examined(registry, component)
-                add(grid, name, styled(status, STATUS_STYLE), why, fix)
-    console().print(grid)
-    for record in registry.plugins:
-        if record.traceback:
-            console().print(f"\n{record.name} of {record.distribution} failed with:\n{record.traceback}", markup=False)
-    if any(record.status.value in ("failed", "incompatible") for record in registry.plugins):
-        raise typer.Exit(1)
-
-
-def _examined(registry: Registry, component: RegisteredComponent) -> tuple[str, str, str]:
-    """Status, why, and what mends it."""
-    from dovetail.errors import PluginLoadError
-    from dovetail.plugins.stages import unmet
-
-    if component.incompatible:
-        return "incompatible", component.incompatible, f"pip install --upgrade {component.distribution}"
-    try:
-        registry.config_class(component.spec.kind, component.spec.name)
-    except PluginLoadError as error:
-        return "failed", str(error), f"report it to {component.distribution}"
-    reasons = [reason for requirement in component.spec.requires for reason in unmet(requirement)]
-    if reasons:
-        return "unusable", "; ".join(f"{r.expected}; {r.got}" for r in reasons), "; ".join(r.fix for r in reasons)
-    return "ready", component.spec.deprecated or "", ""
 
 
 def _components(registry: Registry) -> list[RegisteredComponent]:
@@ -146,6 +112,28 @@ def _settings(registry: Registry, component: RegisteredComponent) -> str:
     lines = [
         f"{name}: {field.default!r}  {field.description or ''}" for name, field in fields.items() if name != "kind"
     ]
+    return "\n".join(lines)
+
+
+def _proven(registry: Registry, component: RegisteredComponent) -> str:
+    """What the last ``plugins check`` of its distribution says of it, and whether that still holds."""
+    from dovetail.plugins.reports import stale, stored
+
+    report = stored(component.distribution)
+    label = f"{component.spec.kind}/{component.spec.name}"
+    part = next((part for part in report.components if part.component == label), None) if report else None
+    if report is None or part is None:
+        return f"not checked: dovetail plugins check {component.distribution}"
+    counts = ", ".join(f"{part.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
+    siblings = [other for other in _components(registry) if other.distribution == component.distribution]
+    why = stale(report, siblings)
+    lines = [
+        f"on {report.checked:%Y-%m-%d}, version {report.version}: {counts}" if part.cases else "no conformance test"
+    ]
+    lines += [f"STALE: {why}; dovetail plugins check {component.distribution}"] if why else []
+    lines += [f"features proven: {', '.join(part.proven)}"] if part.proven else []
+    lines += [f"claimed, not proven: {', '.join(part.unproven)}"] if part.unproven else []
+    lines += [f"on {', '.join(f'{name} {value}' for name, value in report.machine.items())}"]
     return "\n".join(lines)
 
 

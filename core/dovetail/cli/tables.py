@@ -14,6 +14,7 @@ STATUS_STYLE = {
     "loaded": "green",
     "ready": "green",
     "blocked": "yellow",
+    "missing": "red",
     "unusable": "yellow",
     "incompatible": "red",
     "failed": "red",

@@ -59,11 +59,15 @@ def installed_plugins() -> list[PluginEntry]:
     return cast("list[PluginEntry]", list(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)))
 
 
-def load_plugins(policy: PluginsSection, entries: Iterable[PluginEntry] | None = None) -> Registry:
-    """Load what ``policy`` allows. Raises ``ConfigError`` for a name in ``allow`` or ``require`` that is not installed,
-    ``PluginLoadError`` if a required plugin does not load, ``DuplicateComponentError`` if two claim one name."""
+def load_plugins(
+    policy: PluginsSection, entries: Iterable[PluginEntry] | None = None, *, strict: bool = True
+) -> Registry:
+    """Load what ``policy`` allows. Raises ``ConfigError`` for a name in ``allow`` or ``require`` that is not installed, and
+    ``PluginLoadError`` if a required plugin does not load, unless ``strict`` is False, for those who look for what is wrong;
+    ``DuplicateComponentError`` if two claim one name."""
     found = sorted(installed_plugins() if entries is None else entries, key=lambda entry: (_dist(entry), entry.name))
-    _check_names(policy, found)
+    if strict:
+        _check_names(policy, found)
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     records, components = [], []
@@ -71,7 +75,8 @@ def load_plugins(policy: PluginsSection, entries: Iterable[PluginEntry] | None =
         record, registered = _load(entry, policy, manager)
         records.append(record)
         components += registered
-    _check_required(policy, records)
+    if strict:
+        _check_required(policy, records)
     return Registry(records, _by_name(components), manager.hook)
 
 
@@ -80,20 +85,21 @@ def _dist(entry: PluginEntry) -> str:
 
 
 def _is_named(name: str, distribution: str, names: Iterable[str]) -> bool:
-    wanted = {_normal(given) for given in names}
-    return _normal(name) in wanted or _normal(distribution) in wanted
+    wanted = {normal(given) for given in names}
+    return normal(name) in wanted or normal(distribution) in wanted
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
+    """A distribution's or plugin's name as names are compared."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 def _check_names(policy: PluginsSection, entries: Sequence[PluginEntry]) -> None:
     installed = sorted({entry.name for entry in entries} | {_dist(entry) for entry in entries})
-    known = {_normal(name) for name in installed}
+    known = {normal(name) for name in installed}
     for key in ("allow", "require"):
         for name in getattr(policy, key) or ():
-            if _normal(name) not in known:
+            if normal(name) not in known:
                 raise ConfigError(
                     f"plugins.{key} names {name!r}, which is not installed; installed: "
                     f"{', '.join(installed) or 'none'}{suggest(name, installed)}"
@@ -233,8 +239,8 @@ def _by_name(components: Sequence[RegisteredComponent]) -> dict[ComponentKind, d
 
 def _sole_claimant(claimants: Sequence[RegisteredComponent]) -> RegisteredComponent:
     """The claimant that no other replaces."""
-    replaced = {_normal(c.spec.replace) for c in claimants if c.spec.replace}
-    left = [c for c in claimants if _normal(c.distribution) not in replaced]
+    replaced = {normal(c.spec.replace) for c in claimants if c.spec.replace}
+    left = [c for c in claimants if normal(c.distribution) not in replaced]
     if len(left) == 1:
         return left[0]
     spec = claimants[0].spec

@@ -67,7 +67,6 @@ FACTS: Mapping[ComponentKind, KindFacts] = {
         "A grammar backend for Dovetail that honours choices, and refuses every other constraint with the way out.",
         (Feature.GRAMMAR_CHOICE, Feature.GRAMMAR_ROLLBACK, Feature.GRAMMAR_JUMP_FORWARD),
         setting={"max_choices": 50},
-        rival="xgrammar",
     ),
     ComponentKind.DRAFTER: KindFacts(
         "drafter",

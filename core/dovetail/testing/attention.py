@@ -132,6 +132,7 @@ class AttentionSuite(ComponentSuite):
         """Compare one step with the reference, as far as ``features`` are declared."""
         missing = [feature for feature in features if not self.offers(feature)]
         if not missing:
+            self.proves(*features)
             self.compare(case)
             return
         names = ", ".join(missing)

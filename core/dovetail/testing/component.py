@@ -23,12 +23,24 @@ def installed() -> Registry:
 
 
 class ComponentSuite:
-    """Base of the suites. A subclass sets ``name`` (and ``settings``, if the defaults are not what is to be tested)."""
+    """Base of the suites. A subclass sets ``name`` (and ``settings``, if the defaults are not what is to be tested).
+
+    Each case says by ``require`` or ``proves`` which features its passing speaks for: they stand among the case's
+    ``user_properties``, from which ``dovetail plugins check`` makes its report.
+    """
 
     kind: ClassVar[ComponentKind]
     name: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}
     """Fields of the component's config section."""
+
+    _item: pytest.Item | None = None
+
+    @pytest.fixture(autouse=True)
+    def _case(self, request: pytest.FixtureRequest) -> None:
+        """The case that runs, for ``proves``."""
+        self._item = request.node
+        request.node.user_properties.append(("component", f"{self.kind}/{self.name}"))
 
     @property
     def component(self) -> RegisteredComponent:
@@ -53,6 +65,12 @@ class ComponentSuite:
         return feature in self.spec.offers
 
     def require(self, feature: Feature) -> None:
-        """Skip the test unless the component declares ``feature``."""
+        """Skip the test unless the component declares ``feature``; it proves it if it passes."""
         if not self.offers(feature):
             pytest.skip(f"{self.name} does not declare {feature}")
+        self.proves(feature)
+
+    def proves(self, *features: Feature) -> None:
+        """Say that this case proves ``features``, if it passes."""
+        if self._item is not None:
+            self._item.user_properties += [("feature", feature.value) for feature in features]

@@ -103,6 +103,7 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
             assert tree.lens.any(), "where no row has a draft, propose returns None"
             allowed = np.minimum(room, drafter.max_draft_tokens)
             allowed[:num_extend] = 0
+            self.proves(Feature.DRAFT_CHAIN if tree.is_chain else Feature.DRAFT_TREE)
             self.check_tree(tree, allowed)
 
     def check_tree(self, tree: DraftTree, allowed: IntArray) -> None:

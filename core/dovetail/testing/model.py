@@ -220,6 +220,7 @@ class ModelSuite(ComponentSuite):
         model = self.load(checkpoint)
         if Feature.MODEL_LAST_ROWS not in model.info.offers:
             pytest.skip("the model does not offer model.last_rows")
+        self.proves(Feature.MODEL_LAST_ROWS)
         lens = [PROMPT, 7, 11]
         texts = [random_tokens(model.info, n + 1, seed) for seed, n in enumerate(lens)]
         expected = [self.logits(model, text, len(text)) for text in texts]

@@ -1,0 +1,163 @@
+"""``dovetail plugins check``: the suites of a package are run, and what they prove is kept."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import unquote, urlparse
+
+import typer
+
+from dovetail.cli.sources import Json
+from dovetail.errors import ConfigError, PluginLoadError
+
+if TYPE_CHECKING:
+    from dovetail.plugins import RegisteredComponent, Registry
+    from dovetail.plugins.reports import CheckReport, Findings
+
+NOTHING_COLLECTED = 5
+
+
+def check(
+    package: Annotated[str, typer.Argument(help="The folder of a package, or the name of an installed distribution.")],
+    as_json: Json = False,
+) -> None:
+    """Run the conformance suites of a package, and keep a report of what they prove for `plugins show`. Exit status 1 if a
+    case fails, or a component has none."""
+    from dovetail.cli.sources import load_registry
+    from dovetail.plugins.reports import store
+
+    directory, distribution = _located(package)
+    components = _components(load_registry(None, None), distribution, directory)
+    began = time.monotonic()
+    findings = _run(directory, quiet=as_json)
+    report = _report(distribution, components, findings, time.monotonic() - began)
+    path = store(report)
+    typer.echo(report.model_dump_json(indent=1) if as_json else f"\n{report.text()}\nKept in {path}")
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _located(package: str) -> tuple[Path, str]:
+    """Where the package's tests are, and its distribution. Raises ``ConfigError``."""
+    folder = Path(package).expanduser()
+    if folder.is_dir():
+        return folder.resolve(), _project_name(folder)
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"{package!r} is neither a folder nor an installed distribution; give the folder of a package, or one of: "
+            f"{', '.join(_with_plugins())}"
+        ) from None
+    source = _source(found)
+    if source is None:
+        raise ConfigError(
+            f"{package} {found.version} was not installed from a folder, so its tests are not here; give the folder of its "
+            "source: dovetail plugins check FOLDER"
+        )
+    return source, found.name
+
+
+def _project_name(folder: Path) -> str:
+    try:
+        return str(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
+    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
+        raise ConfigError(
+            f"{folder} has no pyproject.toml with a project.name, so it is no package; give the folder that holds one, or an "
+            "installed distribution"
+        ) from error
+
+
+def _source(found: importlib.metadata.Distribution) -> Path | None:
+    """The folder that a distribution was installed from (PEP 610), if it is still there."""
+    direct = json.loads(found.read_text("direct_url.json") or "{}")
+    url = urlparse(str(direct.get("url", "")))
+    folder = Path(unquote(url.path))
+    return folder if url.scheme == "file" and folder.is_dir() else None
+
+
+def _with_plugins() -> list[str]:
+    """Every installed distribution that brings plugins."""
+    from dovetail.plugins.loader import installed_plugins
+
+    return sorted({entry.dist.name for entry in installed_plugins() if entry.dist})
+
+
+def _components(registry: Registry, distribution: str, directory: Path) -> list[RegisteredComponent]:
+    """What the distribution brings. Raises ``PluginLoadError``, also if one of its plugins did not load."""
+    from dovetail.plugins import ComponentKind
+    from dovetail.plugins.loader import normal
+
+    wanted = normal(distribution)
+    for record in registry.plugins:
+        if normal(record.distribution) == wanted and record.status.value != "loaded":
+            raise PluginLoadError(
+                f"plugin {record.name!r} of {distribution} {record.version} is {record.status}: {record.reason}; {record.fix}"
+            )
+    every = (component for kind in ComponentKind for component in registry.components(kind))
+    found = [component for component in every if normal(component.distribution) == wanted]
+    if not found:
+        raise PluginLoadError(
+            f"{distribution} has no component here: install it (pip install -e {directory}), and see that its pyproject.toml "
+            'has an entry point in [project.entry-points."dovetail.plugins"]'
+        )
+    return found
+
+
+def _run(directory: Path, *, quiet: bool) -> Findings:
+    """Run pytest over the suites in ``directory``. Its output is shown; where ``quiet``, on stderr."""
+    from dovetail.plugins.reports import Findings
+
+    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the suites need {' and '.join(missing)}: pip install {' '.join(missing)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        record = Path(scratch) / "record.json"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "dovetail.testing.record", f"--dovetail-record={record}"]
+        done = subprocess.run(command, cwd=directory, stdout=sys.stderr if quiet else None, check=False)
+        if not record.exists():
+            raise PluginLoadError(f"pytest ended with status {done.returncode} in {directory} and wrote no record")
+        findings = Findings.model_validate_json(record.read_bytes())
+    if done.returncode == NOTHING_COLLECTED:
+        raise ConfigError(
+            f"{directory} has no conformance test; needed for each component, as in tests/test_it.py: "
+            'class TestIt(PolicySuite): name = "it"  (from dovetail.testing.policy import PolicySuite)'
+        )
+    return findings
+
+
+def _report(
+    distribution: str, components: Sequence[RegisteredComponent], findings: Findings, seconds: float
+) -> CheckReport:
+    from datetime import UTC, datetime
+
+    from dovetail.plugins.reports import CheckReport, ComponentReport, digest
+
+    labels = {f"{c.spec.kind}/{c.spec.name}": c for c in components}
+    return CheckReport(
+        distribution=distribution,
+        version=components[0].version,
+        digest=digest(components),
+        checked=datetime.now(UTC),
+        seconds=round(seconds, 1),
+        machine=findings.machine,
+        components=tuple(
+            ComponentReport(
+                component=label,
+                claimed=tuple(sorted(component.spec.offers)),
+                cases=tuple(case for case in findings.cases if case.component == label),
+            )
+            for label, component in labels.items()
+        ),
+        errors=findings.errors,
+    )

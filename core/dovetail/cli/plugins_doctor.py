@@ -1,0 +1,148 @@
+"""``dovetail plugins doctor``: what is installed, blocked, broken or missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dovetail.cli.sources import FileOptions, Json, Sets
+
+if TYPE_CHECKING:
+    from dovetail.config import PluginsSection
+    from dovetail.plugins import RegisteredComponent, Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A plugin, a component or a name that the config asks for; why it is so, and the command that mends it. ``broken`` ends the
+    command with status 1: an unusable component, one whose requirements are missing, is broken only where the config names it."""
+
+    what: str
+    status: str
+    why: str = ""
+    fix: str = ""
+    broken: bool = False
+
+
+def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -> None:
+    """The state of every plugin and component, of those too that the config names and nobody brings; why it is so, and the
+    command that mends it. Exit status 1 if something is broken or missing."""
+    from dovetail.config import plugins_section, read
+    from dovetail.plugins.loader import load_plugins
+
+    raw = read(files or (), sets or (), os.environ)
+    policy = plugins_section(raw)
+    registry = load_plugins(policy, strict=False)
+    named = set(_named(raw.tree))
+    findings = [*_installed(registry, policy, named), *_unknown_plugins(policy, registry), *_missing(named, registry)]
+    if as_json:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        typer.echo(json.dumps({"findings": rows, "broken": any(f.broken for f in findings)}, indent=2))
+    else:
+        _print(findings, registry)
+    if any(finding.broken for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print(findings: Iterable[Finding], registry: Registry) -> None:
+    from dovetail.cli.tables import STATUS_STYLE, add, console, styled, table
+
+    grid = table("plugin or component", "status", "why", "to mend it")
+    for finding in findings:
+        add(grid, finding.what, styled(finding.status, STATUS_STYLE), finding.why, finding.fix)
+    console().print(grid)
+    for record in registry.plugins:
+        if record.traceback:
+            console().print(f"\n{record.name} of {record.distribution} failed with:\n{record.traceback}", markup=False)
+
+
+def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str, str]]) -> Iterator[Finding]:
+    """Every plugin, and under it its components."""
+    from dovetail.plugins import ComponentKind
+    from dovetail.plugins.loader import normal
+
+    required = set(map(normal, policy.require))
+    for record in registry.plugins:
+        wanted = bool(required & {normal(record.name), normal(record.distribution)})
+        bad = record.status.value in ("failed", "incompatible") or (wanted and record.status.value != "loaded")
+        why = f"plugins.require names it; {record.reason}" if wanted and bad else record.reason
+        label = f"{record.name} ({record.distribution} {record.version})"
+        yield Finding(label, record.status.value, why, record.fix, bad)
+        for kind in ComponentKind:
+            for component in registry.components(kind):
+                if (component.plugin, component.distribution) == (record.name, record.distribution):
+                    asked = any((kind.value, name) in named for name in (component.spec.name, *component.spec.aliases))
+                    yield _examined(registry, component, asked)
+
+
+def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -> Finding:
+    """One component; ``asked`` if the config names it."""
+    from dovetail.errors import PluginLoadError
+    from dovetail.plugins.stages import unmet
+
+    what = f"  {component.spec.kind.value}/{component.spec.name}"
+    if component.incompatible:
+        fix = f"pip install --upgrade {component.distribution}"
+        return Finding(what, "incompatible", component.incompatible, fix, asked)
+    try:
+        registry.config_class(component.spec.kind, component.spec.name)
+    except PluginLoadError as error:
+        return Finding(what, "failed", str(error), f"report it to {component.distribution}", broken=True)
+    reasons = [reason for requirement in component.spec.requires for reason in unmet(requirement)]
+    if reasons:
+        why = "; ".join(f"{reason.expected}; {reason.got}" for reason in reasons)
+        why = f"the config names it, and it {why}" if asked else why
+        return Finding(what, "unusable", why, "; ".join(reason.fix for reason in reasons), asked)
+    return Finding(what, "ready", component.spec.deprecated or "")
+
+
+def _unknown_plugins(policy: PluginsSection, registry: Registry) -> Iterator[Finding]:
+    """Names in ``plugins.allow`` and ``plugins.require`` that nobody brings."""
+    from dovetail.config.problems import suggest
+    from dovetail.plugins.loader import normal
+
+    known = [name for record in registry.plugins for name in (record.name, record.distribution)]
+    plain = {normal(name) for name in known}
+    for key in ("allow", "require"):
+        for name in getattr(policy, key) or ():
+            if normal(name) not in plain:
+                why = f"plugins.{key} names it, and it is not installed{suggest(name, known)}"
+                yield Finding(name, "missing", why, f"pip install {name}, or take it out of plugins.{key}", broken=True)
+
+
+def _missing(named: Iterable[tuple[str, str]], registry: Registry) -> Iterator[Finding]:
+    """Components that the config names and no loaded plugin brings."""
+    from dovetail.config.problems import suggest
+
+    absent = [record.name for record in registry.plugins if record.status.value != "loaded"]
+    for kind, name in sorted(named):
+        names = registry.names(kind)
+        if name not in names and not registry.aliased(kind, name):
+            why = f"the config names it, and no loaded plugin brings it{suggest(name, names)}"
+            why += f". Not loaded: {', '.join(absent)}" if absent else ""
+            fix = f"install the package that brings it, or choose one of: {', '.join(names) or 'none'}"
+            yield Finding(f"{kind}/{name}", "missing", why, fix, broken=True)
+
+
+def _named(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(kind, name) of every component in a config tree (long form)."""
+    from dovetail.config.longform import PHASES, PLUGIN_SECTIONS, is_phased, reserved_words
+
+    arch = tree["model"].get("arch", "auto") if isinstance(tree.get("model"), dict) else "auto"
+    if isinstance(arch, str) and arch != "auto":
+        yield "model", arch
+    for section in PLUGIN_SECTIONS:
+        value = tree.get(section)
+        if section == "grammar" and isinstance(value, dict):
+            value = value.get("backend")
+        parts = [value.get(phase) for phase in PHASES] if isinstance(value, dict) and is_phased(value) else [value]
+        for choice in (one for part in parts for one in (part if isinstance(part, list) else [part])):
+            name = choice.get("kind") if isinstance(choice, dict) else None
+            if isinstance(name, str) and name not in reserved_words(section):
+                yield section, name

@@ -1,0 +1,96 @@
+"""A pytest plugin for ``dovetail plugins check``: it runs nothing but conformance suites, and writes down what they found.
+
+python -m pytest -p dovetail.testing.record --dovetail-record FILE
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+import pytest
+
+from dovetail.plugins.reports import Case, Findings
+from dovetail.testing.component import ComponentSuite
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--dovetail-record``."""
+    parser.addoption("--dovetail-record", type=Path, help="Where to write what conformance suites found, as JSON.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Listen, where a record is asked for; under xdist the process that hears of all cases."""
+    path = config.getoption("--dovetail-record")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(path.resolve()), "dovetail-recorder")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out every test that belongs to no suite."""
+    if config.getoption("--dovetail-record") is None:
+        return
+    kept = [item for item in items if issubclass(getattr(item, "cls", None) or object, ComponentSuite)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+class Recorder:
+    """Collects reports and writes ``Findings`` in the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cases: dict[str, Case] = {}
+        self._errors: list[str] = []
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that could not be imported."""
+        if report.failed:
+            self._errors.append(f"{report.nodeid}: {_last_line(report.longreprtext)}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A case counts once: by its call, or by what went wrong before or after it."""
+        if report.when != "call" and report.passed:
+            return
+        told = dict.fromkeys(value for key, value in report.user_properties if key == "feature")
+        component = next((str(value) for key, value in report.user_properties if key == "component"), "")
+        self._cases[report.nodeid] = Case(
+            name=report.nodeid,
+            component=component,
+            outcome=report.outcome,
+            seconds=round(report.duration, 3),
+            features=tuple(map(str, told)),
+            reason="" if report.passed else _reason(report),
+        )
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the record."""
+        findings = Findings(cases=tuple(self._cases.values()), errors=tuple(self._errors), machine=machine())
+        self._path.write_text(findings.model_dump_json(), encoding="utf-8")
+
+
+def machine() -> dict[str, str]:
+    """What cases run on, by name."""
+    import torch
+
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    return {
+        "dovetail": importlib.metadata.version("dovetail"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device,
+    }
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """The message of a skip, or the last line of a failure."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return crash.message.splitlines()[0][:300] if crash else _last_line(report.longreprtext)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1][:300]
