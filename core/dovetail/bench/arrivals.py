@@ -69,7 +69,7 @@ def _read(file: Path) -> list[float]:
         except ValueError:
             found.append(-1.0)
         if not 0 <= found[-1] < float("inf"):
-            raise ConfigError(f"{file}, line {number} is {line:.40!r}; allowed: seconds after the start, one a line")
+            raise ConfigError(f"{file}, line {number} is {line[:40]!r}; allowed: seconds after the start, one a line")
     if not found:
         raise ConfigError(f"{file} has no offsets; give seconds after the start, one a line")
     return found

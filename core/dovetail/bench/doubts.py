@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
-from dovetail.bench.metrics import Summary
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dovetail.bench.metrics import Distribution, Summary
 from dovetail.bench.records import ClientLag
 
 _BUSY = 0.8
-_LATE = 0.1
+_PART = 0.1
+_LEAST = 0.001
 
 
-def doubts(summary: Summary, lag: ClientLag | None) -> list[str]:
+class Doubt(NamedTuple):
+    """``kind`` in a few words, the same for every run; ``text`` for this one."""
+
+    kind: str
+    text: str
+
+
+def doubts(summary: Summary, lag: ClientLag | None) -> list[Doubt]:
     """What makes the numbers doubtful: a client that was too busy or too late, calls that failed, too few calls for a p99."""
     found = _of_client(summary, lag) if lag is not None else []
     if summary.failed:
-        found.append(f"{summary.failed} of {summary.calls} calls failed; latencies and rates are those of the others")
+        text = f"{summary.failed} of {summary.calls} calls failed; latencies and rates are those of the others"
+        found.append(Doubt("calls failed", text))
     if 0 < summary.completed < 100:
-        found.append(f"{summary.completed} calls are too few for a 99th percentile: it is about the slowest one")
+        text = f"{summary.completed} calls are too few for a 99th percentile, which is about the slowest one"
+        found.append(Doubt("fewer than 100 calls: too few for a 99th percentile", text))
     return found
 
 
-def _of_client(summary: Summary, lag: ClientLag) -> list[str]:
-    found: list[str] = []
+def notes(runs: Sequence[tuple[float | None, Summary, ClientLag | None]]) -> list[str]:
+    """The doubts of one run in full; of several (each with its rate) each kind once, with the rates at which it came up."""
+    found = [(rate, doubts(summary, lag)) for rate, summary, lag in runs]
+    if len(found) == 1:
+        return [doubt.text for doubt in found[0][1]]
+    rates: dict[str, list[str]] = {}
+    for rate, some in found:
+        for doubt in some:
+            rates.setdefault(doubt.kind, []).append("-" if rate is None else f"{rate:.3g}")
+    return [f"{kind} (at {', '.join(places)} calls/s)" for kind, places in rates.items()]
+
+
+def _of_client(summary: Summary, lag: ClientLag) -> list[Doubt]:
+    found: list[Doubt] = []
     if lag.cpu_share > _BUSY:
-        found.append(
+        text = (
             f"the client used {lag.cpu_share:.0%} of a CPU: it may have been measured, and not the server; ask less of it, or "
             "start several clients"
         )
-    gap = summary.itl.p50 if summary.itl is not None else None
-    if gap is not None and lag.loop_p99 > max(_LATE * gap, 0.001):
-        found.append(
-            f"the client's event loop woke up to {lag.loop_p99 * 1e3:.1f} ms late (99 % of the time less), against a median "
-            f"gap of {gap * 1e3:.1f} ms between tokens: latencies hold no better than that; free CPUs for the client"
+        found.append(Doubt("the client was busy", text))
+    if _matters(lag.loop_p50, lag.loop_p99, summary.itl):
+        text = (
+            f"the client's event loop woke up late by {_ms(lag.loop_p50)} (p99 {_ms(lag.loop_p99)}), which is not little "
+            "against the gaps between tokens; leave a CPU to the client"
         )
-    first = summary.ttft.p50 if summary.ttft is not None else None
-    if first is not None and lag.send_p99 > max(_LATE * first, 0.001):
-        found.append(
-            f"calls were sent up to {lag.send_p99 * 1e3:.1f} ms after they were due (99 % of them less), which counts as their "
-            "latency"
+        found.append(Doubt("the client's event loop was late", text))
+    if _matters(lag.send_p50, lag.send_p99, summary.ttft):
+        text = (
+            f"calls were sent {_ms(lag.send_p50)} (p99 {_ms(lag.send_p99)}) after they were due, which counts as their "
+            "latency; leave a CPU to the client"
         )
+        found.append(Doubt("the client sent calls late", text))
     return found
+
+
+def _matters(p50: float, p99: float, measured: Distribution | None) -> bool:
+    """True if a delay is a tenth of what was measured, at the median or at the tail."""
+    if measured is None:
+        return False
+    return p50 > max(_PART * measured.p50, _LEAST) or p99 > max(_PART * measured.p99, _LEAST)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

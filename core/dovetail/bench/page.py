@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from dovetail.bench.doubts import doubts
 from dovetail.bench.metrics import Distribution, values
 from dovetail.bench.records import RunRecord
 from dovetail.bench.report import BenchReport, Point
@@ -52,7 +51,6 @@ def page(report: BenchReport) -> str:
         report=report,
         headline=_headline(report),
         figures=_by_rate(report) if rates else _of_run(report.points[0].record),
-        notes=[(point, text) for point in report.points for text in doubts(point.summary, point.record.lag)],
         record=report.points[-1].record,
     )
 

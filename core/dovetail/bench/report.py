@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from dovetail.bench.doubts import notes
 from dovetail.bench.metrics import SLO, Summary
 from dovetail.bench.records import SCHEMA_VERSION, Data, RunRecord
 
@@ -27,7 +28,6 @@ class BenchReport(Data):
     schema_version: Literal[1] = SCHEMA_VERSION
     title: str
     workload: dict[str, Any] = Field(description="As it was specified.")
-    calls: int
     slo: SLO | None = None
     share: float = 0.9
     searched: bool = False
@@ -49,3 +49,8 @@ class BenchReport(Data):
         more = {"startup_seconds": startup_seconds, "peak_memory_bytes": peak_memory}
         points = [p.model_copy(update={"record": p.record.model_copy(update=more)}) for p in self.points]
         return self.model_copy(update={"startup_seconds": startup_seconds, "points": tuple(points)})
+
+    @property
+    def notes(self) -> list[str]:
+        """Reasons to doubt the numbers."""
+        return notes([(point.rate, point.summary, point.record.lag) for point in self.points])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from dovetail.bench.report import BenchReport, Point
 from dovetail.bench.serve import measure_server
 from dovetail.bench.specs import ArrivalSpec, WorkloadSpec
 from dovetail.bench.sweep import at_rate, highest_rate, point_of, sweep
-from dovetail.bench.workloads import Vocabulary, make_workload
+from dovetail.bench.workloads import Vocabulary, lasting, make_workload, repeated
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,30 +46,46 @@ class Asked:
         calls = tuple(call.model_copy(update={"arrival": 0.0}) for call in other.calls[: self.warmup])
         return workload, other.model_copy(update={"calls": calls})
 
-    def report(self, workload: Workload, title: str, points: list[Point], **more: float | bool | None) -> BenchReport:
+    def at_rate(self, vocabulary: Vocabulary | None, rate: float, seconds: float) -> Workload:
+        """What arrives within ``seconds`` at ``rate``."""
+        roots = max(math.ceil(rate * seconds), 1)
+        made = repeated(make_workload(lasting(self.spec, roots), self.seed, vocabulary), roots)
+        return with_arrivals(made, at_rate(self.arrivals, rate), self.seed)
+
+    def report(
+        self,
+        workload: Workload,
+        title: str,
+        points: list[Point],
+        *,
+        searched: bool = False,
+        best_rate: float | None = None,
+        startup_seconds: float | None = None,
+    ) -> BenchReport:
         """Of the points measured."""
-        return BenchReport.model_validate(
-            {
-                "title": title,
-                "workload": workload.description,
-                "calls": len(workload.calls),
-                "slo": self.slo,
-                "share": self.share,
-                "points": tuple(points),
-                **more,
-            }
+        return BenchReport(
+            title=title,
+            workload=workload.description,
+            slo=self.slo,
+            share=self.share,
+            points=tuple(points),
+            searched=searched,
+            best_rate=best_rate,
+            startup_seconds=startup_seconds,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """``rates``: a run at each. ``find``: instead the highest rate that meets the SLO, looked for from ``start`` on, up to the
-    factor 1 + ``tolerance``."""
+    factor 1 + ``tolerance``. A run takes as many calls as arrive in ``seconds``: of a number that is the same at any rate, a high
+    one would be a short burst, which says nothing of what can be sustained."""
 
     rates: tuple[float, ...] = ()
     find: bool = False
     start: float = 1.0
     tolerance: float = 0.1
+    seconds: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +123,7 @@ async def bench_server(
             return await measure_server(client, target, load, first, flush=reached.flush, on_done=on_run(load, rate))
 
         async def at(rate: float) -> RunRecord:
-            return await measure(with_arrivals(workload, at_rate(asked.arrivals, rate), asked.seed), rate)
+            return await measure(asked.at_rate(target.vocabulary, rate, rates.seconds), rate)
 
         title = f"{target.name} at {reached.url}"
         if rates.find:

@@ -78,8 +78,7 @@ def _grid(x: _Axis, y: _Axis, x_label: str, y_label: str) -> list[str]:
         at = y.at(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at}" y2="{at}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{at + 4}" text-anchor="end">{tick:g}</text>')
-    for tick in x.ticks():
-        parts.append(f'<text x="{x.at(tick)}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
+    parts += [f'<text x="{x.at(tick)}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>' for tick in x.ticks()]
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     middle = (_LEFT + right) / 2
     parts.append(f'<text class="label" x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')

@@ -74,6 +74,9 @@ def serve(
         bool, typer.Option("--find-rate", help="Look for the highest rate at which the SLO is met.")
     ] = False,
     tolerance: Annotated[float, typer.Option(min=0.01, help="How exactly.")] = 0.1,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="How long calls arrive in each run of --sweep and --find-rate.")
+    ] = 20.0,
     seed: SeedOption = 0,
     warmup: WarmupOption = 4,
     flush: Annotated[bool, typer.Option(help="Empty the server's prefix cache before each run.")] = True,
@@ -98,7 +101,7 @@ def serve(
     from dovetail.bench.session import Rates, Reached
 
     asked = _asked(workload, arrivals, rate, concurrency, [*(goodput or ()), *(more or ())], share, seed, warmup)
-    rates = Rates(_rates(sweep), find_rate, rate or 1.0, tolerance)
+    rates = Rates(_rates(sweep), find_rate, rate or 1.0, tolerance, seconds)
     if url is not None and (files or sets or model):
         raise ConfigError(
             "--url measures a server that runs already, with its own config; leave out --config, --set, --model"

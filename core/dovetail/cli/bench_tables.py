@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dovetail.bench.doubts import doubts
 from dovetail.cli.tables import add, console, facts, table
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def print_report(report: BenchReport) -> None:
         _print_runs(report, out)
     for text, count in _failures(report).items():
         out.print(f"failed {count} times: {text}", style="red", markup=False)
-    for text in _doubts(report):
+    for text in report.notes:
         out.print(f"note: {text}", style="yellow", markup=False)
     if report.searched and report.slo is not None:
         asked = f"{report.share:.0%} of the calls within {report.slo}"
@@ -139,13 +138,3 @@ def _failures(report: BenchReport) -> dict[str, int]:
         for text, count in point.summary.failures.items():
             counts[text] = counts.get(text, 0) + count
     return counts
-
-
-def _doubts(report: BenchReport) -> list[str]:
-    if len(report.points) == 1:
-        return doubts(report.points[0].summary, report.points[0].record.lag)
-    return [
-        f"at {point.rate:.3g} calls/s: {text}"
-        for point in report.points
-        for text in doubts(point.summary, point.record.lag)
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,34 @@ def make_workload(
     name = spec.path.stem if isinstance(spec, JsonlSpec) else spec.kind
     made = Workload(name=name, calls=calls, seed=seed, description={"workload": spec.model_dump(mode="json")})
     return with_arrivals(made, arrivals or AsGiven(), seed)
+
+
+def lasting(spec: WorkloadSpec, roots: int) -> WorkloadSpec:
+    """The same kind of load with at least so many calls that follow no other: for a run of some length at some rate. A file is as long
+    as it is."""
+    if isinstance(spec, JsonlSpec):
+        return spec
+    if isinstance(spec, SharedPrefixSpec):
+        return spec.model_copy(update={"per_group": math.ceil(roots / spec.groups)})
+    name = "conversations" if isinstance(spec, ChatSpec) else "programs" if isinstance(spec, AgentSpec) else "count"
+    return spec.model_copy(update={name: roots})
+
+
+def repeated(workload: Workload, roots: int) -> Workload:
+    """Over and over until it has so many calls that follow no other; ids of later rounds end in ~2, ~3 and so on. Prompts that come again
+    are found in a prefix cache."""
+    calls, have, turn = list(workload.calls), sum(call.parent is None for call in workload.calls), 1
+    each = have
+    while have < roots:
+        turn += 1
+        have += each
+        calls += [_renamed(call, f"~{turn}") for call in workload.calls]
+    return workload.model_copy(update={"calls": tuple(calls)})
+
+
+def _renamed(call: Call, end: str) -> Call:
+    parent = None if call.parent is None else call.parent + end
+    return call.model_copy(update={"id": call.id + end, "group": call.group + end, "parent": parent})
 
 
 def _calls(spec: WorkloadSpec, seed: int, vocabulary: Vocabulary | None) -> list[Call] | Iterator[Call]:
