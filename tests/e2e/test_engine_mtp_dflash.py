@@ -64,16 +64,25 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_outputs_are_those_without_drafts(drafter, cut):
+def requests():
     rng = random.Random(1)
     prompts = [*prompts_of([1, 9, 17, 30, 6, 40], seed=2, shared=10), [3], [5, 7]]
     params = [varied_params(rng, most=50) for _ in prompts]
     params[0] = params[3] = params[6] = SamplingParams(max_new_tokens=50, temperature=0)
-    expected = results(make_llm(drafter[0]).generate(prompts, params))
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def expected(drafter):
+    """What the target says without drafts."""
+    return results(make_llm(drafter[0]).generate(*requests()))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_outputs_are_those_without_drafts(drafter, expected, cut):
     llm = with_drafter(drafter, **CUTS[cut])
     for _ in range(2):  # the second time from the prefix cache
-        assert results(llm.generate(prompts, params)) == expected
+        assert results(llm.generate(*requests())) == expected
     stats = llm.loop.stats()
     assert llm.loop.drafter_errors == 0
     assert stats.drafted_tokens > stats.accepted_tokens > 20
