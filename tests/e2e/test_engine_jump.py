@@ -3,6 +3,7 @@
 .venv/bin/python -m pytest -q tests/e2e/test_engine_jump.py
 """
 
+import functools
 import json
 import random
 import re
@@ -36,9 +37,10 @@ SPECS = [
 PROMPT = "Write a character sheet in JSON: Bella is a level {} wizard with 55 hp. She carries a staff and a map."
 
 
-def tiny(jump, **sections):
+def tiny(jump, isolation="thread", **sections):
     sections.setdefault("memory", {"num_pages": 400})
-    return LLM("tiny", device="cpu", grammar={"backend": "xgrammar", "jump_forward": jump}, **sections)
+    grammar = {"backend": "xgrammar", "jump_forward": jump, "isolation": isolation}
+    return LLM("tiny", device="cpu", grammar=grammar, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def plain():
 
 @pytest.fixture(scope="module", params=[False, True])
 def jumping(request):
-    return tiny(True, scheduler={"overlap": request.param})
+    return tiny(True, "process", scheduler={"overlap": request.param})
 
 
 def jobs(count, **params):
@@ -64,6 +66,12 @@ def counted(llm, prompts, params):
     return outputs, after.steps - before.steps, after.jumped_tokens - before.jumped_tokens
 
 
+@pytest.fixture(scope="module")
+def plainly(plain):
+    """``counted`` without jumps."""
+    return functools.cache(lambda count, **params: counted(plain, *jobs(count, **params)))
+
+
 def differ_by_tokens_alone(llm, ours, theirs):
     """Where two outputs part, they write the same text with other tokens: a forced span that is tokenised differently."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
@@ -74,8 +82,8 @@ def differ_by_tokens_alone(llm, ours, theirs):
     assert a.startswith(b) or b.startswith(a), (a, b)
 
 
-def test_greedy_text_is_as_without_in_fewer_steps(plain, jumping):
-    expected, steps, none = counted(plain, *jobs(12, temperature=0.0))
+def test_greedy_text_is_as_without_in_fewer_steps(plain, plainly, jumping):
+    expected, steps, none = plainly(12, temperature=0.0)
     outputs, fewer, jumped = counted(jumping, *jobs(12, temperature=0.0))
     assert none == 0
     for ours, theirs in zip(outputs, expected, strict=True):
@@ -87,9 +95,9 @@ def test_greedy_text_is_as_without_in_fewer_steps(plain, jumping):
     assert fewer < steps
 
 
-def test_random_numbers_belong_to_places(plain, jumping):
+def test_random_numbers_belong_to_places(plain, plainly, jumping):
     """The same tokens have the same random numbers, whoever wrote the ones before."""
-    expected, _, _ = counted(plain, *jobs(9, temperature=0.7, seed=5))
+    expected, _, _ = plainly(9, temperature=0.7, seed=5)
     outputs, _, _ = counted(jumping, *jobs(9, temperature=0.7, seed=5))
     for ours, theirs in zip(outputs, expected, strict=True):
         differ_by_tokens_alone(plain, ours.token_ids, theirs.token_ids)
