@@ -67,6 +67,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "8b": Model(32, 4096, 32, 8, 128, 14336, 128256, False),
+    "3b": Model(28, 3072, 24, 8, 128, 8192, 128256, True),
     "small": Model(28, 1024, 16, 8, 128, 3072, 151936, True),
 }
 

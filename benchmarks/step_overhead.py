@@ -52,6 +52,7 @@ class StubEngine(Engine):
         self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
         self.inputs = Inputs(config.scheduler.rows, pages, self.page_size, self.device)
         self.graphs = None
+        self.drafter = self.verify_graphs = self.pieces = None
         self.shares_prefixes = False
         self.model = nn.Module()
         self.budget = budget_for(

@@ -7,6 +7,7 @@ Shapes: ``rows`` is the number of requests in a batch, ``tokens`` the number of 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -357,8 +358,7 @@ class DraftTree:
     @classmethod
     def chains(cls, token_ids: IntArray, lens: IntArray) -> DraftTree:
         """A chain in every row. Its ``parents`` are read-only."""
-        width = token_ids.shape[1]
-        tree = cls(token_ids, np.broadcast_to(np.arange(-1, width - 1, dtype=np.int32), token_ids.shape), lens)
+        tree = cls(token_ids, _chain_parents(*token_ids.shape), lens)
         tree._chain = True
         return tree
 
@@ -369,6 +369,11 @@ class DraftTree:
             places = np.arange(self.parents.shape[1])
             self._chain = not ((self.parents != places - 1) & (places < self.lens[:, None])).any()
         return self._chain
+
+
+@functools.lru_cache(maxsize=256)
+def _chain_parents(rows: int, width: int) -> IntArray:
+    return np.broadcast_to(np.arange(-1, width - 1, dtype=np.int32), (rows, width))
 
 
 class PageUpdates(NamedTuple):

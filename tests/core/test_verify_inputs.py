@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from dovetail.engine.inputs import Inputs, pack, tree_mask, unpack
-from dovetail.engine.verify_inputs import empty_batch, row_starts, set_lens, static_batch, verify_arrays
+from dovetail.engine.inputs import tree_mask
+from dovetail.engine.verify_inputs import VerifyShape, empty_batch, set_lens, static_batch, verify_block
 from dovetail.testing.batches import make_batch, make_page_table, make_tree_mask
 from dovetail.types import DraftTree
 
@@ -38,62 +37,46 @@ def test_tree_masks_say_what_the_definition_says(seed, prompts):
     assert np.array_equal(tree_mask(batch, batch.qo_indptr.numpy()), make_tree_mask(batch, batch.drafts))
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("seed", range(20))
-def test_real_rows_come_first_and_all_else_is_page_0(seed):
-    batch, table = random_batch(seed)
+def test_real_rows_come_first_and_all_else_fills_up(seed, tree):
+    batch, _ = random_batch(seed)
     rows, total, width = len(batch.slots), batch.num_tokens, int(batch.extend_lens.max())
-    tokens = total + seed % 7
-    inputs = Inputs(9, table.shape[1], PAGE, torch.device("cpu"))
-    batch.slots = np.random.default_rng(seed).permutation(np.arange(1, 10))[:rows].astype(np.int32)
-    inputs.page_table[batch.slots] = table
-    ids, roots, slots, last, positions, out_loc, indptr, mask = verify_arrays(batch, inputs, tokens, width + 2)
+    shape = VerifyShape(total + seed % 7, width + 2, tree)
+    indptr, slots, lens, drafts, parents = shape.parts(verify_block(batch, shape))
 
     assert indptr[: rows + 1].tolist() == batch.qo_indptr.tolist()
-    assert positions[:total].tolist() == batch.positions.tolist()
-    assert out_loc[:total].tolist() == batch.out_loc.tolist()
-    assert np.array_equal(last[:rows] + 1, batch.kv_lens.numpy())
+    assert np.array_equal(lens[:rows], batch.kv_lens.numpy())
     assert np.array_equal(slots[:rows], batch.slots)
-    assert np.array_equal(roots[:rows], indptr[:rows])
     for row in range(rows):
-        drafted = batch.drafts.token_ids[row, : batch.drafts.lens[row]]
-        assert np.array_equal(ids[indptr[row] + 1 : indptr[row + 1]], drafted)
-    assert np.array_equal(mask[:total, :width], make_tree_mask(batch, batch.drafts))
-    assert not mask[:, width:].any()
+        count = batch.drafts.lens[row]
+        assert np.array_equal(drafts[row, :count], batch.drafts.token_ids[row, :count])
+        if tree:
+            assert np.array_equal(parents[row, :count], batch.drafts.parents[row, :count])
 
     queries = np.diff(indptr)
-    assert queries[rows:].tolist() == [1] * (tokens - total) + [0] * (total - rows)
-    assert indptr[-1] == tokens
+    assert queries[rows:].tolist() == [1] * (shape.tokens - total) + [0] * (total - rows)
+    assert indptr[-1] == shape.tokens
     assert not slots[rows:].any()
-    assert not last[rows:].any()
-    assert not out_loc[total:].any()
-    assert not positions[total:].any()
-    assert (roots[rows:] == tokens).all(), "the last id is nobody's"
-    assert mask[total:].tolist() == [[True] + [False] * (width + 1)] * (tokens - total)
+    assert (lens[rows:] == 1).all()
 
 
-def test_a_step_without_rows_is_padding_alone():
-    inputs = Inputs(3, 5, PAGE, torch.device("cpu"))
-    arrays = verify_arrays(empty_batch(), inputs, 6, 3)
-    assert row_starts(np.zeros(1, np.int32), 6).tolist() == list(range(7))
-    for sent, array in zip(unpack(torch.from_numpy(pack(arrays)), arrays), arrays, strict=True):
-        assert np.array_equal(sent.numpy(), array)
+def test_a_step_without_rows_is_filling_alone():
+    shape = VerifyShape(6, 3, True)
+    indptr, slots, lens, *_ = shape.parts(verify_block(empty_batch(), shape))
+    assert indptr.tolist() == list(range(7))
+    assert not slots.any()
+    assert (lens == 1).all()
 
 
 def test_lengths_of_a_planned_batch_follow_the_step():
     batch, _ = random_batch(3)
     tokens, width = batch.num_tokens + 2, int(batch.extend_lens.max())
-
-    class Tensors:
-        rows = type("Rows", (), {"rows": tokens})
-
-        def give(self, batch, tokens):
-            """No tensors are needed."""
-
-    static = static_batch(Tensors(), width, 100)
+    static = static_batch(VerifyShape(tokens, width, True), 100)
     assert (static.extend_lens == width).all()
     assert (static.prefix_lens + static.extend_lens == 100).all()
     assert static.drafts.is_chain
-    set_lens(static, batch)
+    set_lens(static, batch, batch.num_tokens)
     rows = len(batch.slots)
     assert np.array_equal(static.prefix_lens[:rows], batch.prefix_lens)
     assert not static.prefix_lens[rows:].any()

@@ -14,9 +14,8 @@ import torch
 
 from dovetail import LLM
 from dovetail.engine.captures import NO_UPDATES, Staging
-from dovetail.engine.inputs import DecodeTensors, pack
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey, VerifySizes, VerifyStep
-from dovetail.engine.verify_inputs import empty_batch
+from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, empty_batch, verify_block
 from dovetail.interfaces.attention import AttentionContext
 from dovetail.interfaces.speculative import Drafter
 from dovetail.testing.batches import make_page_table
@@ -103,26 +102,26 @@ def run_ragged(engine, batch):
 
 
 def make_step(engine, backend, tree):
-    """A step, and the buffer that it is sent through."""
-    buffer = torch.zeros(1 << 16, dtype=torch.uint8)
-    rows = DecodeTensors(TOKENS + 3, engine.inputs.pages.shape[1], engine.device, shared=False)
-    step = VerifyStep(VerifyKey(TOKENS, tree), WIDTH, engine.inputs, rows, buffer, engine.context_len)
+    """A step, and the numbers that it is sent."""
+    shape = VerifyShape(TOKENS, WIDTH, tree)
+    block = torch.zeros(sum(shape.sizes), dtype=torch.int32)
+    memory = VerifyMemory(shape._replace(tokens=TOKENS + 3), engine.inputs.pages.shape[1], engine.device)
+    step = VerifyStep(shape, engine.inputs, memory, block, engine.context_len)
     step.batch.attn, step.batch.kv = (backend,), (engine.pool,)
-    return step, buffer
+    return step, block
 
 
 @torch.inference_mode()
-def run_static(engine, step, buffer, batch):
-    packed = pack(step.arrays(batch))
-    buffer[: len(packed)] = torch.from_numpy(packed)
-    step.set_lens(batch)
+def run_static(engine, step, block, batch):
+    block[:] = torch.from_numpy(verify_block(batch, step.shape))
+    step.set_lens(batch, batch.num_tokens)
     if step.batch.attn[0] is engine._decode:
         step._tensors.compute(engine.inputs)  # torch_native plans with the pages
         engine._decode.plan(step.batch)
     else:
         step.batch.attn[0].plan_replay(step.batch)
     logits = step.run(engine.model)[: batch.num_tokens]
-    step.give(batch)
+    step.give(batch, batch.num_tokens)
     return logits
 
 
@@ -130,7 +129,7 @@ def run_static(engine, step, buffer, batch):
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 def test_a_step_that_is_filled_up_equals_the_ragged_one(engine, attention, tree):
     backend = engine._decode if attention == "torch_native" else triton_attention(engine)
-    step, buffer = make_step(engine, backend, tree)
+    step, block = make_step(engine, backend, tree)
     if attention == "triton":
         backend.plan_capture(step.batch)
     for seed, (prefix, trees) in enumerate(TREES if tree else CHAINS):
@@ -139,7 +138,7 @@ def test_a_step_that_is_filled_up_equals_the_ragged_one(engine, attention, tree)
         expected, fields = run_ragged(engine, batch)
         written = in_pool(engine)
         engine.pool.k.copy_(before[0]), engine.pool.v.copy_(before[1])
-        logits = run_static(engine, step, buffer, batch)
+        logits = run_static(engine, step, block, batch)
         assert not logits.isnan().any()
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         for ours, theirs in zip(in_pool(engine), written, strict=True):  # NaN where nobody wrote
@@ -158,11 +157,10 @@ def test_a_step_without_rows_touches_page_0_alone(engine):
     verify_batch(engine, [3], [[-1]], 0)
     backend = triton_attention(engine)
     for tree in (False, True):
-        step, buffer = make_step(engine, backend, tree)
+        step, block = make_step(engine, backend, tree)
         backend.plan_capture(step.batch)
         before = in_pool(engine)
-        packed = pack(step.arrays(empty_batch()))
-        buffer[: len(packed)] = torch.from_numpy(packed)
+        block[:] = torch.from_numpy(verify_block(empty_batch(), step.shape))
         assert step.run(engine.model).isfinite().all()
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(in_pool(engine), before, strict=True))
 

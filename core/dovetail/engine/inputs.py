@@ -199,6 +199,8 @@ def decode_arrays(batch: Batch, rows: int, uniform: Array | None = None) -> tupl
 
 def pack(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of ``arrays``, each at a multiple of 8."""
+    if len(arrays) == 1:
+        return arrays[0].reshape(-1).view(np.uint8)
     packed = np.empty(sum(_aligned(a.nbytes) for a in arrays), np.uint8)
     start = 0
     for a in arrays:

@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dovetail.engine.captures import Recorder, Staging, ladder
-from dovetail.engine.inputs import DecodeTensors, Inputs, pack, unpack
-from dovetail.engine.verify_inputs import VerifyTensors, empty_batch, set_lens, static_batch, verify_arrays
+from dovetail.engine.inputs import Inputs, pack
+from dovetail.engine.verify_inputs import (
+    VerifyMemory,
+    VerifyShape,
+    VerifyTensors,
+    empty_batch,
+    set_lens,
+    static_batch,
+    verify_block,
+)
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
-    from dovetail.engine.inputs import Array
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.memory.pool import PagedKVPool
@@ -46,36 +53,32 @@ class VerifySizes(NamedTuple):
 class VerifyStep:
     """A verify step at fixed addresses: what a graph replays, and what runs without one just as well.
 
-    ``buffer`` holds what the host sends. The backend must have planned ``batch`` before ``run``.
+    The backend must have planned ``batch`` before ``run``.
     """
 
     def __init__(
-        self, key: VerifyKey, width: int, inputs: Inputs, rows: DecodeTensors, buffer: torch.Tensor, context_len: int
+        self, shape: VerifyShape, inputs: Inputs, memory: VerifyMemory, block: torch.Tensor, context_len: int
     ) -> None:
-        """``width`` is the most queries of a row; ``rows`` has room for as many rows as there are tokens."""
-        self._key, self._inputs = key, inputs
-        self._tree_width = width if key.tree else None
-        self._tensors = VerifyTensors(rows.narrow(key.tokens), unpack(buffer, self.arrays(empty_batch())))
-        self.batch = static_batch(self._tensors, width, context_len)
-
-    def arrays(self, batch: Batch) -> tuple[Array, ...]:
-        """What ``buffer`` must hold for ``batch``, whose new pages the host's page table has."""
-        return verify_arrays(batch, self._inputs, self._key.tokens, self._tree_width)
+        """``block`` is where what the host sends arrives, see ``verify_block``."""
+        self.shape, self._inputs = shape, inputs
+        self._tensors = VerifyTensors(shape, memory, block)
+        self.batch = static_batch(shape, context_len)
+        self._tensors.give(self.batch, shape.tokens, shape.tokens)
 
     def run(self, model: ModelArchitecture) -> torch.Tensor:
         """Launch everything; returns the logits of every token."""
         self._tensors.compute(self._inputs)
         return model.logits(model.forward(self.batch))
 
-    def set_lens(self, batch: Batch) -> None:
-        """Tell the planned batch the lengths of this step, for ``AttentionBackend.plan_replay``."""
-        set_lens(self.batch, batch)
+    def set_lens(self, batch: Batch, tokens: int) -> None:
+        """Tell the planned batch the lengths of this step of so many tokens, for ``AttentionBackend.plan_replay``."""
+        set_lens(self.batch, batch, tokens)
 
-    def give(self, batch: Batch) -> None:
-        """Set the engine fields of ``batch``, which has been run."""
-        self._tensors.give(batch, batch.num_tokens)
+    def give(self, batch: Batch, tokens: int) -> None:
+        """Set the engine fields of ``batch``, so many tokens, which has been run."""
+        self._tensors.give(batch, len(batch.slots), tokens)
         if self.batch.hidden is not None:
-            batch.hidden = self.batch.hidden[: batch.num_tokens]
+            batch.hidden = self.batch.hidden[:tokens]
 
 
 class VerifyGraphs:
@@ -97,9 +100,9 @@ class VerifyGraphs:
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._limits, self._watch = sizes, watch
         self._graphs: dict[VerifyKey, tuple[VerifyStep, torch.cuda.CUDAGraph]] = {}
-        self._rows = DecodeTensors(sizes.tokens, inputs.pages.shape[1], inputs.device, shared=False)
-        room = verify_arrays(empty_batch(), inputs, sizes.tokens, sizes.width)
-        self._staging = Staging(len(pack(room)), inputs.device)
+        largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
+        self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
+        self._staging = Staging(4 * sum(largest.sizes) + 8, inputs.device)
         self._recorder = Recorder(inputs.device)
         self._logits: torch.Tensor | None = None  # of the step launched last, whichever graph it ran in
 
@@ -118,7 +121,7 @@ class VerifyGraphs:
         """The graph that a batch of verify rows needs; None if it is too large for any."""
         assert batch.drafts is not None
         total, tree = batch.num_tokens, not batch.drafts.is_chain
-        if int(batch.extend_lens.max()) > self._limits.width or (tree and not self._limits.trees):
+        if batch.drafts.token_ids.shape[1] >= self._limits.width or (tree and not self._limits.trees):
             return None
         tokens = next((size for size in self.sizes if size >= total), None)
         return None if tokens is None else VerifyKey(tokens, tree)
@@ -132,23 +135,26 @@ class VerifyGraphs:
         All of them are valid until the next launch."""
         step, graph = self._graphs[key]
         self._inputs.note(batch.page_updates)
-        self._staging.send_step(self._inputs, step.arrays(batch), batch.page_updates)
-        step.set_lens(batch)
+        self._staging.send_step(self._inputs, [verify_block(batch, step.shape)], batch.page_updates)
+        tokens = batch.num_tokens
+        step.set_lens(batch, tokens)
         self._backend.plan_replay(step.batch)
         graph.replay()
-        step.give(batch)
+        step.give(batch, tokens)
         assert self._logits is not None
-        return self._logits[: batch.num_tokens]
+        return self._logits[:tokens]
 
     @torch.inference_mode()
     def capture(self, key: VerifyKey) -> None:
         """Capture a step. Takes a fraction of a second."""
         start = time.perf_counter()
         limits = self._limits
-        step = VerifyStep(key, limits.width, self._inputs, self._rows, self._staging.buffer, limits.context_len)
+        shape = VerifyShape(key.tokens, limits.width, key.tree)
+        block = self._staging.buffer[: 4 * sum(shape.sizes)].view(torch.int32)
+        step = VerifyStep(shape, self._inputs, self._memory, block, limits.context_len)
         step.batch.attn, step.batch.kv, step.batch.watch = (self._backend,), (self._pool,), self._watch
         self._backend.plan_capture(step.batch)
-        self._staging.send(pack(step.arrays(empty_batch())))
+        self._staging.send(pack([verify_block(empty_batch(), shape)]))
         graph, _ = self._recorder.record(lambda: self._keep(step.run(self._model)))
         self._graphs[key] = step, graph
         self.seconds += time.perf_counter() - start

@@ -7,54 +7,66 @@ query.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from dovetail.engine.captures import NO_UPDATES
-from dovetail.engine.inputs import DecodeTensors, Inputs, ragged, token_ids, tree_mask
 from dovetail.types import Batch, DraftTree
 
 if TYPE_CHECKING:
-    import torch
-
-    from dovetail.engine.inputs import Array
+    from dovetail.engine.inputs import Inputs
     from dovetail.types import IntArray
 
 
-def verify_arrays(batch: Batch, inputs: Inputs, tokens: int, tree_width: int | None) -> tuple[Array, ...]:
-    """What the host sends of a batch of verify rows, filled up to ``tokens`` tokens and as many rows: see ``VerifyTensors``.
-    With ``tree_width``, as wide as the longest row can be, also the tree mask. Reads the host's page table."""
-    rows, (own_indptr, row_of, places, own_positions) = len(batch.slots), ragged(batch)
-    total, indptr, kv_lens = len(places), row_starts(own_indptr, tokens), batch.prefix_lens + batch.extend_lens
-    table = inputs.page_table[batch.slots, : -(-int(kv_lens.max(initial=0)) // inputs.page_size)]
-    ids = np.zeros(tokens + 1, np.int64)
-    positions, out_loc, slots = np.zeros((3, tokens), np.int64)
-    roots, last = np.full(tokens, tokens), np.zeros(tokens, np.int32)
-    ids[:total] = token_ids(batch, own_indptr)
-    positions[:total], out_loc[:total] = own_positions, inputs.locate(row_of, places, table)
-    slots[:rows], roots[:rows], last[:rows] = batch.slots, own_indptr[:-1], kv_lens - 1
-    arrays = ids, roots, slots, last, positions, out_loc, indptr
-    return arrays if tree_width is None else (*arrays, _wide_mask(batch, own_indptr, tokens, tree_width))
+Numbers = TypeVar("Numbers", torch.Tensor, "IntArray")
 
 
-def row_starts(own_indptr: IntArray, tokens: int) -> IntArray:
-    """``qo_indptr`` of a batch, int32 ``[rows + 1]``, filled up to ``tokens`` tokens and as many rows, int32 ``[tokens + 1]``."""
-    indptr = np.full(tokens + 1, tokens, np.int32)
-    rows, total = len(own_indptr), int(own_indptr[-1])
-    indptr[:rows] = own_indptr
-    indptr[rows : rows + tokens - total] = np.arange(total + 1, tokens + 1)
-    return indptr
+class VerifyShape(NamedTuple):
+    """Of a captured step: how many tokens, and rows at most; queries of a row at most; whether drafts may be trees."""
+
+    tokens: int
+    width: int
+    tree: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers in each part of what the host sends, see ``parts``."""
+        drafts = self.tokens * (self.width - 1)
+        return self.tokens + 1, self.tokens, self.tokens, drafts, drafts * self.tree
+
+    def parts(self, block: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+        """Views of ``block`` int32 ``[sum(sizes)]``: ``qo_indptr [tokens + 1]``; of each row its slot and its KV tokens
+        ``[tokens]``, its drafts ``[tokens, width - 1]`` and, of trees, their parents."""
+        found, start = [], 0
+        for size in self.sizes:
+            found.append(block[start : start + size])
+            start += size
+        indptr, slots, lens, drafts, parents = found
+        columns = self.width - 1
+        return indptr, slots, lens, drafts.reshape(self.tokens, columns), parents.reshape(-1, columns)
 
 
-def _wide_mask(batch: Batch, indptr: IntArray, tokens: int, width: int) -> Array:
-    mask, total = np.zeros((tokens, width), np.bool_), int(indptr[-1])
+def verify_block(batch: Batch, shape: VerifyShape) -> IntArray:
+    """What the host sends of a batch of verify rows, filled up: see ``VerifyShape.parts``."""
+    block: IntArray = np.zeros(sum(shape.sizes), np.int32)
+    indptr, slots, lens, drafts, parents = shape.parts(block)
+    rows, tokens = len(batch.slots), shape.tokens
+    np.cumsum(batch.extend_lens, out=indptr[1 : rows + 1])
+    total = int(indptr[rows])
+    fill = rows + tokens - total
+    indptr[rows + 1 : fill + 1] = np.arange(total + 1, tokens + 1)
+    indptr[fill + 1 :] = tokens
+    slots[:rows] = batch.slots
+    np.add(batch.prefix_lens, batch.extend_lens, out=lens[:rows])
+    lens[rows:] = 1
     if batch.drafts is not None:
-        own = tree_mask(batch, indptr)
-        mask[:total, : own.shape[1]] = own
-    mask[total:, 0] = True
-    return mask
+        count = batch.drafts.token_ids.shape[1]
+        drafts[:rows, :count] = batch.drafts.token_ids
+        if shape.tree:
+            parents[:rows, :count] = batch.drafts.parents
+    return block
 
 
 def empty_batch() -> Batch:
@@ -63,52 +75,63 @@ def empty_batch() -> Batch:
     return Batch([], 0, nothing, nothing, nothing, nothing.astype(np.bool_), NO_UPDATES)
 
 
+class VerifyMemory:
+    """Device tensors of the largest verify step; smaller ones use their beginning."""
+
+    def __init__(self, shape: VerifyShape, max_pages: int, device: torch.device) -> None:
+        tokens = shape.tokens
+        self.input_ids, self.positions, self.out_loc = torch.zeros(3, tokens, dtype=torch.int64, device=device)
+        self.kv_lens = torch.ones(tokens, dtype=torch.int32, device=device)
+        self.table = torch.zeros(tokens, max_pages, dtype=torch.int32, device=device)
+        self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
+
+
 class VerifyTensors:
     """Device tensors of a verify step: what the host sent, and what is computed from it and from the arrays by slot."""
 
-    def __init__(self, rows: DecodeTensors, sent: Sequence[torch.Tensor]) -> None:
-        """``rows`` has a row for each token. ``sent`` are the arrays of ``verify_arrays`` on the device: ids ``[tokens + 1]``,
-        of which the last is nobody's; the token at which each row's last token enters (``tokens``: none); its slot; the
-        place of its last query; positions, places in the pool, ``qo_indptr``, and the tree mask where there is one."""
-        self.ids, self.roots, slots, last, self.positions, self.out_loc, self.qo_indptr, *mask = sent
-        self.tree_mask = mask[0] if mask else None
-        self.rows = rows
-        self.rows.slots, self.rows.prefix_lens = slots, last
+    def __init__(self, shape: VerifyShape, memory: VerifyMemory, block: torch.Tensor) -> None:
+        """``block`` is that of ``verify_block``, on the device."""
+        tokens = shape.tokens
+        indptr, slots, lens, drafts, parents = shape.parts(block)
+        self._sent = indptr, slots, lens, drafts, parents if shape.tree else None
+        self._computed = (
+            memory.input_ids[:tokens],
+            memory.positions[:tokens],
+            memory.out_loc[:tokens],
+            memory.kv_lens[:tokens],
+            memory.table[:tokens],
+        )
+        self._mask = memory.mask[:tokens] if shape.tree else None
 
     def compute(self, inputs: Inputs) -> None:
-        """Fill lengths and page tables of the rows, and the token that each was last given."""
-        self.rows.compute(inputs, shared=False)  # as if each row decoded at the place of its last query
-        self.ids.index_copy_(0, self.roots, self.rows.input_ids)
+        """Launch the kernel that fills the step's tensors. Reads the arrays by slot."""
+        from dovetail.ops.triton.inputs import verify_inputs
 
-    def give(self, batch: Batch, tokens: int) -> None:
-        """Set the engine fields of a batch of so many tokens."""
-        rows = len(batch.slots)
-        batch.input_ids, batch.positions, batch.out_loc = (
-            self.ids[:tokens],
-            self.positions[:tokens],
-            self.out_loc[:tokens],
-        )
-        batch.qo_indptr, batch.kv_lens = self.qo_indptr[: rows + 1], self.rows.kv_lens[:rows]
-        batch.page_table = self.rows.table[:rows]
-        batch.tree_mask = None if self.tree_mask is None else self.tree_mask[:tokens]
+        mask = None if self._mask is None else self._mask.view(torch.uint8)
+        verify_inputs(self._sent, inputs.last_token, inputs.pages, inputs.page_size, self._computed, mask)
+
+    def give(self, batch: Batch, rows: int, tokens: int) -> None:
+        """Set the engine fields of a batch of so many rows and tokens."""
+        ids, positions, out_loc, kv_lens, table = self._computed
+        batch.input_ids, batch.positions, batch.out_loc = ids[:tokens], positions[:tokens], out_loc[:tokens]
+        batch.qo_indptr, batch.kv_lens, batch.page_table = self._sent[0][: rows + 1], kv_lens[:rows], table[:rows]
+        batch.tree_mask = None if self._mask is None else self._mask[:tokens]
         batch.logit_rows = None
 
 
-def static_batch(tensors: VerifyTensors, width: int, context_len: int) -> Batch:
+def static_batch(shape: VerifyShape, context_len: int) -> Batch:
     """The batch that is planned and captured: each row has the most queries and the longest context, on the host."""
-    rows = tensors.rows.rows
-    slots = np.zeros(rows, np.int32)
-    lens = np.full(rows, width, np.int32)
+    slots = np.zeros(shape.tokens, np.int32)
+    lens = np.full(shape.tokens, shape.width, np.int32)
     batch = Batch([], 0, slots, context_len - lens, lens, slots == 0, NO_UPDATES)
-    drafts = np.zeros((rows, width - 1), np.int32)
-    batch.drafts = DraftTree(drafts, drafts + np.arange(-1, width - 2, dtype=np.int32), lens - 1)
-    tensors.give(batch, rows)
+    batch.drafts = DraftTree.chains(np.zeros((shape.tokens, shape.width - 1), np.int32), lens - 1)
     return batch
 
 
-def set_lens(static: Batch, batch: Batch) -> None:
-    """Set the host's lengths of a ``static_batch`` to those of ``batch``, filled up: each token that does so is a row."""
-    rows, fill = len(batch.slots), len(static.slots) - batch.num_tokens
+def set_lens(static: Batch, batch: Batch, tokens: int) -> None:
+    """Set the host's lengths of a ``static_batch`` to those of ``batch``, so many tokens, filled up: each token that does so is
+    a row."""
+    rows, fill = len(batch.slots), len(static.slots) - tokens
     static.prefix_lens[:rows], static.prefix_lens[rows:] = batch.prefix_lens, 0
     static.extend_lens[:rows], static.extend_lens[rows : rows + fill] = batch.extend_lens, 1
     static.extend_lens[rows + fill :] = 0

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.speculative import DraftPass, DraftRoom, DraftSteps
-from dovetail.ops.transfer import to_device
 from dovetail.types import DraftTree
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from dovetail.types import Batch, ForwardOutput, IntArray
+    from dovetail.types import Batch, BoolArray, ForwardOutput, IntArray
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -24,20 +23,25 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class Committed:
     """Tokens of a step that are part of their texts from now on, row by row. ``rows`` int32 ``[n]`` are rows of the batch;
-    row i has ``counts[i]`` tokens at its places ``starts[i]`` and on. ``index`` int64 ``[tokens]``, on the device, says which tokens of
-    the step they were (of ``batch.hidden``, say), ``next_ids`` int64 ``[tokens]`` which token follows each."""
+    row i has ``counts[i]`` tokens at its places ``starts[i]`` and on. ``index`` int64 ``[tokens]`` says which tokens of the step they
+    were (of ``batch.hidden``, say), ``next_ids`` int64 ``[tokens]`` which token follows each."""
 
     rows: IntArray
     starts: IntArray
     counts: IntArray
-    index: torch.Tensor
-    next_ids: torch.Tensor
+    index: Array
+    next_ids: Array
+
+    def __getitem__(self, chosen: BoolArray) -> Committed:
+        """The tokens of the ``chosen`` of the rows, bool ``[n]``."""
+        tokens = np.repeat(chosen, self.counts)
+        rows, starts, counts = (array[chosen] for array in (self.rows, self.starts, self.counts))
+        return Committed(rows, starts, counts, self.index[tokens], self.next_ids[tokens])
 
 
 def committed(batch: Batch, output: ForwardOutput) -> Committed | None:
     """Of a step that has been committed: whole chunks of prompts, one token of a decode row, the accepted path of a verify row
     with the token that it starts from. None if there is nothing."""
-    device = batch.input_ids.device
     nodes = (output.on_host or output).nodes
     paths = None if nodes is None else nodes.cpu().numpy()
     sampled = np.cumsum(batch.samples) - 1
@@ -61,9 +65,9 @@ def committed(batch: Batch, output: ForwardOutput) -> Committed | None:
         following.append(req.token_ids[start + 1 : start + 1 + count])
     if not rows:
         return None
-    both = to_device(np.stack([np.concatenate(index), np.concatenate(following)]).astype(np.int64), device)
     of_rows = np.array([rows, starts, counts], np.int32)
-    return Committed(of_rows[0], of_rows[1], of_rows[2], both[0], both[1])
+    both = (np.concatenate(array).astype(np.int64) for array in (index, following))
+    return Committed(of_rows[0], of_rows[1], of_rows[2], *both)
 
 
 def chains(num_rows: int, drafts: Mapping[int, IntArray]) -> DraftTree | None:
@@ -145,3 +149,62 @@ class ChainSteps(DraftSteps):
         ]
         left = room.run(self, slots, passes, fresh._replace(ids=ids, hidden=hidden)) if passes else fresh
         return left[2][:, :longest].cpu().numpy().astype(np.int32)
+
+
+class TextState(NamedTuple):
+    """Tokens of texts, ``ids [rows, most]``, with the hidden states that go with them, ``hidden [rows, most, size]``, and what was said
+    to the last of each row: ``outputs [rows, output size]``."""
+
+    ids: torch.Tensor
+    hidden: torch.Tensor
+    outputs: torch.Tensor
+
+
+class TextSteps(DraftSteps):
+    """Reads what has become part of texts since the last time: up to ``most`` tokens a row. ``read(batch, ids, hidden)`` returns the
+    model's outputs of all tokens, ``[tokens, output size]``. See ``DraftSteps`` for what it may do."""
+
+    def __init__(
+        self,
+        read: Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor],
+        most: int,
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """``sizes`` are those of hidden states and outputs."""
+        self.widths = (1, most)
+        self._read, self._sizes, self._dtype, self._device = read, sizes, dtype, device
+
+    def state(self, rows: int) -> TextState:
+        """See ``DraftSteps.state``."""
+        most, (size, out) = self.widths[-1], self._sizes
+        ids = torch.zeros(rows, most, dtype=torch.int64, device=self._device)
+        hidden = torch.zeros(rows, most, size, dtype=self._dtype, device=self._device)
+        return TextState(ids, hidden, hidden.new_zeros(rows, out))
+
+    def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
+        """See ``DraftSteps.run``."""
+        ids, hidden, outputs = state
+        read = self._read(batch, ids.flatten().index_select(0, tokens), hidden.flatten(0, 1).index_select(0, tokens))
+        outputs.copy_(read.index_select(0, batch.qo_indptr[1 : len(outputs) + 1] - 1))
+
+    def places(self, counts: IntArray) -> Array:
+        """Where tokens of rows of ``counts`` tokens go among ``[rows, most]``: int64 ``[tokens]``."""
+        before = np.cumsum(counts) - counts
+        return np.arange(int(counts.sum())) + np.repeat(np.arange(len(counts)) * self.widths[-1] - before, counts)
+
+    def take(
+        self,
+        room: DraftRoom,
+        rows: tuple[IntArray, IntArray, IntArray],
+        places: torch.Tensor,
+        ids: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """Outputs of the last tokens of ``rows``: slots, starts and counts. ``places`` are those of ``ids`` and ``hidden``."""
+        slots, starts, counts = rows
+        state = self.state(len(slots))
+        state.ids.view(-1).index_copy_(0, places, ids)
+        state.hidden.flatten(0, 1).index_copy_(0, places, hidden)
+        return room.run(self, slots, [DraftPass(int(counts.max() > 1), starts, counts)], state)[2]

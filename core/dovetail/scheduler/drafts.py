@@ -37,7 +37,7 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int) -> DraftTree | Non
         ids = np.where(valid, ids, 0)
     if ids.astype(np.uint64).max() >= vocab_size:  # a negative one is large too
         raise ValueError(f"draft tokens range from {ids.min()} to {ids.max()}; allowed: 0 to {vocab_size - 1}")
-    ids, lens = ids.astype(np.int32), lens.astype(np.int32)
+    ids, lens = ids.astype(np.int32, copy=False), lens.astype(np.int32, copy=False)
     if drafts.is_chain:
         return DraftTree.chains(ids, lens)
     parents = parents[:, :longest]

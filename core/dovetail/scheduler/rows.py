@@ -18,18 +18,32 @@ if TYPE_CHECKING:
 class DecodeRows:
     """Requests that decode, in the order of their rows, with arrays over them.
 
-    ``reqs`` and ``slots`` go into batches as they are and are never changed: as long as a batch has the same list as the
-    one before, it has the same rows. The other arrays follow the requests' cursors.
+    ``reqs``, ``slots``, ``ones`` and ``samples`` go into batches as they are and are never changed: as long as a batch has
+    the same list as the one before, it has the same rows. The other arrays follow the requests' cursors.
     """
 
-    __slots__ = ("capacity", "draft_lens", "grouping", "lens", "remain", "reqs", "slots", "steps_left")
+    __slots__ = (
+        "capacity",
+        "draft_lens",
+        "grouping",
+        "lens",
+        "ones",
+        "page_size",
+        "remain",
+        "reqs",
+        "samples",
+        "slots",
+        "steps_left",
+    )
 
     def __init__(self, reqs: list[Req], page_size: int, grouping: Grouping | None = None) -> None:
         """``reqs`` each have a token to enter, and room for at least one more."""
         n = len(reqs)
         self.reqs = reqs
+        self.page_size = page_size
         self.grouping = grouping
         self.slots = np.fromiter([r.slot for r in reqs], np.int32, n)
+        self.ones, self.samples = np.ones(n, np.int32), np.ones(n, np.bool_)
         self.lens = np.fromiter([r.device_len for r in reqs], np.int32, n)
         self.remain = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n) - self.lens
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
@@ -37,13 +51,22 @@ class DecodeRows:
         self.steps_left = int(self.remain.min(initial=np.iinfo(np.int32).max))
 
     def draft_room(self, width: int) -> IntArray:
-        """Draft tokens that each row may verify, ``width`` at most: the next token of its own needs room too."""
+        """Draft tokens that each row wants to verify, ``width`` at most: the next token of its own needs room too."""
         return np.minimum(np.minimum(self.remain - 1, self.draft_lens), width)
 
-    def short_of_pages(self, draft_width: int) -> Sequence[int]:
-        """Rows whose pages do not hold the token that enters now and its drafts."""
+    def granted(self, width: int) -> IntArray:
+        """Of these, what its pages hold behind the token that enters now."""
+        return np.minimum(self.draft_room(width), self.capacity - self.lens)
+
+    def short_of_pages(self, draft_width: int = 0) -> list[int]:
+        """Rows whose pages do not hold the token that enters now and the drafts that it wants."""
         lens = self.lens + self.draft_room(draft_width) if draft_width else self.lens
-        return np.flatnonzero(lens > self.capacity).tolist()
+        return (lens > self.capacity).nonzero()[0].tolist()
+
+    def hold(self, rows: list[int]) -> None:
+        """These rows have other pages than before."""
+        page_size = self.page_size
+        self.capacity[rows] = [self.reqs[row].num_pages * page_size for row in rows]
 
     def advance(self) -> None:
         """One token of each row enters a step, and its next one is on its way."""
@@ -55,19 +78,31 @@ class DecodeRows:
             req.device_len += 1
             req.in_flight += 1
 
+    def draft(self, counts: IntArray) -> None:
+        """So many drafts of each row enter too. ``settle`` follows."""
+        self.lens += counts
+        self.remain -= counts
+
+    def settle(self) -> None:
+        """The requests' cursors have moved back to what was accepted, and they may get another number of drafts."""
+        lens = np.array([r.device_len for r in self.reqs], np.int32)
+        self.remain += self.lens - lens
+        self.lens = lens
+        self.draft_lens = np.array([r.draft_len for r in self.reqs], np.int32)
+        self.steps_left = int(self.remain.min())
+
 
 def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
     """The next token of each row enters."""
-    n = len(rows.reqs)
     return Batch(
         reqs=rows.reqs,
         num_extend=0,
         slots=rows.slots,
         prefix_lens=rows.lens - 1,
-        extend_lens=np.ones(n, np.int32),
-        samples=np.ones(n, np.bool_),
+        extend_lens=rows.ones,
+        samples=rows.samples,
         page_updates=updates,
-        draft_room=rows.draft_room(draft_width) if draft_width else None,
+        draft_room=rows.granted(draft_width) if draft_width else None,
         shared=rows.grouping.shared if rows.grouping is not None else None,
     )
 
@@ -81,10 +116,10 @@ def mixed_batch(extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: Pa
         num_extend=len(prompts),
         slots=_joined([r.slot for r in prompts], rows.slots),
         prefix_lens=_joined([r.cached_len for r in prompts], rows.lens - 1),
-        extend_lens=_joined(counts, np.ones(n, np.int32)),
+        extend_lens=_joined(counts, rows.ones),
         samples=np.ones(len(prompts) + n, np.bool_),
         page_updates=updates,
-        draft_room=_joined([0] * len(prompts), rows.draft_room(draft_width)) if draft_width else None,
+        draft_room=_joined([0] * len(prompts), rows.granted(draft_width)) if draft_width else None,
     )
 
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
@@ -67,7 +65,6 @@ class Scheduler:
         self.prefilling: list[Req] = []
         self.decoding: list[Req] = []
         self._rows: DecodeRows | None = None  # None: someone has joined or left, or reads other pages of the cache
-        self._uneven = False  # rows have moved on by different numbers of tokens
         self._sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
         self._jumper = Jumper(tokenizer) if limits.jump_forward and tokenizer is not None else None
         self._admission = Admission(limits, ledger, policy, self.totals)
@@ -131,40 +128,41 @@ class Scheduler:
         return self._decode_batch(rows) if rows.reqs else None
 
     def _reserve_decodes(self) -> DecodeRows:
-        """Decode rows, with pages for their next tokens and drafts; retracts until they fit."""
+        """Decode rows, with pages for their next tokens (retracts until they fit), and for drafts as far as there are any."""
         rows = self._decode_rows()
-        while not self._reserve(rows):
+        while rows.short_of_pages() and not self._reserve_next(rows):
             self._retract_one()
             rows = self._decode_rows()
+        if self.limits.draft_width:
+            self._reserve_drafts(rows)
         return rows
 
     def _decode_rows(self) -> DecodeRows:
         """All that can take another token, the longest first: attention kernels start rows in their order, and whoever
-        starts last should not take the longest."""
-        if self._rows is not None and self._uneven:
-            self._rows = self._rows_of(self._rows.reqs)  # their lengths cross, which is not worth another order
-        elif self._rows is None or self._rows.steps_left < 1:
-            self._rows = self._rows_of(sorted(self.decoding, key=attrgetter("device_len"), reverse=True))
-        self._uneven = False
+        starts last should not take the longest. Where lengths cross later, that is not worth another order."""
+        if self._rows is None or self._rows.steps_left < 1:
+            reqs = sorted(self.decoding, key=attrgetter("device_len"), reverse=True)
+            self._rows = DecodeRows([r for r in reqs if r.remain_len > 0], self.ledger.page_size)
         return self._rows
 
-    def _rows_of(self, reqs: Sequence[Req]) -> DecodeRows:
-        return DecodeRows([r for r in reqs if r.remain_len > 0], self.ledger.page_size)
-
-    def _reserve(self, rows: DecodeRows) -> bool:
-        """Pages for the next token of each row, and its drafts. False if a row is left without: one must go."""
-        width, page_size = self.limits.draft_width, self.ledger.page_size
-        short = rows.short_of_pages(width)
+    def _reserve_next(self, rows: DecodeRows) -> bool:
+        """A page for the next token of each row that needs one. False if a row is left without: one must go."""
+        short = rows.short_of_pages()
         reqs = [rows.reqs[row] for row in short]
-        if not reqs:
-            return True
-        if width or not self.ledger.reserve_one_each(reqs):
-            for req in reqs:
-                if not self.ledger.reserve(req, req.device_len + min(width, req.draft_len, req.remain_len - 1)):
-                    self._rows = None
-                    return False
-        rows.capacity[short] = np.array([r.num_pages for r in reqs], np.int32) * page_size
+        if not self.ledger.reserve_one_each(reqs) and not all(self.ledger.reserve(r, r.device_len) for r in reqs):
+            self._rows = None
+            return False
+        rows.hold(short)
         return True
+
+    def _reserve_drafts(self, rows: DecodeRows) -> None:
+        """Pages for the drafts of each row. Where there are none left, it gets as many drafts as its pages hold."""
+        short = rows.short_of_pages(self.limits.draft_width)
+        if short:
+            room = rows.draft_room(self.limits.draft_width)
+            for row in short:
+                self.ledger.reserve(rows.reqs[row], rows.reqs[row].device_len + int(room[row]))
+            rows.hold(short)
 
     def _retract_one(self) -> None:
         """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""
@@ -211,7 +209,8 @@ class Scheduler:
             return
         batch.drafts = drafts = tree
         batch.extend_lens = batch.extend_lens + drafts.lens
-        self._uneven = True
+        if self._rows is not None:
+            self._rows.draft(drafts.lens[batch.num_extend :])
         for req, count in zip(batch.reqs, drafts.lens.tolist(), strict=True):
             req.cached_len += count
             req.device_len += count
@@ -234,6 +233,8 @@ class Scheduler:
             add_prompt_logprobs(batch.reqs[row], int(batch.prefix_lens[row]), entries)
         if batch.drafts is not None:
             settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
+            if self._rows is not None:
+                self._rows.settle()
         logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
         jump = self._jump if self._jumper is not None else None
         answers = [

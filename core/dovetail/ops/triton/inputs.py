@@ -1,4 +1,4 @@
-"""From slots to the inputs of a decode step, on the device: the host sends slot numbers and lengths, nothing else."""
+"""From slots to the inputs of a step, on the device: the host sends slot numbers, lengths and drafts, nothing else."""
 
 from __future__ import annotations
 
@@ -100,6 +100,104 @@ def decode_inputs(
         own_lens,
         PAGE=page_size,
         SHARED=shared is not None,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _verify_inputs(
+    indptr,
+    slots,
+    lens,
+    drafts,
+    parents,
+    drafts_stride,
+    last_token,
+    page_table,
+    page_table_stride,
+    input_ids,
+    positions,
+    out_loc,
+    kv_lens,
+    table,
+    table_stride,
+    mask,
+    mask_stride,
+    PAGE: tl.constexpr,
+    TREE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start, end = tl.load(indptr + row), tl.load(indptr + row + 1)
+    slot, kv_len = tl.load(slots + row), tl.load(lens + row)
+    pages = page_table + slot * page_table_stride
+    node = tl.arange(0, WIDTH)
+    real = node < end - start
+    place = kv_len - (end - start) + node
+    own = row * drafts_stride + node - 1  # of node's draft; the root has none
+    token = start + node
+    depth = node
+    if TREE:
+        column = tl.arange(0, WIDTH)
+        cells = mask + token[:, None] * mask_stride + column
+        tl.store(cells, tl.zeros((WIDTH, WIDTH), tl.int8), real[:, None] & (column < mask_stride))
+        tl.debug_barrier()
+        at, depth = node, node * 0
+        for _ in range(WIDTH):
+            tl.store(mask + token * mask_stride + at, (node * 0 + 1).to(tl.int8), real)
+            below = real & (at > 0)
+            depth += below.to(tl.int32)
+            at = tl.where(below, tl.load(parents + row * drafts_stride + at - 1, below, -1) + 1, 0)
+    drafted = tl.load(drafts + own, real & (node > 0), 0)
+    ids = tl.where(node == 0, tl.load(last_token + slot), drafted.to(tl.int64))
+    page = tl.load(pages + place // PAGE, real, 0)
+    tl.store(input_ids + token, ids, real)
+    tl.store(positions + token, (place - node + depth).to(tl.int64), real)
+    tl.store(out_loc + token, page.to(tl.int64) * PAGE + place % PAGE, real)
+    tl.store(kv_lens + row, kv_len)
+    _copy_pages(pages, table + row * table_stride, 0, (kv_len - 1) // PAGE + 1, BLOCK)
+
+
+def verify_inputs(
+    sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    last_token: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+) -> None:
+    """Fill ``out`` = (input_ids, positions, out_loc int64 ``[tokens]``, kv_lens int32 ``[rows]``, table int32 ``[rows, >= pages]``),
+    and ``mask`` uint8 ``[tokens, most queries of a row]`` for trees (see ``AttentionBackend.plan``).
+
+    ``sent`` = (indptr ``[rows + 1]``, slots ``[rows]``, lens ``[rows]``, drafts, parents ``[rows, most drafts]``), int32. Row r has
+    tokens ``[indptr[r], indptr[r + 1])``: the last one of slot ``slots[r]``, which is in ``last_token [slots]``, and its drafts,
+    with their ``parents`` (see ``types.DraftTree``; None: chains). ``lens[r] >= 1`` are the KV tokens it has with them.
+    """
+    indptr, slots, lens, drafts, parents = sent
+    input_ids, positions, out_loc, kv_lens, table = out
+    _verify_inputs[(slots.shape[0],)](
+        indptr,
+        slots,
+        lens,
+        drafts,
+        drafts if parents is None else parents,
+        drafts.stride(0),
+        last_token,
+        page_table,
+        page_table.stride(0),
+        input_ids,
+        positions,
+        out_loc,
+        kv_lens,
+        table,
+        table.stride(0),
+        out_loc if mask is None else mask,
+        0 if mask is None else mask.stride(0),
+        PAGE=page_size,
+        TREE=mask is not None,
+        WIDTH=triton.next_power_of_2(drafts.shape[1] + 1),
         BLOCK=BLOCK,
         num_warps=4,
     )
