@@ -25,6 +25,7 @@ DRAFTERS = {
     "eagle3": {"kind": "eagle3", "num_draft_tokens": 5},
     "eagle3_tree": {"kind": "eagle3_tree", "topk": 2, "depth": 3, "num_draft_tokens": 5},
     "mtp": {"kind": "mtp", "num_draft_tokens": 4},
+    "dflash": {"kind": "dflash"},
 }
 ROWS, TOKENS = 6, 60
 
@@ -116,6 +117,7 @@ def target(tmp_path_factory):
     checkpoints.save_eagle(directory / "eagle")
     checkpoints.save_eagle3(directory / "eagle3")
     checkpoints.save_target(directory / "draft_model", num_hidden_layers=6)
+    mtp_dflash_checkpoints.save_dflash(directory / "dflash", hidden=48, head_dim=16, mask=9)
     return directory
 
 

@@ -8,27 +8,67 @@ drafter is causal what is before it; what it says at each mask is the draft for 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from dovetail.config.checkpoint import read_json
 from dovetail.errors import ConfigError
-from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.layers.drafts import chains, committed
+from dovetail.interfaces.speculative import Drafter, DrafterContext, DraftPass, DraftSteps
+from dovetail.layers.drafts import TextSteps, chains, committed
 from dovetail.ops.transfer import to_device
 from dovetail_speculative.checkpoints import find_checkpoint, target_ids, tensor_names
 from dovetail_speculative.dflash_checkpoint import DFlashShape, describe_dflash
 from dovetail_speculative.dflash_model import DFlashModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dovetail.layers.drafts import Committed
     from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, Req
     from dovetail_speculative.config import DFlashConfig
 
 MISSED = -1
 """In place of a length: tokens of the request went unseen."""
+
+
+class Blocks(NamedTuple):
+    """``ids [rows, width]`` of blocks, what the model says at each, ``said [rows, width]``, and which tokens of its block each sees,
+    bool ``seen [rows, width, width]``."""
+
+    ids: torch.Tensor
+    said: torch.Tensor
+    seen: torch.Tensor
+
+
+class BlockSteps(DraftSteps):
+    """The one pass over blocks of up to ``width`` tokens."""
+
+    def __init__(
+        self, speak: Callable[[Batch], torch.Tensor], width: int, shape: DFlashShape, device: torch.device
+    ) -> None:
+        """``speak`` runs the model: the most likely token at each of a batch, int64 ``[tokens]``."""
+        self.widths = (width,)
+        self._speak, self._shape, self._device = speak, shape, device
+
+    def state(self, rows: int) -> Blocks:
+        """See ``DraftSteps.state``: blocks of mask tokens."""
+        (width,) = self.widths
+        ids = torch.full((rows, width), self._shape.mask_token_id, device=self._device)
+        seen = torch.ones(rows, width, width, dtype=torch.bool, device=self._device)
+        return Blocks(ids, torch.zeros_like(ids), seen.tril_() if self._shape.causal else seen)
+
+    def mask(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """See ``DraftSteps.mask``."""
+        return Blocks(*state).seen
+
+    def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
+        """See ``DraftSteps.run``. What fills up is told apart by nobody: it is written to the first token, of which nobody asks
+        what is said there."""
+        blocks = Blocks(*state)
+        batch.input_ids = blocks.ids.flatten().index_select(0, tokens)
+        blocks.said.view(-1).index_copy_(0, tokens, self._speak(batch))
 
 
 class DFlashDrafter(Drafter):
@@ -44,6 +84,7 @@ class DFlashDrafter(Drafter):
         target = runtime.target.info
         info = describe_dflash(read_json(directory, "config.json"), target, context.max_context, names)
         self._shape: DFlashShape = info.config
+        _check_layers(self._shape.layer_ids, target.num_layers)
         self._num_draft_tokens = _num_draft_tokens(config, self._shape)
         self._device = context.device
         runtime.watch([layer + 1 for layer in self._shape.layer_ids])
@@ -54,6 +95,11 @@ class DFlashDrafter(Drafter):
         self._target_ids = (
             None if ids is None else ids.to(context.device)
         )  # of the draft vocabulary, where it is another
+        width, size = 1 + self._num_draft_tokens, len(self._shape.layer_ids) * target.hidden_size
+        self._texts = TextSteps(self._remember, width, (size, 0), runtime.dtype, context.device)
+        self._block = BlockSteps(self._speak, width, self._shape, context.device)
+        self._room.keep(self._texts)
+        self._room.keep(self._block)
         self._seen_lens: dict[int, int] = {}  # by uid: tokens of its text whose keys and values are in the room
 
     @property
@@ -72,24 +118,39 @@ class DFlashDrafter(Drafter):
         new = committed(batch, output)
         if new is None:
             return
-        seen = self._seen(batch, new)
-        if not seen.any():
+        new = new[self._seen(batch, new)]
+        if not len(new.rows):
             return
+        self._read(batch, new)
+        for row, length in zip(new.rows.tolist(), (new.starts + new.counts).tolist(), strict=True):
+            if batch.reqs[row].uid in self._seen_lens:  # else it has ended, and been forgotten
+                self._seen_lens[batch.reqs[row].uid] = length
+
+    def _read(self, batch: Batch, new: Committed) -> None:
         assert batch.hidden is not None, "the engine keeps the layers that are watched"
-        index = new.index
-        if not seen.all():
-            index = index[to_device(np.flatnonzero(np.repeat(seen, new.counts)), self._device)]
-        own = self._room.batch(batch.slots[new.rows[seen]], new.starts[seen], new.counts[seen])
-        self._model.remember(own, batch.hidden.index_select(0, index))
+        slots, counts = batch.slots[new.rows], new.counts
+        few = int(counts.max()) <= self._texts.widths[-1]
+        arrays = [new.index, new.next_ids, *([self._texts.places(counts)] if few else [])]
+        index, next_ids, *places = to_device(np.stack(arrays), self._device)
+        features = batch.hidden.index_select(0, index)
+        if few:
+            self._texts.take(self._room, (slots, new.starts, counts), places[0], next_ids, features)
+        else:
+            self._model.remember(self._room.batch(slots, new.starts, counts), features)
+
+    def _remember(self, batch: Batch, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        self._model.remember(batch, features)
+        return features[:, :0]  # nothing goes on from it
 
     def _seen(self, batch: Batch, new: Committed) -> BoolArray:
-        """Of which rows nothing was missed before."""
+        """Of which rows nothing was missed before. Until their tokens have been read, all count as missed."""
         seen = np.zeros(len(new.rows), np.bool_)
         for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
             uid = batch.reqs[row].uid
             before = self._seen_lens.get(uid)
             seen[i] = start == before if before is not None else row < batch.num_extend
-            self._seen_lens[uid] = start + int(new.counts[i]) if seen[i] else MISSED
+            if batch.reqs[row].finish is None:
+                self._seen_lens[uid] = MISSED
         return seen
 
     @torch.inference_mode()
@@ -101,21 +162,19 @@ class DFlashDrafter(Drafter):
             return None
         ends = np.array([batch.reqs[row].known_len - 1 for row in rows], np.int32)
         lens = np.minimum(batch.draft_room[rows], self._num_draft_tokens)
-        counts = lens + np.int32(1)
-        firsts = np.cumsum(counts) - counts
-        tokens = np.full(int(counts.sum()), self._shape.mask_token_id, np.int64)
-        tokens[firsts] = [batch.reqs[row].token_ids[end] for row, end in zip(rows, ends.tolist(), strict=True)]
-        positions = np.arange(len(tokens)) + np.repeat(ends - firsts, counts)
-        seen_to = np.arange(len(tokens)) - np.repeat(firsts, counts) if self._shape.causal else np.repeat(lens, counts)
-        seen = np.arange(int(counts.max())) <= seen_to[:, None]
-        own = self._room.batch(batch.slots[rows], ends, counts, tree=(positions.astype(np.int32), seen))
-        own.input_ids = to_device(tokens, self._device)
-        masks = to_device(np.delete(np.arange(len(tokens)), firsts), self._device)
-        said = self._model.logits(self._model.forward(own).index_select(0, masks)).argmax(-1)
-        if self._target_ids is not None:
-            said = self._target_ids[said]
-        drafts = np.split(said.cpu().numpy().astype(np.int32), np.cumsum(lens)[:-1])
-        return chains(len(batch.reqs), dict(zip(rows, drafts, strict=True)))
+        state = self._block.state(len(rows))
+        lasts = np.array(
+            [batch.reqs[row].token_ids[end] for row, end in zip(rows, ends.tolist(), strict=True)], np.int64
+        )
+        state.ids[:, 0] = to_device(lasts, self._device)
+        passes = [DraftPass(0, ends, (lens + 1).astype(np.int32))]
+        said = self._room.run(self._block, batch.slots[rows], passes, state)[1]
+        drafts = said.cpu().numpy().astype(np.int32)
+        return chains(len(batch.reqs), {row: drafts[i, 1 : 1 + lens[i]] for i, row in enumerate(rows)})
+
+    def _speak(self, batch: Batch) -> torch.Tensor:
+        said = self._model.logits(self._model.forward(batch)).argmax(-1)
+        return said if self._target_ids is None else self._target_ids[said]
 
     def _can_draft(self, batch: Batch, row: int) -> bool:
         assert batch.draft_room is not None
@@ -125,6 +184,14 @@ class DFlashDrafter(Drafter):
     def forget(self, req: Req) -> None:
         """What its pages held is the prefix cache's, or nobody's."""
         self._seen_lens.pop(req.uid, None)
+
+
+def _check_layers(layer_ids: tuple[int, ...], count: int) -> None:
+    if max(layer_ids) >= count:
+        raise ConfigError(
+            f"config.json of the drafter names layers {list(layer_ids)} of its target, counted from 0; this one has {count} layers: a "
+            "drafter works with the target that it was trained for"
+        )
 
 
 def _num_draft_tokens(config: DFlashConfig, shape: DFlashShape) -> int:

@@ -42,7 +42,8 @@ class EagleDrafterBase(HiddenDrafter):
         """``tree`` says how trees grow; None makes chains."""
         runtime = _runtime(context)
         room, size = runtime.room(head.info), head.info.hidden_size
-        super().__init__(context, room, size, num_draft_tokens, chains=tree is None)
+        accepted = num_draft_tokens if tree is None else tree.depth
+        super().__init__(context, room, size, num_draft_tokens, accepted=accepted, chains=tree is None)
         self.head = head
         self._growth: TreeSteps | None = None
         if tree is not None:

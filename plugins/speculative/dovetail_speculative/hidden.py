@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.speculative import Drafter, DrafterContext, DraftRoom
-from dovetail.layers.drafts import ChainSteps, chains, committed
+from dovetail.layers.drafts import ChainSteps, TextSteps, chains, committed
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
@@ -48,20 +48,30 @@ class HiddenDrafter(Drafter):
     """
 
     def __init__(
-        self, context: DrafterContext, room: DraftRoom, hidden_size: int, num_draft_tokens: int, *, chains: bool = True
+        self,
+        context: DrafterContext,
+        room: DraftRoom,
+        hidden_size: int,
+        num_draft_tokens: int,
+        *,
+        accepted: int | None,
+        chains: bool = True,
     ) -> None:
-        """``hidden_size`` is that of the head's output. ``chains``: ``draft`` is the one of this class."""
+        """``hidden_size`` is that of the head's output. ``accepted`` is the most drafts that can be accepted at once; None: ``step``
+        asks the host, and cannot be replayed. ``chains``: ``draft`` is the one of this class."""
         assert context.runtime is not None, "drafters that run a model are built by an engine"
+        dtype, device = context.runtime.dtype, context.device
         self.room = room
+        self._texts: TextSteps | None = None
         self._chain: ChainSteps | None = None
+        if accepted is not None:
+            self._texts = TextSteps(self.step, 1 + accepted, (hidden_size, hidden_size), dtype, device)
+            room.keep(self._texts)
         if chains:
-            dtype = context.runtime.dtype
-            self._chain = ChainSteps(self._go_on, num_draft_tokens, hidden_size, dtype, context.device)
+            self._chain = ChainSteps(self._go_on, num_draft_tokens, hidden_size, dtype, device)
             room.keep(self._chain)
         self.device = context.device
-        self._outputs = torch.zeros(
-            context.max_rows + 1, hidden_size, dtype=context.runtime.dtype, device=context.device
-        )
+        self._outputs = torch.zeros(context.max_rows + 1, hidden_size, dtype=dtype, device=device)
         self._places: dict[int, int] = {}  # by uid: the place that the output is of
         self._num_draft_tokens = num_draft_tokens
 
@@ -99,20 +109,31 @@ class HiddenDrafter(Drafter):
         new = committed(batch, output)
         if new is None:
             return
-        seen = self._seen(batch, new)
-        if not seen.any():
+        new = new[self._seen(batch, new)]
+        if not len(new.rows):
             return
+        self._read(batch, new)
+        for row, place in zip(new.rows.tolist(), (new.starts + new.counts - 1).tolist(), strict=True):
+            if batch.reqs[row].uid in self._places:  # else it has ended, and been forgotten
+                self._places[batch.reqs[row].uid] = place
+
+    def _read(self, batch: Batch, new: Committed) -> None:
+        """Keep the outputs of the last of the ``new`` tokens."""
         assert batch.hidden is not None, "the engine keeps the layers that are watched"
-        index, next_ids = new.index, new.next_ids
-        if not seen.all():
-            chosen = to_device(np.flatnonzero(np.repeat(seen, new.counts)), self.device)
-            index, next_ids = index[chosen], next_ids[chosen]
-        slots, counts = batch.slots[new.rows[seen]], new.counts[seen]
-        own = self.room.batch(slots, new.starts[seen], counts)
-        outputs = self.step(own, next_ids, self.enter(batch.hidden.index_select(0, index)))
-        where = to_device(np.stack([slots, np.cumsum(counts) - 1]).astype(np.int64), self.device)
-        self._outputs.index_copy_(0, where[0], outputs.index_select(0, where[1]))
-        self._move_on(batch, new, seen)
+        slots, counts, texts = batch.slots[new.rows], new.counts, self._texts
+        if texts is not None and int(counts.max()) > texts.widths[-1]:
+            texts = None
+        where_to = np.cumsum(counts) - 1 if texts is None else texts.places(counts)
+        arrays = [new.index, new.next_ids, slots, where_to]
+        sent = to_device(np.concatenate(arrays).astype(np.int64), self.device)
+        index, next_ids, slots_there, where = sent.split([len(array) for array in arrays])
+        entered = self.enter(batch.hidden.index_select(0, index))
+        if texts is None:
+            own = self.room.batch(slots, new.starts, counts)
+            outputs = self.step(own, next_ids, entered).index_select(0, where)
+        else:
+            outputs = texts.take(self.room, (slots, new.starts, counts), where, next_ids, entered)
+        self._outputs.index_copy_(0, slots_there, outputs)
 
     def _seen(self, batch: Batch, new: Committed) -> BoolArray:
         """Of which rows nothing was missed before. Until the pass over their tokens has succeeded, all count as missed."""
@@ -121,14 +142,9 @@ class HiddenDrafter(Drafter):
             uid = batch.reqs[row].uid
             before = self._places.get(uid)
             seen[i] = start == before + 1 if before is not None else row < batch.num_extend
-            self._places[uid] = MISSED
+            if batch.reqs[row].finish is None:
+                self._places[uid] = MISSED
         return seen
-
-    def _move_on(self, batch: Batch, new: Committed, seen: BoolArray) -> None:
-        """The outputs are those of the last tokens of the rows ``seen``."""
-        for i in np.flatnonzero(seen).tolist():
-            uid = batch.reqs[int(new.rows[i])].uid
-            self._places[uid] = int(new.starts[i] + new.counts[i]) - 1
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:

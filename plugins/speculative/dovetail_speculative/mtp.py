@@ -43,7 +43,9 @@ class MtpDrafter(HiddenDrafter):
         info = describe_mtp(runtime.checkpoint, source, target, context.max_context)
         runtime.watch([info.config.watch])
         count, layers = _num_draft_tokens(config, info.num_layers), info.num_layers
-        super().__init__(context, runtime.room(info), layers * info.hidden_size, count, chains=layers == 1)
+        one = layers == 1  # several are told apart on the host
+        size, accepted = layers * info.hidden_size, count if one else None
+        super().__init__(context, runtime.room(info), size, count, accepted=accepted, chains=one)
         build = partial(MtpModel, target=runtime.target)
         self._model = cast("MtpModel", runtime.load(build, info, directory, config.load_format))
         self._depth, self._size = info.num_layers, info.hidden_size
