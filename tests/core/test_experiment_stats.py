@@ -219,10 +219,10 @@ def test_linear_drift_cancels_in_each_block():
 @settings(deadline=None)
 def test_so_many_blocks_settle_it_and_one_fewer_would_not(ratio, variance, requests, blocks, peeking):
     rules = Rules(peeking=peeking)
-    estimate = Estimate(ratio, variance, requests, blocks, blocks - 1)
+    estimate = Estimate(ratio, variance, requests, blocks, blocks - 1, lasting=requests)
 
     def verdict(n: int) -> str:
-        later = Estimate(ratio, variance, requests, n, n - 1)
+        later = Estimate(ratio, variance, requests, n, n - 1, lasting=requests)
         return decide(later, later.p(peeking), "lower", rules)
 
     if verdict(blocks) != "inconclusive":

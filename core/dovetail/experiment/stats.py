@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,8 @@ from dovetail.experiment.resample import Weights, draw, resampled, statistic
 from dovetail.experiment.result import Comparison
 from dovetail.experiment.samples import Block, Floats, Ints, Metric
 from dovetail.experiment.sequential import radius
-from dovetail.experiment.verdict import Estimate, Rules, blocks_needed, decide, holm
+from dovetail.experiment.verdict import MOST_BLOCKS, Estimate, Rules, blocks_needed, decide, holm
+from dovetail.experiment.words import about
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +70,13 @@ def measure(metric: Metric, blocks: Sequence[Block], weights: Weights, clusters:
     for name, values in (("A", a), ("B", b)):
         if not len(blocks) or not np.all(values > 0):  # nan too
             return Measured(metric, len(blocks), note=f"{name} has runs without a value, so there is no ratio")
-    ratios = np.log(b).mean(axis=1) - np.log(a).mean(axis=1)
+    ratios, groups = np.log(b).mean(axis=1) - np.log(a).mean(axis=1), len(np.unique(clusters))
     return Measured(
         metric,
         len(blocks),
         a=float(np.exp(np.log(a).mean())),
         b=float(np.exp(np.log(b).mean())),
-        estimate=_estimate(ratios, _shared_variance(metric, blocks, weights), len(np.unique(clusters))),
+        estimate=_estimate(ratios, _shared(metric, blocks, weights, groups), groups),
         run_var=_run_variance(np.log(a), np.log(b)),
     )
 
@@ -89,23 +91,33 @@ def judge(measured: Sequence[Measured], primary: Sequence[str], rules: Rules) ->
     )
 
 
-def _estimate(ratios: Floats, request_var: float, clusters: int) -> Estimate:
+def _estimate(ratios: Floats, shared: Shared, clusters: int) -> Estimate:
     blocks = len(ratios)
     block_var = float(ratios.var(ddof=1)) if blocks > 1 else 0.0
     between = block_var / blocks
-    parts = between**2 / max(blocks - 1, 1) + request_var**2 / max(clusters - 1, 1)
-    df = (between + request_var) ** 2 / parts if parts else math.inf
-    return Estimate(float(ratios.mean()), block_var, request_var, blocks, min(df, blocks - 1))
+    parts = between**2 / max(blocks - 1, 1) + shared.variance**2 / max(clusters - 1, 1)
+    df = min((between + shared.variance) ** 2 / parts if parts else math.inf, blocks - 1)
+    return Estimate(float(ratios.mean()), block_var, shared.variance, blocks, df, shared.lasting)
 
 
-def _shared_variance(metric: Metric, blocks: Sequence[Block], weights: Weights) -> float:
-    """Of the mean log ratio, due to the choice of requests: the covariance of blocks under the same resamples."""
-    if len(blocks) < 2 or weights.shape[1] < 2:
-        return 0.0
+class Shared(NamedTuple):
+    """The variance of the mean log ratio that is due to the choice of requests, and what of it is beyond chance."""
+
+    variance: float
+    lasting: float
+
+
+def _shared(metric: Metric, blocks: Sequence[Block], weights: Weights, clusters: int) -> Shared:
+    """The mean covariance of two blocks under the same resamples. Noise within blocks makes some by chance, as much as its
+    standard error under independence says: two of those are not taken to last."""
+    count = len(blocks)
+    if count < 2 or weights.shape[1] < 2:
+        return Shared(0.0, 0.0)
     logs = np.stack([_log_ratio(metric, block, weights) for block in blocks])  # [blocks, resamples]
-    total, own = logs.mean(axis=0).var(), logs.var(axis=1).sum() / len(blocks) ** 2
-    # own is the diagonal of the covariance matrix; the off-diagonal stands for the diagonal's shared part as well
-    return max(float(total - own), 0.0) * len(blocks) / (len(blocks) - 1)
+    own = float(logs.var(axis=1).mean())
+    covariance = (count * float(logs.mean(axis=0).var()) - own) / (count - 1)
+    chance = own * math.sqrt(2 / (clusters * count * (count - 1)))
+    return Shared(max(covariance, 0.0), max(covariance - 2 * chance, 0.0))
 
 
 def _log_ratio(metric: Metric, block: Block, weights: Weights) -> Floats:
@@ -168,7 +180,7 @@ def _advice(verdict: str, needed: int | None, estimate: Estimate) -> str:
     if estimate.blocks < 2:
         return "one block says nothing about noise; at least four are needed"
     if needed is not None:
-        return f"needs about {needed} blocks"
-    if estimate.request_var > 0:
+        return f"needs about {about(needed)} blocks"
+    if estimate.lasting > 0:
         return "more blocks would not settle it: the requests differ in what they gain; more requests would"
-    return "no number of blocks would settle it"
+    return f"not even {MOST_BLOCKS} blocks would settle it"

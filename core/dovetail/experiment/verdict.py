@@ -32,13 +32,15 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """The mean log ratio of B to A over ``blocks``. Its variance is ``block_var / blocks + request_var``: noise between blocks,
-    and what the choice of requests contributes, which more blocks do not lessen. ``df`` are its degrees of freedom."""
+    and what the choice of requests contributes, of which ``lasting`` is beyond chance: more blocks would not lessen it. ``df``
+    are its degrees of freedom."""
 
     log_ratio: float
     block_var: float
     request_var: float
     blocks: int
     df: float
+    lasting: float = 0.0
 
     @property
     def error(self) -> float:
@@ -86,7 +88,8 @@ def blocks_needed(estimate: Estimate, rules: Rules, family: int) -> int | None:
     """
     at = abs(estimate.log_ratio)
     counts = np.unique(np.geomspace(estimate.blocks + 1, MOST_BLOCKS, 400).astype(int))
-    errors = np.sqrt(estimate.block_var / counts + estimate.request_var)
+    by_chance = (estimate.request_var - estimate.lasting) * estimate.blocks
+    errors = np.sqrt((estimate.block_var + by_chance) / counts + estimate.lasting)
     differs = radii(counts - 1.0, rules.alpha / family, rules.peeking) * errors < at
     same = at + radii(counts - 1.0, 2 * rules.alpha, rules.peeking) * errors < rules.band
     settled = np.flatnonzero(differs | same)

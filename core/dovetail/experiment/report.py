@@ -1,0 +1,52 @@
+"""A finished experiment for people: one HTML page without outside resources. For machines, ``Experiment.write``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+from dovetail.experiment import words
+from dovetail.experiment.plots import plots
+from dovetail.experiment.result import Experiment
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_FORMATTERS: tuple[Callable[..., Any], ...] = (
+    words.number,
+    words.change,
+    words.interval,
+    words.p_text,
+    words.side_ratio,
+)
+
+
+def write_html(experiment: Experiment, file: Path) -> None:
+    """The page. Raises ``ConfigError`` with the command that mends it where matplotlib is missing (``plots.ensure``)."""
+    file.write_text(html(experiment), encoding="utf-8")
+
+
+def html(experiment: Experiment) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=select_autoescape(("html",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update({formatter.__name__: formatter for formatter in _FORMATTERS})
+    return environment.get_template("report.html").render(
+        e=experiment,
+        tone=words.tone(experiment),
+        headline=words.headline(experiment),
+        summary=words.summary(experiment),
+        confidence=words.confidence(experiment),
+        gate_title=words.gate_title(experiment.gate),
+        gate_facts=words.gate_facts(experiment.gate),
+        measured_how=words.measured_how(experiment),
+        plots=plots(experiment),
+        configs=[(arm, yaml.safe_dump(arm.config, sort_keys=False)) for arm in (experiment.a, experiment.b)],
+    )

@@ -1,0 +1,81 @@
+"""A finished experiment in the terminal: the verdict in words, and tables of rich."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dovetail.experiment import words
+from dovetail.experiment.result import Comparison, Experiment
+
+STYLE = {"faster": "green", "slower": "red", "equivalent": "cyan", "inconclusive": "yellow", "differs": "red"}
+
+
+def render(e: Experiment) -> Group:
+    """Everything that the page has in tables, for ``Console.print``."""
+    parts: list[RenderableType] = [Text(words.headline(e), f"bold {STYLE[words.tone(e)]}")]
+    parts += [Text(f"  {words.sentence(c, e.plan.delta)}") for c in e.primary]
+    parts += [Text(f"  {note.text}", "yellow" if note.level == "warning" else "dim") for note in e.notes]
+    parts += [_titled(words.gate_title(e.gate), _gate(e))]
+    if e.comparisons:
+        parts += [_titled("B against A", _comparisons(e)), Text(f"  * primary. {words.confidence(e)}.", "dim")]
+    if e.side_by_side:
+        parts += [_titled("Also measured", _side_by_side(e))]
+    return Group(*parts)
+
+
+def _titled(title: str, table: RenderableType) -> Padding:
+    return Padding(Group(Text(title, "bold"), table), (1, 0, 0, 0))
+
+
+def _table(*columns: str) -> Table:
+    """The first column and those that end in a word are left-aligned, those of numbers right."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        grid.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=column in _NUMBERS)
+    return grid
+
+
+_NUMBERS = ("A", "B", "change", "interval", "p", "noise floor")
+
+
+def _gate(e: Experiment) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("", Text(e.gate.reason, "dim"))
+    for name, text in words.gate_facts(e.gate):
+        grid.add_row("", Text.assemble((f"{name}: ", "dim"), text))
+    return grid
+
+
+def _comparisons(e: Experiment) -> Table:
+    grid = _table("metric", "A", "B", "unit", "change", "interval", "p", "noise floor", "verdict")
+    for c in e.comparisons:
+        star = "*" if c.metric in e.plan.primary else ""
+        grid.add_row(
+            Text(f"{c.label}{star}"),
+            words.number(c.a),
+            words.number(c.b),
+            Text(c.unit, "dim"),
+            Text(words.change(c.ratio), STYLE[c.verdict]),
+            words.interval(c),
+            words.p_text(c.p_adjusted),
+            Text(f"±{c.noise_floor:.1%}" if c.noise_floor is not None else words.NONE, "dim"),
+            _verdict(c),
+        )
+    return grid
+
+
+def _verdict(c: Comparison) -> Text:
+    text = Text(c.verdict, STYLE[c.verdict])
+    return text.append(f", {c.note}", "dim") if c.note else text
+
+
+def _side_by_side(e: Experiment) -> Table:
+    grid = _table("", "A", "B", "unit", "change")
+    for row in e.side_by_side:
+        cells = (words.number(row.a), words.number(row.b), Text(row.unit, "dim"), words.side_ratio(row))
+        grid.add_row(Text(row.label), *cells)
+    return grid
