@@ -10,7 +10,7 @@ from typing import Any
 from dovetail.config import Config, config_hash, dump, read
 from dovetail.config.longform import PLUGIN_SECTIONS
 from dovetail.config.sources import read_set
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, PluginError
 from dovetail.plugins.machine import Machine
 from dovetail.plugins.resolution import Resolved
 from dovetail.plugins.resolver import resolve
@@ -58,8 +58,8 @@ def make_arm(
     try:
         config, registry = setup([*base, *files], [*common, *sets], env)
         resolved = resolve(config, registry, Machine.detect(config.device))
-    except ConfigError as error:
-        raise ConfigError(f"arm {name}: {error}") from error
+    except (ConfigError, PluginError) as error:
+        raise type(error)(f"arm {name}: {error}") from error
     named = {*_named_by_sets(sets), *_leaves(read(files, (), {}).tree)}
     return Arm(name, tuple(given), frozenset(named), config, resolved)
 

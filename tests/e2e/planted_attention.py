@@ -1,0 +1,48 @@
+"""Attention row by row, with a fault or a pause that config asks for."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from planted_config import PlantedConfig
+
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail.types import Batch
+
+
+class PlantedAttention(AttentionBackend):
+    """Gathers the keys of each row and attends in float32."""
+
+    def __init__(self, config: PlantedConfig, context: AttentionContext) -> None:
+        self.fault, self.sleep = config.fault, config.sleep_ms / 1e3
+        self.pool, self.heads = context.pool, context.num_heads // context.num_kv_heads
+
+    def plan(self, batch: Batch) -> None:
+        time.sleep(self.sleep)
+        size, ends = self.pool.page_size, (batch.prefix_lens + batch.extend_lens).tolist()
+        self.places = [
+            (batch.page_table[row, torch.arange(end) // size].long() * size + torch.arange(end) % size)
+            for row, end in enumerate(ends)
+        ]
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        out = torch.empty_like(q)
+        keys, values = self.pool.keys(layer.layer_id), self.pool.values(layer.layer_id)
+        keys, values = (x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
+        start = 0
+        for row, count in enumerate(batch.extend_lens.tolist()):
+            place = self.places[row]
+            k, v = (x[place].float().repeat_interleave(self.heads, 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q[start : start + count].float(), k) * layer.scale
+            scores = scores.masked_fill(~self.mask(count, len(place), row < batch.num_extend), float("-inf"))
+            out[start : start + count] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+            start += count
+        return out
+
+    def mask(self, queries: int, keys: int, extend: bool) -> torch.Tensor:
+        """Bool ``[queries, keys]``: what is seen."""
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries + (self.fault == "ahead" and extend))
+        if self.fault == "oldest" and not extend:
+            seen[:, 0] = False
+        return seen

@@ -1,0 +1,23 @@
+"""Entry module of a plugin whose attention is plain, and wrong or slow where its config says so (``planted_attention``)."""
+
+from __future__ import annotations
+
+from dovetail.interfaces.features import Feature
+from dovetail.plugins.hookspecs import hookimpl
+from dovetail.plugins.specs import ComponentKind, ComponentSpec
+
+
+@hookimpl
+def register_attention_backends() -> list[ComponentSpec]:
+    """``planted``."""
+    return [
+        ComponentSpec(
+            kind=ComponentKind.ATTENTION,
+            name="planted",
+            target="planted_attention:PlantedAttention",
+            config="planted_config:PlantedConfig",
+            summary="Wrong or slow on purpose.",
+            offers=frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED}),
+            priority=-100,
+        )
+    ]
