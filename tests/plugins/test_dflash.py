@@ -6,15 +6,19 @@ Run: python -m pytest tests/plugins/test_dflash.py
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+import plain_drafters
+from plain_drafters import EPS, PlainTensors, Spy, attend, check_best, drafts_of, rotate
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
@@ -32,7 +36,7 @@ DRAFTER: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": EPS,
     "rope_theta": 5000.0,
     "max_position_embeddings": 64,
     "attention_bias": False,
@@ -100,92 +104,40 @@ def save_drafter(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + DRAFTER["rms_norm_eps"]) * weight
-
-
-def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, d] at positions [tokens]."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None] * DRAFTER["rope_theta"] ** -(torch.arange(half) / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    low, high = x[..., :half], x[..., half:]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-
-
-class Plain:
+class Plain(PlainTensors):
     """The paper, one text at a time and without any memory between drafts."""
 
     def __init__(self, target: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        self.config, self.tensors = config, tensors
-
-    def project(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+        super().__init__(tensors)
+        self.config = config
 
     @torch.inference_mode()
-    def draft_logits(self, text: list[int], count: int) -> torch.Tensor:
-        """Of the ``count`` tokens after ``text``: [count, vocabulary]."""
+    def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
+        """Those that ``drafts`` after ``text`` were taken from, [drafts, vocabulary]."""
         own = self.config["dflash_config"]
         states = self.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1][0] for layer in own["target_layer_ids"]], -1)
-        context = norm(self.project(features, "fc"), self.tensors["hidden_norm.weight"])
-        block = torch.tensor([text[-1]] + [own["mask_token_id"]] * count)
+        context = self.norm(self.project(features, "fc"), "hidden_norm")
+        block = torch.tensor([text[-1]] + [own["mask_token_id"]] * len(drafts))
         x = self.target.get_input_embeddings()(block)
         for layer in range(self.config["num_hidden_layers"]):
             x = self.layer(f"layers.{layer}", x, context)
-        return self.target.lm_head(norm(x, self.tensors["norm.weight"])[1:])
+        return self.target.lm_head(self.norm(x, "norm")[1:])
 
     def layer(self, name: str, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        size = self.config["head_dim"]
-        normed = norm(x, self.tensors[f"{name}.input_layernorm.weight"])
-        attn = f"{name}.self_attn"
+        normed, attn, size = self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", self.config["head_dim"]
         both = torch.cat((context, normed))
-        places = torch.arange(len(both))
-        q = self.project(normed, f"{attn}.q_proj").unflatten(-1, (-1, size))
-        k = self.project(both, f"{attn}.k_proj").unflatten(-1, (-1, size))
-        v = self.project(both, f"{attn}.v_proj").unflatten(-1, (-1, size))
-        q = rotate(norm(q, self.tensors[f"{attn}.q_norm.weight"]), places[len(context) :])
-        k = rotate(norm(k, self.tensors[f"{attn}.k_norm.weight"]), places)
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        weights = (torch.einsum("qhd,khd->hqk", q, k) * size**-0.5).softmax(-1)
-        x = x + self.project(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{attn}.o_proj")
-        normed = norm(x, self.tensors[f"{name}.post_attention_layernorm.weight"])
-        gate, up = self.project(normed, f"{name}.mlp.gate_proj"), self.project(normed, f"{name}.mlp.up_proj")
-        return x + self.project(silu(gate) * up, f"{name}.mlp.down_proj")
-
-
-class Spy:
-    """Keeps what a drafter has drafted, and for which texts."""
-
-    def __init__(self, drafter: Any) -> None:
-        self.drafts: list[tuple[list[int], list[int]]] = []
-        self.asked = 0
-        propose = drafter.propose
-
-        def spied(batch: Any) -> Any:
-            tree = propose(batch)
-            self.asked += int((batch.draft_room[batch.num_extend :] > 0).sum())
-            for row, req in enumerate(batch.reqs):
-                if tree is not None and tree.lens[row]:
-                    text = req.token_ids[: req.known_len].tolist()
-                    self.drafts.append((text, tree.token_ids[row, : tree.lens[row]].tolist()))
-            return tree
-
-        drafter.propose = spied
+        places, theta = torch.arange(len(both)), self.config["rope_theta"]
+        q = self.norm(self.heads(normed, f"{attn}.q_proj", size), f"{attn}.q_norm")
+        k = self.norm(self.heads(both, f"{attn}.k_proj", size), f"{attn}.k_norm")
+        q, k = rotate(q, places[len(context) :], theta), rotate(k, places, theta)
+        attended = attend(q, k, self.heads(both, f"{attn}.v_proj", size), causal=False)
+        return self.after_attention(x, attended, name)
 
 
 def make_llm(target: Path, page_size: int = 1, speculative: Any = "dflash", **scheduler: Any) -> LLM:
-    return LLM(
-        str(target),
-        model={"dtype": "float32"},
-        device="cpu",
-        grammar="none",
-        memory={"page_size": page_size, "num_pages": 1 + 2048 // page_size},
-        speculative=speculative,
-        scheduler={"draft": "always", **scheduler},
-    )
+    return plain_drafters.make_llm(target, speculative, page_size, **scheduler)
 
 
 @pytest.fixture(scope="module")
@@ -213,20 +165,9 @@ def test_drafts_are_those_of_the_paper(target: Path, tmp_path: Path, case: str, 
     tensors = save_drafter(tmp_path, **CASES[case])
     plain = Plain(target, DRAFTER | CASES[case], tensors)
     llm = make_llm(target, page_size, {"kind": "dflash", "path": str(tmp_path)}, chunk_size=chunk)
-    spy = Spy(llm.loop.drafter)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 7, 23)]
-    prompts.append(prompts[2][:20] + rng.integers(0, VOCAB, 4).tolist())
-    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=1)
-    for prompt in (prompts[:3], prompts[3:]):  # the last finds a prefix of the third in the cache
-        llm.generate(prompt, params)
-    assert llm.loop.drafter_errors == 0
+    spy = drafts_of(llm, VOCAB, longest=23, shared=20)
     assert spy.asked >= 4 * 11 / (DRAFTER | CASES[case])["block_size"]
-    assert len(spy.drafts) == spy.asked
-    for text, drafts in spy.drafts:
-        logits = plain.draft_logits(text, len(drafts))
-        best, got = logits.max(-1).values, logits.gather(-1, torch.tensor(drafts)[:, None])[:, 0]
-        assert (best - got).abs().max() < 1e-4, f"{drafts} after {text}"
+    check_best(spy, plain.logits)
 
 
 TARGET_INFO = ModelInfo("Target", VOCAB, HIDDEN, 3, 4, 2, 12, 256, (CacheGroup(3, 2, 12),))

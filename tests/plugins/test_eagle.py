@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import drafter_checkpoints as checkpoints
+from plain_drafters import attend, norm, rotate
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
@@ -40,19 +41,6 @@ def target(tmp_path_factory):
 
 
 # -- a head in plain torch -------------------------------------------------------------------------------------------
-
-
-def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
-
-
-def rotated(x: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
-    """``x [tokens, heads, dim]``, whose tokens stand at 0, 1, 2, ..."""
-    tokens, _, dim = x.shape
-    angles = torch.arange(tokens)[:, None] * theta ** -(torch.arange(0, dim, 2) / dim)
-    cos, sin = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
-    half = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1)
-    return x * cos + half * sin
 
 
 class PlainHead:
@@ -76,14 +64,9 @@ class PlainHead:
     def layer(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         count, dim = len(x), self.config["head_dim"]
         q, k, v = (self.project(x, f"self_attn.{p}_proj").view(count, -1, dim) for p in ("q", "k", "v"))
-        q, k = rotated(q), rotated(k)
-        share = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        scores = torch.einsum("ihd,jhd->hij", q, k) * dim**-0.5
-        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
-        attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(count, -1)
+        attended = attend(rotate(q), rotate(k), v, causal=True)
         x = residual + self.project(attended, "self_attn.o_proj")
-        normed = rms(x, self.w[f"{self.prefix}.post_attention_layernorm.weight"])
+        normed = norm(x, self.w[f"{self.prefix}.post_attention_layernorm.weight"])
         gated = functional.silu(self.project(normed, "mlp.gate_proj")) * self.project(normed, "mlp.up_proj")
         return x + self.project(gated, "mlp.down_proj")
 
@@ -129,13 +112,13 @@ class PlainEagle3(PlainHead):
         return functional.linear(torch.cat([states[i] for i in self.layers], -1), self.w["fc.weight"])
 
     def output(self, hidden, tokens):
-        normed = rms(hidden, self.w[f"{self.prefix}.hidden_norm.weight"])
-        embedded = rms(self.embedding[tokens], self.w[f"{self.prefix}.input_layernorm.weight"])
+        normed = norm(hidden, self.w[f"{self.prefix}.hidden_norm.weight"])
+        embedded = norm(self.embedding[tokens], self.w[f"{self.prefix}.input_layernorm.weight"])
         residual = normed if self.config.get("norm_before_residual") else hidden
         return self.layer(torch.cat((embedded, normed), -1), residual)[-1]
 
     def logprobs(self, output):
-        small = functional.linear(rms(output, self.w["norm.weight"]), self.w["lm_head.weight"]).log_softmax(-1)
+        small = functional.linear(norm(output, self.w["norm.weight"]), self.w["lm_head.weight"]).log_softmax(-1)
         wide = torch.full((VOCAB,), -torch.inf)
         wide[self.w["t2d"].nonzero()[:, 0]] = small  # d2t is not asked: the two must agree
         return wide

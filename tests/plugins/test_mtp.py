@@ -6,22 +6,26 @@ Run: python -m pytest tests/plugins/test_mtp.py
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import linear, silu
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+import plain_drafters
+from plain_drafters import EPS, PlainTensors, Spy, attend, check_best, drafts_of, rotate
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, ResolutionError, WeightsError
 from dovetail.interfaces.features import Feature
 from dovetail_models.describe import describe_llama
 
-VOCAB, HIDDEN, LAYERS, EPS = 131, 48, 3, 1e-5
+VOCAB, HIDDEN, LAYERS = 131, 48, 3
 TARGET: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -123,25 +127,12 @@ def further_layers(saved: dict[str, torch.Tensor], layout: str, layers: int, wid
     return further
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
-
-
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, d] at positions 0, 1, 2 ..."""
-    half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] * 10000.0 ** -(torch.arange(half) / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    low, high = x[..., :half], x[..., half:]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-
-
-class Plain:
+class Plain(PlainTensors):
     """The paper, one text at a time and without any memory between drafts."""
 
     def __init__(self, directory: Path, layout: str, layers: int) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        self.tensors = load_file(directory / "model.safetensors")
+        super().__init__(load_file(directory / "model.safetensors"))
         self.layout, self.layers = layout, layers
 
     @torch.inference_mode()
@@ -174,60 +165,21 @@ class Plain:
         if self.layout == "mimo":
             embedding = embedding.clone()
             embedding[0] = 0
-        embedding = norm(embedding, self.tensors[f"{names.embed_norm}.weight"])
-        hidden = norm(hidden, self.tensors[f"{names.hidden_norm}.weight"])
+        embedding, hidden = self.norm(embedding, names.embed_norm), self.norm(hidden, names.hidden_norm)
         halves = (hidden, embedding) if self.layout == "mimo" else (embedding, hidden)
         x = self.layer(names.layer, self.project(torch.cat(halves, -1), names.projection))
-        return norm(x, self.tensors[f"{names.final_norm}.weight"])
-
-    def project(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+        return self.norm(x, names.final_norm)
 
     def layer(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        normed = norm(x, self.tensors[f"{name}.input_layernorm.weight"])
-        q, k, v = (self.project(normed, f"{name}.self_attn.{part}_proj").unflatten(-1, (-1, 12)) for part in "qkv")
-        if f"{name}.self_attn.q_norm.weight" in self.tensors:
-            q = norm(q, self.tensors[f"{name}.self_attn.q_norm.weight"])
-            k = norm(k, self.tensors[f"{name}.self_attn.k_norm.weight"])
-        q, k, v = rotate(q), rotate(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * 12**-0.5
-        weights = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf")).softmax(-1)
-        x = x + self.project(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{name}.self_attn.o_proj")
-        normed = norm(x, self.tensors[f"{name}.post_attention_layernorm.weight"])
-        gate, up = self.project(normed, f"{name}.mlp.gate_proj"), self.project(normed, f"{name}.mlp.up_proj")
-        return x + self.project(silu(gate) * up, f"{name}.mlp.down_proj")
-
-
-class Spy:
-    """Keeps what a drafter has drafted, and for which texts."""
-
-    def __init__(self, drafter: Any) -> None:
-        self.drafts: list[tuple[list[int], list[int]]] = []
-        self.asked = 0
-        propose = drafter.propose
-
-        def spied(batch: Any) -> Any:
-            tree = propose(batch)
-            self.asked += int((batch.draft_room[batch.num_extend :] > 0).sum())
-            for row, req in enumerate(batch.reqs):
-                if tree is not None and tree.lens[row]:
-                    text = req.token_ids[: req.known_len].tolist()
-                    self.drafts.append((text, tree.token_ids[row, : tree.lens[row]].tolist()))
-            return tree
-
-        drafter.propose = spied
+        normed, attn = self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn"
+        q, k, v = (self.heads(normed, f"{attn}.{part}_proj", 12) for part in "qkv")
+        if f"{attn}.q_norm.weight" in self.tensors:
+            q, k = self.norm(q, f"{attn}.q_norm"), self.norm(k, f"{attn}.k_norm")
+        return self.after_attention(x, attend(rotate(q), rotate(k), v, causal=True), name)
 
 
 def make_llm(target: Path, page_size: int = 4, speculative: Any = "mtp", **scheduler: Any) -> LLM:
-    return LLM(
-        str(target),
-        model={"dtype": "float32"},
-        device="cpu",
-        grammar="none",
-        memory={"page_size": page_size, "num_pages": 1 + 2048 // page_size},
-        speculative=speculative,
-        scheduler={"draft": "always", **scheduler},
-    )
+    return plain_drafters.make_llm(target, speculative, page_size, **scheduler)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -254,20 +206,9 @@ def test_drafts_are_those_of_the_paper(case: tuple[Path, Plain], page_size: int,
     llm = make_llm(directory, page_size, chunk_size=chunk)
     drafter = llm.loop.drafter
     assert drafter.max_draft_tokens == (3 if plain.layers == 1 else plain.layers)
-    spy = Spy(drafter)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 7, 29)]
-    prompts.append(prompts[2][:23] + rng.integers(0, VOCAB, 4).tolist())
-    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=1)
-    for prompt in (prompts[:3], prompts[3:]):  # the last finds a prefix of the third in the cache
-        llm.generate(prompt, params)
-    assert llm.loop.drafter_errors == 0
+    spy = drafts_of(llm, VOCAB, longest=29, shared=23)
     assert spy.asked > 12
-    assert len(spy.drafts) == spy.asked
-    for text, drafts in spy.drafts:
-        logits = plain.logits(text, drafts)
-        best, got = logits.max(-1).values, logits.gather(-1, torch.tensor(drafts)[:, None])[:, 0]
-        assert (best - got).abs().max() < 1e-4, f"{drafts} after {text}"
+    check_best(spy, plain.logits)
 
 
 def rewrite(directory: Path, change: dict[str, torch.Tensor | None], **config: Any) -> None:
