@@ -13,27 +13,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch.nn.functional import linear, silu
-from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import drafter_checkpoints as checkpoints
+from plain_drafters import EPS, PlainTensors, check_best, drafts_of, make_llm, rotate
 
-from dovetail import LLM, SamplingParams
+from dovetail import LLM
 from dovetail.engine.draft_runtime import EngineDraftRuntime
 from dovetail.errors import ConfigError
 from dovetail.interfaces.features import Feature
 from dovetail_speculative.dflash_checkpoint import describe_dflash
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE, EPS, THETA = 199, 48, 4, 2, 16, 1e-5, 10000.0
+VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 199, 48, 4, 2, 16
 Tensors = dict[str, torch.Tensor]
-Logits = Callable[[list[int], list[int]], torch.Tensor]
-"""Of each of the drafts (second) after a text (first), given the drafts before: [drafts, vocabulary]."""
 
 LAYERS: dict[str, Any] = {
     "model_type": "llama",
@@ -48,82 +45,49 @@ LAYERS: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "rms_norm_eps": EPS,
-    "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
 
 
-# -- decoder layers in plain torch -----------------------------------------------------------------------------------
+# -- plain torch -----------------------------------------------------------------------------------------------------
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
-
-
-def rotate(x: torch.Tensor, first: int = 0, theta: float = THETA) -> torch.Tensor:
-    """[tokens, heads, d] at positions ``first``, ``first`` + 1 ..."""
-    half = x.shape[-1] // 2
-    angles = (first + torch.arange(len(x)))[:, None] * theta ** -(torch.arange(half) / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    low, high = x[..., :half], x[..., half:]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-
-
-class Plain:
-    """Layers of a checkpoint; everything is computed anew for every draft."""
+class Plain(PlainTensors):
+    """A drafter's checkpoint beside its target; everything is computed anew for every draft."""
 
     def __init__(self, directory: Path, target: Path) -> None:
-        self.w = load_file(directory / "model.safetensors")
+        super().__init__(load_file(directory / "model.safetensors"))
         self.target = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
     def embed(self, tokens: list[int]) -> torch.Tensor:
-        own = self.w.get("embed_tokens.weight")
-        return (self.target.model.embed_tokens.weight if own is None else own)[tokens]
+        return self.tensors.get("embed_tokens.weight", self.target.model.embed_tokens.weight)[tokens]
 
     def entering(self, text: list[int], layers: list[int]) -> torch.Tensor:
         """The residual streams that enter ``layers``, side by side."""
         states = self.target(torch.tensor([text]), output_hidden_states=True).hidden_states
         return torch.cat([states[layer][0] for layer in layers], -1)
 
-    def heads(self, x: torch.Tensor, name: str, part: str) -> torch.Tensor:
-        y = linear(x, self.w[f"{name}.{part}_proj.weight"], self.w.get(f"{name}.{part}_proj.bias")).unflatten(
-            -1, (-1, SIZE)
-        )
-        weight = self.w.get(f"{name}.{part}_norm.weight")
-        return y if weight is None else norm(y, weight)
-
-    def attend(
-        self, name: str, x: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor, theta: float = THETA
-    ) -> torch.Tensor:
-        """``x`` are the last of ``keys``; ``seen [tokens, keys]``."""
-        q = rotate(self.heads(x, name, "q"), len(keys) - len(x), theta)
-        k, v = rotate(self.heads(keys, name, "k"), 0, theta), self.heads(keys, name, "v")
+    def attended(self, name: str, x: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """``x`` are the last of ``keys``; ``seen [tokens, keys]``. Before the projection back."""
+        q, k, v = (self.heads(y, f"{name}.{part}_proj", SIZE) for part, y in (("q", x), ("k", keys), ("v", keys)))
+        if f"{name}.q_norm.weight" in self.tensors:
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        places = torch.arange(len(keys))
+        q, k = rotate(q, places[-len(x) :]), rotate(k, places)
         k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * SIZE**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), self.w[f"{name}.o_proj.weight"])
-
-    def feed(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """The second half of a layer: ``x`` with what its MLP adds."""
-        normed = norm(x, self.w[f"{name}.post_attention_layernorm.weight"])
-        gate, up, down = (self.w[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        return x + linear(silu(linear(normed, gate)) * linear(normed, up), down)
+        return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Of the draft vocabulary, over the target's: by ``t2d``, so that ``d2t`` must agree with it."""
-        if "t2d" not in self.w:
+        if "t2d" not in self.tensors:
             return logits
         wide = torch.full((len(logits), VOCAB), -torch.inf)
-        wide[:, self.w["t2d"].nonzero()[:, 0]] = logits
+        wide[:, self.tensors["t2d"].nonzero()[:, 0]] = logits
         return wide
-
-
-def before(count: int) -> torch.Tensor:
-    return torch.ones(count, count).tril().bool()
-
-
-# -- what the engine's drafter says ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -131,47 +95,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save_target(tmp_path_factory.mktemp("target"))
 
 
-def make_llm(target: Path, speculative: Any, page_size: int = 4, **sections: Any) -> LLM:
-    return LLM(
-        str(target),
-        device="cpu",
-        grammar="none",
-        threads=1,
-        memory={"page_size": page_size, "num_pages": 1 + 2048 // page_size},
-        speculative=speculative,
-        **sections,
-    )
-
-
 @torch.inference_mode()
-def check(llm: LLM, logits: Logits) -> None:
-    """Every draft that the engine is offered is the most likely token, by ``logits``."""
-    drafter, seen, asked = llm.loop.drafter, [], 0
-    assert drafter is not None
-    propose = drafter.propose
-
-    def spied(batch: Any) -> Any:
-        nonlocal asked
-        tree = propose(batch)
-        asked += int((batch.draft_room[batch.num_extend :] > 0).sum())
-        for row, req in enumerate(batch.reqs):
-            if tree is not None and tree.lens[row]:
-                drafts = tree.token_ids[row, : tree.lens[row]].tolist()
-                seen.append((req.token_ids[: req.known_len].tolist(), drafts))
-        return tree
-
-    drafter.propose = spied
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 7, 29)]
-    prompts.append(prompts[2][:23] + rng.integers(0, VOCAB, 4).tolist())
-    for some in (prompts[:3], prompts[3:]):  # the last finds a prefix of the third in the cache
-        llm.generate(some, SamplingParams(max_new_tokens=12, temperature=1.0, seed=1, ignore_eos=True))
-    assert llm.loop.drafter_errors == 0
-    assert len(seen) == asked > 10
-    for text, drafts in seen:
-        expected = logits(text, drafts)
-        got = expected.gather(-1, torch.tensor(drafts)[:, None])[:, 0]
-        assert (expected.max(-1).values - got).abs().max() < 1e-4, f"{drafts} after {text}"
+def check(llm: LLM, plain: Callable[[list[int], list[int]], torch.Tensor]) -> None:
+    check_best(drafts_of(llm, VOCAB, 29, 23), plain)
 
 
 def speculators(kind: str, layers: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -220,20 +146,20 @@ class PlainEagle3(Plain):
 
     def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
         features = self.entering(text[:-1], self.layers)
-        if "input_norm.weight" in self.w:
-            features = norm(features, self.w["input_norm.weight"])
-        hidden = linear(features, self.w["fc.weight"])
+        if "input_norm.weight" in self.tensors:
+            features = self.norm(features, "input_norm")
+        hidden = self.project(features, "fc")
         for step in range(len(drafts)):
             hidden = torch.cat((hidden, self.output(hidden, text[1:] + drafts[:step])))
-        said = hidden[len(text) - 1 :]
-        return self.spread(linear(norm(said, self.w["norm.weight"]), self.w["lm_head.weight"]))
+        return self.spread(self.project(self.norm(hidden[len(text) - 1 :], "norm"), "lm_head"))
 
     def output(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         """Of the last of ``tokens``."""
-        normed = norm(hidden, self.w["layers.0.hidden_norm.weight"])
-        both = torch.cat((norm(self.embed(tokens), self.w["layers.0.input_layernorm.weight"]), normed), -1)
-        added = self.attend("layers.0.self_attn", both, both, before(len(both)))
-        return self.feed("layers.0", added + (normed if self.residual_normed else hidden))[-1:]
+        normed = self.norm(hidden, "layers.0.hidden_norm")
+        both = torch.cat((self.norm(self.embed(tokens), "layers.0.input_layernorm"), normed), -1)
+        before = torch.ones(len(both), len(both)).tril().bool()
+        attended = self.attended("layers.0.self_attn", both, both, before)
+        return self.after_attention(normed if self.residual_normed else hidden, attended, "layers.0")[-1:]
 
 
 def save_eagle3(directory: Path, layers: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -273,9 +199,7 @@ EAGLE3: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_eagle3_of_speculators(target: Path, tmp_path: Path, case: str, chunk: int) -> None:
     layers, settings = EAGLE3[case]
     config = save_eagle3(tmp_path, layers, **settings)
-    llm = make_llm(
-        target, {"kind": "eagle3", "path": str(tmp_path)}, scheduler={"draft": "always", "chunk_size": chunk}
-    )
+    llm = make_llm(target, {"kind": "eagle3", "path": str(tmp_path)}, chunk_size=chunk)
     check(llm, PlainEagle3(tmp_path, target, config).logits)
 
 
@@ -312,22 +236,21 @@ class PlainDFlash(Plain):
         self.mask = 198
 
     def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
-        features = linear(self.entering(text[:-1], self.layers), self.w["fc.weight"])
-        context = norm(features, self.w["hidden_norm.weight"])
+        context = self.norm(self.project(self.entering(text[:-1], self.layers), "fc"), "hidden_norm")
         x = self.embed([text[-1]] + [self.mask] * len(drafts))
         for index, window in enumerate(self.windows):
             x = self.layer(f"layers.{index}", x, context, window)
-        head = self.w.get("lm_head.weight", self.target.lm_head.weight)
-        return self.spread(linear(norm(x, self.w["norm.weight"])[1:], head))
+        head = self.tensors.get("lm_head.weight", self.target.lm_head.weight)
+        return self.spread(self.norm(x, "norm")[1:] @ head.T)
 
     def layer(self, name: str, x: torch.Tensor, context: torch.Tensor, window: int | None) -> torch.Tensor:
-        normed = norm(x, self.w[f"{name}.input_layernorm.weight"])
+        normed = self.norm(x, f"{name}.input_layernorm")
         keys = torch.cat((context, normed))
         distance = torch.arange(len(context), len(keys))[:, None] - torch.arange(len(keys))
         seen = distance < (window or len(keys))
         if self.causal:
             seen &= distance >= 0
-        return self.feed(name, x + self.attend(f"{name}.self_attn", normed, keys, seen))
+        return self.after_attention(x, self.attended(f"{name}.self_attn", normed, keys, seen), name)
 
 
 def save_dflash(directory: Path, config: dict[str, Any], count: int, tensors: Tensors) -> None:
@@ -366,8 +289,7 @@ def test_dflash_with_windows(target: Path, tmp_path: Path, case: str, page_size:
     own = {"mask_token_id": 198, "target_layer_ids": [0, 3, 6]}
     config = LAYERS | layers | {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": own}
     save_dflash(tmp_path, config, 2, {})
-    scheduler = {"draft": "always", "chunk_size": chunk}
-    llm = make_llm(target, {"kind": "dflash", "path": str(tmp_path)}, page_size, scheduler=scheduler)
+    llm = make_llm(target, {"kind": "dflash", "path": str(tmp_path)}, page_size, chunk_size=chunk)
     check(llm, PlainDFlash(tmp_path, target, [1, 4, 7], windows, causal=KINDS[case][2]).logits)
 
 
@@ -392,7 +314,7 @@ def test_dflash_of_speculators(target: Path, tmp_path: Path, case: str, draft_vo
     if case == "full":
         tensors["embed_tokens.weight"] = random.matrix(VOCAB, HIDDEN, 4.0)
     save_dflash(tmp_path, speculators("dflash", layers, **settings), 2, tensors)
-    llm = make_llm(target, {"kind": "dflash", "path": str(tmp_path)}, scheduler={"draft": "always"})
+    llm = make_llm(target, {"kind": "dflash", "path": str(tmp_path)})
     check(llm, PlainDFlash(tmp_path, target, [1, 4, 7], windows, causal=KINDS[case][2]).logits)
 
 
@@ -408,150 +330,3 @@ def test_windows_need_attention_that_has_them(target: Path) -> None:
     runtime.room(describe_dflash(config, resolved.model_info, 256))
     with pytest.raises(ConfigError, match=r"needs attention\.sliding_window, which attention '\w+' does not offer"):
         runtime.room(describe_dflash(sliding, resolved.model_info, 256))
-
-
-# -- layers of the target's own checkpoint ---------------------------------------------------------------------------
-
-
-class PlainMtp(Plain):
-    """DeepSeek-V3's or MiMo's layer behind those of the target, which goes on from what it said."""
-
-    def __init__(self, target: Path, names: dict[str, str], theta: float = THETA) -> None:
-        super().__init__(target, target)
-        self.names, self.theta = names, theta
-        self.mimo = "token_layernorm" in names["embedding_norm"]
-
-    def part(self, name: str) -> torch.Tensor:
-        return self.w[f"{self.names[name]}.weight"]
-
-    def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
-        hidden = self.said_by_target(text[:-1])
-        for step in range(len(drafts)):
-            hidden = torch.cat((hidden, self.output(hidden, text[1:] + drafts[:step])))
-        return linear(hidden[len(text) - 1 :], self.part("head"))
-
-    def said_by_target(self, text: list[int]) -> torch.Tensor:
-        kept: list[torch.Tensor] = []
-        handle = self.target.model.norm.register_forward_hook(lambda _, given, out: kept.extend((given[0][0], out[0])))
-        self.target(torch.tensor([text]))
-        handle.remove()
-        return kept[0 if self.mimo else 1]
-
-    def output(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        embedded = self.part("embedding")[tokens]
-        if self.mimo:
-            embedded = torch.cat((torch.zeros(1, HIDDEN), embedded[1:]))
-        halves = [norm(embedded, self.part("embedding_norm")), norm(hidden, self.part("hidden_norm"))]
-        x = linear(torch.cat(halves[::-1] if self.mimo else halves, -1), self.part("projection"))
-        layer = self.names["layer"]
-        normed = norm(x, self.w[f"{layer}.input_layernorm.weight"])
-        x = x + self.attend(f"{layer}.self_attn", normed, normed, before(len(x)), self.theta)
-        return norm(self.feed(layer, x), self.part("final_norm"))[-1:]
-
-
-DEEPSEEK = {
-    "layer": "model.layers.8",
-    "embedding_norm": "model.layers.8.enorm",
-    "hidden_norm": "model.layers.8.hnorm",
-    "projection": "model.layers.8.eh_proj",
-    "final_norm": "model.layers.8.shared_head.norm",
-    "embedding": "model.layers.8.embed_tokens",
-    "head": "model.layers.8.shared_head.head",
-}
-MIMO = {
-    "layer": "model.mtp_layers.0",
-    "embedding_norm": "model.mtp_layers.0.token_layernorm",
-    "hidden_norm": "model.mtp_layers.0.hidden_layernorm",
-    "projection": "model.mtp_layers.0.input_proj",
-    "final_norm": "model.mtp_layers.0.final_layernorm",
-    "embedding": "model.embed_tokens",
-    "head": "lm_head",
-}
-
-
-def save_mtp(directory: Path, names: dict[str, str], layers: int = 1, **settings: Any) -> Path:
-    """A target with layers of its own for further tokens; an embedding and a head that the names leave to the target are its."""
-    checkpoints.save_target(directory)
-    file, random = directory / "model.safetensors", checkpoints.Random(9)
-    tensors = load_file(file)
-    if settings.get("attention_bias"):
-        for index in range(8):
-            for part, size in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-                tensors[f"model.layers.{index}.self_attn.{part}_proj.bias"] = random.norm(size * SIZE) - 1
-    for index in range(layers):
-        own = {part: name.replace("layers.8", f"layers.{8 + index}") for part, name in names.items()}
-        tensors |= random.layer(LAYERS, own["layer"])
-        if settings.get("attention_bias"):
-            for part, size in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-                tensors[f"{own['layer']}.self_attn.{part}_proj.bias"] = random.norm(size * SIZE) - 1
-        norms = [f"{own['layer']}.input_layernorm"] + [own[part] for part in own if part.endswith("norm")]
-        tensors |= {f"{name}.weight": random.norm(HIDDEN) for name in norms}
-        tensors[f"{own['projection']}.weight"] = random.matrix(HIDDEN, 2 * HIDDEN)
-        for part, scale in (("embedding", 4.0), ("head", 3.0)):
-            tensors.setdefault(f"{own[part]}.weight", random.matrix(VOCAB, HIDDEN, scale))
-    save_file(tensors, file)
-    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": layers} | settings
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-@pytest.mark.parametrize("own", ["embedding", "head", "both", "neither"])
-def test_mtp_with_an_embedding_or_a_head_of_its_own(tmp_path: Path, own: str) -> None:
-    directory = save_mtp(tmp_path, DEEPSEEK)
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    for part, of_target in (("embedding", "model.embed_tokens"), ("head", "lm_head")):
-        if own not in (part, "both"):
-            tensors[f"{DEEPSEEK[part]}.weight"] = tensors[f"{of_target}.weight"].clone()
-    save_file(tensors, file)
-    llm = make_llm(directory, "mtp", scheduler={"draft": "always"})
-    parameters = dict(llm.loop.drafter._model.named_parameters())
-    assert ("embed.weight" in parameters) == (own in ("embedding", "both"))
-    assert ("head.weight" in parameters) == (own in ("head", "both"))
-    check(llm, PlainMtp(directory, DEEPSEEK).logits)
-
-
-def test_heads_of_several_mtp_layers_are_refused(tmp_path: Path) -> None:
-    save_mtp(tmp_path, DEEPSEEK, layers=2)
-    with pytest.raises(
-        ConfigError, match=r"one of 2 layers .*\(model\.layers\.8\) has an embedding or a head other than"
-    ):
-        make_llm(tmp_path, "mtp")
-
-
-@pytest.mark.parametrize("chunk", [64, 5])
-def test_mimo(tmp_path: Path, chunk: int) -> None:
-    """The target is Qwen2 by another name; its layer reads it before the final norm."""
-    published = {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "mimo",
-        "attention_bias": True,
-        "use_sliding_window": False,
-    }
-    save_mtp(tmp_path / "mimo", MIMO, **published)
-    llm = make_llm(tmp_path / "mimo", "mtp", scheduler={"draft": "always", "chunk_size": chunk})
-    plain = PlainMtp(tmp_path / "mimo", MIMO)
-    plain.target = qwen2(tmp_path / "mimo")
-    check(llm, plain.logits)
-    text = llm.generate([[3, 1, 4]], SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True))[0].token_ids
-    with torch.inference_mode():
-        expected = plain.target(torch.tensor([[3, 1, 4, *text]])).logits[0, 2:-1].argmax(-1)
-    assert list(text) == expected.tolist()
-
-
-def qwen2(directory: Path) -> Any:
-    """The target in transformers, which does not know MiMo."""
-    config = Qwen2Config(**json.loads((directory / "config.json").read_text()) | {"model_type": "qwen2"})
-    model = Qwen2ForCausalLM(config).eval()
-    left = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
-    assert not left.missing_keys
-    assert all("mtp_layers" in name for name in left.unexpected_keys)
-    return model
-
-
-def test_mtp_follows_what_overrides_say_of_the_target(tmp_path: Path) -> None:
-    directory = save_mtp(tmp_path / "target", DEEPSEEK)
-    other = save_mtp(tmp_path / "other", DEEPSEEK, rope_theta=300.0)
-    model = {"path": str(directory), "overrides": {"rope_theta": 300.0}}
-    llm = LLM(model=model, device="cpu", grammar="none", threads=1, speculative="mtp", scheduler={"draft": "always"})
-    check(llm, PlainMtp(other, DEEPSEEK, theta=300.0).logits)
