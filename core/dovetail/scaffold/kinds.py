@@ -110,6 +110,6 @@ FACTS: Mapping[ComponentKind, KindFacts] = {
         "ReasoningParser",
         "Lines that begin with # are reasoning.",
         "A parser of reasoning for Dovetail: lines that begin with `#` are reasoning.",
-        setting={"mark": "%"},
+        setting={"mark": "//"},
     ),
 }
