@@ -26,14 +26,14 @@ from dovetail.tokenizer import Tokenizer
 VOCABULARY = Vocabulary.of_size(1000, special=(0, 1, 2, 999))
 GAMMA = "{kind: gamma, rate: 5, burstiness: 0.5}"
 PINNED = {
-    "random": "3de8bb4884760bd1",
-    "{kind: random, count: 8, input: [3, 9], content: text}": "52ab5b4c76b7fe77",
-    "shared_prefix": "d9e834ec9fee8ad1",
-    "chat": "b6dc56568882ca17",
-    "json": "cfa0107ad3dfbc11",
-    "agent": "741588d13e585cea",
-    "{kind: agent, content: text}": "3ab1730198526975",
-    "{kind: questions, topic: sorting}": "4a7fa68c801f70c2",
+    "random": "d4e8a0563161b47d",
+    "{kind: random, count: 8, input: [3, 9], content: text}": "37ed83b70f9690e2",
+    "shared_prefix": "fde6ff80bcdc1118",
+    "chat": "0295092a2d4b7496",
+    "json": "dcd9ee8d34df7451",
+    "agent": "098e441943ba7cc0",
+    "{kind: agent, content: text}": "a4e7181369b3f019",
+    "{kind: questions, topic: sorting}": "4238d4070ed8b1e2",
 }
 
 

@@ -33,9 +33,9 @@ def offsets(spec: ArrivalSpec, count: int, seed: int = 0) -> list[float]:
 
 
 def _gaps(spec: Poisson | Gamma, seed: int) -> Iterator[float]:
-    """The first call waits for its gap as well, as if the load had gone on before. At another rate the gaps are the same
-    ones, stretched."""
+    """The first call is due at once. At another rate the gaps are the same ones, stretched."""
     draws = Draws(seed, "arrivals")
+    yield 0.0
     while True:
         if isinstance(spec, Poisson):
             yield draws.exponential() / spec.rate

@@ -56,8 +56,7 @@ class _Load:
         return time.perf_counter() - self._start
 
     async def _until(self, due: float) -> None:
-        delay = due - self._clock()
-        if delay > 0:
+        while (delay := due - self._clock()) > 0:  # timers may fire up to a millisecond early
             await asyncio.sleep(delay)
 
     async def _user(self, turns: Iterator[Call]) -> None:

@@ -1,0 +1,217 @@
+"""What the load client makes of answers, good and bad: hand-written streams, cut at any place; a server that misbehaves.
+
+Run: python -m pytest -q tests/core/test_bench_client.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from dovetail.bench.answers import Answer
+from dovetail.bench.client.apis import NativeApi, OpenAIApi
+from dovetail.bench.client.events import EventLines
+from dovetail.bench.client.http import HttpSender, open_client
+from dovetail.bench.client.readers import NativeReader, OpenAIReader
+from dovetail.bench.client.target import find_target
+from dovetail.bench.prompts import Prompt, first_prompt
+from dovetail.bench.records import Call, Sampling, Workload
+from dovetail.errors import ConfigError
+
+
+def sse(*events):
+    return b"".join(b"data: " + (e if isinstance(e, bytes) else json.dumps(e).encode()) + b"\n\n" for e in events)
+
+
+def native(count, finish=None, **meta):
+    info = {"prompt_tokens": 7, "completion_tokens": count, "cached_tokens": 4, "finish_reason": finish, **meta}
+    return {"text": "x" * count, "output_ids": list(range(count)), "meta_info": info}
+
+
+NATIVE = sse(native(1), native(2), native(5, {"type": "length"}, spec_accept_token_num=2, spec_verify_ct=1), b"[DONE]")
+USAGE = {
+    "prompt_tokens": 9,
+    "completion_tokens": 6,
+    "prompt_tokens_details": {"cached_tokens": 8},
+    "speculation": {"drafted_tokens": 5, "accepted_tokens": 3, "verify_steps": 2, "acceptance_rate": 0.6},
+}
+CHAT = sse(
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"index": 0, "delta": {"reasoning_content": "hm "}, "finish_reason": None}], "usage": None},
+    {"choices": [{"index": 0, "delta": {"content": "é"}}]},
+    {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]}}]},
+    {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
+    {"choices": [], "usage": USAGE},
+    b"[DONE]",
+)
+
+
+def read(reader, data, cuts):
+    """Every chunk arrives a second after the one before it."""
+    answer, lines = Answer(), EventLines()
+    for now, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(data)], strict=True)):
+        reader.take(lines.feed(data[start:end]), float(now), answer)
+    reader.finish(answer)
+    return answer
+
+
+def test_native_answers_are_the_same_however_they_are_cut():
+    for cuts in ([i] for i in range(len(NATIVE))):
+        answer = read(NativeReader(), NATIVE, cuts)
+        assert (answer.text, answer.output_ids, answer.output_tokens) == ("xxxxx", [0, 1, 2, 3, 4], 5)
+        assert (answer.prompt_tokens, answer.cached_tokens, answer.finish_reason) == (7, 4, "length")
+        assert (answer.drafted, answer.accepted, answer.verify_steps, answer.error) == (None, 2, 1, None)
+        assert len(answer.token_times) == 5
+    first_event = NATIVE.index(b"\n\n") + 2
+    assert read(NativeReader(), NATIVE, [first_event]).token_times == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_chat_answers_are_the_same_however_they_are_cut():
+    for cut in range(len(CHAT)):
+        answer = read(OpenAIReader(), CHAT, [cut])
+        assert (answer.text, answer.finish_reason, len(answer.token_times)) == ("hm éf{}", "tool_calls", 3)
+        assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (9, 6, 8)
+        assert (answer.drafted, answer.accepted, answer.verify_steps) == (5, 3, 2)
+
+
+def test_lines_of_other_servers():
+    lines = EventLines()
+    text = b": ping\r\n\r\nevent: message\r\ndata:{}\r\n\r\ndata: [DONE]\r\n\r\n"
+    assert lines.feed(text[:30]) + lines.feed(text[30:]) == [b"{}", b"[DONE]"]
+
+
+def test_errors_within_a_stream():
+    for reader, data in (
+        (NativeReader(), sse(native(1), {"error": {"message": "lost"}})),
+        (OpenAIReader(), sse({"error": {"message": "lost", "type": "server_error"}})),
+        (OpenAIReader(), sse({"error": "lost"})),
+    ):
+        assert read(reader, data, []).error == "lost"
+    aborted = sse(native(1, {"type": "abort", "message": "by the operator"}), b"[DONE]")
+    assert read(NativeReader(), aborted, []).error == "abort: by the operator"
+    chat = sse({"choices": [{"index": 0, "text": "a", "finish_reason": "abort"}]})
+    assert read(OpenAIReader(), chat, []).error == "the answer ended with 'abort'"
+
+
+def test_requests_say_what_the_call_says_and_no_more():
+    plain = Call(id="a", group="a", token_ids=(1, 2), max_tokens=5)
+    request = NativeApi("m").request(plain, first_prompt(plain))
+    params = {"max_new_tokens": 5, "temperature": 0.0}
+    assert (request.path, request.body) == (
+        "/generate",
+        {"input_ids": (1, 2), "sampling_params": params, "stream": True},
+    )
+    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=3, seed=4, ignore_eos=True, stop=("x",))
+    full = plain.model_copy(update={"sampling": sampling, "json_schema": {"type": "object"}})
+    said = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 4, "ignore_eos": True, "stop": ("x",)}
+    body = NativeApi("m").request(full, Prompt(text="t")).body
+    assert body["text"] == "t"
+    assert body["sampling_params"] == {**said, "max_new_tokens": 5, "json_schema": {"type": "object"}}
+    request = OpenAIApi("m").request(full, Prompt(token_ids=(1, 2)))
+    assert request.path == "/v1/completions"
+    assert request.body.items() >= {**said, "model": "m", "max_tokens": 5, "prompt": (1, 2), "stream": True}.items()
+    assert request.body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    messages, tools = ({"role": "user", "content": "hi"},), ({"type": "function"},)
+    for api in (NativeApi("m"), OpenAIApi("m")):
+        request = api.request(plain, Prompt(messages=messages, tools=tools))
+        assert (request.path, request.body["messages"], request.body["tools"]) == (
+            "/v1/chat/completions",
+            messages,
+            tools,
+        )
+        assert request.body["stream_options"] == {"include_usage": True}
+
+
+def test_an_api_that_tells_no_token_ids_refuses_to_continue_them():
+    first = Call(id="a", group="a", token_ids=(1,))
+    workload = Workload(name="w", calls=(first, Call(id="b", group="a", token_ids=(2,), parent="a", continues=True)))
+    NativeApi("m").check(workload)
+    with pytest.raises(ConfigError, match="use content: text, or --api native"):
+        OpenAIApi("m").check(workload)
+    OpenAIApi("m").check(workload.model_copy(update={"calls": (first,)}))
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def server(reply, linger=0.0):
+    """Answers every connection with the same bytes, then closes it. Yields its URL."""
+
+    open_now = []
+
+    async def answer(reader, writer):
+        open_now.append(asyncio.current_task())
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(reply)
+            await writer.drain()
+            await asyncio.sleep(linger)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+        await asyncio.gather(*open_now)
+
+
+def error_of(reply, linger=0.0, timeout=5.0):
+    async def ask():
+        async with server(reply, linger) as url, open_client(url, timeout) as client:
+            call = Call(id="a", group="a", token_ids=(1,))
+            return await HttpSender(client, NativeApi("m"))(call, first_prompt(call), lambda: 3.0)
+
+    answer = asyncio.run(ask())
+    assert (answer.sent, answer.end) == (3.0, 3.0)
+    return answer.error
+
+
+def refusal(status, body):
+    return f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def test_what_goes_wrong_is_said_in_the_server_s_words():
+    assert error_of(HEAD + NATIVE) is None
+    assert error_of(refusal(503, b'{"error": {"message": "too many wait"}}')) == "HTTP 503: too many wait"
+    assert error_of(refusal(422, b'{"detail": "no such field"}')) == "HTTP 422: no such field"
+    assert error_of(refusal(502, b"<html>bad gateway")) == "HTTP 502: <html>bad gateway"
+    assert error_of(HEAD + sse(native(1))) == "the stream ended before the answer did"
+    assert error_of(HEAD) == "the stream ended before the answer did"
+    assert "is no answer" in error_of(HEAD + sse(b"{oops"))
+    assert "RemoteProtocolError" in error_of(b"")
+    assert "ReadTimeout" in error_of(HEAD + sse(native(1)), linger=1.0, timeout=0.1)
+
+
+def test_a_server_that_is_not_there():
+    async def ask():
+        async with open_client("http://127.0.0.1:9", 5.0) as client:
+            call = Call(id="a", group="a", text="x")
+            answer = await HttpSender(client, NativeApi("m"))(call, first_prompt(call), lambda: 0.0)
+            with pytest.raises(ConfigError, match="is the server running"):
+                await find_target(client, "native")
+            return answer.error
+
+    assert asyncio.run(ask()).startswith("ConnectError: ")
+
+
+def test_a_server_of_another_kind():
+    async def ask(reply, **given):
+        async with server(reply) as url, open_client(url, 5.0) as client:
+            await find_target(client, **given)
+
+    for reply, api, message in (
+        (refusal(404, b"nothing"), "native", "answers GET /v1/models with 404: nothing"),
+        (refusal(200, b"<html>"), "openai", "with what is no JSON"),
+        (refusal(200, b'{"data": []}'), "openai", "lists no model; give --served-model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            asyncio.run(ask(reply, api=api))
+    with pytest.raises(ConfigError, match="use --api openai"):
+        asyncio.run(ask(refusal(404, b"nothing"), api="native", model="m"))
