@@ -121,7 +121,7 @@ def experiment(effect: float = math.log(1.1), noise: float = 0.02, count: int = 
         blocks=tuple(rows),
         distributions=tuple(
             Distribution(metric=name, label=label, unit="ms", a=_all(blocks[name], "a"), b=_all(blocks[name], "b"))
-            for name, label in (("ttft_p50", "TTFT"), ("itl_p50", "ITL"), ("e2e_mean", "End to end"))
+            for name, label in (("ttft_p50", "TTFT"), ("tpot_mean", "TPOT"), ("itl_p50", "ITL"), ("e2e_mean", "End to end"))
         ),
         looks=tuple(
             Look(metric=c.metric, blocks=k, ratio=c.ratio, low=c.low, high=c.high)
@@ -240,6 +240,24 @@ def test_the_page_has_what_a_colleague_asks_for():
         assert text in page
     assert page.count("<svg") == 4
     assert page.count('aria-label="') == 4
+
+
+def test_different_outputs_that_were_allowed_are_said_loudly():
+    gate = experiment().gate.model_copy(update={"outcome": "allowed", "reason": "3 of 60 diverge for real"})
+    notes = (Note(level="loud", text="Different outputs were allowed."),)
+    e = experiment().model_copy(update={"gate": gate, "notes": notes})
+    assert e.exit_code == 1
+    page = html(e)
+    assert "The outputs differ, which was allowed" in page
+    assert '<li class="loud">Different outputs were allowed.</li>' in page
+    console = Console(width=150, record=True, quiet=True)
+    console.print(render(e))
+
+
+def test_arms_of_one_name_are_called_by_their_letters():
+    e = VARIANTS["equivalent"]()
+    e = e.model_copy(update={"b": e.a})
+    assert words.headline(e).startswith("A and B are equally fast")
 
 
 def test_a_failed_gate_shows_no_speed():

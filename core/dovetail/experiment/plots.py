@@ -79,10 +79,10 @@ def _empty(height: float) -> Figure:
     return Figure(figsize=(_WIDTH, height))
 
 
-def _figure(height: float, columns: int) -> tuple[Figure, list[Axes]]:
+def _figure(height: float, columns: int, rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = _empty(height)
-    figure.set_layout_engine("constrained", wspace=0.06)
-    return figure, list(np.atleast_1d(figure.subplots(1, columns)))
+    figure.set_layout_engine("constrained", wspace=0.06, hspace=0.06)
+    return figure, list(np.atleast_1d(figure.subplots(rows, columns)).flat)
 
 
 def _svg(figure: Figure, name: str) -> str:
@@ -247,8 +247,8 @@ def _funnel(ax: Axes, looks: Sequence[Look], band: float, color: str) -> None:
 
 def _distributions(distributions: Sequence[Distribution]) -> Figure:
     """A panel for each: the share of values up to x, per arm."""
-    chosen = list(distributions)[:3]
-    figure, axes = _figure(2.9, len(chosen))
+    chosen = list(distributions)[:4]
+    figure, axes = _figure(2.9, len(chosen)) if len(chosen) < 4 else _figure(5.2, 2, rows=2)
     for ax, d in zip(axes, chosen, strict=True):
         for values, role, dash, name in ((d.a, "a", "-", "A"), (d.b, "b", (0, (4, 1.6)), "B")):
             if values:

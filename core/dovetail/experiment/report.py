@@ -47,6 +47,7 @@ def html(experiment: Experiment) -> str:
         gate_title=words.gate_title(experiment.gate),
         gate_facts=words.gate_facts(experiment.gate),
         measured_how=words.measured_how(experiment),
+        machine=[(name.replace("_", " "), text) for name, text in experiment.machine.items()],
         plots=plots(experiment),
         configs=[(arm, yaml.safe_dump(arm.config, sort_keys=False)) for arm in (experiment.a, experiment.b)],
     )

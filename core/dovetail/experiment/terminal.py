@@ -13,12 +13,14 @@ from dovetail.experiment.result import Comparison, Experiment
 
 STYLE = {"faster": "green", "slower": "red", "equivalent": "cyan", "inconclusive": "yellow", "differs": "red"}
 
+_NOTE = {"info": "dim", "warning": "yellow", "loud": "bold red"}
+
 
 def render(e: Experiment) -> Group:
     """Everything that the page has in tables, for ``Console.print``."""
     parts: list[RenderableType] = [Text(words.headline(e), f"bold {STYLE[words.tone(e)]}")]
     parts += [Text(f"  {words.sentence(c, e.plan.delta)}") for c in e.primary]
-    parts += [Text(f"  {note.text}", "yellow" if note.level == "warning" else "dim") for note in e.notes]
+    parts += [Text(f"  {note.text}", _NOTE[note.level]) for note in e.notes]
     parts += [_titled(words.gate_title(e.gate), _gate(e))]
     if e.comparisons:
         parts += [_titled("B against A", _comparisons(e)), Text(f"  * primary. {words.confidence(e)}.", "dim")]

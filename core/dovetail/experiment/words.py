@@ -74,13 +74,18 @@ def sentence(c: Comparison, delta: float) -> str:
     return f"{c.label} is {size} {direction(c)} ({between})"
 
 
+def names(e: Experiment) -> tuple[str, str]:
+    """Of the arms; letters where both have the same."""
+    return ("A", "B") if e.a.name == e.b.name else (e.a.name, e.b.name)
+
+
 def headline(e: Experiment) -> str:
     """The whole verdict, as one would say it to a colleague."""
-    a, b = e.a.name, e.b.name
+    a, b = names(e)
     if e.gate.outcome == "failed":
         return f"{b} does not say what {a} says. No speed was measured."
     if not e.comparisons:
-        return f"{b} says what {a} says. No speed was measured."
+        return "No speed was measured."
     return {
         "faster": f"{b} is faster than {a}.",
         "slower": f"{b} is slower than {a}{_but_also_faster(e.primary)}.",
@@ -122,6 +127,7 @@ def gate_title(gate: Gate) -> str:
     return {
         "passed": "The outputs are equivalent",
         "failed": "The outputs differ",
+        "allowed": "The outputs differ, which was allowed",
         "skipped": "The outputs were not compared",
     }[gate.outcome]
 
