@@ -174,7 +174,7 @@ class Experiment:
 
     def _finished(self, gate: result.Gate, books: Books, stopped: str) -> result.Experiment:
         s, a, b = self._settings, self._arms["a"], self._arms["b"]
-        found = [difference_of(d) for d in differences(a, b)]
+        found = (*(difference_of(d) for d in differences(a, b)), *self._facts)
         whole = bool(books.blocks)
         return result.Experiment(
             dovetail_version=version("dovetail"),
@@ -184,7 +184,7 @@ class Experiment:
             command=s.command,
             a=_told(a),
             b=_told(b),
-            differences=(*found, *self._facts),
+            differences=found,
             machine=_machine(a),
             workload=summary(books.trace, s.arrivals),
             gate=gate,

@@ -17,7 +17,7 @@ import msgspec
 
 from dovetail.bench.offline import measure_offline
 from dovetail.bench.records import Workload, write_json
-from dovetail.config import Config, PluginsSection, config_hash, validate
+from dovetail.config import Config, config_hash, plugins_section, validate
 from dovetail.config.longform import long_form
 from dovetail.config.sources import Layer, Raw
 from dovetail.errors import DovetailError, EngineError, RequestError
@@ -58,8 +58,8 @@ def _do(job: Job) -> None:
 
 def _config(job: Job) -> Config:
     tree = long_form(job.config)
-    registry = load_plugins(PluginsSection.model_validate(tree["plugins"]))
-    return validate(Raw((Layer("the job", tree),), tree), registry)
+    raw = Raw((Layer("the job", tree),), tree)
+    return validate(raw, load_plugins(plugins_section(raw)))
 
 
 def _check(llm: LLM, job: Job) -> None:
