@@ -10,12 +10,13 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.layers.drafts import ChainSteps, chains
+from dovetail.layers.drafts import ChainSteps, TextSteps, chains
 from dovetail.ops.transfer import to_device
 from dovetail.types import Batch, DraftTree, IntArray, Req
 from dovetail_speculative.checkpoints import find_checkpoint
 from dovetail_speculative.config import DraftModelConfig
 
+Indices = np.ndarray[Any, np.dtype[np.intp]]
 NOTHING: IntArray = np.zeros(0, np.int32)
 
 
@@ -46,7 +47,7 @@ class _Texts:
     ends: IntArray
     room: IntArray
 
-    def __getitem__(self, chosen: np.ndarray[Any, np.dtype[np.intp]]) -> _Texts:
+    def __getitem__(self, chosen: Indices) -> _Texts:
         return _Texts(self.rows[chosen], self.slots[chosen], self.starts[chosen], self.ends[chosen], self.room[chosen])
 
 
@@ -72,7 +73,11 @@ class ModelDrafter(Drafter):
         self._room = runtime.room(info)
         self._device = context.device
         self._count, self._chunk = config.num_draft_tokens, config.chunk_size
-        self._chain = ChainSteps(self._go_on, self._count, 0, runtime.dtype, context.device)
+        self._chain = ChainSteps(self._go_on, self._count, 1, runtime.dtype, context.device)
+        sizes = 1, info.hidden_size
+        self._said = TextSteps(self._forward, 1 + self._count, sizes, runtime.dtype, context.device)
+        self._dtype = runtime.dtype
+        self._room.keep(self._said)
         self._room.keep(self._chain)
         self._context_len = info.context_len
         self._cursors: dict[int, _Cursor] = {}  # by uid
@@ -122,27 +127,40 @@ class ModelDrafter(Drafter):
         new = texts.ends - texts.starts
         counts = np.clip(self._chunk - (np.cumsum(new) - new), 0, new).astype(np.int32)
         texts, counts = texts[np.flatnonzero(counts)], counts[counts > 0]
-        own = self._room.batch(texts.slots, texts.starts, counts)
-        spans = zip(texts.rows.tolist(), texts.starts.tolist(), counts.tolist(), strict=True)
-        said = [batch.reqs[row].token_ids[start : start + count] for row, start, count in spans]
-        own.input_ids = to_device(np.concatenate(said).astype(np.int64), self._device)
-        hidden = self._model.forward(own)
-        for row, place in zip(texts.rows.tolist(), (texts.starts + counts).tolist(), strict=True):
-            self._cursors[batch.reqs[row].uid].place = place
         done = np.flatnonzero(texts.starts + counts == texts.ends)
         done = done[np.argsort(-texts.room[done], kind="stable")]
-        if not len(done):
-            return own.input_ids[:0], texts[done]
-        last = to_device((np.cumsum(counts) - 1)[done].astype(np.int64), self._device)
-        return self._model.logits(hidden.index_select(0, last)).argmax(-1), texts[done]
+        outputs = self._outputs(batch, texts, counts, done)
+        for row, place in zip(texts.rows.tolist(), (texts.starts + counts).tolist(), strict=True):
+            self._cursors[batch.reqs[row].uid].place = place
+        first = self._model.logits(outputs).argmax(-1) if len(done) else outputs.new_zeros(0, dtype=torch.int64)
+        return first, texts[done]
+
+    def _outputs(self, batch: Batch, texts: _Texts, counts: IntArray, done: Indices) -> torch.Tensor:
+        """Read ``counts`` tokens of ``texts``. Returns hidden states ``[n, hidden_size]`` of the last ones of those ``done``."""
+        spans = zip(texts.rows.tolist(), texts.starts.tolist(), counts.tolist(), strict=True)
+        said = np.concatenate([batch.reqs[row].token_ids[start : start + count] for row, start, count in spans])
+        few = int(counts.max()) <= self._said.widths[-1]
+        arrays = [said, self._said.places(counts), done] if few else [said, (np.cumsum(counts) - 1)[done]]
+        sent = to_device(np.concatenate(arrays).astype(np.int64), self._device)
+        ids, where, *chosen = sent.split([len(array) for array in arrays])
+        if few:
+            rows = texts.slots, texts.starts, counts
+            return self._said.take(self._room, rows, where, ids, self._nothing(ids)).index_select(0, chosen[0])
+        own = self._room.batch(texts.slots, texts.starts, counts)
+        return self._forward(own, ids, self._nothing(ids)).index_select(0, where)
+
+    def _nothing(self, ids: torch.Tensor) -> torch.Tensor:
+        """In a hidden state's stead: the model keeps all it needs in the room."""
+        return torch.zeros(len(ids), 1, dtype=self._dtype, device=self._device)
+
+    def _forward(self, batch: Batch, ids: torch.Tensor, nothing: torch.Tensor) -> torch.Tensor:
+        batch.input_ids = ids
+        return self._model.forward(batch)
 
     def _write(self, ids: torch.Tensor, texts: _Texts) -> dict[int, IntArray]:
         """Drafts by row; ``ids`` are the first ones."""
-        nothing = self._chain.state(len(ids)).hidden
-        drafts = self._chain.draft(self._room, texts.slots, texts.ends, texts.room, ids, nothing)
+        drafts = self._chain.draft(self._room, texts.slots, texts.ends, texts.room, ids, self._nothing(ids))
         return {row: drafts[i, : texts.room[i]] for i, row in enumerate(texts.rows.tolist())}
 
-    def _go_on(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model keeps all it needs in the room: ``hidden`` has no columns."""
-        batch.input_ids = ids
-        return self._model.logits(self._model.forward(batch)).argmax(-1), hidden
+    def _go_on(self, batch: Batch, ids: torch.Tensor, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._model.logits(self._forward(batch, ids, nothing)).argmax(-1), nothing
