@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.interfaces.speculative import DraftRuntime
     from dovetail_speculative.config import CheckpointConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors, by name."""
 
 
 def find_checkpoint(runtime: DraftRuntime, section: CheckpointConfig) -> Path:
@@ -41,13 +45,27 @@ def _missing(target: Path, folder: str) -> str | None:
     )
 
 
-def tensor_names(directory: Path) -> frozenset[str]:
-    """Names of all tensors in the safetensors files of a checkpoint; empty where there are none (the loader says so)."""
-    names: set[str] = set()
+def tensor_shapes(directory: Path) -> Shapes:
+    """Of all tensors in the safetensors files of a checkpoint; none where there are none (the loader says so)."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            names.update(tensors.keys())
-    return frozenset(names)
+            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
+    return shapes
+
+
+def tensor_names(directory: Path) -> frozenset[str]:
+    """Of all tensors in the safetensors files of a checkpoint."""
+    return frozenset(tensor_shapes(directory))
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Raise ``ConfigError`` unless KV heads are shared evenly."""
+    if heads % kv_heads:
+        raise ConfigError(
+            f"config.json of the drafter: num_attention_heads is {heads}, num_key_value_heads {kv_heads}; the first must be a "
+            "multiple of the second"
+        )
 
 
 def read_tensor(directory: Path, name: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.attention import AttentionShape
 from dovetail.layers.decoder import DecoderShape
 from dovetail.layers.rope import RopeConfig, read_rope
+from dovetail_speculative.checkpoints import check_heads
 from dovetail_speculative.speculators import flattened
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -148,11 +149,7 @@ def _shape(given: Mapping[str, Any], max_context: int) -> DFlashShape:
     head_dim = _integer(given, "head_dim", hidden // heads)
     norm_eps, bias = float(given.get("rms_norm_eps") or 1e-6), bool(given.get("attention_bias"))
     kv_heads = _integer(given, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"config.json of the drafter: num_attention_heads is {heads}, num_key_value_heads {kv_heads}; the first must be a "
-            "multiple of the second"
-        )
+    check_heads(heads, kv_heads)
     rope = read_rope(given, head_dim, _integer(given, "max_position_embeddings", 32768))
     attention = AttentionShape(hidden, heads, kv_heads, head_dim, bias, bias, norm_eps)
     block_size = _integer(given, "block_size", 16)

@@ -19,6 +19,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.rope import RopeConfig, read_rope
+from dovetail_speculative.checkpoints import check_heads
 
 if TYPE_CHECKING:
     from dovetail.interfaces.speculative import DrafterContext
@@ -101,11 +102,7 @@ def describe(
     assert context.runtime is not None
     heads = head.num_attention_heads
     kv_heads, head_dim = head.num_key_value_heads or heads, head.head_dim or head.hidden_size // heads
-    if heads % kv_heads:
-        raise ConfigError(
-            f"config.json of the drafter: num_attention_heads is {heads}, num_key_value_heads {kv_heads}; the first must be a "
-            "multiple of the second"
-        )
+    check_heads(heads, kv_heads)
     if head.vocab_size != context.vocab_size:
         raise ConfigError(
             f"config.json of the drafter: vocab_size is {head.vocab_size}, that of the target {context.vocab_size}; a head works "

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.cache import CacheGroup
@@ -20,12 +19,10 @@ from dovetail.interfaces.model import ModelInfo
 from dovetail.layers.attention import AttentionShape
 from dovetail.layers.decoder import DecoderShape
 from dovetail.layers.rope import RopeConfig, read_rope
-from dovetail_speculative.checkpoints import read_tensor
+from dovetail_speculative.checkpoints import Shapes, read_tensor, tensor_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +115,6 @@ class MtpShape:
     def entry(self, index: int) -> str:
         """Begins the names of what is around it."""
         return self.layout.entry.format(index=index, behind=self.first + index)
-
-
-def tensor_shapes(directory: Path) -> Shapes:
-    """Of all tensors in the safetensors files of a checkpoint."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
-    return shapes
 
 
 def describe_mtp(config: Mapping[str, Any], directory: Path | None, target: ModelInfo, max_context: int) -> ModelInfo:
