@@ -183,7 +183,7 @@ def test_a_run_as_table_json_and_page(bench, tiny_url, tmp_path):
     tags = Tags()
     tags.feed(html.read_text())
     assert tags.fetched == []
-    assert (tags.count["svg"], tags.count["html"]) == (3, 1)
+    assert (tags.count["svg"], tags.count["html"]) == (4, 1)
     status, out, _ = bench(*work, "--concurrency", "2", "--json")
     told = json.loads(out)
     assert (status, told["points"][0]["summary"]["completed"]) == (0, 6)

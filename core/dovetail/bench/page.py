@@ -69,7 +69,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _by_rate(report: BenchReport) -> list[Figure]:
-    points = sorted((p for p in report.points if p.rate is not None), key=lambda p: p.rate or 0.0)
+    points = [p for p in report.by_rate if p.rate is not None]
     slo = report.slo
     figures = [
         _latencies(points, "ttft", "Time to first token", slo.ttft_ms if slo is not None else None),
@@ -99,7 +99,7 @@ def _latencies(points: Sequence[Point], metric: str, title: str, bound: float | 
 def _of_run(record: RunRecord) -> list[Figure]:
     done = [m for m in record.measurements if m.ok]
     firsts = [(m.due, (m.first_token - m.due) * 1e3) for m in done if m.first_token is not None]
-    names = (("ttft", "Time to first token"), ("itl", "Between tokens"))
+    names = (("ttft", "Time to first token"), ("tpot", "Time per output token"), ("itl", "Between tokens"))
     figures = [_curve([value for _, value in values(done, metric)], title) for metric, title in names]
     dots = [Series("a call", firsts, line=False)]
     caption = "By when each call was due: a slope upwards is a queue that grows."

@@ -53,4 +53,9 @@ class BenchReport(Data):
     @property
     def notes(self) -> list[str]:
         """Reasons to doubt the numbers."""
-        return notes([(point.rate, point.summary, point.record.lag) for point in self.points])
+        return notes([(point.rate, point.summary, point.record.lag) for point in self.by_rate])
+
+    @property
+    def by_rate(self) -> list[Point]:
+        """The points, lower rates first."""
+        return sorted(self.points, key=lambda point: point.rate or 0.0)

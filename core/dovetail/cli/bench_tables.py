@@ -92,7 +92,7 @@ def _print_runs(report: BenchReport, out: Console) -> None:
     out.print(report.title, style="bold", markup=False)
     titles = ["calls/s", "done/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed", "client"]
     grid = table(*titles, *(["within", "SLO"] if report.slo is not None else []))
-    for point in report.points:
+    for point in report.by_rate:
         summary = point.summary
         cells = [
             f"{point.rate:.3g}" if point.rate is not None else "-",
