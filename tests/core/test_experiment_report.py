@@ -330,7 +330,15 @@ def test_numbers_have_about_three_digits(value, text):
 
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(1.1018, "+10.2"), (0.912, "−8.8"), (1.0, "±0.0"), (0.99999, "±0.0"), (3.5, "+250"), (None, "–")],
+    [
+        (1.1018, "+10.2"),
+        (0.912, "−8.8"),
+        (1.0, "±0.0"),
+        (0.99999, "±0.0"),
+        (3.5, "+250"),
+        (18.06, "×18.1"),
+        (None, "–"),
+    ],
 )
 def test_changes_have_their_sign(ratio, text):
     assert words.change(ratio).removesuffix("\u202f%") == text

@@ -163,12 +163,15 @@ def _percent(axis: Any) -> None:
     from matplotlib.ticker import FixedLocator
 
     low, high = sorted(axis.get_view_interval())
-    step = next((s for s in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if (high - low) / s <= 9), 1.0)
-    ups = [k * step for k in range(1, 1 + int(np.expm1(high) / step))]
-    downs = [-k * step for k in range(1, 1 + int(-np.expm1(low) / step))]
-    places = [0.0, *_apart(ups, (high - low) / 10), *_apart(downs, (high - low) / 10)]
-    axis.set_major_locator(FixedLocator([float(np.log1p(place)) for place in places]))
-    axis.set_major_formatter(lambda x, _: _percent_text(float(np.expm1(x)), step))
+    step = next((s for s in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2) if (high - low) / s <= 9), None)
+    if step is None:
+        ups, downs = [1, 4, 9, 49, 99], [-0.5, -0.8, -0.9, -0.98, -0.99]
+    else:
+        ups = [k * step for k in range(1, 1 + int(np.expm1(high) / step))]
+        downs = [-k * step for k in range(1, 1 + int(-np.expm1(low) / step))]
+    places = [float(np.log1p(at)) for at in (0, *_apart(ups, (high - low) / 10), *_apart(downs, (high - low) / 10))]
+    axis.set_major_locator(FixedLocator([at for at in places if low <= at <= high]))
+    axis.set_major_formatter(lambda x, _: _percent_text(float(np.expm1(x)), step or 1))
 
 
 def _apart(changes: Sequence[float], room: float) -> list[float]:
@@ -180,10 +183,12 @@ def _apart(changes: Sequence[float], room: float) -> list[float]:
     return kept[1:]
 
 
-def _percent_text(change: float, step: float) -> str:
-    if abs(change) < 1e-9:
+def _percent_text(at: float, step: float) -> str:
+    if abs(at) < 1e-9:
         return "0 %"
-    return f"{100 * change:+.{0 if step >= 0.01 else 1}f} %".replace("-", "−")
+    if at > 8.9:
+        return change(1 + at)
+    return f"{100 * at:+.{0 if step >= 0.01 else 1}f} %".replace("-", "−")
 
 
 def _panels(e: Experiment) -> list[Comparison]:

@@ -18,6 +18,7 @@ _FORMATTERS: tuple[Callable[..., Any], ...] = (
     words.number,
     words.change,
     words.interval,
+    words.floor,
     words.p_text,
     words.side_ratio,
 )

@@ -11,7 +11,26 @@ block counts one number: the log of B's metric over A's. Two things make their m
 The interval is the mean, plus or minus a quantile of Student's t (or, where the experiment looks after every block, its
 always-valid counterpart in ``sequential``) times the root of the sum of both; degrees of freedom by Satterthwaite.
 
-Measured with benchmarks/experiment_coverage.py: see COVERAGE.
+Coverage of nominal 0.95, found by benchmarks/experiment_coverage.py (300 experiments each, of 100 requests in 25 clusters;
+fixed number of blocks; in brackets the interval's median width; machines that drift by a line and AR(1) between runs):
+
+                                        here           blocks only    percentile     BCa            percentile-t
+    steady machine, mean, 4 blocks      0.957 (7.2 %)  0.933 (6.4 %)  0.997 (6.8 %)  0.990 (7.0 %)  0.997 (21 %)
+    drifting machine, mean, 4 blocks    0.970 (7.3 %)  0.967 (7.3 %)  0.940 (4.8 %)  0.943 (4.9 %)  1.000 (20 %)
+    drifting machine, mean, 8 blocks    0.953 (3.9 %)  0.950 (3.9 %)  0.953 (3.6 %)  0.937 (3.6 %)  0.960 (4.6 %)
+    drifting machine, mean, 20 blocks   0.963 (2.4 %)  0.957 (2.3 %)  0.973 (2.5 %)  0.970 (2.5 %)  0.973 (2.5 %)
+    drifting machine, p99, 8 blocks     0.963 (13 %)   0.947 (12 %)   0.997 (14 %)   0.870 (13 %)   0.857 (16 %)
+    drifts much, mean, 8 blocks         0.950 (5.1 %)  0.940 (5.0 %)  0.917 (4.4 %)  0.903 (4.4 %)  0.957 (5.7 %)
+    B gains unevenly, mean, 8 blocks    0.967 (15 %)   0.443 (3.9 %)  0.720 (6.9 %)  0.723 (6.9 %)  0.623 (5.7 %)
+    B gains unevenly, mean, 20 blocks   0.953 (13 %)   0.237 (2.3 %)  0.500 (4.5 %)  0.493 (4.5 %)  0.320 (3.0 %)
+    B gains unevenly, p99, 8 blocks     0.893 (32 %)   0.470 (12 %)   0.680 (19 %)   0.547 (16 %)   0.530 (19 %)
+
+The last three columns are the bootstrap that resamples blocks and, in each, its requests. It counts noise within blocks twice and what
+the requests have in common too little, so neither BCa nor percentile-t mends it. What is too narrow still is the p99 of few
+requests that gain unevenly: a hundred requests have one beyond it.
+
+Looking after each of up to 20 blocks on the drifting machine: of 300 experiments of A against itself 0.7 % end with a false alarm;
+5 % and 10 % are found in all, after 6 and 4 blocks (medians), and never called equivalent within 2 %.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _comparisons(e: Experiment) -> Table:
             Text(words.change(c.ratio), STYLE[c.verdict]),
             words.interval(c),
             words.p_text(c.p_adjusted),
-            Text(f"±{c.noise_floor:.1%}" if c.noise_floor is not None else words.NONE, "dim"),
+            Text(words.floor(c), "dim"),
             _verdict(c),
         )
     return grid

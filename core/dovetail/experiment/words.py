@@ -15,7 +15,7 @@ def number(value: float | None) -> str:
     if value is None:
         return NONE
     size = abs(value)
-    digits = 0 if size >= 100 or value == 0 else 1 if size >= 10 else 2 if size >= 1 else 3
+    digits = 0 if size >= 100 or value == int(value) else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:,.{digits}f}".replace(",", "\u202f").replace("-", MINUS)
 
 
@@ -25,9 +25,11 @@ def about(count: int) -> str:
 
 
 def change(ratio: float | None) -> str:
-    """A ratio as a change with its sign: 1.102 is +10.2 %."""
+    """A ratio as a change with its sign: 1.102 is +10.2 %; from ten on as a factor."""
     if ratio is None:
         return NONE
+    if ratio >= 10:
+        return f"×{number(round(ratio, 1))}"
     percent = 100 * (ratio - 1)
     digits = 0 if abs(percent) >= 100 else 1
     text = f"{percent:+.{digits}f}".replace("-", MINUS)
@@ -39,6 +41,13 @@ def interval(c: Comparison) -> str:
     if c.low is None and c.high is None:
         return "unbounded"
     return f"{change(c.low)} … {change(c.high)}"
+
+
+def floor(c: Comparison) -> str:
+    """The noise floor, as far as it means anything."""
+    if c.noise_floor is None:
+        return NONE
+    return f"±{100 * c.noise_floor:.1f}\u202f%" if c.noise_floor < 1 else "> 100\u202f%"
 
 
 def p_text(p: float) -> str:
