@@ -192,9 +192,9 @@ def test_accept_equals_the_walk_in_plain_python():
         parents = np.stack([[rng.integers(-1, j) if j else -1 for j in range(width)] for _ in range(rows)])
         lens = rng.integers(0, width + 1, rows)
         sampled = rng.integers(0, 3, (rows, width + 1))
-        starts = np.arange(rows) * (width + 1)
-        arrays = (sampled.reshape(-1), starts, drafts, parents, lens)
-        accepted = accept(*(torch.from_numpy(a.astype(np.int64)) for a in arrays))
+        indptr = np.append(0, np.cumsum(1 + lens))
+        flat = np.concatenate([own[: 1 + count] for own, count in zip(sampled, lens, strict=True)])
+        accepted = accept(*(torch.from_numpy(a.astype(np.int64)) for a in (flat, indptr, drafts, parents)))
         for r in range(rows):
             expected = walk(sampled[r].tolist(), drafts[r], parents[r], lens[r])
             assert accepted.tokens[r, : accepted.lens[r]].tolist() == expected

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from dovetail.engine.inputs import tree_mask
-from dovetail.engine.verify_inputs import VerifyShape, empty_batch, set_lens, static_batch, verify_block
+from dovetail.engine.inputs import Inputs, tree_mask
+from dovetail.engine.verify_inputs import VerifyShape, empty_batch, set_lens, static_batch, write_block, write_pages
 from dovetail.testing.batches import make_batch, make_page_table, make_tree_mask
-from dovetail.types import DraftTree
+from dovetail.types import DraftTree, PageUpdates
 
 PAGE = 4
 
@@ -43,8 +44,12 @@ def test_real_rows_come_first_and_all_else_fills_up(seed, tree):
     batch, _ = random_batch(seed)
     rows, total, width = len(batch.slots), batch.num_tokens, int(batch.extend_lens.max())
     shape = VerifyShape(total + seed % 7, width + 2, tree)
-    indptr, slots, lens, drafts, parents = shape.parts(verify_block(batch, shape))
+    numbers = np.random.default_rng(seed).random(total)
+    block = np.full(shape.size, -7, np.int32)  # of the step before
+    write_block(batch, shape, block, numbers)
+    sent, indptr, slots, lens, drafts, parents = shape.parts(block)
 
+    assert np.array_equal(sent.view(np.float64)[:total], numbers)
     assert indptr[: rows + 1].tolist() == batch.qo_indptr.tolist()
     assert np.array_equal(lens[:rows], batch.kv_lens.numpy())
     assert np.array_equal(slots[:rows], batch.slots)
@@ -63,7 +68,9 @@ def test_real_rows_come_first_and_all_else_fills_up(seed, tree):
 
 def test_a_step_without_rows_is_filling_alone():
     shape = VerifyShape(6, 3, True)
-    indptr, slots, lens, *_ = shape.parts(verify_block(empty_batch(), shape))
+    block = np.full(shape.size, -7, np.int32)
+    write_block(empty_batch(), shape, block, None)
+    _, indptr, slots, lens, *_ = shape.parts(block)
     assert indptr.tolist() == list(range(7))
     assert not slots.any()
     assert (lens == 1).all()
@@ -82,3 +89,25 @@ def test_lengths_of_a_planned_batch_follow_the_step():
     assert not static.prefix_lens[rows:].any()
     assert static.extend_lens.sum() == tokens
     assert np.array_equal(static.extend_lens[:rows], batch.extend_lens)
+
+
+def updates(slots, columns, pages):
+    return PageUpdates(np.array(slots, np.int32), np.array(columns, np.int32), np.array([pages], np.int32))
+
+
+def test_new_pages_travel_behind_a_block_while_there_is_room():
+    shape, inputs, sent = VerifyShape(2, 3, False), Inputs(3, 50, PAGE, torch.device("cpu")), []
+    inputs.upload = lambda *arrays, updates: sent.append(updates)
+    behind = np.full(1 + 2 * shape.room, -7, np.int32)
+    new = updates([2, 3, 2], [4, 0, 4], [9, 8, 7])
+    inputs.note(new)
+    write_pages(inputs, new, shape, behind)
+    assert behind[0] == 3
+    assert behind[1:4].tolist() == [104, 150, 104]
+    assert behind[1 + shape.room :][:3].tolist() == [7, 8, 7], "the later page counts"
+
+    many = updates([1] * (shape.room + 1), range(shape.room + 1), range(1, shape.room + 2))
+    inputs.note(many)
+    write_pages(inputs, many, shape, behind)
+    assert behind[0] == 0
+    assert sent == [many]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dovetail import LLM
-from dovetail.engine.captures import NO_UPDATES, Staging
+from dovetail.engine.captures import NO_UPDATES
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey, VerifySizes, VerifyStep
-from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, empty_batch, verify_block
+from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, empty_batch
 from dovetail.interfaces.attention import AttentionContext
 from dovetail.interfaces.speculative import Drafter
 from dovetail.testing.batches import make_page_table
@@ -102,21 +102,18 @@ def run_ragged(engine, batch):
 
 
 def make_step(engine, backend, tree):
-    """A step, and the numbers that it is sent."""
     shape = VerifyShape(TOKENS, WIDTH, tree)
-    block = torch.zeros(sum(shape.sizes), dtype=torch.int32)
     memory = VerifyMemory(shape._replace(tokens=TOKENS + 3), engine.inputs.pages.shape[1], engine.device)
-    step = VerifyStep(shape, engine.inputs, memory, block, engine.context_len)
+    step = VerifyStep(shape, engine.inputs, memory, engine.context_len)
     step.batch.attn, step.batch.kv = (backend,), (engine.pool,)
-    return step, block
+    return step
 
 
 @torch.inference_mode()
-def run_static(engine, step, block, batch):
-    block[:] = torch.from_numpy(verify_block(batch, step.shape))
-    step.set_lens(batch, batch.num_tokens)
+def run_static(engine, step, batch):
+    step.write(batch, batch.num_tokens)
     if step.batch.attn[0] is engine._decode:
-        step._tensors.compute(engine.inputs)  # torch_native plans with the pages
+        step.tensors.compute(engine.inputs)  # torch_native plans with the pages
         engine._decode.plan(step.batch)
     else:
         step.batch.attn[0].plan_replay(step.batch)
@@ -129,7 +126,7 @@ def run_static(engine, step, block, batch):
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 def test_a_step_that_is_filled_up_equals_the_ragged_one(engine, attention, tree):
     backend = engine._decode if attention == "torch_native" else triton_attention(engine)
-    step, block = make_step(engine, backend, tree)
+    step = make_step(engine, backend, tree)
     if attention == "triton":
         backend.plan_capture(step.batch)
     for seed, (prefix, trees) in enumerate(TREES if tree else CHAINS):
@@ -138,7 +135,7 @@ def test_a_step_that_is_filled_up_equals_the_ragged_one(engine, attention, tree)
         expected, fields = run_ragged(engine, batch)
         written = in_pool(engine)
         engine.pool.k.copy_(before[0]), engine.pool.v.copy_(before[1])
-        logits = run_static(engine, step, block, batch)
+        logits = run_static(engine, step, batch)
         assert not logits.isnan().any()
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         for ours, theirs in zip(in_pool(engine), written, strict=True):  # NaN where nobody wrote
@@ -157,10 +154,10 @@ def test_a_step_without_rows_touches_page_0_alone(engine):
     verify_batch(engine, [3], [[-1]], 0)
     backend = triton_attention(engine)
     for tree in (False, True):
-        step, block = make_step(engine, backend, tree)
+        step = make_step(engine, backend, tree)
         backend.plan_capture(step.batch)
         before = in_pool(engine)
-        block[:] = torch.from_numpy(verify_block(empty_batch(), step.shape))
+        step.tensors.write(empty_batch(), engine.inputs)
         assert step.run(engine.model).isfinite().all()
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(in_pool(engine), before, strict=True))
 
@@ -176,24 +173,15 @@ class Replayed:
         return SimpleNamespace(replay=step), step()
 
 
-class Sent(Staging):
-    """A buffer that needs no pinned memory and no events."""
-
-    def __init__(self, size, device):
-        self.size, self.buffer = size, torch.zeros(size, dtype=torch.uint8)
-
-    def send(self, packed):
-        self.buffer[: len(packed)] = torch.from_numpy(packed)
-
-
+@pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("chain", [True, False], ids=["chains", "trees"])
-def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypatch, chain):
+def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypatch, chain, temperature):
     monkeypatch.setattr("dovetail.engine.verify_graphs.Recorder", Replayed)
-    monkeypatch.setattr("dovetail.engine.verify_graphs.Staging", Sent)
+    monkeypatch.setattr("dovetail.engine.verify_graphs.VerifyGraphs._note_read", lambda graphs: None)
     sections = {"memory": {"num_pages": 64, "page_size": 4}, "model": {"dtype": "float32"}}
     llm = LLM("tiny", device="cpu", grammar="none", attention="torch_native", **sections)
     prompts = [llm.tokenizer.encode(text) for text in ("What is 7 plus 5?", "What colour is grass?")]
-    params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, top_k=20, seed=3, max_new_tokens=8, ignore_eos=True)
     expected = [o.token_ids for o in llm.generate(prompts, params)]
 
     loop, engine = llm.loop, llm.loop.engine
@@ -203,9 +191,11 @@ def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypat
     engine._decode = triton_attention(engine)
     sizes = VerifySizes(TOKENS, WIDTH, trees=not chain, context_len=engine.context_len)
     graphs = engine.verify_graphs = VerifyGraphs(engine.model, engine.inputs, engine.pool, engine._decode, sizes)
-    monkeypatch.setattr("dovetail.engine.engine.NEEDED_BEFORE_CAPTURE", 1)
+    for module in ("engine", "sampler_graphs"):
+        monkeypatch.setattr(f"dovetail.engine.{module}.NEEDED_BEFORE_CAPTURE", 1)
     assert [o.token_ids for o in llm.generate(prompts, params)] == expected
     assert graphs.num_captured > 0
+    assert len(graphs._samplers._graphs) > 0
     assert any(key.tree for key in graphs._graphs) == (not chain)
     totals = loop.scheduler.totals
     assert 0 < totals.accepted_tokens < totals.drafted_tokens

@@ -30,7 +30,7 @@ from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.pieces import ladder as token_ladder
 from dovetail.engine.prompt_logprobs import prompt_logprobs
-from dovetail.engine.sampler import Sampler, decode_numbers
+from dovetail.engine.sampler import Sampler, decode_numbers, verify_numbers
 from dovetail.engine.verify import compact
 from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey, VerifySizes
 from dovetail.engine.weights import build_model, load_weights
@@ -100,7 +100,8 @@ class Engine:
         self._verify_section = config.graphs if captured else None
         self.pieces = self._build_pieces(config, dtype)
         self._needed: Counter[object] = Counter()
-        self._graph: DecodeGraph | None = None
+        self._graph: DecodeGraph | None = None  # that the last step ran in
+        self._verifies: VerifyKey | None = None
         self._logits: torch.Tensor | None = None
         self._prompt_logprobs: list[tuple[int, IntArray, Logprobs]] = []
         if self.drafter is not None and resolved.drafter is not None:
@@ -203,7 +204,7 @@ class Engine:
             batch.shared = None
         if not batch.num_extend and batch.drafts is None:
             batch.variant = backend.variant(batch)
-        self._graph = self._graph_for(batch)
+        self._graph, self._verifies = self._graph_for(batch), None
         if self._graph is not None:
             assert self.graphs is not None
             self._prompt_logprobs = []
@@ -215,11 +216,12 @@ class Engine:
                 assert self._graph.batch.hidden is not None
                 batch.hidden = self._graph.batch.hidden[: len(batch.slots)]
             return
-        key = self._verify_key(batch)
+        self._verifies = key = self._verify_key(batch)
         if key is not None:
             assert self.verify_graphs is not None
             self._prompt_logprobs = []
-            self._logits = self.verify_graphs.launch(key, batch)
+            numbers = verify_numbers(batch, self.sampler.settings_of(batch))
+            self._logits = self.verify_graphs.launch(key, batch, numbers)
             return
         self.inputs.prepare(batch)
         batch.attn, batch.kv, batch.watch = (backend,), (self.pool,), self.watched
@@ -266,24 +268,32 @@ class Engine:
         move the KV of accepted tree drafts to where their positions belong."""
         assert self._logits is not None, "sample follows launch"
         logits, self._logits = self._logits, None
-        settings = self.sampler.settings_of(batch)
-        tokens = None
-        if self._graph is not None and settings.simple:
-            assert self.graphs is not None
-            tokens = self.graphs.sample(self._graph, settings)
-        if tokens is not None:
-            output = ForwardOutput(tokens[: len(batch.slots), None])
-        else:
+        output = self._replayed(batch)
+        if output is None:
             output = self.sampler.sample(batch, logits)
             output.prompt_logprobs = self._prompt_logprobs
             self._keep_last(batch, output)
         if batch.tree_mask is not None:
             compact(batch, output, self.pool)
         if self.device.type == "cuda":
-            output.on_host = fetched(output)
+            output.on_host = output.on_host or fetched(output)
             output.event = torch.cuda.Event()
             output.event.record()
         return output
+
+    def _replayed(self, batch: Batch) -> ForwardOutput | None:
+        """The tokens of a captured step by a captured sampler. None where there is none, or rows want more than it does."""
+        settings = self.sampler.settings_of(batch)
+        if not settings.simple:
+            return None
+        if self._verifies is not None:
+            assert self.verify_graphs is not None
+            return self.verify_graphs.sample(self._verifies, batch, settings)
+        if self._graph is None:
+            return None
+        assert self.graphs is not None
+        tokens = self.graphs.sample(self._graph, settings)
+        return None if tokens is None else ForwardOutput(tokens[: len(batch.slots), None])
 
     def _keep_last(self, batch: Batch, output: ForwardOutput) -> None:
         slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]

@@ -7,19 +7,17 @@ smallest graph that holds its rows; rows that pad it belong to slot 0, read page
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, Recorder, Staging, ladder
-from dovetail.engine.device import lost_device
+from dovetail.engine.captures import NO_UPDATES, Recorder, Staging, ladder
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
+from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.types import Batch, SharedPrefixes
 
@@ -41,24 +39,6 @@ class GraphKey(NamedTuple):
     variant: int = 0
 
 
-class SampleMode(NamedTuple):
-    """What a captured sampler does; the greedy one has ``sampled`` False."""
-
-    sampled: bool
-    any_greedy: bool = False
-    top_k: bool = False
-    top_p: bool = False
-    min_p: bool = False
-
-    @classmethod
-    def of(cls, filters: Filters | None) -> SampleMode:
-        """The mode that serves these filters."""
-        if filters is None:
-            return cls(False)
-        columns = (filters.top_k, filters.top_p, filters.min_p)
-        return cls(True, filters.any_greedy, *(column is not None for column in columns))
-
-
 @dataclass(slots=True, eq=False)
 class DecodeGraph:
     """One captured step. ``batch`` holds the host's lengths of the step being replayed, and tensors of fixed address."""
@@ -68,8 +48,6 @@ class DecodeGraph:
     tensors: DecodeTensors
     forward: torch.cuda.CUDAGraph
     logits: torch.Tensor
-    samplers: dict[SampleMode, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = field(default_factory=dict)
-    needed: Counter[SampleMode] = field(default_factory=Counter)
 
 
 class DecodeGraphs:
@@ -98,8 +76,8 @@ class DecodeGraphs:
         device = inputs.device
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
         self._staging = Staging(len(pack(_padding(max_rows))), device)
-        self._columns = _Columns(max_rows, device)
         self._recorder = Recorder(device)
+        self._samplers = SamplerGraphs(max_rows, self._recorder, device)
 
     @property
     def num_captured(self) -> int:
@@ -139,31 +117,14 @@ class DecodeGraphs:
     def sample(self, graph: DecodeGraph, settings: RowSettings) -> torch.Tensor | None:
         """Replay the sampler of the step just launched: tokens int64 ``[rows of the graph]``, which are also the last tokens
         of their slots from now on. Valid until the next sample. None while the sampler has not been needed often."""
-        mode = SampleMode.of(settings.filters)
-        if mode not in graph.samplers:
-            graph.needed[mode] += 1
-            if graph.needed[mode] < NEEDED_BEFORE_CAPTURE:
-                return None
-            self._columns.set(settings)
-            if not self._try_sampler(graph, mode):
-                return None
-        self._columns.set(settings)
-        replayed, tokens = graph.samplers[mode]
-        replayed.replay()
-        return tokens
+        logits, tensors, last_token = graph.logits, graph.tensors, self._inputs.last_token
 
-    def _try_sampler(self, graph: DecodeGraph, mode: SampleMode) -> bool:
-        try:
-            graph.samplers[mode] = self._capture_sampler(graph, mode)
-        except Exception as error:
-            if lost_device(error):
-                raise
-            log.exception(
-                "a sampler of %d rows could not be captured, and will be launched kernel by kernel", graph.rows
-            )
-            graph.needed[mode] = -sys.maxsize
-            return False
-        return True
+        def draw(filters: Filters | None) -> torch.Tensor:
+            tokens = greedy(logits) if filters is None else sample(logits, filters, tensors.uniform)
+            last_token.index_copy_(0, tensors.slots, tokens)
+            return tokens
+
+        return self._samplers.replay(graph, graph.rows, settings, draw)
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:
@@ -202,59 +163,6 @@ class DecodeGraphs:
         tensors.give(batch)
         batch.attn, batch.kv, batch.watch = (self._backend,), (self._pool,), self._watch
         return batch
-
-    @torch.inference_mode()
-    def _capture_sampler(self, graph: DecodeGraph, mode: SampleMode) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        filters = self._columns.filters(graph.rows, mode)
-        logits, tensors, last_token = graph.logits, graph.tensors, self._inputs.last_token
-
-        def step() -> torch.Tensor:
-            tokens = greedy(logits) if filters is None else sample(logits, filters, tensors.uniform)
-            last_token.index_copy_(0, tensors.slots, tokens)
-            return tokens
-
-        # warming up writes the tokens that the replay writes again
-        return self._recorder.record(step)
-
-
-class _Columns:
-    """The filters of the rows of a step, at fixed addresses."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.temperature = torch.ones(rows, 1, device=device)
-        self.top_k = torch.ones(rows, 1, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
-        self.min_p = torch.zeros(rows, 1, dtype=torch.float64, device=device)
-        self._held: RowSettings | None = None
-
-    def set(self, settings: RowSettings) -> None:
-        """Copy the settings' filters, unless they are there already."""
-        if settings is self._held:
-            return
-        self._held, filters = settings, settings.filters
-        if filters is None:
-            return
-        pairs = (
-            (self.temperature, filters.temperature),
-            (self.top_k, filters.top_k),
-            (self.top_p, filters.top_p),
-            (self.min_p, filters.min_p),
-        )
-        for column, values in pairs:
-            if values is not None:
-                column[: len(values)].copy_(values)
-
-    def filters(self, rows: int, mode: SampleMode) -> Filters | None:
-        """Views for ``rows`` rows."""
-        if not mode.sampled:
-            return None
-        return Filters(
-            self.temperature[:rows],
-            self.top_k[:rows] if mode.top_k else None,
-            self.top_p[:rows] if mode.top_p else None,
-            self.min_p[:rows] if mode.min_p else None,
-            mode.any_greedy,
-        )
 
 
 def _padding(rows: int) -> tuple[Array, ...]:

@@ -127,8 +127,8 @@ class Sampler:
     def _verify(self, batch: Batch, tokens: torch.Tensor, layout: LogitRows) -> ForwardOutput:
         drafts = batch.drafts
         assert drafts is not None
-        trees = (a[layout.rows].astype(np.int64) for a in (drafts.token_ids, drafts.parents, drafts.lens))
-        arrays = layout.starts, *trees
+        indptr = np.append(layout.starts, layout.starts[-1:] + layout.spans[-1:]).astype(np.int32)
+        arrays = indptr, drafts.token_ids[layout.rows], drafts.parents[layout.rows]
         accepted = accept(tokens, *unpack(to_device(pack(arrays), self.device), arrays))
         return ForwardOutput(accepted.tokens, accepted.lens, accepted.nodes)
 
@@ -145,6 +145,14 @@ def decode_numbers(batch: Batch, settings: RowSettings) -> Floats | None:
     if settings.filters is None:
         return None
     return uniform(settings.seeds, batch.prefix_lens.astype(np.int64) + 1)
+
+
+def verify_numbers(batch: Batch, settings: RowSettings) -> Floats | None:
+    """The random numbers of a batch of verify rows, float64 ``[tokens]``; None where every row is greedy."""
+    if settings.filters is None:
+        return None
+    layout = LogitRows.of(batch)
+    return uniform(np.repeat(settings.seeds, layout.spans), _places(batch, layout))
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:

@@ -26,29 +26,40 @@ class Accepted(NamedTuple):
     lens: torch.Tensor
     nodes: torch.Tensor
 
+    @classmethod
+    def of(cls, result: torch.Tensor) -> Accepted:
+        """Views of ``[rows, 2k + 3]``: tokens, nodes, lens."""
+        width = result.shape[1] // 2
+        return cls(result[:, :width], result[:, -1], result[:, width:-1])
+
 
 def accept(
-    sampled: torch.Tensor, starts: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor, lens: torch.Tensor
+    sampled: torch.Tensor, indptr: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor | None
 ) -> Accepted:
-    """Walk the trees. All are int64. ``sampled [nodes of all rows]`` are the target's samples, of row r from ``starts[r]`` on at
-    the root and at each draft; ``draft_ids`` and ``parents [rows, k]`` the drafts (parent -1: the root), ``lens [rows]``."""
+    """Walk the trees. ``sampled`` int64 are the target's samples at the root and at each draft of row after row, those of row r
+    ``[indptr[r], indptr[r + 1])``; ``draft_ids`` and ``parents [rows, k]`` are the drafts (parent -1: the root; None: chains)."""
+    rows, width = draft_ids.shape
     if sampled.device.type == "cuda":
         from dovetail.ops.triton.verify import walk
 
-        return Accepted(*walk(sampled, starts, draft_ids, parents, lens))
-    rows, width = draft_ids.shape
-    valid = torch.arange(width, device=sampled.device) < lens[:, None]
+        result = sampled.new_empty(rows, 2 * width + 3)
+        walk(sampled, indptr, draft_ids, parents, result)
+        return Accepted.of(result)
+    starts, lens = indptr[:-1, None].long(), indptr.diff()[:, None] - 1
+    places = torch.arange(width, device=sampled.device)
+    parents = places - 1 if parents is None else parents
+    valid = places < lens
     node = torch.zeros(rows, 1, dtype=torch.int64, device=sampled.device)
     nodes, alive, accept_len = [node], torch.ones_like(node, dtype=torch.bool), torch.ones_like(node)
     for _ in range(width):
-        token = sampled[starts[:, None] + node]
+        token = sampled[starts + node]
         child = valid & (parents + 1 == node) & (draft_ids == token) & alive
         alive = child.any(dim=1, keepdim=True)
         node = torch.where(alive, child.int().argmax(dim=1, keepdim=True) + 1, node)
         accept_len = accept_len + alive
         nodes.append(node)
     path = torch.cat(nodes, dim=1)
-    return Accepted(sampled[starts[:, None] + path], accept_len[:, 0], path)
+    return Accepted(sampled[starts + path], accept_len[:, 0], path)
 
 
 def compact(batch: Batch, output: ForwardOutput, pool: PagedKVPool) -> None:

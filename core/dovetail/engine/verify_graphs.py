@@ -1,7 +1,10 @@
-"""CUDA graphs of verify steps: rows with drafts, everything from the page table to the logits of every node.
+"""CUDA graphs of verify steps: rows with drafts, everything from the page table to the logits of every node, and, where
+rows want filters and random numbers at most, to the tokens that were accepted.
 
 A graph is captured for each of a ladder of token counts, for chains and for trees. A step runs in the smallest graph that
-holds its tokens, however they are divided among rows (see ``verify_inputs``). Sampling and verification follow as usual.
+holds its tokens, however they are divided among rows (see ``verify_inputs``). The host waits for each verify step before it
+drafts the next, and little else lies between two: it writes into memory that the device reads itself, replays, and finds
+the accepted tokens in its own memory.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dovetail.engine.captures import Recorder, Staging, ladder
-from dovetail.engine.inputs import Inputs, pack
+from dovetail.engine.captures import Recorder, ladder
+from dovetail.engine.sampler_graphs import SamplerGraphs
+from dovetail.engine.settings import expand
+from dovetail.engine.verify import Accepted
 from dovetail.engine.verify_inputs import (
     VerifyMemory,
     VerifyShape,
@@ -22,14 +27,18 @@ from dovetail.engine.verify_inputs import (
     empty_batch,
     set_lens,
     static_batch,
-    verify_block,
 )
-from dovetail.types import Batch
+from dovetail.ops.sampling import greedy, sample
+from dovetail.types import Batch, ForwardOutput
 
 if TYPE_CHECKING:
+    from dovetail.engine.inputs import Inputs
+    from dovetail.engine.settings import RowSettings
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.memory.pool import PagedKVPool
+    from dovetail.ops.random import Floats
+    from dovetail.ops.sampling import Filters
 
 log = logging.getLogger(__name__)
 
@@ -56,29 +65,44 @@ class VerifyStep:
     The backend must have planned ``batch`` before ``run``.
     """
 
-    def __init__(
-        self, shape: VerifyShape, inputs: Inputs, memory: VerifyMemory, block: torch.Tensor, context_len: int
-    ) -> None:
-        """``block`` is where what the host sends arrives, see ``verify_block``."""
-        self.shape, self._inputs = shape, inputs
-        self._tensors = VerifyTensors(shape, memory, block)
+    def __init__(self, shape: VerifyShape, inputs: Inputs, memory: VerifyMemory, context_len: int) -> None:
+        self._inputs = inputs
+        self.tensors = VerifyTensors(shape, memory)
         self.batch = static_batch(shape, context_len)
-        self._tensors.give(self.batch, shape.tokens, shape.tokens)
+        self.tensors.give(self.batch, shape.tokens, shape.tokens)
+
+    def write(self, batch: Batch, tokens: int, numbers: Floats | None = None) -> None:
+        """Write what the host sends of ``batch``, so many tokens, and tell the planned batch its lengths, for
+        ``AttentionBackend.plan_replay``."""
+        self.tensors.write(batch, self._inputs, numbers)
+        set_lens(self.batch, batch, tokens)
 
     def run(self, model: ModelArchitecture) -> torch.Tensor:
         """Launch everything; returns the logits of every token."""
-        self._tensors.compute(self._inputs)
+        self.tensors.compute(self._inputs)
         return model.logits(model.forward(self.batch))
 
-    def set_lens(self, batch: Batch, tokens: int) -> None:
-        """Tell the planned batch the lengths of this step of so many tokens, for ``AttentionBackend.plan_replay``."""
-        set_lens(self.batch, batch, tokens)
+    def draw(self, logits: torch.Tensor, filters: Filters | None) -> torch.Tensor:
+        """Sample at every token and verify the drafts; the last tokens are those of their slots from now on. ``filters`` are by
+        row. Returns the memory of ``Accepted.of``, on the device."""
+        from dovetail.ops.triton.verify import walk
+
+        own = self.tensors
+        sampled = greedy(logits) if filters is None else sample(logits, expand(filters, own.row_of), own.uniform)
+        keep = own.slots, self._inputs.last_token
+        walk(sampled, own.indptr, own.drafts, own.parents, own.result, on_host=own.result_on_host, keep=keep)
+        return own.result
 
     def give(self, batch: Batch, tokens: int) -> None:
         """Set the engine fields of ``batch``, so many tokens, which has been run."""
-        self._tensors.give(batch, len(batch.slots), tokens)
+        self.tensors.give(batch, len(batch.slots), tokens)
         if self.batch.hidden is not None:
             batch.hidden = self.batch.hidden[:tokens]
+
+    def output(self, rows: int) -> ForwardOutput:
+        """What ``draw`` found for so many rows. Valid until the next one."""
+        on_host, result = (Accepted.of(r[:rows]) for r in (self.tensors.result_on_host, self.tensors.result))
+        return ForwardOutput(*result, on_host=ForwardOutput(*on_host))
 
 
 class VerifyGraphs:
@@ -102,8 +126,9 @@ class VerifyGraphs:
         self._graphs: dict[VerifyKey, tuple[VerifyStep, torch.cuda.CUDAGraph]] = {}
         largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
-        self._staging = Staging(4 * sum(largest.sizes) + 8, inputs.device)
         self._recorder = Recorder(inputs.device)
+        self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
+        self._read: torch.cuda.Event | None = None  # passed once the device has read what the host wrote last
         self._logits: torch.Tensor | None = None  # of the step launched last, whichever graph it ran in
 
     @property
@@ -130,19 +155,38 @@ class VerifyGraphs:
         """True if the graph can be replayed at once."""
         return key in self._graphs
 
-    def launch(self, key: VerifyKey, batch: Batch) -> torch.Tensor:
+    def launch(self, key: VerifyKey, batch: Batch, numbers: Floats | None) -> torch.Tensor:
         """Replay the forward pass for ``batch``, and set its engine fields; returns the logits of its tokens, ``[tokens, V]``.
-        All of them are valid until the next launch."""
+        All of them are valid until the next launch. ``numbers`` are those of ``verify_numbers``."""
         step, graph = self._graphs[key]
-        self._inputs.note(batch.page_updates)
-        self._staging.send_step(self._inputs, [verify_block(batch, step.shape)], batch.page_updates)
         tokens = batch.num_tokens
-        step.set_lens(batch, tokens)
+        self._inputs.note(batch.page_updates)
+        self._wait_until_read()
+        step.write(batch, tokens, numbers)
         self._backend.plan_replay(step.batch)
         graph.replay()
+        self._note_read()
         step.give(batch, tokens)
         assert self._logits is not None
         return self._logits[:tokens]
+
+    def sample(self, key: VerifyKey, batch: Batch, settings: RowSettings) -> ForwardOutput | None:
+        """Replay the sampler of the step just launched, and the verification, with its result on the host's side as well.
+        Valid until the next launch. None while the sampler has not been needed often."""
+        step, _ = self._graphs[key]
+        assert self._logits is not None
+        logits = self._logits[: key.tokens]
+        found = self._samplers.replay(key, key.tokens, settings, lambda filters: step.draw(logits, filters))
+        return None if found is None else step.output(len(batch.slots))
+
+    def _wait_until_read(self) -> None:
+        if self._read is not None:
+            self._read.synchronize()
+
+    def _note_read(self) -> None:
+        if self._read is None:
+            self._read = torch.cuda.Event()
+        self._read.record()
 
     @torch.inference_mode()
     def capture(self, key: VerifyKey) -> None:
@@ -150,12 +194,13 @@ class VerifyGraphs:
         start = time.perf_counter()
         limits = self._limits
         shape = VerifyShape(key.tokens, limits.width, key.tree)
-        block = self._staging.buffer[: 4 * sum(shape.sizes)].view(torch.int32)
-        step = VerifyStep(shape, self._inputs, self._memory, block, limits.context_len)
+        step = VerifyStep(shape, self._inputs, self._memory, limits.context_len)
         step.batch.attn, step.batch.kv, step.batch.watch = (self._backend,), (self._pool,), self._watch
         self._backend.plan_capture(step.batch)
-        self._staging.send(pack([verify_block(empty_batch(), shape)]))
+        self._wait_until_read()
+        step.tensors.write(empty_batch(), self._inputs)
         graph, _ = self._recorder.record(lambda: self._keep(step.run(self._model)))
+        self._note_read()
         self._graphs[key] = step, graph
         self.seconds += time.perf_counter() - start
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES
-from dovetail.types import Batch, DraftTree
+from dovetail.types import Batch, DraftTree, PageUpdates
 
 if TYPE_CHECKING:
     from dovetail.engine.inputs import Inputs
+    from dovetail.ops.random import Floats
     from dovetail.types import IntArray
-
 
 Numbers = TypeVar("Numbers", torch.Tensor, "IntArray")
 
@@ -34,31 +34,42 @@ class VerifyShape(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """Numbers in each part of what the host sends, see ``parts``."""
         drafts = self.tokens * (self.width - 1)
-        return self.tokens + 1, self.tokens, self.tokens, drafts, drafts * self.tree
+        return 2 * self.tokens, self.tokens + 1, self.tokens, self.tokens, drafts, drafts * self.tree
 
-    def parts(self, block: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """Views of ``block`` int32 ``[sum(sizes)]``: ``qo_indptr [tokens + 1]``; of each row its slot and its KV tokens
-        ``[tokens]``, its drafts ``[tokens, width - 1]`` and, of trees, their parents."""
+    @property
+    def size(self) -> int:
+        """Numbers in all."""
+        return sum(self.sizes)
+
+    @property
+    def room(self) -> int:
+        """New pages that find room behind them; more of them travel by a copy of their own."""
+        return 2 * self.tokens + 16
+
+    def parts(self, block: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
+        """Views of ``block`` int32 ``[size]``: random numbers (float64 ``[tokens]``), ``qo_indptr [tokens + 1]``; of each row its
+        slot and its KV tokens ``[tokens]``, its drafts ``[tokens, width - 1]`` and, of trees, their parents."""
         found, start = [], 0
         for size in self.sizes:
             found.append(block[start : start + size])
             start += size
-        indptr, slots, lens, drafts, parents = found
+        numbers, indptr, slots, lens, drafts, parents = found
         columns = self.width - 1
-        return indptr, slots, lens, drafts.reshape(self.tokens, columns), parents.reshape(-1, columns)
+        return numbers, indptr, slots, lens, drafts.reshape(self.tokens, columns), parents.reshape(-1, columns)
 
 
-def verify_block(batch: Batch, shape: VerifyShape) -> IntArray:
-    """What the host sends of a batch of verify rows, filled up: see ``VerifyShape.parts``."""
-    block: IntArray = np.zeros(sum(shape.sizes), np.int32)
-    indptr, slots, lens, drafts, parents = shape.parts(block)
+def write_block(batch: Batch, shape: VerifyShape, block: IntArray, numbers: Floats | None) -> None:
+    """Write into ``block`` what the host sends of a batch of verify rows, filled up: see ``VerifyShape.parts``. ``numbers`` are
+    those of ``verify_numbers``."""
+    numbers_part, indptr, slots, lens, drafts, parents = shape.parts(block)
     rows, tokens = len(batch.slots), shape.tokens
+    indptr[0] = 0
     np.cumsum(batch.extend_lens, out=indptr[1 : rows + 1])
     total = int(indptr[rows])
     fill = rows + tokens - total
     indptr[rows + 1 : fill + 1] = np.arange(total + 1, tokens + 1)
     indptr[fill + 1 :] = tokens
-    slots[:rows] = batch.slots
+    slots[:rows], slots[rows:] = batch.slots, 0
     np.add(batch.prefix_lens, batch.extend_lens, out=lens[:rows])
     lens[rows:] = 1
     if batch.drafts is not None:
@@ -66,7 +77,23 @@ def verify_block(batch: Batch, shape: VerifyShape) -> IntArray:
         drafts[:rows, :count] = batch.drafts.token_ids
         if shape.tree:
             parents[:rows, :count] = batch.drafts.parents
-    return block
+    if numbers is not None:
+        numbers_part.view(np.float64)[:total] = numbers
+
+
+def write_pages(inputs: Inputs, updates: PageUpdates, shape: VerifyShape, behind: IntArray) -> None:
+    """Write new entries of the page table, which the host's has already, behind a block: int32 ``[1 + 2 * room]``, how many,
+    their flat places, their pages. Where there are too many they are sent at once."""
+    fresh = inputs.places_of(updates)
+    behind[0] = 0
+    if not fresh:
+        return
+    places, pages = fresh
+    count, room = len(places), shape.room
+    if count > room:
+        inputs.upload(updates=updates)
+        return
+    behind[0], behind[1 : 1 + count], behind[1 + room : 1 + room + count] = count, places, pages
 
 
 def empty_batch() -> Batch:
@@ -76,45 +103,70 @@ def empty_batch() -> Batch:
 
 
 class VerifyMemory:
-    """Device tensors of the largest verify step; smaller ones use their beginning."""
+    """Tensors of the largest verify step; smaller ones use their beginning. ``sent`` and ``result_on_host`` are the host's, where
+    the device reads and writes them itself; the others are on the device."""
 
     def __init__(self, shape: VerifyShape, max_pages: int, device: torch.device) -> None:
-        tokens = shape.tokens
-        self.input_ids, self.positions, self.out_loc = torch.zeros(3, tokens, dtype=torch.int64, device=device)
+        tokens, pinned = shape.tokens, device.type == "cuda"
+        self.sent = torch.zeros(shape.size + 1 + 2 * shape.room, dtype=torch.int32, pin_memory=pinned)
+        self.block = torch.zeros(shape.size, dtype=torch.int32, device=device)
+        self.input_ids, self.positions, self.out_loc, self.row_of = torch.zeros(
+            4, tokens, dtype=torch.int64, device=device
+        )
         self.kv_lens = torch.ones(tokens, dtype=torch.int32, device=device)
         self.table = torch.zeros(tokens, max_pages, dtype=torch.int32, device=device)
         self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
+        self.result = torch.zeros(tokens, 2 * shape.width + 1, dtype=torch.int64, device=device)
+        self.result_on_host = torch.zeros(self.result.shape, dtype=torch.int64, pin_memory=pinned)
 
 
 class VerifyTensors:
-    """Device tensors of a verify step: what the host sent, and what is computed from it and from the arrays by slot."""
+    """The tensors of a verify step: what the host sends, and what is computed from it and from the arrays by slot.
 
-    def __init__(self, shape: VerifyShape, memory: VerifyMemory, block: torch.Tensor) -> None:
-        """``block`` is that of ``verify_block``, on the device."""
+    ``uniform`` float64 ``[tokens]`` are random numbers, ``row_of`` int64 ``[tokens]`` says whose row a token is in.
+    """
+
+    def __init__(self, shape: VerifyShape, memory: VerifyMemory) -> None:
         tokens = shape.tokens
-        indptr, slots, lens, drafts, parents = shape.parts(block)
-        self._sent = indptr, slots, lens, drafts, parents if shape.tree else None
+        self.shape = shape
+        self._sent, self._block = memory.sent, memory.block[: shape.size]
+        self._on_host: IntArray = memory.sent.numpy()
+        numbers, self.indptr, self.slots, lens, self.drafts, parents = shape.parts(self._block)
+        self.uniform = numbers.view(torch.float64)
+        self.parents = parents if shape.tree else None
+        self.row_of = memory.row_of[:tokens]
+        self.result, self.result_on_host = memory.result[:tokens], memory.result_on_host[:tokens]
+        self._given = self.indptr, self.slots, lens, self.drafts, self.parents
         self._computed = (
             memory.input_ids[:tokens],
             memory.positions[:tokens],
             memory.out_loc[:tokens],
+            self.row_of,
             memory.kv_lens[:tokens],
             memory.table[:tokens],
         )
         self._mask = memory.mask[:tokens] if shape.tree else None
 
-    def compute(self, inputs: Inputs) -> None:
-        """Launch the kernel that fills the step's tensors. Reads the arrays by slot."""
-        from dovetail.ops.triton.inputs import verify_inputs
+    def write(self, batch: Batch, inputs: Inputs, numbers: Floats | None = None) -> None:
+        """Write what the host sends. The device must have read what was written before."""
+        size = self.shape.size
+        write_block(batch, self.shape, self._on_host[:size], numbers)
+        write_pages(inputs, batch.page_updates, self.shape, self._on_host[size:])
 
+    def compute(self, inputs: Inputs) -> None:
+        """Launch the kernels that fetch what the host has written and fill the step's tensors. Reads the arrays by slot, and
+        brings the page table up to date."""
+        from dovetail.ops.triton.inputs import fetch, verify_inputs
+
+        fetch(self._sent, self._block, self.shape.room, inputs.pages)
         mask = None if self._mask is None else self._mask.view(torch.uint8)
-        verify_inputs(self._sent, inputs.last_token, inputs.pages, inputs.page_size, self._computed, mask)
+        verify_inputs(self._given, inputs.last_token, inputs.pages, inputs.page_size, self._computed, mask)
 
     def give(self, batch: Batch, rows: int, tokens: int) -> None:
         """Set the engine fields of a batch of so many rows and tokens."""
-        ids, positions, out_loc, kv_lens, table = self._computed
+        ids, positions, out_loc, _, kv_lens, table = self._computed
         batch.input_ids, batch.positions, batch.out_loc = ids[:tokens], positions[:tokens], out_loc[:tokens]
-        batch.qo_indptr, batch.kv_lens, batch.page_table = self._sent[0][: rows + 1], kv_lens[:rows], table[:rows]
+        batch.qo_indptr, batch.kv_lens, batch.page_table = self.indptr[: rows + 1], kv_lens[:rows], table[:rows]
         batch.tree_mask = None if self._mask is None else self._mask[:tokens]
         batch.logit_rows = None
 

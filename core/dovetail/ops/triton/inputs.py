@@ -106,6 +106,22 @@ def decode_inputs(
 
 
 @triton.jit
+def _fetch(source, target, size, room, pages, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, at < size), at < size)
+    new = at < tl.load(source + size)
+    place = tl.load(source + size + 1 + at, new, 0)
+    tl.store(pages + place, tl.load(source + size + 1 + room + at, new, 0), new)
+
+
+def fetch(source: torch.Tensor, target: torch.Tensor, room: int, page_table: torch.Tensor) -> None:
+    """Copy from pinned memory: the beginning of ``source`` int32 into all of ``target``. Behind it are new entries of the
+    ``page_table``: how many, their flat places ``[room]``, their pages ``[room]``."""
+    size = target.shape[0]
+    _fetch[(triton.cdiv(max(size, room), BLOCK),)](source, target, size, room, page_table, BLOCK=BLOCK, num_warps=4)
+
+
+@triton.jit
 def _verify_inputs(
     indptr,
     slots,
@@ -119,6 +135,7 @@ def _verify_inputs(
     input_ids,
     positions,
     out_loc,
+    row_of,
     kv_lens,
     table,
     table_stride,
@@ -156,6 +173,7 @@ def _verify_inputs(
     tl.store(input_ids + token, ids, real)
     tl.store(positions + token, (place - node + depth).to(tl.int64), real)
     tl.store(out_loc + token, page.to(tl.int64) * PAGE + place % PAGE, real)
+    tl.store(row_of + token, row, real)
     tl.store(kv_lens + row, kv_len)
     _copy_pages(pages, table + row * table_stride, 0, (kv_len - 1) // PAGE + 1, BLOCK)
 
@@ -165,18 +183,18 @@ def verify_inputs(
     last_token: torch.Tensor,
     page_table: torch.Tensor,
     page_size: int,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
 ) -> None:
-    """Fill ``out`` = (input_ids, positions, out_loc int64 ``[tokens]``, kv_lens int32 ``[rows]``, table int32 ``[rows, >= pages]``),
-    and ``mask`` uint8 ``[tokens, most queries of a row]`` for trees (see ``AttentionBackend.plan``).
+    """Fill ``out`` = (input_ids, positions, out_loc, row_of int64 ``[tokens]``, kv_lens int32 ``[rows]``, table int32 ``[rows, >=
+    pages]``), and ``mask`` uint8 ``[tokens, most queries of a row]`` for trees (see ``AttentionBackend.plan``).
 
     ``sent`` = (indptr ``[rows + 1]``, slots ``[rows]``, lens ``[rows]``, drafts, parents ``[rows, most drafts]``), int32. Row r has
     tokens ``[indptr[r], indptr[r + 1])``: the last one of slot ``slots[r]``, which is in ``last_token [slots]``, and its drafts,
     with their ``parents`` (see ``types.DraftTree``; None: chains). ``lens[r] >= 1`` are the KV tokens it has with them.
     """
     indptr, slots, lens, drafts, parents = sent
-    input_ids, positions, out_loc, kv_lens, table = out
+    input_ids, positions, out_loc, row_of, kv_lens, table = out
     _verify_inputs[(slots.shape[0],)](
         indptr,
         slots,
@@ -190,6 +208,7 @@ def verify_inputs(
         input_ids,
         positions,
         out_loc,
+        row_of,
         kv_lens,
         table,
         table.stride(0),

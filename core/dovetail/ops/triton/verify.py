@@ -9,40 +9,58 @@ import triton.language as tl
 
 @triton.jit
 def _walk(
-    sampled, starts, draft_ids, parents, lens,
-    tokens, accepted, nodes,
-    k, BLOCK: tl.constexpr,
+    sampled, indptr, draft_ids, parents, stride, out, on_host, slots, last_token,
+    k, TREE: tl.constexpr, ON_HOST: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    start, end = tl.load(indptr + row).to(tl.int64), tl.load(indptr + row + 1).to(tl.int64)
+    live = end > start  # a row that only fills up a step may have no token
     draft = tl.arange(0, BLOCK)
-    real = draft < tl.load(lens + row)
-    ids = tl.load(draft_ids + row * k + draft, real, 0)
-    parent = tl.load(parents + row * k + draft, real, -2)  # nobody's child
-    own = sampled + tl.load(starts + row)
-    to = row * (k + 1)
-    node = tl.load(lens + row) * 0  # the root
-    count = node + 1
-    alive = count > 0
+    real = draft < end - start - 1
+    ids = tl.load(draft_ids + row * stride + draft, real, 0).to(tl.int64)
+    parent = tl.load(parents + row * stride + draft, real, 0).to(tl.int64) if TREE else draft.to(tl.int64) - 1
+    to = row * (2 * k + 3)
+    node = start * 0  # the root
+    token = tl.load(sampled + start, live, 0)
+    count = node + tl.where(live, 1, 0)
+    alive = live
     for step in range(k + 1):
-        token = tl.load(own + node)
-        tl.store(tokens + to + step, token)
-        tl.store(nodes + to + step, node)
-        child = tl.min(tl.where((parent + 1 == node) & (ids == token) & alive, draft, BLOCK), 0)
+        token = tl.load(sampled + start + node, live, 0)
+        tl.store(out + to + step, token)
+        tl.store(out + to + k + 1 + step, node)
+        if ON_HOST:
+            tl.store(on_host + to + step, token)
+            tl.store(on_host + to + k + 1 + step, node)
+        child = tl.min(tl.where(real & (parent + 1 == node) & (ids == token) & alive, draft, BLOCK), 0)
         alive = child < BLOCK
-        node = tl.where(alive, child + 1, node)
+        node = tl.where(alive, child.to(tl.int64) + 1, node)
         count += tl.where(alive, 1, 0)
-    tl.store(accepted + row, count)
+    tl.store(out + to + 2 * k + 2, count)
+    if ON_HOST:
+        tl.store(on_host + to + 2 * k + 2, count)
+    if KEEP:
+        tl.store(last_token + tl.load(slots + row), token, live)
 
 
 def walk(
-    sampled: torch.Tensor, starts: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor, lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``engine.verify.accept``: tokens ``[rows, k + 1]``, how many are new ``[rows]``, their nodes ``[rows, k + 1]``."""
+    sampled: torch.Tensor,
+    indptr: torch.Tensor,
+    draft_ids: torch.Tensor,
+    parents: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    on_host: torch.Tensor | None = None,
+    keep: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """``engine.verify.accept``, into ``out`` int64 ``[rows, 2k + 3]``: of each row the k + 1 tokens, their nodes, and how many are
+    new. ``parents`` None: chains. ``on_host``, pinned, gets the same. ``keep`` = (slots ``[rows]``, last_token): there the last
+    token of each row is written."""
     rows, k = draft_ids.shape
-    tokens, nodes = sampled.new_empty(2, rows, k + 1).unbind(0)
-    accepted = torch.empty_like(lens)
+    slots, last_token = (draft_ids, out) if keep is None else keep
+    assert parents is None or parents.stride(0) == draft_ids.stride(0)
     _walk[(rows,)](
-        sampled, starts, draft_ids, parents, lens, tokens, accepted, nodes,
-        k, BLOCK=triton.next_power_of_2(max(k, 2)), num_warps=1,
+        sampled, indptr, draft_ids, draft_ids if parents is None else parents, draft_ids.stride(0),
+        out, out if on_host is None else on_host, slots, last_token,
+        k, TREE=parents is not None, ON_HOST=on_host is not None, KEEP=keep is not None,
+        BLOCK=triton.next_power_of_2(max(k, 2)), num_warps=1,
     )  # fmt: skip
-    return tokens, accepted, nodes

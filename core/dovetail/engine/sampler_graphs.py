@@ -1,0 +1,124 @@
+"""CUDA graphs of samplers: what follows the logits of a captured step, where rows want filters and a random number at most."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, Recorder
+from dovetail.engine.device import lost_device
+from dovetail.ops.sampling import Filters
+
+if TYPE_CHECKING:
+    from dovetail.engine.settings import RowSettings
+
+log = logging.getLogger(__name__)
+
+
+class SampleMode(NamedTuple):
+    """What a captured sampler does; the greedy one has ``sampled`` False."""
+
+    sampled: bool
+    any_greedy: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+    @classmethod
+    def of(cls, filters: Filters | None) -> SampleMode:
+        """The mode that serves these filters."""
+        if filters is None:
+            return cls(False)
+        columns = (filters.top_k, filters.top_p, filters.min_p)
+        return cls(True, filters.any_greedy, *(column is not None for column in columns))
+
+
+class SamplerGraphs:
+    """Captures and replays samplers, by step and mode. Not thread-safe."""
+
+    def __init__(self, rows: int, recorder: Recorder, device: torch.device) -> None:
+        """``rows`` is the most that a step has."""
+        self._columns = _Columns(rows, device)
+        self._recorder = recorder
+        self._graphs: dict[tuple[Hashable, SampleMode], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._needed: Counter[tuple[Hashable, SampleMode]] = Counter()
+
+    def replay(
+        self, step: Hashable, rows: int, settings: RowSettings, draw: Callable[[Filters | None], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """What ``draw`` returns for a step of ``rows`` rows, given filters at fixed addresses, or None where all are greedy. Valid
+        until the next replay. None while the sampler has not been needed often. Warming up runs ``draw`` several times."""
+        key = step, SampleMode.of(settings.filters)
+        if key not in self._graphs:
+            self._needed[key] += 1
+            if self._needed[key] < NEEDED_BEFORE_CAPTURE or not self._captured(key, rows, settings, draw):
+                return None
+        self._columns.set(settings)
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
+
+    @torch.inference_mode()
+    def _captured(
+        self,
+        key: tuple[Hashable, SampleMode],
+        rows: int,
+        settings: RowSettings,
+        draw: Callable[[Filters | None], torch.Tensor],
+    ) -> bool:
+        self._columns.set(settings)
+        filters = self._columns.filters(rows, key[1])
+        try:
+            self._graphs[key] = self._recorder.record(lambda: draw(filters))
+        except Exception as error:
+            if lost_device(error):
+                raise
+            log.exception("a sampler of %d rows could not be captured, and will be launched kernel by kernel", rows)
+            self._needed[key] = -sys.maxsize
+            return False
+        return True
+
+
+class _Columns:
+    """The filters of the rows of a step, at fixed addresses."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.temperature = torch.ones(rows, 1, device=device)
+        self.top_k = torch.ones(rows, 1, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
+        self.min_p = torch.zeros(rows, 1, dtype=torch.float64, device=device)
+        self._held: RowSettings | None = None
+
+    def set(self, settings: RowSettings) -> None:
+        """Copy the settings' filters, unless they are there already."""
+        if settings is self._held:
+            return
+        self._held, filters = settings, settings.filters
+        if filters is None:
+            return
+        pairs = (
+            (self.temperature, filters.temperature),
+            (self.top_k, filters.top_k),
+            (self.top_p, filters.top_p),
+            (self.min_p, filters.min_p),
+        )
+        for column, values in pairs:
+            if values is not None:
+                column[: len(values)].copy_(values)
+
+    def filters(self, rows: int, mode: SampleMode) -> Filters | None:
+        """Views for ``rows`` rows."""
+        if not mode.sampled:
+            return None
+        return Filters(
+            self.temperature[:rows],
+            self.top_k[:rows] if mode.top_k else None,
+            self.top_p[:rows] if mode.top_p else None,
+            self.min_p[:rows] if mode.min_p else None,
+            mode.any_greedy,
+        )
