@@ -30,6 +30,7 @@ from dovetail_attention.triton import backend
 
 CPU = torch.device("cpu")
 FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees beside extend")
+FP8_STEPS = ("decode", "mixed", "trees beside extend")
 WIDE_TREES = Case(
     [21, 0, 40],
     [40, 24, 1],
@@ -56,6 +57,8 @@ SLOW: Mapping[str, tuple[object, ...]] = {
 def is_slow(test: str, params: Mapping[str, Any]) -> bool:
     """True for parameters that other cases stand for."""
     step = params.get("step")
+    if test == "test_fp8_pools" and step not in FP8_STEPS:
+        return True
     return any(params.get(name) in values for name, values in SLOW.items()) or (
         step in STEPS and step not in FEW_STEPS and test != "test_phases_and_page_sizes"
     )
@@ -65,6 +68,7 @@ class TestTriton(AttentionSuite):
     name = "triton"
     device = "cpu"
     dtypes = (torch.float32, torch.float16)
+    longest = 400
 
     @pytest.fixture(autouse=True)
     def _quick(self, request: pytest.FixtureRequest) -> None:
