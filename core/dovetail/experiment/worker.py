@@ -36,13 +36,14 @@ def main(file: Path) -> None:
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     job = read_job(file)
     try:
-        _do(job)
+        do_job(job)
     except DovetailError as error:
         job.failure.write_text(str(error), encoding="utf-8")
         raise
 
 
-def _do(job: Job) -> None:
+def do_job(job: Job) -> None:
+    """All of it, in this process. Raises ``DovetailError``."""
     llm = LLM(_config(job))
     startup = time.time() - job.launched
     try:

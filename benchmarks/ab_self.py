@@ -1,0 +1,208 @@
+"""Is `dovetail ab` to be believed? Experiments whose outcome is known, or nearly so, on this machine.
+
+    python benchmarks/ab_self.py self --seeds 20        the same config against itself: no verdict but equivalent or inconclusive
+    python benchmarks/ab_self.py slow                   a tenth more time in every step: slower
+    python benchmarks/ab_self.py cache                  prefix cache radix against none, on prompts that share prefixes
+    python benchmarks/ab_self.py attention              torch_native against triton, whose kernels are interpreted here
+
+The last three run the command as a user would. ``self`` runs the same experiment from Python, with processes that are forked from
+one that has imported torch: 280 of them. ``--write`` puts the table into docs/ab.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dovetail.experiment.jobs import Job
+from dovetail.experiment.worker import do_job
+from peers.report import replace_section
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "ab.md"
+COMMON = ("--set", "threads=1", "--set", "device=cpu", "--set", "tuning.use=false")
+RANDOM = "{kind: random, count: 16, input: [16, 48], output: [16, 32]}"
+SHARED = "{kind: shared_prefix, groups: 4, per_group: 6, prefix: 384, suffix: 16, output: 16}"
+FEW = "{kind: shared_prefix, groups: 2, per_group: 3, prefix: 48, suffix: 8, output: 6}"
+VERDICTS = {0: "no regression", 1: "regression", 2: "outputs differ", 3: "inconclusive"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One experiment: ``arguments`` of the command, what must come of it (exit codes), and whether kernels are interpreted."""
+
+    name: str
+    arguments: tuple[str, ...]
+    allowed: tuple[int, ...]
+    interpreted: bool = False
+
+
+def trials(options: argparse.Namespace) -> Iterator[Trial]:
+    """Those of a subcommand."""
+    fixed = ("--blocks", str(options.blocks))
+    if options.what == "slow":
+        arms = ("--a", "attention=torch_native", "--b", "attention={kind: slowed, share: 0.1}")
+        yield Trial("a tenth slower", (*arms, "-w", RANDOM, "--max-blocks", str(options.max_blocks)), (1,))
+    elif options.what == "cache":
+        arms = ("--a", "cache=none", "--b", "cache=radix")
+        yield Trial("none against radix", (*arms, "-w", SHARED, "--max-blocks", str(options.max_blocks)), (0,))
+    else:
+        arms = ("--a", "attention=torch_native", "--b", "attention=triton_interpreted")
+        yield Trial("torch_native against triton", (*arms, "-w", FEW, "--warm-up", "1", *fixed), (1,), True)
+
+
+class Silent:
+    """A watcher that says nothing."""
+
+    def stage(self, text: str, total: int) -> None:
+        """A stage begins."""
+
+    def step(self, text: str) -> None:
+        """A step is done."""
+
+
+def against_itself(seed: int, blocks: int, folder: Path) -> tuple[int, dict[str, Any], str]:
+    """A/A: one config, one workload of this seed."""
+    from dovetail.bench.specs import parse_workload
+    from dovetail.bench.workloads import Vocabulary, make_workload
+    from dovetail.experiment.arms import make_arm
+    from dovetail.experiment.runner import Experiment, Settings
+    from dovetail.experiment.verdict import Rules
+    from dovetail.tokenizer import load_tokenizer
+
+    sets = [text for text in COMMON if text != "--set"]
+    a, b = (make_arm(name, (), sets, (), {}) for name in "ab")
+    asked = make_workload(parse_workload(RANDOM), seed, Vocabulary.of(load_tokenizer(a.config)))
+    settings = Settings(rules=Rules(peeking=False), max_blocks=blocks, seed=seed)
+    found = Experiment(a, b, asked, settings, folder, Silent(), forked).run()
+    words = ["dovetail", "ab", "-w", RANDOM, "--seed", str(seed), "--blocks", str(blocks), *COMMON]
+    return found.exit_code, found.model_dump(mode="json"), shlex.join(words)
+
+
+def forked(job: Job) -> None:
+    """``jobs.run_job``, but for the imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dovetail.experiment.worker", "dovetail.loop", "dovetail_attention.torch_native"])
+    process = context.Process(target=do_job, args=(job.model_copy(update={"launched": time.time()}),))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{job.output} failed with status {process.exitcode}")
+
+
+def run(trial: Trial, folder: Path) -> tuple[int, dict[str, Any], str]:
+    """Its exit code, the experiment, and the command as it stands in the page."""
+    about = folder / "abplugin-0.1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: abplugin\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[dovetail.plugins]\nabplugin = abplugin_entry\n")
+    paths = [str(folder), str(HERE / "abplugin"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    if trial.interpreted:
+        env["TRITON_INTERPRET"] = "1"
+    arguments = ["ab", *trial.arguments, *COMMON]
+    command = [sys.executable, "-c", "from dovetail.cli import main; main()", *arguments, "--json"]
+    done = subprocess.run([*command, "-o", str(folder / "out")], env=env, capture_output=True, text=True, check=False)
+    if not done.stdout.startswith("{"):
+        raise SystemExit(f"{trial.name} did not run:\n{done.stderr[-3000:]}")
+    return done.returncode, json.loads(done.stdout), shlex.join(["dovetail", *arguments])
+
+
+def rows(found: dict[str, Any]) -> Iterator[str]:
+    """The comparisons of an experiment as rows of a table."""
+    primary = found["plan"]["primary"]
+    for c in found["comparisons"]:
+        if c["ratio"] is None:
+            continue
+        bounds = "-" if c["low"] is None or c["high"] is None else f"{c['low']:.3f} to {c['high']:.3f}"
+        name = f"**{c['label']}**" if c["metric"] in primary else c["label"]
+        yield f"| {name} | {c['a']:.4g} {c['unit']} | {c['b']:.4g} {c['unit']} | {c['ratio']:.3f} | {bounds} | {c['verdict']} |"
+
+
+def table(found: dict[str, Any], command: str) -> str:
+    """An experiment as the page shows it."""
+    gate = found["gate"]
+    kl = f", KL {gate['kl_mean']:.1e} nats a token" if gate["kl_mean"] is not None else ""
+    beside = "; ".join(
+        f"{row['label']}: {row['a']:.3g} against {row['b']:.3g} {row['unit']}"
+        for row in found["side_by_side"]
+        if row["a"] is not None and row["b"] is not None
+    )
+    return "\n".join(
+        [
+            f"    {command}",
+            "",
+            f"Outputs: {gate['outcome']}; {gate['reason']}{kl}. {len(found['blocks'])} blocks; {found['plan']['stopped']}.",
+            "",
+            "| metric | A | B | B / A | interval | verdict |",
+            "|---|---|---|---|---|---|",
+            *rows(found),
+            "",
+            f"{beside}.",
+        ]
+    )
+
+
+def summary_of_self(results: Sequence[tuple[int, dict[str, Any], str]]) -> str:
+    """How often the same was said to be different."""
+    held = sum(status in (0, 3) for status, _, _ in results)
+    spread = [c["ratio"] for _, found, _ in results for c in found["comparisons"] if c["metric"] == "tpot_mean"]
+    same = sum(found["gate"]["identical"] == found["gate"]["compared"] for _, found, _ in results)
+    counts = {text: sum(VERDICTS[status] == text for status, _, _ in results) for text in VERDICTS.values()}
+    told = ", ".join(f"{count} {text}" for text, count in counts.items() if count)
+    return "\n".join(
+        [
+            f"    {results[0][2]}   (and so on for {len(results)} seeds)",
+            "",
+            f"{held} of {len(results)} without a false alarm: {told}. Outputs the same in all requests in {same}. "
+            f"Estimates of TPOT, B / A: {min(spread):.3f} to {max(spread):.3f}.",
+        ]
+    )
+
+
+def main() -> None:
+    """Run the trials of a subcommand; exit status 1 where one does not come out as it must."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("self", "slow", "cache", "attention"))
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--max-blocks", type=int, default=12)
+    parser.add_argument("--write", action="store_true", help="into docs/ab.md")
+    options = parser.parse_args()
+    results, wrong = [], 0
+    itself = options.what == "self"
+    experiments = (
+        [Trial(f"A/A, seed {i}", (), (0, 3)) for i in range(options.seeds)] if itself else list(trials(options))
+    )
+    for seed, trial in enumerate(experiments):
+        with tempfile.TemporaryDirectory(prefix="dovetail-ab-") as folder:
+            made = against_itself(seed, options.blocks, Path(folder)) if itself else run(trial, Path(folder))
+        status = made[0]
+        wrong += status not in trial.allowed
+        results.append(made)
+        print(f"{trial.name}: {VERDICTS[status]}{'' if status in trial.allowed else ', WRONG'}", flush=True)
+    text = summary_of_self(results) if options.what == "self" else table(results[0][1], results[0][2])
+    machine = f"{results[0][1]['machine']['host_cpu']}, {len(os.sched_getaffinity(0))} CPUs, Python {platform.python_version()}"
+    text = f"{text}\n\n{datetime.now(UTC):%Y-%m-%d}, {machine}; load of the machine when it ended: {os.getloadavg()[0]:.1f}."
+    print(f"\n{text}")
+    if options.write:
+        replace_section(PAGE, f"ab {options.what}", text)
+    allowed_alarms = len(results) // 20
+    sys.exit(1 if wrong > allowed_alarms else 0)
+
+
+if __name__ == "__main__":
+    main()

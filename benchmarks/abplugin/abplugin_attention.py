@@ -1,0 +1,34 @@
+"""Attention of ``torch_native`` in steps that take longer than they need to."""
+
+from __future__ import annotations
+
+import time
+
+from abplugin_config import SlowedConfig
+
+from dovetail.interfaces.attention import AttentionContext
+from dovetail.types import Batch
+from dovetail_attention.torch_native import TorchNativeAttention
+
+IDLE_SECONDS = 0.5
+"""Pauses between two steps that are longer are none of a step's work."""
+
+
+class Slowed(TorchNativeAttention):
+    """Spins at the start of each step for a share of what the step before it took."""
+
+    def __init__(self, config: SlowedConfig, context: AttentionContext) -> None:
+        super().__init__(config, context)
+        self._share = config.share
+        self._began: float | None = None
+
+    def plan(self, batch: Batch) -> None:
+        """See ``AttentionBackend.plan``."""
+        now = time.perf_counter()
+        took = now - self._began if self._began is not None else 0.0
+        if took < IDLE_SECONDS:
+            until = now + self._share * took
+            while time.perf_counter() < until:
+                pass
+        self._began = time.perf_counter()  # what was added is not counted
+        super().plan(batch)
