@@ -82,7 +82,7 @@ def test_greedy_takes_the_first_of_the_best(dtype: torch.dtype, vocab: int):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 300, 3000])
+@pytest.mark.parametrize("vocab", [1, 300, 1100])
 def test_unfiltered_rows_equal_the_reference(dtype: torch.dtype, vocab: int):
     torch.manual_seed(vocab)
     logits = (torch.randn(5, vocab) * 3).to(dtype)
@@ -100,7 +100,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("settings", MIXED, ids=range(3))
-@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 300), (torch.float16, 2900)], ids=str)
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 300), (torch.float16, 1100)], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_filtered_rows_equal_the_reference(
     dtype: torch.dtype, vocab: int, spread: float, settings: list[tuple[int, float, float]]
@@ -110,14 +110,14 @@ def test_filtered_rows_equal_the_reference(
     assert_like_reference(logits, make_filters(vocab, [1.0, 0.6, 1.3, 0.8, 1.0], settings), numbers(5))
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.31, 0.77, 1 - 2.0**-53])
-def test_of_equal_logits_the_first_stay(uniform: float):
+@pytest.mark.parametrize("shift", [0, 2])
+def test_of_equal_logits_the_first_stay(shift: int):
     logits = torch.randn(5, 500).mul(1.5).round()  # about ten different values, zeros of both signs among them
     logits[4] = 0.0
     settings = [(37, 1.0, 0.0), (0, 0.4, 0.0), (111, 0.63, 0.0), (300, 0.97, 0.1), (7, 0.9, 0.0)]
+    uniform = torch.tensor([0.0, 0.31, 0.77, 1 - 2.0**-53, 0.5], dtype=torch.float64).roll(shift)
     for order in (settings, settings[::-1]):
-        filters = make_filters(500, [0.7] * 5, order)
-        assert_like_reference(logits, filters, torch.full((5,), uniform, dtype=torch.float64))
+        assert_like_reference(logits, make_filters(500, [0.7] * 5, order), uniform)
 
 
 @pytest.mark.parametrize("settings", [None, MIXED[0], MIXED[1]], ids=["none", "mixed", "extreme"])
