@@ -143,7 +143,7 @@ def table(found: dict[str, Any], command: str) -> str:
     )
     return "\n".join(
         [
-            f"    {command}",
+            f"```\n{command}\n```",
             "",
             f"Outputs: {gate['outcome']}; {gate['reason']}{kl}. {len(found['blocks'])} blocks; {found['plan']['stopped']}.",
             "",
@@ -165,7 +165,8 @@ def summary_of_self(results: Sequence[tuple[int, dict[str, Any], str]]) -> str:
     told = ", ".join(f"{count} {text}" for text, count in counts.items() if count)
     return "\n".join(
         [
-            f"    {results[0][2]}   (and so on for {len(results)} seeds)",
+            f"```\n{results[0][2]}\n```",
+            f"and so on for {len(results)} seeds:",
             "",
             f"{held} of {len(results)} without a false alarm: {told}. Outputs the same in all requests in {same}. "
             f"Estimates of TPOT, B / A: {min(spread):.3f} to {max(spread):.3f}.",

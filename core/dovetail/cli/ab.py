@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from dovetail.bench.records import Workload
     from dovetail.experiment.arms import Arm
-    from dovetail.experiment.result import Experiment
-    from dovetail.experiment.runner import Settings
+    from dovetail.experiment.result import Experiment as Finished
 
 _ARM = "KEY=VALUE, or a config file, over the base. Repeatable."
 _LEAST_BLOCKS = 2
@@ -79,23 +78,25 @@ def ab(
 
     Exit status: 0 no regression, 1 a regression, 2 the outputs differ (or a setting is wrong), 3 inconclusive.
     """
+    from dovetail.bench.metrics import parse_slo
     from dovetail.cli.ab_view import View
     from dovetail.experiment.arms import make_arm
-    from dovetail.experiment.runner import Experiment, check_alike
+    from dovetail.experiment.runner import Experiment, Settings, check_alike
+    from dovetail.experiment.verdict import Rules
 
-    settings = _settings(
-        blocks,
-        max_blocks,
-        delta,
-        alpha,
-        primary,
-        slo,
-        compare,
-        near_tie,
-        allow_different_outputs,
-        warm_up,
-        seed,
-        arrivals,
+    bounds = parse_slo([slo]) if slo else None
+    settings = Settings(
+        rules=Rules(alpha, delta, peeking=blocks is None),
+        max_blocks=blocks or max_blocks,
+        primary=_metrics(primary, goodput=bounds is not None),
+        slo=bounds,
+        compared=compare,
+        near_tie=near_tie,
+        allow=allow_different_outputs,
+        warm_up=warm_up,
+        seed=seed,
+        command=shlex.join(["dovetail", *sys.argv[1:]]),
+        arrivals=arrivals or "as the workload has them",
     )
     common = [*(sets or ()), *shortcuts({"model.path": model})]
     first, second = (
@@ -117,45 +118,13 @@ def ab(
     raise typer.Exit(found.exit_code)
 
 
-def _settings(
-    blocks: int | None,
-    max_blocks: int,
-    delta: float,
-    alpha: float,
-    primary: str | None,
-    slo: str | None,
-    compare: int,
-    near_tie: float | None,
-    allow: bool,
-    warm_up: int,
-    seed: int,
-    arrivals: str | None,
-) -> Settings:
-    from dovetail.bench.metrics import parse_slo
-    from dovetail.experiment.runner import Settings
-    from dovetail.experiment.samples import PRIMARY
-    from dovetail.experiment.verdict import Rules
-
-    bounds = parse_slo([slo]) if slo else None
-    return Settings(
-        rules=Rules(alpha, delta, peeking=blocks is None),
-        max_blocks=blocks or max_blocks,
-        primary=_metrics(primary, goodput=bounds is not None) if primary else PRIMARY,
-        slo=bounds,
-        compared=compare,
-        near_tie=near_tie,
-        allow=allow,
-        warm_up=warm_up,
-        seed=seed,
-        command=shlex.join(["dovetail", *sys.argv[1:]]),
-        arrivals=arrivals or "as the workload has them",
-    )
-
-
-def _metrics(text: str, *, goodput: bool) -> tuple[str, ...]:
+def _metrics(text: str | None, *, goodput: bool) -> tuple[str, ...]:
+    """What ``--primary`` names, or the usual ones. Raises ``ConfigError``."""
     from dovetail.errors import ConfigError
-    from dovetail.experiment.samples import METRICS
+    from dovetail.experiment.samples import METRICS, PRIMARY
 
+    if text is None:
+        return PRIMARY
     known = [metric.name for metric in METRICS if goodput or metric.name != "goodput"]
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
@@ -181,7 +150,7 @@ def _workload(arm: Arm, spec: str, arrivals: str | None, seed: int) -> Workload:
     return make_workload(parse_workload(spec), seed, vocabulary, when)
 
 
-def _keep(found: Experiment, folder: Path, console: Console) -> None:
+def _keep(found: Finished, folder: Path, console: Console) -> None:
     from dovetail.errors import ConfigError
     from dovetail.experiment.report import write_html
 
@@ -192,7 +161,7 @@ def _keep(found: Experiment, folder: Path, console: Console) -> None:
         console.print(f"no report.html: {error}", style="yellow", markup=False)
 
 
-def _write_tuning(a: Arm, b: Arm, found: Experiment) -> tuple[Path, list[str]]:
+def _write_tuning(a: Arm, b: Arm, found: Finished) -> tuple[Path, list[str]]:
     """The file of records, and what is now in it or why not."""
     from dovetail.experiment.tuning import tuning_records
     from dovetail.plugins.measured import add_records, tuning_file
