@@ -30,7 +30,7 @@ from dovetail_attention.triton import backend
 
 CPU = torch.device("cpu")
 FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees beside extend")
-FP8_STEPS = ("decode", "mixed", "trees beside extend")
+MIXED_STEPS = ("decode", "mixed", "trees beside extend")
 WIDE_TREES = Case(
     [21, 0, 40],
     [40, 24, 1],
@@ -57,7 +57,7 @@ SLOW: Mapping[str, tuple[object, ...]] = {
 def is_slow(test: str, params: Mapping[str, Any]) -> bool:
     """True for parameters that other cases stand for."""
     step = params.get("step")
-    if test == "test_fp8_pools" and step not in FP8_STEPS:
+    if test == "test_fp8_pools" and step not in MIXED_STEPS:
         return True
     return any(params.get(name) in values for name, values in SLOW.items()) or (
         step in STEPS and step not in FEW_STEPS and test != "test_phases_and_page_sizes"
@@ -123,7 +123,7 @@ class TestTriton(AttentionSuite):
         ):
             self.compare(replace(case, window=window, sinks=sinks))
 
-    @pytest.mark.parametrize("step", [*FEW_STEPS, "one group", "groups and single rows", "padding"])
+    @pytest.mark.parametrize("step", [*MIXED_STEPS, "groups and single rows", "padding"])
     @pytest.mark.parametrize("whole", [8, 64], ids=["keys in two parts", "keys in one"])
     @pytest.mark.parametrize("settings", LATENT, ids=str)
     def test_values_may_be_the_first_part_of_keys(
