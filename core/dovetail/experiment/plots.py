@@ -205,11 +205,10 @@ def _blocks(e: Experiment) -> Figure | None:
     for ax, c in zip(axes, chosen, strict=True):
         a, b = (np.array([getattr(row, arm).get(c.metric, np.nan) for row in e.blocks]) for arm in "ab")
         ax.vlines(x, a, b, color=COLOR["line"], linewidth=1.6)
-        ax.plot(x, a, "o", color=COLOR["a"], markersize=5.5, label="A")
-        ax.plot(x, b, "D", color=COLOR["b"], markersize=5, label="B")
+        ax.plot(x, a, "o", color=COLOR["a"], markersize=5.5)
+        ax.plot(x, b, "D", color=COLOR["b"], markersize=5)
         ax.set_title(f"{c.label} ({c.unit})")
         _count_axis(ax, int(x.max()))
-    axes[0].legend(loc="best", ncols=2, columnspacing=1, handletextpad=0.2, labelcolor=COLOR["ink"])
     return figure
 
 
