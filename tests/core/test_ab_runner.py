@@ -13,7 +13,7 @@ import pytest
 from dovetail.bench.machine import machine_facts
 from dovetail.bench.metrics import SLO
 from dovetail.bench.records import Call, Measurement, RunRecord, Sampling, Workload, write_json
-from dovetail.errors import EngineError
+from dovetail.errors import ConfigError, EngineError
 from dovetail.experiment.arms import make_arm
 from dovetail.experiment.gate import Outputs
 from dovetail.experiment.jobs import Job, run_job
@@ -189,6 +189,14 @@ def test_ctrl_c_keeps_the_blocks_that_are_whole(arms, tmp_path):
     nothing = experiment(arms, tmp_path / "again", Made(interrupt=2), max_blocks=20)
     assert nothing.plan.stopped == "interrupted after 0 whole blocks"
     assert (nothing.comparisons, nothing.exit_code) == ((), 3)
+
+
+def test_a_folder_that_holds_something_is_left_alone(arms, tmp_path):
+    experiment(arms, tmp_path, Made(shift=2))
+    made = Made()
+    with pytest.raises(ConfigError, match="is not empty; choose another"):
+        experiment(arms, tmp_path, made)
+    assert not made.jobs
 
 
 def test_what_is_reported_beside_the_verdict(arms, tmp_path):

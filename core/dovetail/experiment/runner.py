@@ -89,8 +89,10 @@ class Experiment:
         self._facts: list[result.Difference] = []
 
     def run(self) -> result.Experiment:
-        """All of it. Ctrl-C after the gate ends it with the blocks that are whole. Raises ``EngineError`` where an arm fails,
-        ``ConfigError`` where arm A cannot answer the workload."""
+        """All of it. Ctrl-C after the gate ends it with the blocks that are whole. Raises ``EngineError`` where an arm fails, and
+        ``ConfigError`` for a folder that holds something."""
+        if self._folder.exists() and any(self._folder.iterdir()):
+            raise ConfigError(f"the folder {self._folder} is not empty; choose another for this experiment (--output)")
         self._folder.mkdir(parents=True, exist_ok=True)
         write_json(self._workload, self._asked)
         gate = self._gate()
