@@ -65,7 +65,12 @@ FACTS: Mapping[ComponentKind, KindFacts] = {
         "GrammarBackend",
         "Choices: the output is one of a few texts.",
         "A grammar backend for Dovetail that honours choices, and refuses every other constraint with the way out.",
-        (Feature.GRAMMAR_CHOICE, Feature.GRAMMAR_ROLLBACK, Feature.GRAMMAR_JUMP_FORWARD),
+        (
+            Feature.GRAMMAR_CHOICE,
+            Feature.GRAMMAR_ROLLBACK,
+            Feature.GRAMMAR_JUMP_FORWARD,
+            Feature.GRAMMAR_PORTABLE,
+        ),
         setting={"max_choices": 50},
     ),
     ComponentKind.DRAFTER: KindFacts(

@@ -328,6 +328,20 @@ class GrammarSuite(ComponentSuite):
             together = list(pool.map(backend.compile, specs * 4))
         assert [allowed_tokens(compiled.matcher()) for compiled in together] == alone * 4
 
+    @each_exact
+    def test_a_grammar_crosses_processes_as_bytes(self, case: ExactCase) -> None:
+        """What one backend wrote, another of the same settings reads: its masks are the same along a text."""
+        self.require(Feature.GRAMMAR_PORTABLE)
+        self.compiled(case.spec)
+        writer = self.make()
+        written = writer.compile(case.spec)
+        read = self.make().load(writer.dump(written))
+        ours, theirs = written.matcher(), read.matcher()
+        for token in [*_spell(case.texts[-1].encode(), lambda ids: ids[-1]), EOS[0]]:
+            assert allowed_tokens(theirs) == allowed_tokens(ours)
+            assert ours.accept(token)
+            assert theirs.accept(token)
+
     @each_invalid
     def test_refuses_invalid_constraints(self, spec: GrammarSpec) -> None:
         """An invalid constraint is a ``GrammarError`` with a text, never another exception and never a grammar."""
