@@ -16,7 +16,8 @@ from dovetail.plugins.measured import read_records
 
 HERE = Path(__file__).parent
 SMALL = "{kind: shared_prefix, groups: 2, per_group: 3, prefix: 40, suffix: 8, output: 10}"
-COMMON = ("--set", "threads=1", "--set", "grammar={backend: xgrammar, isolation: thread}", "--warm-up", "2")
+GRAMMAR = "grammar={backend: xgrammar, isolation: thread}"
+COMMON = ("--set", "device=cpu", "--set", "threads=1", "--set", GRAMMAR, "--warm-up", "2")
 SECONDS = 560
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 20)]

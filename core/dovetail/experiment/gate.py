@@ -161,7 +161,8 @@ def _places(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Tok
 
 
 def _forced(first: Sequence[Forced], second: Sequence[Forced]) -> list[tuple[TokenLogprob, TokenLogprob]]:
-    return [pair for a, b in zip(first, second, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)]
+    """As far as both have read: contexts may end in different places."""
+    return [pair for a, b in zip(first, second, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=False)]
 
 
 def valid_outputs(answers: Sequence[Answer], schemas: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
