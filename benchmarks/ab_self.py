@@ -55,7 +55,8 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
     fixed = ("--blocks", str(options.blocks))
     if options.what == "slow":
         arms = ("--a", "attention=torch_native", "--b", "attention={kind: slowed, share: 0.1}")
-        yield Trial("a tenth slower", (*arms, "-w", RANDOM, "--max-blocks", str(options.max_blocks)), (1,))
+        stop = ("--primary", "tpot_mean", "--max-blocks", str(options.max_blocks))
+        yield Trial("a tenth slower", (*arms, "-w", RANDOM, *stop), (1,))
     elif options.what == "cache":
         arms = ("--a", "cache=none", "--b", "cache=radix")
         yield Trial("none against radix", (*arms, "-w", SHARED, "--max-blocks", str(options.max_blocks)), (0,))
