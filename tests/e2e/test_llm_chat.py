@@ -146,7 +146,7 @@ def with_marks(directory: Path, marks: tuple[str, ...]) -> Path:
 def test_enforced_calls_are_valid_in_every_format(parser: str, tmp_path: Path):
     """The model was taught one of them: that a call comes of the others is the constraint's doing."""
     model = str(with_marks(tmp_path / "tiny", HARMONY)) if parser == "gpt_oss" else "tiny"
-    llm = LLM(model, threads=1, tool_parser=parser)
+    llm = LLM(model, threads=1, tool_parser=parser, grammar={"isolation": "thread"})
     named = {"type": "function", "function": {"name": "get_weather"}}
     modes: list[dict[str, Any]] = [
         {"tool_choice": "required"},
@@ -155,6 +155,8 @@ def test_enforced_calls_are_valid_in_every_format(parser: str, tmp_path: Path):
         {"tool_choice": "auto", "tools": tools(strict=True)},
     ]
     assert llm.tokenizer is not None
+    ends = llm.tokenizer.eos_token_ids  # likely, as are quotes and brackets: texts end sooner, and more calls are whole
+    ends = [*ends, *(token for end in '"}])' for token in llm.tokenizer.encode(end, add_special_tokens=False))]
     calls_by_mode = []
     for mode in modes:
         found = 0
@@ -162,7 +164,8 @@ def test_enforced_calls_are_valid_in_every_format(parser: str, tmp_path: Path):
             strict = mode["tool_choice"] == "auto"
             likely = llm.tokenizer.encode(LIKELY[parser], add_special_tokens=False) if parser in LIKELY else []
             wanted = likely and seed % 2 and (strict or parser == "gpt_oss")
-            bias = {likely[0]: 25.0 if parser == "gpt_oss" else 60.0} if wanted else None
+            bias = dict.fromkeys(ends, 4.0)
+            bias |= {likely[0]: 25.0 if parser == "gpt_oss" else 60.0} if wanted else {}
             params = SamplingParams(temperature=1.5, max_new_tokens=300, seed=seed, logit_bias=bias)
             output = llm.chat(PARIS, params, **{"tools": tools(strict=False), **mode})
             whole = output.finish.kind is FinishKind.STOP
