@@ -124,6 +124,23 @@ def test_what_cannot_be_checked_says_why(call, project, tmp_path):
     assert "is failed: ZeroDivisionError" in call("check", str(project))[2]
 
 
+def test_tests_that_are_installed_with_a_package_are_run(call, project):
+    info = project / "site" / "dovetail_checked_turn-0.dist-info"
+    (info / "direct_url.json").unlink()
+    assert "brings no tests with it; give the folder of its source" in call("check", "dovetail-checked-turn")[2]
+    (project / "site" / "dovetail_checked_turn_tests").mkdir()
+    shipped = project / "site" / "dovetail_checked_turn_tests" / "test_turn.py"
+    (project / "tests" / "test_checked_turn.py").rename(shipped)
+    (info / "RECORD").write_text("dovetail_checked_turn_tests/test_turn.py,,\n")
+    before = sorted((project / "site").rglob("*"))
+    status, out, err = call("check", "dovetail-checked-turn")
+    assert status == 0, out + err
+    assert "policy/checked_turn: 38 passed" in out
+    assert [
+        path for path in sorted((project / "site").rglob("*")) if path not in before and "__pycache__" not in path.parts
+    ] == []
+
+
 def case(outcome: str, *features: str, name: str = "x") -> Case:
     return Case(name=name, component="cache/x", outcome=outcome, seconds=0.1, features=features, reason="because")
 

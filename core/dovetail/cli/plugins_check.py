@@ -36,10 +36,10 @@ def check(
     from dovetail.cli.sources import load_registry
     from dovetail.plugins.reports import store
 
-    directory, distribution = _located(package)
+    directory, tests, distribution = _located(package)
     components = _components(load_registry(None, None), distribution, directory)
     began = time.monotonic()
-    findings = _run(directory, quiet=as_json)
+    findings = _run(directory, tests, quiet=as_json)
     report = _report(distribution, components, findings, time.monotonic() - began)
     path = store(report)
     typer.echo(report.model_dump_json(indent=1) if as_json else f"\n{report.text()}\nKept in {path}")
@@ -47,11 +47,12 @@ def check(
         raise typer.Exit(1)
 
 
-def _located(package: str) -> tuple[Path, str]:
-    """Where the package's tests are, and its distribution. Raises ``ConfigError``."""
+def _located(package: str) -> tuple[Path, list[str], str]:
+    """Where pytest is to run, which files (none: those that the folder's own settings name), and the distribution. Raises
+    ``ConfigError``."""
     folder = Path(package).expanduser()
     if folder.is_dir():
-        return folder.resolve(), _project_name(folder)
+        return folder.resolve(), [], _project_name(folder)
     try:
         found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -59,13 +60,13 @@ def _located(package: str) -> tuple[Path, str]:
             f"{package!r} is neither a folder nor an installed distribution; give the folder of a package, or one of: "
             f"{', '.join(_with_plugins())}"
         ) from None
-    source = _source(found)
-    if source is None:
+    source, shipped = _source(found), _shipped(found)
+    if source is None and not shipped:
         raise ConfigError(
-            f"{package} {found.version} was not installed from a folder, so its tests are not here; give the folder of its "
+            f"{package} {found.version} was not installed from a folder and brings no tests with it; give the folder of its "
             "source: dovetail plugins check FOLDER"
         )
-    return source, found.name
+    return (source, [], found.name) if source else (Path(str(found.locate_file(""))), shipped, found.name)
 
 
 def _project_name(folder: Path) -> str:
@@ -84,6 +85,12 @@ def _source(found: importlib.metadata.Distribution) -> Path | None:
     url = urlparse(str(direct.get("url", "")))
     folder = Path(unquote(url.path))
     return folder if url.scheme == "file" and folder.is_dir() else None
+
+
+def _shipped(found: importlib.metadata.Distribution) -> list[str]:
+    """The test files that were installed with the package itself."""
+    files = [Path(str(file)) for file in found.files or ()]
+    return [str(file) for file in files if file.suffix == ".py" and file.name.startswith("test_")]
 
 
 def _with_plugins() -> list[str]:
@@ -114,8 +121,9 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
     return found
 
 
-def _run(directory: Path, *, quiet: bool) -> Findings:
-    """Run pytest over the suites in ``directory``. Its output is shown; where ``quiet``, on stderr."""
+def _run(directory: Path, tests: Sequence[str], *, quiet: bool) -> Findings:
+    """Run pytest over the suites in ``directory``, or those of ``tests`` there. Its output is shown; where ``quiet``, on
+    stderr."""
     from dovetail.plugins.reports import Findings
 
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
@@ -124,6 +132,8 @@ def _run(directory: Path, *, quiet: bool) -> Findings:
     with tempfile.TemporaryDirectory() as scratch:
         record = Path(scratch) / "record.json"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "dovetail.testing.record", f"--dovetail-record={record}"]
+        if tests:  # of an installed package: nothing is to be written beside them
+            command += ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={scratch}", *tests]
         done = subprocess.run(command, cwd=directory, stdout=sys.stderr if quiet else None, check=False)
         if not record.exists():
             raise PluginLoadError(f"pytest ended with status {done.returncode} in {directory} and wrote no record")
