@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, Recorder, ladder, try_capture
+from dovetail.engine.draft_layout import Placed, one_each, padding, seen_by, set_lens, wide, wide_shape
 from dovetail.engine.inputs import Inputs, pack, unpack
 from dovetail.ops.transfer import to_device
-from dovetail.types import Batch, DraftTree
+from dovetail.types import Batch
 
 if TYPE_CHECKING:
-    from dovetail.engine.inputs import Array
+    from dovetail.engine.draft_layout import Bytes
     from dovetail.interfaces.attention import AttentionBackend
     from dovetail.interfaces.speculative import DraftPass, DraftSteps
     from dovetail.memory.pool import PagedKVPool
@@ -51,51 +52,11 @@ class DraftLimits(NamedTuple):
     wide: bool
 
 
-def pass_arrays(
-    inputs: Inputs, table: IntArray, given: DraftPass, tokens: int, stride: int
-) -> tuple[Array, Array, Array, Array, Array]:
-    """What a pass needs of the host, filled up to ``tokens`` tokens and as many rows: the index of each token among ``stride`` of
-    each row, positions and places in the pool (int64 ``[tokens]``), ``kv_lens [tokens]`` and ``qo_indptr [tokens + 1]``. ``table`` has the
-    pages of the rows."""
-    counts = given.counts[given.counts > 0]
-    rows, total = len(counts), int(counts.sum())
-    ends = np.cumsum(counts)
-    row_of = np.repeat(np.arange(rows), counts)
-    nth = np.arange(total) - np.repeat(ends - counts, counts)
-    places = given.starts[row_of] + nth
-    index, positions, out_loc = np.zeros((3, tokens), np.int64)
-    index[:total] = row_of * stride + nth
-    positions[:total] = places if given.positions is None else given.positions
-    out_loc[:total] = inputs.locate(row_of, places, table)
-    kv_lens, indptr = np.ones(tokens, np.int32), np.full(tokens + 1, tokens, np.int32)
-    kv_lens[:rows] = given.starts[:rows] + counts
-    indptr[0], indptr[1 : rows + 1] = 0, ends
-    indptr[rows + 1 : rows + 1 + tokens - total] = np.arange(total + 1, tokens + 1)
-    return index, positions, out_loc, kv_lens, indptr
-
-
-def set_lens(static: Batch, given: DraftPass) -> None:
-    """Set the host's lengths of a captured batch to those of a pass, filled up."""
-    rows = int((given.counts > 0).sum())
-    fill = len(static.positions) - int(given.counts.sum())
-    static.prefix_lens[:rows], static.prefix_lens[rows:] = given.starts[:rows], 0
-    static.extend_lens[:rows], static.extend_lens[rows : rows + fill] = given.counts[:rows], 1
-    static.extend_lens[rows + fill :] = 0
-
-
-def wide_shape(counts: IntArray) -> DraftTree:
-    """That rows have so many queries; how they hang together is in the mask."""
-    width = max(int(counts.max()) - 1, 1)
-    nothing = np.zeros((len(counts), width), np.int32)
-    return DraftTree(nothing, nothing + np.arange(-1, width - 1, dtype=np.int32), (counts - 1).astype(np.int32))
-
-
 class Captured(NamedTuple):
-    """A pass that can be replayed. ``batch`` holds the host's lengths, and tensors of fixed address; ``size`` is that of its
-    arrays in bytes."""
+    """A pass that can be replayed, of up to ``width`` tokens a row. ``batch`` holds the host's lengths, and tensors of fixed address."""
 
     batch: Batch
-    size: int
+    width: int
     graph: torch.cuda.CUDAGraph
 
 
@@ -121,7 +82,7 @@ class DraftGraphs:
         )
         widest = max([width for one in self._steps for width in one.widths] + [1])
         device = inputs.device
-        self._buffer = torch.zeros(len(pack(self._padding(most))), dtype=torch.uint8, device=device)
+        self._buffer = torch.zeros(len(pack(padding(most, 2))), dtype=torch.uint8, device=device)
         self._table = torch.zeros(most, inputs.pages.shape[1], dtype=torch.int32, device=device)
         self._mask = torch.zeros(most * widest, dtype=torch.bool, device=device)
         self._states: dict[int, State] = {}
@@ -165,45 +126,58 @@ class DraftGraphs:
         return own
 
     def _replay(self, keys: Sequence[DraftKey], slots: IntArray, passes: Sequence[DraftPass], stride: int) -> None:
-        longest = max(int((one.starts + one.counts).max()) for one in passes)
-        table = self._inputs.page_table[slots, : -(-longest // self._inputs.page_size)]
+        inputs = self._inputs
+        longest = max(int(((one.starts + one.counts) * (one.counts > 0)).max()) for one in passes)
+        table = inputs.page_table[slots, : -(-longest // inputs.page_size)]
         captured = [self._captured[key] for key in keys]
-        arrays = [
-            array
-            for one, given in zip(captured, passes, strict=True)
-            for array in pass_arrays(self._inputs, table, given, len(one.batch.positions), stride)
-        ]
-        packed = pack([table, *arrays])
-        sent = to_device(packed, self._inputs.device)
+        packed = self._packed(captured, table, passes, stride)
+        of_table = np.zeros(-(-table.nbytes // 8) * 8, np.uint8)
+        of_table[: table.nbytes] = table.reshape(-1).view(np.uint8)
+        sent = to_device(np.concatenate([of_table, *packed]), inputs.device)
         self._table[: len(slots), : table.shape[1]].copy_(unpack(sent, [table])[0])
         self._table[len(slots) :, 0].zero_()
-        at = len(packed) - sum(one.size for one in captured)
-        for one, given in zip(captured, passes, strict=True):
-            self._buffer[: one.size].copy_(sent[at : at + one.size])
-            at += one.size
+        at = len(of_table)
+        for one, given, own in zip(captured, passes, packed, strict=True):
+            self._buffer[: len(own)].copy_(sent[at : at + len(own)])
+            at += len(own)
             set_lens(one.batch, given)
             self._backend.plan_replay(one.batch)
             one.graph.replay()
 
+    def _packed(
+        self, captured: Sequence[Captured], table: IntArray, passes: Sequence[DraftPass], stride: int
+    ) -> list[Bytes]:
+        """What each of the passes needs of the host."""
+        ones = [given for one, given in zip(captured, passes, strict=True) if one.width == 1]
+        rows = max((len(one.batch.slots) for one in captured if one.width == 1), default=0)
+        packed = iter(one_each(self._inputs, table, ones, rows) if ones else [])
+        return [
+            next(packed) if one.width == 1 else wide(self._inputs, table, given, len(one.batch.slots), stride)
+            for one, given in zip(captured, passes, strict=True)
+        ]
+
     def _keys(self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass]) -> list[DraftKey] | None:
-        """The graphs of ``passes``; None if there are more rows than graphs hold."""
+        """The graphs of ``passes``; None if there are more rows than graphs hold. Passes of one token a row run in graphs of the
+        same size."""
         if steps not in self._steps:
             return None
         at = self._steps.index(steps)
         if len(slots) > max(self._sizes[at], default=0):
             return None
-        keys: list[DraftKey] = []
-        for given in passes:
-            needed = int((given.counts > 0).sum())
-            rows = next(size for size in self._sizes[at] if size >= needed)
-            one_each = steps.widths[given.kind] == 1
-            keys.append(DraftKey(at, given.kind, rows, self._variant(slots, given, needed) if one_each else 0))
-        return keys
+        needed = [int(np.count_nonzero(one.counts)) for one in passes]
+        single = [steps.widths[one.kind] == 1 for one in passes]
+        most = max((rows for rows, alone in zip(needed, single, strict=True) if alone), default=0)
+        variant = self._variant(slots, passes[single.index(True)], most) if most else 0
+        sizes = self._sizes[at]
+        return [
+            DraftKey(at, one.kind, next(size for size in sizes if size >= (most if alone else rows)), variant * alone)
+            for one, rows, alone in zip(passes, needed, single, strict=True)
+        ]
 
     def _variant(self, slots: IntArray, given: DraftPass, rows: int) -> int:
+        """That of the first pass is that of those that follow: rows are as long, but for a token."""
         ones = given.counts[:rows]
-        batch = Batch([], 0, slots[:rows], given.starts[:rows], ones, ones > 0, NO_UPDATES)
-        return self._backend.variant(batch)
+        return self._backend.variant(Batch([], 0, slots[:rows], given.starts[:rows], ones, ones > 0, NO_UPDATES))
 
     def _is_ready(self, key: DraftKey) -> bool:
         if key in self._captured:
@@ -221,9 +195,9 @@ class DraftGraphs:
         """Capture a pass. Takes a fraction of a second."""
         start, steps = time.perf_counter(), self._steps[key.steps]
         width = steps.widths[key.kind]
-        arrays = self._padding(key.rows * width)
+        packed = pack(padding(key.rows * width, width))
         state = tuple(tensor[: key.rows] for tensor in self._state(key.steps))
-        batch, index = self._static_batch(key, width, arrays)
+        batch, index = self._static_batch(key, width)
         mask = steps.mask(state)
         if mask is not None:
             batch.tree_mask = self._mask[: len(index) * width].view(len(index), width)
@@ -236,19 +210,18 @@ class DraftGraphs:
             steps.run(key.kind, batch, index, state)
             return index
 
-        packed = pack(arrays)
         self._buffer[: len(packed)].copy_(to_device(packed, self._inputs.device))
         self._table[:, 0].zero_()
         graph, _ = self._recorder.record(run)
-        self._captured[key] = Captured(batch, len(packed), graph)
+        self._captured[key] = Captured(batch, width, graph)
         self.seconds += time.perf_counter() - start
         log.debug("captured a pass of a drafter, %s: %.2f s", key, time.perf_counter() - start)
 
-    def _static_batch(self, key: DraftKey, width: int, arrays: Sequence[Array]) -> tuple[Batch, torch.Tensor]:
+    def _static_batch(self, key: DraftKey, width: int) -> tuple[Batch, torch.Tensor]:
         """The batch that is planned and captured, each row with the most tokens and the longest text on the host, and the index
         of its tokens."""
-        index, positions, out_loc, kv_lens, indptr = unpack(self._buffer, arrays)
-        tokens = len(positions)
+        tokens, stride = key.rows * width, max(self._steps[key.steps].widths)
+        positions, out_loc, kv_lens, index, indptr = Placed.of(self._buffer, tokens, width, stride)
         lens, slots = np.full(tokens, width, np.int32), np.zeros(tokens, np.int32)
         batch = Batch([], 0, slots, self._context_len - lens, lens, slots == 0, NO_UPDATES, variant=key.variant)
         batch.positions, batch.out_loc, batch.kv_lens, batch.qo_indptr = positions, out_loc, kv_lens, indptr
@@ -257,16 +230,6 @@ class DraftGraphs:
         if width > 1:
             batch.drafts = wide_shape(lens)
         return batch, index
-
-    def _padding(self, tokens: int) -> tuple[Array, ...]:
-        """The arrays of a pass in which every token fills up."""
-        positions, lens = np.zeros(tokens, np.int64), np.ones(tokens, np.int32)
-        return positions, positions, positions, lens, np.arange(tokens + 1, dtype=np.int32)
-
-
-def seen_by(mask: torch.Tensor, index: torch.Tensor, width: int) -> torch.Tensor:
-    """Of ``mask [rows, n, n]`` what the tokens ``index`` see of the first ``width`` tokens of their rows: ``[tokens, width]``."""
-    return mask.flatten(0, 1).index_select(0, index)[:, :width]
 
 
 def _most_rows(steps: DraftSteps, limits: DraftLimits) -> int:

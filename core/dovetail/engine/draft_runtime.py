@@ -12,7 +12,8 @@ import torch
 
 from dovetail.config.checkpoint import read_json
 from dovetail.engine.captures import NO_UPDATES, capture_all, capture_next
-from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits, seen_by, wide_shape
+from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
+from dovetail.engine.draft_layout import seen_by, wide_shape
 from dovetail.engine.inputs import Inputs, ragged
 from dovetail.engine.memory import module_bytes
 from dovetail.engine.weights import load_weights
