@@ -33,7 +33,7 @@ from specbench.oracle import Oracle, attach
 WIDTH = 8
 ERRORS = (0.0, 0.1, 0.3, 0.6)
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "dflash")
-PROMPT, OUTPUT = 256, 257
+PROMPT, OUTPUT = 256, 513
 _runs = itertools.count()
 console = Console(width=None if sys.stdout.isatty() else 140)
 

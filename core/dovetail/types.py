@@ -446,7 +446,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens that enter the forward pass."""
-        return int(self.extend_lens.sum())
+        return sum(self.extend_lens.tolist())
 
     @property
     def phase(self) -> Phase:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dovetail.engine.inputs import Inputs, tree_mask
-from dovetail.engine.verify_inputs import VerifyShape, empty_batch, set_lens, static_batch, write_block, write_pages
+from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors, set_lens, static_batch, write_pages
 from dovetail.testing.batches import make_batch, make_page_table, make_tree_mask
 from dovetail.types import DraftTree, PageUpdates
 
@@ -40,40 +40,26 @@ def test_tree_masks_say_what_the_definition_says(seed, prompts):
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("seed", range(20))
-def test_real_rows_come_first_and_all_else_fills_up(seed, tree):
-    batch, _ = random_batch(seed)
+def test_the_host_sends_slots_lengths_and_drafts(seed, tree):
+    batch, table = random_batch(seed)
     rows, total, width = len(batch.slots), batch.num_tokens, int(batch.extend_lens.max())
     shape = VerifyShape(total + seed % 7, width + 2, tree)
+    memory = VerifyMemory(shape, table.shape[1], torch.device("cpu"))
+    memory.sent.fill_(-7)  # of the step before
     numbers = np.random.default_rng(seed).random(total)
-    block = np.full(shape.size, -7, np.int32)  # of the step before
-    write_block(batch, shape, block, numbers)
-    sent, indptr, slots, lens, drafts, parents = shape.parts(block)
+    VerifyTensors(shape, memory).write(batch, Inputs(9, table.shape[1], PAGE, torch.device("cpu")), numbers)
+    sent, count, slots, prefix_lens, counts, drafts, parents = shape.parts(memory.sent.numpy()[: shape.size])
 
     assert np.array_equal(sent.view(np.float64)[:total], numbers)
-    assert indptr[: rows + 1].tolist() == batch.qo_indptr.tolist()
-    assert np.array_equal(lens[:rows], batch.kv_lens.numpy())
-    assert np.array_equal(slots[:rows], batch.slots)
+    assert count.tolist() == [rows]
+    for array, expected in ((slots, batch.slots), (prefix_lens, batch.prefix_lens), (counts, batch.extend_lens)):
+        assert np.array_equal(array[:rows], expected)
     for row in range(rows):
-        count = batch.drafts.lens[row]
-        assert np.array_equal(drafts[row, :count], batch.drafts.token_ids[row, :count])
+        k = batch.drafts.lens[row]
+        assert np.array_equal(drafts[row, :k], batch.drafts.token_ids[row, :k])
         if tree:
-            assert np.array_equal(parents[row, :count], batch.drafts.parents[row, :count])
-
-    queries = np.diff(indptr)
-    assert queries[rows:].tolist() == [1] * (shape.tokens - total) + [0] * (total - rows)
-    assert indptr[-1] == shape.tokens
-    assert not slots[rows:].any()
-    assert (lens[rows:] == 1).all()
-
-
-def test_a_step_without_rows_is_filling_alone():
-    shape = VerifyShape(6, 3, True)
-    block = np.full(shape.size, -7, np.int32)
-    write_block(empty_batch(), shape, block, None)
-    _, indptr, slots, lens, *_ = shape.parts(block)
-    assert indptr.tolist() == list(range(7))
-    assert not slots.any()
-    assert (lens == 1).all()
+            assert np.array_equal(parents[row, :k], batch.drafts.parents[row, :k])
+    assert memory.sent[shape.size] == 0, "no new pages"
 
 
 def test_lengths_of_a_planned_batch_follow_the_step():

@@ -106,12 +106,13 @@ def expected():
 @pytest.fixture
 def launches(monkeypatch):
     """The keys of the graphs that ran. Without waiting long, sizes are captured."""
-    monkeypatch.setattr("dovetail.engine.engine.NEEDED_BEFORE_CAPTURE", 1)
+    for module in ("engine", "sampler_graphs"):
+        monkeypatch.setattr(f"dovetail.engine.{module}.NEEDED_BEFORE_CAPTURE", 1)
     keys, launch = [], VerifyGraphs.launch
 
-    def noted(self, key, batch):
+    def noted(self, key, *rest):
         keys.append(key)
-        return launch(self, key, batch)
+        return launch(self, key, *rest)
 
     monkeypatch.setattr(VerifyGraphs, "launch", noted)
     return keys

@@ -1,4 +1,4 @@
-"""The inputs of a decode step, computed on the device from slots and lengths.
+"""The inputs of decode and verify steps, computed on the device from slots and lengths.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_inputs_triton.py
 """
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
+from dovetail.ops.triton.inputs import fetch, verify_inputs
 from dovetail.types import Batch, PageUpdates, SharedPrefixes
 
 NOTHING = np.zeros(0, np.int32)
@@ -86,3 +87,70 @@ def test_of_two_entries_for_one_place_the_last_counts():
     inputs.note(updates)
     places, pages = inputs.places_of(updates)
     assert list(zip(places.tolist(), pages.tolist(), strict=True)) == [(13, 9), (16, 8), (13, 9)]
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("seed", range(4))
+def test_verify_inputs_fill_a_step_up_with_rows_of_slot_0(seed: int, tree: bool) -> None:
+    rng, page = np.random.default_rng(seed), 4
+    rows, k = int(rng.integers(0, 4)), 3
+    counts = rng.integers(1, k + 2, rows)
+    tokens = int(counts.sum()) + seed + 1
+    slots = rng.permutation(np.arange(1, 8))[:rows]
+    prefix, drafts = rng.integers(0, 12, rows), rng.integers(0, 90, (rows, k))
+    parents = np.stack(
+        [[rng.integers(-1, j) if tree and j else j - 1 for j in range(k)] for _ in range(rows)] or [[0] * k]
+    )
+    stale = [torch.full((tokens,), -7, dtype=torch.int32) for _ in range(3)]
+    for tensor, own in zip(stale, (slots, prefix, counts), strict=True):
+        tensor[:rows] = torch.from_numpy(own)
+    wide = torch.full((2, tokens, k), -7, dtype=torch.int32)
+    wide[0, :rows], wide[1, :rows] = torch.from_numpy(drafts), torch.from_numpy(parents[:rows])
+    table = torch.from_numpy(rng.integers(1, 99, (8, 6)).astype(np.int32))
+    table[0] = 0
+    last_token = torch.from_numpy(rng.integers(0, 90, 8))
+    ids, positions, out_loc, row_of = torch.full((4, tokens), -7)
+    indptr, own_slots, kv_lens = (torch.full((n,), -7, dtype=torch.int32) for n in (tokens + 1, tokens, tokens))
+    copied = torch.full((tokens, 6), -7, dtype=torch.int32)
+    mask = torch.full((tokens, k + 1), 7, dtype=torch.uint8) if tree else None
+    sent = torch.tensor([rows], dtype=torch.int32), *stale, wide[0], wide[1] if tree else None
+    of_rows = indptr, own_slots, kv_lens, copied
+    verify_inputs(sent, last_token, table, page, (ids, positions, out_loc, row_of), of_rows, mask)
+
+    starts = np.append(0, np.cumsum(counts)).astype(int)
+    fill = np.arange(starts[-1] + 1, tokens + 1)
+    assert indptr.tolist() == [*starts, *fill, *[tokens] * (tokens - rows - len(fill))]
+    assert own_slots.tolist() == [*slots, *[0] * (tokens - rows)]
+    assert kv_lens.tolist() == [*(prefix + counts), *[1] * (tokens - rows)]
+    for row in range(rows):
+        depth = [0]
+        for node in range(counts[row]):
+            at = starts[row] + node
+            place = prefix[row] + node
+            depth += [depth[parents[row, node - 1] + 1] + 1] if node else []
+            path = {node}
+            while max(path) and min(path):
+                path.add(int(parents[row, min(path) - 1]) + 1)
+            assert ids[at] == (drafts[row, node - 1] if node else last_token[slots[row]])
+            assert positions[at] == prefix[row] + depth[node]
+            assert out_loc[at] == table[slots[row], place // page] * page + place % page
+            assert row_of[at] == row
+            if mask is not None:
+                assert mask[at].nonzero()[:, 0].tolist() == sorted(path)
+        pages = -(-int(prefix[row] + counts[row]) // page)
+        assert torch.equal(copied[row, :pages], table[slots[row], :pages])
+    for at in range(starts[-1], tokens):
+        assert (positions[at], out_loc[at], ids[at]) == (0, 0, last_token[0])
+        assert mask is None or mask[at].tolist() == [1] + [0] * k
+
+
+def test_what_the_host_has_written_is_fetched_with_new_pages() -> None:
+    size, room = 300, 20
+    source = torch.arange(1, size + 2 + 2 * room, dtype=torch.int32)
+    source[size] = 2
+    source[size + 1 : size + 3] = torch.tensor([7, 11])
+    source[size + 1 + room : size + 3 + room] = torch.tensor([90, 91])
+    target, table = torch.zeros(size, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
+    fetch(source, target, room, table)
+    assert torch.equal(target, source[:size])
+    assert table.flatten().tolist() == [0] * 7 + [90, 0, 0, 0, 91, 0, 0, 0]

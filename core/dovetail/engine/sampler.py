@@ -135,7 +135,7 @@ class Sampler:
 
 def sampled_reqs(batch: Batch) -> list[Req]:
     """The requests of the rows that get a token in this step."""
-    if batch.samples.all():
+    if not batch.num_extend or batch.samples.all():  # decode rows always do
         return batch.reqs
     return [r for r, sampled in zip(batch.reqs, batch.samples.tolist(), strict=True) if sampled]
 

@@ -69,13 +69,19 @@ class VerifyStep:
         self._inputs = inputs
         self.tensors = VerifyTensors(shape, memory)
         self.batch = static_batch(shape, context_len)
+        self._lens = -1, -1  # rows and tokens of the batch whose lengths it has
         self.tensors.give(self.batch, shape.tokens, shape.tokens)
 
     def write(self, batch: Batch, tokens: int, numbers: Floats | None = None) -> None:
         """Write what the host sends of ``batch``, so many tokens, and tell the planned batch its lengths, for
         ``AttentionBackend.plan_replay``."""
         self.tensors.write(batch, self._inputs, numbers)
-        set_lens(self.batch, batch, tokens)
+        rows = len(batch.slots)
+        if (rows, tokens) == self._lens:
+            self.batch.prefix_lens[:rows], self.batch.extend_lens[:rows] = batch.prefix_lens, batch.extend_lens
+        else:
+            set_lens(self.batch, batch, tokens)
+            self._lens = rows, tokens
 
     def run(self, model: ModelArchitecture) -> torch.Tensor:
         """Launch everything; returns the logits of every token."""

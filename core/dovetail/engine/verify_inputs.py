@@ -33,8 +33,8 @@ class VerifyShape(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers in each part of what the host sends, see ``parts``."""
-        drafts = self.tokens * (self.width - 1)
-        return 2 * self.tokens, self.tokens + 1, self.tokens, self.tokens, drafts, drafts * self.tree
+        tokens, drafts = self.tokens, self.tokens * (self.width - 1)
+        return 2 * tokens, 1, tokens, tokens, tokens, drafts, drafts * self.tree
 
     @property
     def size(self) -> int:
@@ -46,39 +46,17 @@ class VerifyShape(NamedTuple):
         """New pages that find room behind them; more of them travel by a copy of their own."""
         return 2 * self.tokens + 16
 
-    def parts(self, block: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """Views of ``block`` int32 ``[size]``: random numbers (float64 ``[tokens]``), ``qo_indptr [tokens + 1]``; of each row its
-        slot and its KV tokens ``[tokens]``, its drafts ``[tokens, width - 1]`` and, of trees, their parents."""
+    def parts(self, block: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
+        """Views of ``block`` int32 ``[size]``: random numbers (float64 ``[tokens]``); how many rows there are ``[1]``; of each its
+        slot, the tokens it has in the pool and those that enter ``[tokens]``, its drafts ``[tokens, width - 1]`` and, of trees, their
+        parents."""
         found, start = [], 0
         for size in self.sizes:
             found.append(block[start : start + size])
             start += size
-        numbers, indptr, slots, lens, drafts, parents = found
+        numbers, rows, slots, prefix_lens, counts, drafts, parents = found
         columns = self.width - 1
-        return numbers, indptr, slots, lens, drafts.reshape(self.tokens, columns), parents.reshape(-1, columns)
-
-
-def write_block(batch: Batch, shape: VerifyShape, block: IntArray, numbers: Floats | None) -> None:
-    """Write into ``block`` what the host sends of a batch of verify rows, filled up: see ``VerifyShape.parts``. ``numbers`` are
-    those of ``verify_numbers``."""
-    numbers_part, indptr, slots, lens, drafts, parents = shape.parts(block)
-    rows, tokens = len(batch.slots), shape.tokens
-    indptr[0] = 0
-    np.cumsum(batch.extend_lens, out=indptr[1 : rows + 1])
-    total = int(indptr[rows])
-    fill = rows + tokens - total
-    indptr[rows + 1 : fill + 1] = np.arange(total + 1, tokens + 1)
-    indptr[fill + 1 :] = tokens
-    slots[:rows], slots[rows:] = batch.slots, 0
-    np.add(batch.prefix_lens, batch.extend_lens, out=lens[:rows])
-    lens[rows:] = 1
-    if batch.drafts is not None:
-        count = batch.drafts.token_ids.shape[1]
-        drafts[:rows, :count] = batch.drafts.token_ids
-        if shape.tree:
-            parents[:rows, :count] = batch.drafts.parents
-    if numbers is not None:
-        numbers_part.view(np.float64)[:total] = numbers
+        return numbers, rows, slots, prefix_lens, counts, drafts.reshape(-1, columns), parents.reshape(-1, columns)
 
 
 def write_pages(inputs: Inputs, updates: PageUpdates, shape: VerifyShape, behind: IntArray) -> None:
@@ -110,10 +88,9 @@ class VerifyMemory:
         tokens, pinned = shape.tokens, device.type == "cuda"
         self.sent = torch.zeros(shape.size + 1 + 2 * shape.room, dtype=torch.int32, pin_memory=pinned)
         self.block = torch.zeros(shape.size, dtype=torch.int32, device=device)
-        self.input_ids, self.positions, self.out_loc, self.row_of = torch.zeros(
-            4, tokens, dtype=torch.int64, device=device
-        )
-        self.kv_lens = torch.ones(tokens, dtype=torch.int32, device=device)
+        self.of_tokens = torch.zeros(4, tokens, dtype=torch.int64, device=device)
+        self.indptr = torch.zeros(tokens + 1, dtype=torch.int32, device=device)
+        self.slots, self.kv_lens = torch.ones(2, tokens, dtype=torch.int32, device=device)
         self.table = torch.zeros(tokens, max_pages, dtype=torch.int32, device=device)
         self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
         self.result = torch.zeros(tokens, 2 * shape.width + 1, dtype=torch.int64, device=device)
@@ -123,35 +100,44 @@ class VerifyMemory:
 class VerifyTensors:
     """The tensors of a verify step: what the host sends, and what is computed from it and from the arrays by slot.
 
-    ``uniform`` float64 ``[tokens]`` are random numbers, ``row_of`` int64 ``[tokens]`` says whose row a token is in.
+    ``uniform`` float64 ``[tokens]`` are random numbers, ``row_of`` int64 ``[tokens]`` says whose row a token is in, ``slots [tokens]`` whose
+    a row is.
     """
 
     def __init__(self, shape: VerifyShape, memory: VerifyMemory) -> None:
         tokens = shape.tokens
         self.shape = shape
         self._sent, self._block = memory.sent, memory.block[: shape.size]
-        self._on_host: IntArray = memory.sent.numpy()
-        numbers, self.indptr, self.slots, lens, self.drafts, parents = shape.parts(self._block)
+        on_host: IntArray = memory.sent.numpy()
+        self._own, self._behind = shape.parts(on_host[: shape.size]), on_host[shape.size :]
+        numbers, rows, slots, prefix_lens, counts, self.drafts, parents = shape.parts(self._block)
         self.uniform = numbers.view(torch.float64)
         self.parents = parents if shape.tree else None
-        self.row_of = memory.row_of[:tokens]
-        self.result, self.result_on_host = memory.result[:tokens], memory.result_on_host[:tokens]
-        self._given = self.indptr, self.slots, lens, self.drafts, self.parents
-        self._computed = (
-            memory.input_ids[:tokens],
-            memory.positions[:tokens],
-            memory.out_loc[:tokens],
-            self.row_of,
-            memory.kv_lens[:tokens],
-            memory.table[:tokens],
-        )
+        self._given = rows, slots, prefix_lens, counts, self.drafts, self.parents
+        ids, positions, out_loc, row_of = memory.of_tokens[:, :tokens]
+        self._of_tokens, self.row_of = (ids, positions, out_loc, row_of), row_of
+        self.indptr, self.slots = memory.indptr[: tokens + 1], memory.slots[:tokens]
+        self._of_rows = self.indptr, self.slots, memory.kv_lens[:tokens], memory.table[:tokens]
         self._mask = memory.mask[:tokens] if shape.tree else None
+        self.result, self.result_on_host = memory.result[:tokens], memory.result_on_host[:tokens]
 
     def write(self, batch: Batch, inputs: Inputs, numbers: Floats | None = None) -> None:
-        """Write what the host sends. The device must have read what was written before."""
-        size = self.shape.size
-        write_block(batch, self.shape, self._on_host[:size], numbers)
-        write_pages(inputs, batch.page_updates, self.shape, self._on_host[size:])
+        """Write what the host sends. ``numbers`` are those of ``verify_numbers``. The device must have read what was written
+        before."""
+        uniform, num_rows, slots, prefix_lens, counts, drafts, parents = self._own
+        rows = len(batch.slots)
+        num_rows[0] = rows
+        slots[:rows] = batch.slots
+        prefix_lens[:rows] = batch.prefix_lens
+        counts[:rows] = batch.extend_lens
+        if batch.drafts is not None:
+            count = batch.drafts.token_ids.shape[1]
+            drafts[:rows, :count] = batch.drafts.token_ids
+            if self.shape.tree:
+                parents[:rows, :count] = batch.drafts.parents
+        if numbers is not None:
+            uniform.view(np.float64)[: len(numbers)] = numbers
+        write_pages(inputs, batch.page_updates, self.shape, self._behind)
 
     def compute(self, inputs: Inputs) -> None:
         """Launch the kernels that fetch what the host has written and fill the step's tensors. Reads the arrays by slot, and
@@ -160,11 +146,13 @@ class VerifyTensors:
 
         fetch(self._sent, self._block, self.shape.room, inputs.pages)
         mask = None if self._mask is None else self._mask.view(torch.uint8)
-        verify_inputs(self._given, inputs.last_token, inputs.pages, inputs.page_size, self._computed, mask)
+        table = inputs.last_token, inputs.pages, inputs.page_size
+        verify_inputs(self._given, *table, self._of_tokens, self._of_rows, mask)
 
     def give(self, batch: Batch, rows: int, tokens: int) -> None:
         """Set the engine fields of a batch of so many rows and tokens."""
-        ids, positions, out_loc, _, kv_lens, table = self._computed
+        ids, positions, out_loc, _ = self._of_tokens
+        _, _, kv_lens, table = self._of_rows
         batch.input_ids, batch.positions, batch.out_loc = ids[:tokens], positions[:tokens], out_loc[:tokens]
         batch.qo_indptr, batch.kv_lens, batch.page_table = self.indptr[: rows + 1], kv_lens[:rows], table[:rows]
         batch.tree_mask = None if self._mask is None else self._mask[:tokens]

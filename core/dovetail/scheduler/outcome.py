@@ -66,20 +66,15 @@ def take_tokens(
 ) -> TokenOutput:
     """Append ``tokens`` to the request, up to the one that ends it, and set ``req.finish`` then. Else ``jump`` may append
     more, and returns them. The answer for its client."""
-    before = known = req.known_len
-    for token in tokens:
-        req.token_ids[known] = token
-        req.known_len = known = known + 1
-        try:
-            req.finish = finish_reason(req, token, eos_token_ids)
-        except Exception as error:  # of its matcher or detokenizer: it ends this request alone
-            req.finish = _failure(req, f"token {token}", error)
-        if req.finish is not None:
-            break
+    before = req.known_len
+    if len(tokens) > 1 and _goes_on(req, tokens, eos_token_ids):
+        req.known_len += len(tokens)
+        req.token_ids[before : req.known_len] = tokens
+    else:
+        _take_singly(req, tokens, eos_token_ids)
     if jump is not None and req.finish is None:
         tokens = tokens + jump(req)
-        known = req.known_len
-    count = known - before
+    known, count = req.known_len, req.known_len - before
     return TokenOutput(
         req.rid,
         tokens[:count],
@@ -93,6 +88,30 @@ def take_tokens(
         req.accepted,
         req.grammar_backend,
         req.verify_steps,
+    )
+
+
+def _take_singly(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> None:
+    for token in tokens:
+        req.token_ids[req.known_len] = token
+        req.known_len += 1
+        try:
+            req.finish = finish_reason(req, token, eos_token_ids)
+        except Exception as error:  # of its matcher or detokenizer: it ends this request alone
+            req.finish = _failure(req, f"token {token}", error)
+        if req.finish is not None:
+            break
+
+
+def _goes_on(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> bool:
+    """True if none of ``tokens`` can end the request, and nobody else wants to see them one by one."""
+    return (
+        req.matcher is None
+        and req.detokenizer is None
+        and req.error is None
+        and req.known_len + len(tokens) < len(req.token_ids)
+        and eos_token_ids.isdisjoint(tokens)
+        and not any(token in tokens for token in req.params.stop_token_ids)
     )
 
 

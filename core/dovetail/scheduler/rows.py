@@ -25,6 +25,7 @@ class DecodeRows:
     __slots__ = (
         "capacity",
         "draft_lens",
+        "draft_room",
         "grouping",
         "lens",
         "ones",
@@ -47,20 +48,18 @@ class DecodeRows:
         self.lens = np.fromiter([r.device_len for r in reqs], np.int32, n)
         self.remain = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n) - self.lens
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
+        self.draft_room = self.draft_lens
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
         self.steps_left = int(self.remain.min(initial=np.iinfo(np.int32).max))
 
-    def draft_room(self, width: int) -> IntArray:
-        """Draft tokens that each row wants to verify, ``width`` at most: the next token of its own needs room too."""
-        return np.minimum(np.minimum(self.remain - 1, self.draft_lens), width)
+    def wish(self, draft_width: int) -> None:
+        """Set ``draft_room``: the drafts that each row wants to verify, ``draft_width`` at most. The next token of its own needs
+        room too."""
+        self.draft_room = np.minimum(np.minimum(self.remain - 1, self.draft_lens), draft_width)
 
-    def granted(self, width: int) -> IntArray:
-        """Of these, what its pages hold behind the token that enters now."""
-        return np.minimum(self.draft_room(width), self.capacity - self.lens)
-
-    def short_of_pages(self, draft_width: int = 0) -> list[int]:
-        """Rows whose pages do not hold the token that enters now and the drafts that it wants."""
-        lens = self.lens + self.draft_room(draft_width) if draft_width else self.lens
+    def short_of_pages(self, *, drafts: bool = False) -> list[int]:
+        """Rows whose pages do not hold the token that enters now and, with ``drafts``, those that it wants."""
+        lens = self.lens + self.draft_room if drafts else self.lens
         return (lens > self.capacity).nonzero()[0].tolist()
 
     def hold(self, rows: list[int]) -> None:
@@ -102,7 +101,7 @@ def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Ba
         extend_lens=rows.ones,
         samples=rows.samples,
         page_updates=updates,
-        draft_room=rows.granted(draft_width) if draft_width else None,
+        draft_room=rows.draft_room if draft_width else None,
         shared=rows.grouping.shared if rows.grouping is not None else None,
     )
 
@@ -119,7 +118,7 @@ def mixed_batch(extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: Pa
         extend_lens=_joined(counts, rows.ones),
         samples=np.ones(len(prompts) + n, np.bool_),
         page_updates=updates,
-        draft_room=_joined([0] * len(prompts), rows.granted(draft_width)) if draft_width else None,
+        draft_room=_joined([0] * len(prompts), rows.draft_room) if draft_width else None,
     )
 
 

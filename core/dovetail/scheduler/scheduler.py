@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
@@ -129,11 +131,15 @@ class Scheduler:
 
     def _reserve_decodes(self) -> DecodeRows:
         """Decode rows, with pages for their next tokens (retracts until they fit), and for drafts as far as there are any."""
-        rows = self._decode_rows()
-        while rows.short_of_pages() and not self._reserve_next(rows):
+        rows, width = self._decode_rows(), self.limits.draft_width
+        if width:
+            rows.wish(width)
+        if not rows.short_of_pages(drafts=width > 0):
+            return rows
+        while not self._reserve_next(rows):
             self._retract_one()
             rows = self._decode_rows()
-        if self.limits.draft_width:
+        if width:
             self._reserve_drafts(rows)
         return rows
 
@@ -149,7 +155,11 @@ class Scheduler:
         """A page for the next token of each row that needs one. False if a row is left without: one must go."""
         short = rows.short_of_pages()
         reqs = [rows.reqs[row] for row in short]
-        if not self.ledger.reserve_one_each(reqs) and not all(self.ledger.reserve(r, r.device_len) for r in reqs):
+        if (
+            reqs
+            and not self.ledger.reserve_one_each(reqs)
+            and not all(self.ledger.reserve(r, r.device_len) for r in reqs)
+        ):
             self._rows = None
             return False
         rows.hold(short)
@@ -157,12 +167,12 @@ class Scheduler:
 
     def _reserve_drafts(self, rows: DecodeRows) -> None:
         """Pages for the drafts of each row. Where there are none left, it gets as many drafts as its pages hold."""
-        short = rows.short_of_pages(self.limits.draft_width)
-        if short:
-            room = rows.draft_room(self.limits.draft_width)
-            for row in short:
-                self.ledger.reserve(rows.reqs[row], rows.reqs[row].device_len + int(room[row]))
-            rows.hold(short)
+        rows.wish(self.limits.draft_width)
+        short = rows.short_of_pages(drafts=True)
+        for row in short:
+            self.ledger.reserve(rows.reqs[row], rows.reqs[row].device_len + int(rows.draft_room[row]))
+        rows.hold(short)
+        rows.draft_room = np.minimum(rows.draft_room, rows.capacity - rows.lens)
 
     def _retract_one(self) -> None:
         """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""

@@ -123,9 +123,10 @@ def fetch(source: torch.Tensor, target: torch.Tensor, room: int, page_table: tor
 
 @triton.jit
 def _verify_inputs(
-    indptr,
+    num_rows,
     slots,
-    lens,
+    prefix_lens,
+    counts,
     drafts,
     parents,
     drafts_stride,
@@ -136,23 +137,38 @@ def _verify_inputs(
     positions,
     out_loc,
     row_of,
+    indptr,
+    row_slots,
     kv_lens,
     table,
     table_stride,
     mask,
     mask_stride,
+    tokens,
     PAGE: tl.constexpr,
     TREE: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    start, end = tl.load(indptr + row), tl.load(indptr + row + 1)
-    slot, kv_len = tl.load(slots + row), tl.load(lens + row)
+    rows, others = tl.load(num_rows), tl.arange(0, ROWS)
+    queries = tl.load(counts + others, others < rows, 0)
+    real_row = row < rows
+    fills = row - rows + tl.sum(queries, 0)  # the token that this row is, if it fills the step up
+    start = tl.where(real_row, tl.sum(tl.where(others < row, queries, 0), 0), tl.minimum(fills, tokens)).to(tl.int32)
+    count = tl.where(real_row, tl.load(counts + row), tl.where(fills < tokens, 1, 0))
+    slot = tl.where(real_row, tl.load(slots + row), 0)
+    prefix = tl.where(real_row, tl.load(prefix_lens + row), 0)
+    kv_len = tl.where(real_row, prefix + count, 1)
+    tl.store(indptr + row + 1, start + count)
+    tl.store(indptr, 0, row == 0)
+    tl.store(row_slots + row, slot)
+    tl.store(kv_lens + row, kv_len)
     pages = page_table + slot * page_table_stride
     node = tl.arange(0, WIDTH)
-    real = node < end - start
-    place = kv_len - (end - start) + node
+    real = node < count
+    place = prefix + node
     own = row * drafts_stride + node - 1  # of node's draft; the root has none
     token = start + node
     depth = node
@@ -171,51 +187,52 @@ def _verify_inputs(
     ids = tl.where(node == 0, tl.load(last_token + slot), drafted.to(tl.int64))
     page = tl.load(pages + place // PAGE, real, 0)
     tl.store(input_ids + token, ids, real)
-    tl.store(positions + token, (place - node + depth).to(tl.int64), real)
+    tl.store(positions + token, (prefix + depth).to(tl.int64), real)
     tl.store(out_loc + token, page.to(tl.int64) * PAGE + place % PAGE, real)
     tl.store(row_of + token, row, real)
-    tl.store(kv_lens + row, kv_len)
     _copy_pages(pages, table + row * table_stride, 0, (kv_len - 1) // PAGE + 1, BLOCK)
 
 
 def verify_inputs(
-    sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     last_token: torch.Tensor,
     page_table: torch.Tensor,
     page_size: int,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    of_tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    of_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
 ) -> None:
-    """Fill ``out`` = (input_ids, positions, out_loc, row_of int64 ``[tokens]``, kv_lens int32 ``[rows]``, table int32 ``[rows, >=
-    pages]``), and ``mask`` uint8 ``[tokens, most queries of a row]`` for trees (see ``AttentionBackend.plan``).
+    """Fill ``of_tokens`` = (input_ids, positions, out_loc, row_of: int64 ``[tokens]``), ``of_rows`` = (indptr ``[tokens + 1]``, slots,
+    kv_lens ``[tokens]``, table ``[tokens, >= pages]``: int32), and ``mask`` uint8 ``[tokens, most queries of a row]`` for trees (see
+    ``AttentionBackend.plan``).
 
-    ``sent`` = (indptr ``[rows + 1]``, slots ``[rows]``, lens ``[rows]``, drafts, parents ``[rows, most drafts]``), int32. Row r has
-    tokens ``[indptr[r], indptr[r + 1])``: the last one of slot ``slots[r]``, which is in ``last_token [slots]``, and its drafts,
-    with their ``parents`` (see ``types.DraftTree``; None: chains). ``lens[r] >= 1`` are the KV tokens it has with them.
+    ``sent`` = (number of rows ``[1]``, slots, prefix_lens, counts ``[tokens]``, drafts, parents ``[tokens, most drafts]``), int32. Row
+    r has ``counts[r]`` tokens: the last one of slot ``slots[r]``, which is in ``last_token [slots]``, and its drafts, with their
+    ``parents`` (see ``types.DraftTree``; None: chains), behind ``prefix_lens[r]`` in the pool. Tokens that rows leave over are
+    rows of slot 0, the remaining rows have none.
     """
-    indptr, slots, lens, drafts, parents = sent
-    input_ids, positions, out_loc, row_of, kv_lens, table = out
-    _verify_inputs[(slots.shape[0],)](
-        indptr,
+    num_rows, slots, prefix_lens, counts, drafts, parents = sent
+    tokens = slots.shape[0]
+    _verify_inputs[(tokens,)](
+        num_rows,
         slots,
-        lens,
+        prefix_lens,
+        counts,
         drafts,
         drafts if parents is None else parents,
         drafts.stride(0),
         last_token,
         page_table,
         page_table.stride(0),
-        input_ids,
-        positions,
-        out_loc,
-        row_of,
-        kv_lens,
-        table,
-        table.stride(0),
-        out_loc if mask is None else mask,
+        *of_tokens,
+        *of_rows,
+        of_rows[-1].stride(0),
+        counts if mask is None else mask,
         0 if mask is None else mask.stride(0),
+        tokens,
         PAGE=page_size,
         TREE=mask is not None,
+        ROWS=triton.next_power_of_2(tokens),
         WIDTH=triton.next_power_of_2(drafts.shape[1] + 1),
         BLOCK=BLOCK,
         num_warps=4,
