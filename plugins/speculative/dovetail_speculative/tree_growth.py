@@ -11,6 +11,7 @@ those of ranks that it does not have are written too, behind the level, and over
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -101,14 +102,10 @@ class TreeSteps(DraftSteps):
 
     def passes(self, starts: IntArray, widths: IntArray, depths: IntArray) -> list[DraftPass]:
         """What grows trees at ``starts``, deepest first."""
-        passes: list[DraftPass] = []
-        for level in range(1, int(depths.max())):
-            counts = np.where(depths > level, widths * level, 0).astype(np.int32)
-            own = np.repeat(widths, counts)
-            nth = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
-            positions = (np.repeat(starts, counts) + nth // own).astype(np.int32)
-            passes.append(DraftPass(level - 1, starts, counts, positions))
-        return passes
+        return [
+            DraftPass(level, starts, counts, np.repeat(starts, counts) + depth)
+            for level, (counts, depth) in enumerate(_levels(tuple(widths.tolist()), tuple(depths.tolist())))
+        ]
 
     def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
         """See ``DraftSteps.run``."""
@@ -154,6 +151,20 @@ class TreeSteps(DraftSteps):
         wide = (-1, -1, outputs.shape[2])
         entering = outputs.gather(1, parents[:, :, None].expand(wide))
         trees.hidden.scatter_(1, own[:, :, None].expand(wide), entering)
+
+
+@functools.lru_cache(64)
+def _levels(widths: tuple[int, ...], depths: tuple[int, ...]) -> list[tuple[IntArray, IntArray]]:
+    """Of each pass how many nodes a row has, int32 ``[rows]``, and how deep each is, int32 ``[nodes]``. Kept: most rows have room for
+    a whole tree."""
+    found: list[tuple[IntArray, IntArray]] = []
+    of_rows = np.array(widths, np.int32)
+    for level in range(1, max(depths)):
+        counts = np.where(np.array(depths) > level, of_rows * level, 0).astype(np.int32)
+        own = np.repeat(of_rows, counts)
+        nth = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
+        found.append((counts, (nth // own).astype(np.int32)))
+    return found
 
 
 def best_of(trees: Trees, counts: torch.Tensor, most: int) -> torch.Tensor:
