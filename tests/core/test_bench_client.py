@@ -14,9 +14,10 @@ import pytest
 from dovetail.bench.answers import Answer
 from dovetail.bench.client.apis import NativeApi, OpenAIApi
 from dovetail.bench.client.events import EventLines
-from dovetail.bench.client.http import HttpSender, open_client
+from dovetail.bench.client.http import HttpSender, open_client, wires_of
 from dovetail.bench.client.readers import NativeReader, OpenAIReader
 from dovetail.bench.client.target import find_target
+from dovetail.bench.client.wire import Wires
 from dovetail.bench.prompts import Prompt, first_prompt
 from dovetail.bench.records import Call, Sampling, Workload
 from dovetail.errors import ConfigError
@@ -166,7 +167,7 @@ def error_of(reply, linger=0.0, timeout=5.0):
     async def ask():
         async with server(reply, linger) as url, open_client(url, timeout) as client:
             call = Call(id="a", group="a", token_ids=(1,))
-            return await HttpSender(client, NativeApi("m"))(call, first_prompt(call), lambda: 3.0)
+            return await HttpSender(wires_of(client), NativeApi("m"))(call, first_prompt(call), lambda: 3.0)
 
     answer = asyncio.run(ask())
     assert (answer.sent, answer.end) == (3.0, 3.0)
@@ -185,20 +186,23 @@ def test_what_goes_wrong_is_said_in_the_server_s_words():
     assert error_of(HEAD + sse(native(1))) == "the stream ended before the answer did"
     assert error_of(HEAD) == "the stream ended before the answer did"
     assert "is no answer" in error_of(HEAD + sse(b"{oops"))
-    assert "RemoteProtocolError" in error_of(b"")
-    assert "ReadTimeout" in error_of(HEAD + sse(native(1)), linger=1.0, timeout=0.1)
+    assert error_of(b"") == "ConnectionError: the server closed the connection: before it had answered"
+    cut = b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + NATIVE
+    assert error_of(cut) == "ConnectionError: the server closed the connection: within its answer"
+    assert "does not speak HTTP" in error_of(b"SSH-2.0-x\r\n")
+    assert error_of(HEAD + sse(native(1)), linger=1.0, timeout=0.1) == "TimeoutError: not a byte for 0.1 s"
 
 
 def test_a_server_that_is_not_there():
     async def ask():
         async with open_client("http://127.0.0.1:9", 5.0) as client:
             call = Call(id="a", group="a", text="x")
-            answer = await HttpSender(client, NativeApi("m"))(call, first_prompt(call), lambda: 0.0)
+            answer = await HttpSender(wires_of(client), NativeApi("m"))(call, first_prompt(call), lambda: 0.0)
             with pytest.raises(ConfigError, match="is the server running"):
                 await find_target(client, "native")
             return answer.error
 
-    assert asyncio.run(ask()).startswith("ConnectError: ")
+    assert asyncio.run(ask()).startswith("ConnectionRefusedError: ")
 
 
 def test_a_server_of_another_kind():
@@ -215,3 +219,95 @@ def test_a_server_of_another_kind():
             asyncio.run(ask(reply, api=api))
     with pytest.raises(ConfigError, match="use --api openai"):
         asyncio.run(ask(refusal(404, b"nothing"), api="native", model="m"))
+
+
+@contextlib.asynccontextmanager
+async def patient(per_connection):
+    """Answers with as many bytes as it is asked for, in chunks; closes a connection, unannounced, after so many answers. Yields
+    its URL and the number of connections that were made."""
+    made, open_now = [], []
+
+    async def answer(reader, writer):
+        made.append(writer)
+        open_now.append(asyncio.current_task())
+        for _ in range(per_connection):
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().split(b"content-length:")[1].split()[0])
+            count = int(await reader.readexactly(size))
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range(count):
+                writer.write(b"1\r\nx\r\n")
+                await asyncio.sleep(0.001)
+            writer.write(b"0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async def guarded(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await answer(reader, writer)
+        writer.close()
+
+    listening = await asyncio.start_server(guarded, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/base", made
+    finally:
+        listening.close()
+        await asyncio.gather(*open_now)
+
+
+async def ask(wires, count):
+    got = []
+    reply = await wires.post("/x", str(count).encode(), got.append)
+    assert (reply.status, b"".join(got)) == (200, b"x" * count)
+
+
+def test_connections_are_used_again():
+    async def run():
+        async with patient(1000) as (url, made):
+            with contextlib.closing(Wires(url, 5.0)) as wires:
+                for count in (3, 0, 7):
+                    await ask(wires, count)
+                assert len(made) == 1
+                await asyncio.gather(*(ask(wires, count) for count in range(6)))
+                assert len(made) == 6
+                await asyncio.gather(*(ask(wires, count) for count in range(6)))
+                assert len(made) == 6
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_was_closed_at_rest_is_made_again():
+    async def run():
+        async with patient(2) as (url, made):
+            with contextlib.closing(Wires(url, 5.0)) as wires:
+                for count in range(7):
+                    await ask(wires, count)
+                assert len(made) == 4
+
+    asyncio.run(run())
+
+
+def test_what_the_reader_raises_ends_the_request():
+    async def run():
+        def refuse(chunk):
+            raise KeyError("oh")
+
+        async with patient(1000) as (url, made):
+            with contextlib.closing(Wires(url, 5.0)) as wires:
+                with pytest.raises(KeyError, match="oh"):
+                    await wires.post("/x", b"3", refuse)
+                await ask(wires, 2)
+                assert len(made) == 2
+
+    asyncio.run(run())
+
+
+def test_other_tasks_are_not_held_up_by_a_request_that_is_given_up():
+    async def run():
+        async with patient(1000) as (url, _):
+            with contextlib.closing(Wires(url, 5.0)) as wires:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(ask(wires, 2000), 0.05)
+                await ask(wires, 2)
+
+    asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Coroutine
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from dovetail.bench.book import OnDone, nobody
-from dovetail.bench.client.http import HttpSender
+from dovetail.bench.client.http import HttpSender, wires_of
 from dovetail.bench.client.target import Target, hash_of
 from dovetail.bench.load import run_load
 from dovetail.bench.machine import machine_facts
@@ -34,14 +35,15 @@ async def measure_server(
 ) -> RunRecord:
     """Send ``warmup``, which is not recorded, empty the prefix cache where ``flush`` and the server allow it, then send
     ``workload``. Raises ``ConfigError`` for a workload that the API cannot carry."""
-    send = HttpSender(client, target.api)
     target.api.check(workload)
-    if warmup is not None:
-        await run_load(warmup, send)
-    if flush:
-        await target.flush()
-    before, started = await target.counters(), datetime.now(UTC)
-    measurements, lag = await run_load(workload, send, on_done)
+    with contextlib.closing(wires_of(client)) as wires:
+        send = HttpSender(wires, target.api)
+        if warmup is not None:
+            await run_load(warmup, send)
+        if flush:
+            await target.flush()
+        before, started = await target.counters(), datetime.now(UTC)
+        measurements, lag = await run_load(workload, send, on_done)
     return RunRecord(
         kind="serve",
         arm=arm,

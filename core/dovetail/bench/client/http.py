@@ -8,55 +8,57 @@ import msgspec
 from dovetail.bench.answers import Answer, Clock
 from dovetail.bench.client.apis import Api
 from dovetail.bench.client.events import EventLines
-from dovetail.bench.client.readers import Reader
+from dovetail.bench.client.wire import Wires
 from dovetail.bench.prompts import Prompt
 from dovetail.bench.records import Call
 
-_HEADERS = {"content-type": "application/json"}
 _SHOWN = 300
 _encode = msgspec.json.encode
 
 
 def open_client(url: str, timeout: float, api_key: str | None = None) -> httpx.AsyncClient:
-    """A client that has as many connections as calls in flight; none waits for another. ``timeout`` seconds without a byte
-    fail a call."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    """A client for all that is not measured: what the server says of itself, its counters."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers, trust_env=False)
+    return httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers, trust_env=False)
+
+
+def wires_of(client: httpx.AsyncClient) -> Wires:
+    """Connections for calls to the same server, with the same timeout and key."""
+    key = client.headers.get("authorization")
+    timeout = client.timeout.read
+    assert timeout is not None, "open_client sets it"
+    return Wires(str(client.base_url), timeout, {"authorization": key} if key else None)
 
 
 class HttpSender:
     """Makes calls of a server through an API."""
 
-    def __init__(self, client: httpx.AsyncClient, api: Api) -> None:
-        self._client = client
+    def __init__(self, wires: Wires, api: Api) -> None:
+        self._wires = wires
         self._api = api
 
     async def __call__(self, call: Call, prompt: Prompt, clock: Clock) -> Answer:
         """Send a call now, and read its answer to the end."""
-        request, answer = self._api.request(call, prompt), Answer(sent=clock())
+        request, answer, lines = self._api.request(call, prompt), Answer(sent=clock()), EventLines()
+        reader = request.reader
+
+        def take(chunk: bytes) -> None:
+            reader.take(lines.feed(chunk), clock(), answer)
+
         try:
-            body = _encode(request.body)
-            async with self._client.stream("POST", request.path, content=body, headers=_HEADERS) as response:
-                if response.status_code == 200:
-                    await _read(response, request.reader, clock, answer)
-                else:
-                    answer.error = _refusal(response.status_code, await response.aread())
-        except httpx.HTTPError as error:
+            reply = await self._wires.post(request.path, _encode(request.body), take)
+            if reply.status == 200:
+                reader.finish(answer)
+                if answer.error is None and answer.finish_reason is None:
+                    answer.error = "the stream ended before the answer did"
+            else:
+                answer.error = _refusal(reply.status, reply.body)
+        except OSError as error:
             answer.error = f"{type(error).__name__}: {error}".rstrip(": ")
         except msgspec.DecodeError as error:
             answer.error = f"the server sent what is no answer: {error}"
         answer.end = clock()
         return answer
-
-
-async def _read(response: httpx.Response, reader: Reader, clock: Clock, answer: Answer) -> None:
-    lines = EventLines()
-    async for chunk in response.aiter_bytes():
-        reader.take(lines.feed(chunk), clock(), answer)
-    reader.finish(answer)
-    if answer.error is None and answer.finish_reason is None:
-        answer.error = "the stream ended before the answer did"
 
 
 def _refusal(status: int, body: bytes) -> str:
