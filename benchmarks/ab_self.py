@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.experiment.jobs import Job
+from dovetail.experiment.result import Experiment
 from dovetail.experiment.worker import do_job
 from peers.report import replace_section
 
@@ -35,18 +36,18 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "ab.md"
 COMMON = ("--set", "threads=1", "--set", "device=cpu", "--set", "tuning.use=false")
 RANDOM = "{kind: random, count: 16, input: [16, 48], output: [16, 32]}"
+LONG = "{kind: random, count: 16, input: [16, 48], output: [96, 128]}"
 SHARED = "{kind: shared_prefix, groups: 4, per_group: 6, prefix: 384, suffix: 16, output: 16}"
 FEW = "{kind: shared_prefix, groups: 2, per_group: 3, prefix: 48, suffix: 8, output: 6}"
-VERDICTS = {0: "no regression", 1: "regression", 2: "outputs differ", 3: "inconclusive"}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One experiment: ``arguments`` of the command, what must come of it (exit codes), and whether kernels are interpreted."""
+    """One experiment: ``arguments`` of the command, the verdicts that it may come to, and whether kernels are interpreted."""
 
     name: str
     arguments: tuple[str, ...]
-    allowed: tuple[int, ...]
+    allowed: tuple[str, ...]
     interpreted: bool = False
 
 
@@ -56,13 +57,13 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
     if options.what == "slow":
         arms = ("--a", "attention=torch_native", "--b", "attention={kind: slowed, share: 0.1}")
         stop = ("--primary", "tpot_mean", "--max-blocks", str(options.max_blocks))
-        yield Trial("a tenth slower", (*arms, "-w", RANDOM, *stop), (1,))
+        yield Trial("a tenth slower", (*arms, "-w", LONG, *stop), ("slower",))
     elif options.what == "cache":
         arms = ("--a", "cache=none", "--b", "cache=radix")
-        yield Trial("none against radix", (*arms, "-w", SHARED, "--max-blocks", str(options.max_blocks)), (0,))
+        yield Trial("none against radix", (*arms, "-w", SHARED, "--max-blocks", str(options.max_blocks)), ("faster",))
     else:
         arms = ("--a", "attention=torch_native", "--b", "attention=triton_interpreted")
-        yield Trial("torch_native against triton", (*arms, "-w", FEW, "--warm-up", "1", *fixed), (1,), True)
+        yield Trial("torch_native against triton", (*arms, "-w", FEW, "--warm-up", "1", *fixed), ("slower",), True)
 
 
 class Silent:
@@ -80,16 +81,16 @@ def against_itself(seed: int, blocks: int, folder: Path) -> tuple[int, dict[str,
     from dovetail.bench.specs import parse_workload
     from dovetail.bench.workloads import Vocabulary, make_workload
     from dovetail.experiment.arms import make_arm
-    from dovetail.experiment.runner import Experiment, Settings
-    from dovetail.experiment.verdict import Rules
+    from dovetail.experiment.runner import Experiment as Run
+    from dovetail.experiment.runner import Settings
     from dovetail.tokenizer import load_tokenizer
 
     sets = [text for text in COMMON if text != "--set"]
     a, b = (make_arm(name, (), sets, (), {}) for name in "ab")
     asked = make_workload(parse_workload(RANDOM), seed, Vocabulary.of(load_tokenizer(a.config)))
-    settings = Settings(rules=Rules(peeking=False), max_blocks=blocks, seed=seed)
-    found = Experiment(a, b, asked, settings, folder, Silent(), forked).run()
-    words = ["dovetail", "ab", "-w", RANDOM, "--seed", str(seed), "--blocks", str(blocks), *COMMON]
+    settings = Settings(max_blocks=blocks, seed=seed)
+    found = Run(a, b, asked, settings, folder, Silent(), forked).run()
+    words = ["dovetail", "ab", "-w", RANDOM, "--seed", str(seed), "--max-blocks", str(blocks), *COMMON]
     return found.exit_code, found.model_dump(mode="json"), shlex.join(words)
 
 
@@ -157,13 +158,19 @@ def table(found: dict[str, Any], command: str) -> str:
     )
 
 
+def verdict(found: dict[str, Any]) -> str:
+    """What was said of B; that the outputs differ where they do."""
+    told = Experiment.model_validate(found)
+    return "outputs differ" if told.gate.outcome == "failed" else told.verdict
+
+
 def summary_of_self(results: Sequence[tuple[int, dict[str, Any], str]]) -> str:
     """How often the same was said to be different."""
-    held = sum(status in (0, 3) for status, _, _ in results)
+    verdicts = [verdict(found) for _, found, _ in results]
+    held = sum(word in ("equivalent", "inconclusive") for word in verdicts)
     spread = [c["ratio"] for _, found, _ in results for c in found["comparisons"] if c["metric"] == "tpot_mean"]
     same = sum(found["gate"]["identical"] == found["gate"]["compared"] for _, found, _ in results)
-    counts = {text: sum(VERDICTS[status] == text for status, _, _ in results) for text in VERDICTS.values()}
-    told = ", ".join(f"{count} {text}" for text, count in counts.items() if count)
+    told = ", ".join(f"{verdicts.count(word)} {word}" for word in sorted(set(verdicts)))
     return "\n".join(
         [
             f"```\n{results[0][2]}\n```",
@@ -180,22 +187,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("self", "slow", "cache", "attention"))
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--max-blocks", type=int, default=12)
     parser.add_argument("--write", action="store_true", help="into docs/ab.md")
     options = parser.parse_args()
     results, wrong = [], 0
     itself = options.what == "self"
     experiments = (
-        [Trial(f"A/A, seed {i}", (), (0, 3)) for i in range(options.seeds)] if itself else list(trials(options))
+        [Trial(f"A/A, seed {i}", (), ("equivalent", "inconclusive")) for i in range(options.seeds)]
+        if itself
+        else list(trials(options))
     )
     for seed, trial in enumerate(experiments):
         with tempfile.TemporaryDirectory(prefix="dovetail-ab-") as folder:
             made = against_itself(seed, options.blocks, Path(folder)) if itself else run(trial, Path(folder))
-        status = made[0]
-        wrong += status not in trial.allowed
         results.append(made)
-        print(f"{trial.name}: {VERDICTS[status]}{'' if status in trial.allowed else ', WRONG'}", flush=True)
+        told = verdict(made[1])
+        wrong += told not in trial.allowed
+        print(f"{trial.name}: {told}{'' if told in trial.allowed else ', WRONG'}", flush=True)
     text = summary_of_self(results) if options.what == "self" else table(results[0][1], results[0][2])
     machine = f"{results[0][1]['machine']['host_cpu']}, {len(os.sched_getaffinity(0))} CPUs, Python {platform.python_version()}"
     text = f"{text}\n\n{datetime.now(UTC):%Y-%m-%d}, {machine}; load of the machine when it ended: {os.getloadavg()[0]:.1f}."

@@ -10,7 +10,7 @@ from dovetail.interfaces.attention import AttentionContext
 from dovetail.types import Batch
 from dovetail_attention.torch_native import TorchNativeAttention
 
-IDLE_SECONDS = 0.5
+IDLE_SECONDS = 0.05
 """Pauses between two steps that are longer are none of a step's work."""
 
 
