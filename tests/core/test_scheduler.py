@@ -106,9 +106,9 @@ def build(page_size=4, num_pages=40, cache="radix", **limits):
 class Run:
     """Drives a scheduler like the loop does, with or without a lag of one step, and checks every answer."""
 
-    def __init__(self, scheduler, device, lag=False, drafts=None):
+    def __init__(self, scheduler, device, lag=False, drafts=None, ahead=False):
         self.scheduler, self.device, self.lag, self.drafts = scheduler, device, lag, drafts
-        self.launched = None
+        self.ahead, self.launched = ahead, None
         self.prompts, self.texts, self.ends = {}, {}, {}
 
     def add(self, rid, prompt, **params):
@@ -130,11 +130,24 @@ class Run:
         if batch is not None and self.drafts and batch.num_extend < len(batch.reqs):
             self.scheduler.attach(batch, self.drafts(batch))
         output = self.device.forward(batch) if batch is not None else None
+        if self.ahead:
+            self.scheduler.reserve_ahead()
         if self.lag:
             (batch, output), self.launched = self.launched or (None, None), (batch, output)
         if batch is not None:
             self.take(self.scheduler.commit(batch, output))
         self.scheduler.check_integrity()
+        self.check_rows()
+
+    def check_rows(self):
+        """What is kept of the decode rows from step to step is what their requests say."""
+        rows = self.scheduler._rows
+        if rows is not None and not self.lag:
+            assert rows.lens.tolist() == [r.device_len for r in rows.reqs]
+            assert rows.remain.tolist() == [r.remain_len for r in rows.reqs]
+            assert rows.capacity.tolist() == [r.num_pages * rows.page_size for r in rows.reqs]
+            assert rows.draft_lens.tolist() == [r.draft_len for r in rows.reqs]
+            assert not rows.reqs or rows.steps_left == min(rows.remain)
 
     @property
     def busy(self):
@@ -191,12 +204,13 @@ def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
             assert run.texts[rid][-1] == EOS
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_in_little_memory(page_size, seed):
+def test_drafts_in_little_memory(page_size, seed, ahead):
     rng = random.Random(seed)
-    scheduler, device = build(page_size, 1 + 160 // page_size, draft_width=3)
-    run = Run(scheduler, device, drafts=half_right)
+    scheduler, device = build(page_size, 1 + 160 // page_size, draft_width=3, adapt_drafts=bool(seed % 2))
+    run = Run(scheduler, device, drafts=half_right, ahead=ahead)
     for i in range(20):
         run.add(
             f"r{i}", [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50))], max_new_tokens=rng.randrange(1, 40)
@@ -205,6 +219,29 @@ def test_drafts_in_little_memory(page_size, seed):
     run.finish()
     totals = scheduler.totals
     assert 0 < totals.accepted_tokens < totals.drafted_tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_nobody_goes_for_the_sake_of_drafts(page_size):
+    """Drafts become fewer as pages run out; a request goes only when there is no page left for the tokens themselves."""
+    scheduler, device = build(page_size, 1 + 112 // page_size, "none", draft_width=3)
+    rooms = []
+
+    def noted(batch):
+        if not scheduler.totals.retractions:
+            rooms.extend(zip(batch.draft_room.tolist(), (r.remain_len for r in batch.reqs), strict=True))
+        return half_right(batch)
+
+    run = Run(scheduler, device, drafts=noted, ahead=True)
+    for i in range(2):
+        run.add(f"r{i}", [i] * 20, max_new_tokens=60, ignore_eos=True)
+    while not scheduler.totals.retractions:
+        held, texts = scheduler.ledger.available, sum(r.known_len for r in scheduler.running)
+        run.step()
+    assert held == 0
+    assert texts >= 112 - 2 * 3 - 2 * (page_size - 1)
+    assert {room for room, remain in rooms if remain > 8} >= {0, 3}
+    run.finish()
 
 
 def lengths_in_order(drafts, draft_width):

@@ -53,11 +53,13 @@ class DraftLimits(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A pass that can be replayed, of up to ``width`` tokens a row. ``batch`` holds the host's lengths, and tensors of fixed address."""
+    """A pass that can be replayed, of up to ``width`` tokens a row. ``batch`` holds the host's lengths, and tensors of fixed address;
+    the graph reads those of ``kept`` too."""
 
     batch: Batch
     width: int
     graph: torch.cuda.CUDAGraph
+    kept: tuple[torch.Tensor | None, ...]
 
 
 class DraftGraphs:
@@ -213,7 +215,7 @@ class DraftGraphs:
         self._buffer[: len(packed)].copy_(to_device(packed, self._inputs.device))
         self._table[:, 0].zero_()
         graph, _ = self._recorder.record(run)
-        self._captured[key] = Captured(batch, width, graph)
+        self._captured[key] = Captured(batch, width, graph, (index, mask, *state))
         self.seconds += time.perf_counter() - start
         log.debug("captured a pass of a drafter, %s: %.2f s", key, time.perf_counter() - start)
 

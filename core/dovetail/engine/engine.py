@@ -72,11 +72,11 @@ class Engine:
         self.context_len = min(info.context_len, config.model.context_len or info.context_len)
         self.model = build_model(resolved.model.load(), info, self.device, dtype)
         load_weights(self.model, resolved.model_dir, config.model.load_format, config.model.seed)
-        runtime = EngineDraftRuntime(resolved, self.model, self.device, dtype)
+        runtime = self._draft_runtime = EngineDraftRuntime(resolved, self.model, self.device, dtype)
         self.drafter = self._build_drafter(resolved, runtime)
         self.watched = runtime.watched
         asked = config.graphs.piecewise_tokens
-        self._piece_tokens = 0 if self.watched else launch_bound(self.model) if asked is None else asked
+        self._piece_tokens = launch_bound(self.model) if asked is None else asked
         group = info.cache_groups[0]
         self.page_size = config.memory.page_size
         needs = self._measure(resolved, PagedKVPool(group, 2, self.page_size, kv_dtype, self.device), dtype)
@@ -131,13 +131,14 @@ class Engine:
 
     def _graph_bytes(self, resolved: Resolved, dtype: torch.dtype) -> int:
         """What captured steps keep: logits of decode steps (usual, of another variant, with shared prefixes), of the largest
-        verify step (as they are computed, and copied), queries of every layer of pieces; a quarter more for the rest."""
+        verify step and the largest step of a drafter (as they are computed, and copied), of pieces the queries of every layer and
+        what is watched; a quarter more for the rest."""
         info, config = self.info, resolved.config
         rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
-        rows += 2 * config.graphs.max_rows * (resolved.drafter is not None)
+        rows += 4 * config.graphs.max_rows * (resolved.drafter is not None)
         logits = rows * info.vocab_size if config.graphs.decode is True else 0
         tokens = sum(token_ladder(self._piece_tokens))
-        queries = tokens * info.num_layers * info.num_heads * info.head_dim
+        queries = tokens * (info.num_layers * info.num_heads * info.head_dim + len(self.watched) * info.hidden_size)
         return int((logits + queries) * dtype.itemsize * 1.25)
 
     def _build_graphs(self, config: Config) -> DecodeGraphs:
@@ -165,7 +166,7 @@ class Engine:
     def _build_pieces(self, config: Config, dtype: torch.dtype) -> PiecewiseGraphs | None:
         if self.device.type != "cuda" or not self._piece_tokens:
             return None
-        pieces = PiecewiseGraphs(self.model, self.pool, self._piece_tokens, dtype)
+        pieces = PiecewiseGraphs(self.model, self.pool, self._piece_tokens, dtype, self.watched)
         if config.graphs.capture == "start":
             capture_all(pieces, "steps with prompts")
         return pieces
@@ -311,6 +312,7 @@ class Engine:
         return (
             (self.graphs is not None and capture_next(self.graphs))
             or (self.verify_graphs is not None and capture_next(self.verify_graphs))
+            or self._draft_runtime.capture_next()
             or (self.pieces is not None and capture_next(self.pieces))
         )
 

@@ -57,20 +57,30 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """A forward pass of a fixed number of tokens; ``last`` computes ``hidden`` from the last attention's result."""
+    """A forward pass of a fixed number of tokens; ``last`` computes ``hidden`` from the last attention's result, and what
+    ``Batch.hidden`` is."""
 
     pieces: list[Piece]
     last: torch.cuda.CUDAGraph
     hidden: torch.Tensor
+    watched: torch.Tensor | None
 
 
 class PiecewiseGraphs:
     """Captures and replays forward passes of up to ``max_tokens`` tokens. Not thread-safe."""
 
-    def __init__(self, model: ModelArchitecture, pool: PagedKVPool, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: ModelArchitecture,
+        pool: PagedKVPool,
+        max_tokens: int,
+        dtype: torch.dtype,
+        watch: tuple[int, ...] = (),
+    ) -> None:
+        """``watch``: see ``Batch``."""
         self.sizes = ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
-        self._model, self._pool = model, pool
+        self._model, self._pool, self._watch = model, pool, watch
         info, device = model.info, pool.device
         self._ids, self._positions, self._places = torch.zeros(3, max_tokens, dtype=torch.int64, device=device).unbind(
             0
@@ -108,6 +118,7 @@ class PiecewiseGraphs:
             graph.replay()
             self._attended[:tokens].copy_(backend.forward(q[:tokens], layer, batch))
         captured.last.replay()
+        batch.hidden = None if captured.watched is None else captured.watched[:tokens]
         return captured.hidden[:tokens]
 
     @torch.inference_mode()
@@ -135,14 +146,14 @@ class PiecewiseGraphs:
                 raise
             last = recorder.end()
         current.wait_stream(self._stream)
-        self._captured[size] = Pieces(recorder.pieces, last, hidden)
+        self._captured[size] = Pieces(recorder.pieces, last, hidden, batch.hidden)
         self.seconds += time.perf_counter() - start
 
     def _static_batch(self, size: int) -> Batch:
         zero = np.zeros(1, np.int32)
         batch = Batch([], 1, zero, zero, np.array([size], np.int32), np.ones(1, np.bool_), NO_UPDATES)
         batch.input_ids, batch.positions, batch.out_loc = self._ids[:size], self._positions[:size], self._places[:size]
-        batch.kv = (self._pool,)
+        batch.kv, batch.watch = (self._pool,), self._watch
         return batch
 
 

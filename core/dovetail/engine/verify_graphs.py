@@ -124,7 +124,7 @@ class VerifyGraphs:
         watch: tuple[int, ...] = (),
     ) -> None:
         """Needs attention.verify_graph, and attention.tree_mask for trees. ``watch``: see ``Batch``."""
-        self.sizes = ladder(sizes.tokens)
+        self.sizes = sorted({*ladder(sizes.tokens), sizes.width})  # one row with all its drafts is the commonest
         self.seconds = 0.0  # spent on captures
         self.refused: set[VerifyKey] = set()
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend

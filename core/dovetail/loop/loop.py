@@ -197,6 +197,8 @@ class Loop:
         except BaseException as error:
             self.scheduler.take_back(batch)
             return self._failed(batch, error)
+        if batch.drafts is not None:
+            self.scheduler.reserve_ahead()
         return self._commit(batch, output)
 
     def _overlapped_step(self) -> list[Answer]:

@@ -47,12 +47,12 @@ class RequestTable:
         """Set ``pages [groups, n]`` at ``columns [n]`` of the rows of ``slots [n]``."""
         update = PageUpdates(np.array(slots, np.int32), np.array(columns, np.int32), pages)
         self.pages[:, update.slots, update.columns] = pages
-        self._settle_runs()
+        self.settle()
         self._updates.append(update)
 
     def take_updates(self) -> PageUpdates:
         """All that was written since the last call, in the order in which it was."""
-        self._settle_runs()
+        self.settle()
         updates, self._updates = self._updates, []
         if len(updates) == 1:
             return updates[0]
@@ -66,7 +66,8 @@ class RequestTable:
         if len(updates.slots):
             self._updates.insert(0, updates)
 
-    def _settle_runs(self) -> None:
+    def settle(self) -> None:
+        """Do now what ``take_updates`` would have to do."""
         if self._runs:
             self._updates.append(_expanded(self._runs))
             self._runs = []
@@ -82,6 +83,10 @@ class _Run(NamedTuple):
 
 def _expanded(runs: Sequence[_Run]) -> PageUpdates:
     """An entry for each page."""
+    if len(runs) == 1:
+        ((slot, column, pages),) = runs
+        count = pages.shape[1]
+        return PageUpdates(np.full(count, slot, np.int32), np.arange(column, column + count, dtype=np.int32), pages)
     slots, columns, pages = zip(*runs, strict=True)
     counts = np.array([run.shape[1] for run in pages], np.int32)
     ends = np.cumsum(counts, dtype=np.int32)

@@ -166,13 +166,31 @@ class Scheduler:
         return True
 
     def _reserve_drafts(self, rows: DecodeRows) -> None:
-        """Pages for the drafts of each row. Where there are none left, it gets as many drafts as its pages hold."""
+        """Pages for the drafts of each row. Where there are too few left, it gets as many drafts as its pages hold."""
         rows.wish(self.limits.draft_width)
         short = rows.short_of_pages(drafts=True)
         for row in short:
-            self.ledger.reserve(rows.reqs[row], rows.reqs[row].device_len + int(rows.draft_room[row]))
+            req = rows.reqs[row]
+            most = (req.num_pages + self.ledger.available) * self.ledger.page_size
+            self.ledger.reserve(req, min(req.device_len + int(rows.draft_room[row]), most))
         rows.hold(short)
         rows.draft_room = np.minimum(rows.draft_room, rows.capacity - rows.lens)
+
+    def reserve_ahead(self) -> None:
+        """Reserve pages for the drafts of the step after the one that computes now, however many of its own are accepted: what
+        is done meanwhile does not delay that step. Where pages are short nothing is evicted for it."""
+        rows, width = self._rows, self.limits.draft_width
+        if rows is None or not width:
+            return
+        rows.wish(width)
+        short = rows.short_of_pages(drafts=True)
+        for row in short:
+            req, length = rows.reqs[row], int(rows.lens[row] + rows.draft_room[row])
+            if self.ledger.pages_for(length) - req.num_pages <= self.ledger.allocator.num_free:
+                self.ledger.reserve(req, length)
+        if short:
+            rows.hold(short)
+            self.ledger.table.settle()
 
     def _retract_one(self) -> None:
         """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""
