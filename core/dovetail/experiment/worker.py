@@ -122,3 +122,6 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the engine is closed; to take torch apart module by module costs most of a second of every run
