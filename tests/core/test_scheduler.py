@@ -236,10 +236,9 @@ def test_nobody_goes_for_the_sake_of_drafts(page_size):
     for i in range(2):
         run.add(f"r{i}", [i] * 20, max_new_tokens=60, ignore_eos=True)
     while not scheduler.totals.retractions:
-        held, texts = scheduler.ledger.available, sum(r.known_len for r in scheduler.running)
+        needed = sum(scheduler.ledger.pages_for(r.known_len) for r in scheduler.running)
         run.step()
-    assert held == 0
-    assert texts >= 112 - 2 * 3 - 2 * (page_size - 1)
+    assert needed > 112 // page_size, "pages reserved for drafts could have done"
     assert {room for room, remain in rooms if remain > 8} >= {0, 3}
     run.finish()
 

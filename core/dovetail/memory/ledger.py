@@ -71,6 +71,14 @@ class PageLedger:
             req.num_pages += 1
         return True
 
+    def trim(self, req: Req, length: int) -> None:
+        """Give back the request's own pages behind those that hold ``length`` tokens. Nothing of it may be written there any
+        more, by no step that was launched."""
+        kept = max(self.pages_for(length), req.shared_pages)
+        if kept < req.num_pages:
+            self.allocator.free(self.table.pages[:, req.slot, kept : req.num_pages].copy())
+            req.num_pages = kept
+
     def _take(self, count: int) -> IntArray | None:
         """Pages ``[groups, count]``, evicting cached prefixes if needed; None if there are not enough."""
         short = count - self.allocator.num_free

@@ -152,16 +152,17 @@ class Scheduler:
         return self._rows
 
     def _reserve_next(self, rows: DecodeRows) -> bool:
-        """A page for the next token of each row that needs one. False if a row is left without: one must go."""
+        """A page for the next token of each row that needs one, if need be one that was reserved for drafts. False if a row is
+        left without: one must go."""
         short = rows.short_of_pages()
         reqs = [rows.reqs[row] for row in short]
-        if (
-            reqs
-            and not self.ledger.reserve_one_each(reqs)
-            and not all(self.ledger.reserve(r, r.device_len) for r in reqs)
-        ):
-            self._rows = None
-            return False
+        if reqs and not self.ledger.reserve_one_each(reqs):
+            for req in rows.reqs:
+                self.ledger.trim(req, req.device_len)
+            if not all(self.ledger.reserve(r, r.device_len) for r in reqs):
+                self._rows = None
+                return False
+            short = list(range(len(rows.reqs)))
         rows.hold(short)
         return True
 
