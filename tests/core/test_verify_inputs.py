@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dovetail.engine.inputs import Inputs, tree_mask
+from dovetail.engine.verify_graphs import VerifySizes
 from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors, set_lens, static_batch, write_pages
 from dovetail.testing.batches import make_batch, make_page_table, make_tree_mask
 from dovetail.types import DraftTree, PageUpdates
@@ -97,3 +98,11 @@ def test_new_pages_travel_behind_a_block_while_there_is_room():
     write_pages(inputs, many, shape, behind)
     assert behind[0] == 0
     assert sent == [many]
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(512, 9), (9, 9), (4, 9), (1, 65), (7, 7), (40, 17)])
+def test_no_step_is_captured_that_its_memory_cannot_hold(tokens, width):
+    counts = VerifySizes(tokens, width, trees=False, context_len=100).counts
+    assert counts == sorted(set(counts))
+    assert counts[-1] == tokens
+    assert width in counts or width > tokens

@@ -58,6 +58,11 @@ class VerifySizes(NamedTuple):
     trees: bool
     context_len: int
 
+    @property
+    def counts(self) -> list[int]:
+        """The token counts to capture: a ladder, with one row that has all its drafts, as that is the commonest."""
+        return sorted({*ladder(self.tokens), min(self.width, self.tokens)})
+
 
 class VerifyStep:
     """A verify step at fixed addresses: what a graph replays, and what runs without one just as well.
@@ -124,7 +129,7 @@ class VerifyGraphs:
         watch: tuple[int, ...] = (),
     ) -> None:
         """Needs attention.verify_graph, and attention.tree_mask for trees. ``watch``: see ``Batch``."""
-        self.sizes = sorted({*ladder(sizes.tokens), sizes.width})  # one row with all its drafts is the commonest
+        self.sizes = sizes.counts
         self.seconds = 0.0  # spent on captures
         self.refused: set[VerifyKey] = set()
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
