@@ -184,17 +184,19 @@ def walk(sampled, drafts, parents, count):
         tokens.append(sampled[node + 1])
 
 
-def test_accept_equals_the_walk_in_plain_python():
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+def test_accept_equals_the_walk_in_plain_python(tree):
     rng = np.random.default_rng(5)
     for _ in range(200):
         rows, width = int(rng.integers(1, 5)), int(rng.integers(1, 7))
         drafts = rng.integers(0, 3, (rows, width))
-        parents = np.stack([[rng.integers(-1, j) if j else -1 for j in range(width)] for _ in range(rows)])
+        parents = np.stack([[rng.integers(-1, j) if tree and j else j - 1 for j in range(width)] for _ in range(rows)])
         lens = rng.integers(0, width + 1, rows)
         sampled = rng.integers(0, 3, (rows, width + 1))
         indptr = np.append(0, np.cumsum(1 + lens))
         flat = np.concatenate([own[: 1 + count] for own, count in zip(sampled, lens, strict=True)])
-        accepted = accept(*(torch.from_numpy(a.astype(np.int64)) for a in (flat, indptr, drafts, parents)))
+        *given, of_trees = (torch.from_numpy(a.astype(np.int64)) for a in (flat, indptr, drafts, parents))
+        accepted = accept(*given, of_trees if tree else None)
         for r in range(rows):
             expected = walk(sampled[r].tolist(), drafts[r], parents[r], lens[r])
             assert accepted.tokens[r, : accepted.lens[r]].tolist() == expected

@@ -128,8 +128,11 @@ class Sampler:
         drafts = batch.drafts
         assert drafts is not None
         indptr = np.append(layout.starts, layout.starts[-1:] + layout.spans[-1:]).astype(np.int32)
-        arrays = indptr, drafts.token_ids[layout.rows], drafts.parents[layout.rows]
-        accepted = accept(tokens, *unpack(to_device(pack(arrays), self.device), arrays))
+        arrays = [indptr, drafts.token_ids[layout.rows]]
+        if not drafts.is_chain:
+            arrays.append(drafts.parents[layout.rows])
+        ends, ids, *parents = unpack(to_device(pack(arrays), self.device), arrays)
+        accepted = accept(tokens, ends, ids, parents[0] if parents else None)
         return ForwardOutput(accepted.tokens, accepted.lens, accepted.nodes)
 
 

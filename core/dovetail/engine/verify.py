@@ -46,20 +46,38 @@ def accept(
         walk(sampled, indptr, draft_ids, parents, result)
         return Accepted.of(result)
     starts, lens = indptr[:-1, None].long(), indptr.diff()[:, None] - 1
-    places = torch.arange(width, device=sampled.device)
-    parents = places - 1 if parents is None else parents
-    valid = places < lens
+    path = (
+        _down_chains(sampled, starts, draft_ids, lens)
+        if parents is None
+        else _down_trees(sampled, starts, draft_ids, parents, lens)
+    )
+    accept_len = path.amax(1) + 1 if parents is None else (path.diff(dim=1) > 0).sum(1) + 1
+    return Accepted(sampled[starts + path], accept_len, path)
+
+
+def _down_chains(
+    sampled: torch.Tensor, starts: torch.Tensor, draft_ids: torch.Tensor, lens: torch.Tensor
+) -> torch.Tensor:
+    """The nodes of the walks, ``[rows, k + 1]``."""
+    places = torch.arange(draft_ids.shape[1] + 1, device=sampled.device)
+    before, inside = places[:-1], places[:-1] < lens
+    right = (sampled[starts + before.clamp(max=lens)] == draft_ids) & inside
+    return places.minimum(right.cumprod(1).sum(1, keepdim=True))
+
+
+def _down_trees(
+    sampled: torch.Tensor, starts: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor, lens: torch.Tensor
+) -> torch.Tensor:
+    rows, width = draft_ids.shape
+    valid = torch.arange(width, device=sampled.device) < lens
     node = torch.zeros(rows, 1, dtype=torch.int64, device=sampled.device)
-    nodes, alive, accept_len = [node], torch.ones_like(node, dtype=torch.bool), torch.ones_like(node)
+    nodes, alive = [node], torch.ones_like(node, dtype=torch.bool)
     for _ in range(width):
-        token = sampled[starts + node]
-        child = valid & (parents + 1 == node) & (draft_ids == token) & alive
+        child = valid & (parents + 1 == node) & (draft_ids == sampled[starts + node]) & alive
         alive = child.any(dim=1, keepdim=True)
         node = torch.where(alive, child.int().argmax(dim=1, keepdim=True) + 1, node)
-        accept_len = accept_len + alive
         nodes.append(node)
-    path = torch.cat(nodes, dim=1)
-    return Accepted(sampled[starts + path], accept_len[:, 0], path)
+    return torch.cat(nodes, dim=1)
 
 
 def compact(batch: Batch, output: ForwardOutput, pool: PagedKVPool) -> None:
