@@ -51,8 +51,7 @@ def accept(
         if parents is None
         else _down_trees(sampled, starts, draft_ids, parents, lens)
     )
-    accept_len = path.amax(1) + 1 if parents is None else (path.diff(dim=1) > 0).sum(1) + 1
-    return Accepted(sampled[starts + path], accept_len, path)
+    return Accepted(sampled[starts + path], 1 + (path.diff(dim=1) > 0).sum(1), path)
 
 
 def _down_chains(
