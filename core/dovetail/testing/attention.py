@@ -461,24 +461,33 @@ class AttentionSuite(ComponentSuite):
                 fused = torch.cat([step.q, step.q], 1)[:, : step.case.heads]
                 self.compare_output(step, backend.forward(fused, step.layer, step.batch))
 
+    @pytest.mark.parametrize("step", ["extend after a prefix", "decode", "mixed", "verify beside extend", "trees"])
     @torch.inference_mode()
-    def test_batch_invariance(self) -> None:
+    def test_batch_invariance(self, step: str) -> None:
         """A row's bits do not depend on the other rows."""
-        self.require(Feature.ATTN_BATCH_INVARIANT)
-        step = Step(self.fit(STEPS["decode"][0]), self.find_device())
-        backend = self.make(step.context())
-        backend.plan(step.batch)
-        together = backend.forward(step.q, step.layer, step.batch)
-        for row in range(len(step.lens)):
-            torch.testing.assert_close(self.alone(backend, step, row), together[row : row + 1], rtol=0, atol=0)
+        case, features = STEPS[step]
+        for feature in (*features, Feature.ATTN_BATCH_INVARIANT):
+            self.require(feature)
+        whole = Step(self.fit(case), self.find_device())
+        backend = self.make(whole.context())
+        backend.plan(whole.batch)
+        together = backend.forward(whole.q, whole.layer, whole.batch)
+        for row in range(len(whole.lens)):
+            alone, tokens = self.alone(backend, whole, row)
+            assert torch.equal(alone, together[tokens]), f"row {row} is another beside other rows"
 
-    def alone(self, backend: AttentionBackend, step: Step, row: int) -> torch.Tensor:
-        """The output of one decode row of ``step`` in a batch of its own."""
-        case = replace(step.case, prefix=[step.case.prefix[row]], extend=[1])
-        single = Step(case, step.device)
-        single.batch.page_table = step.batch.page_table[row : row + 1]
+    def alone(self, backend: AttentionBackend, whole: Step, row: int) -> tuple[torch.Tensor, slice]:
+        """The output of one row of ``whole`` in a batch of its own, and its tokens there."""
+        case, first = whole.case, whole.batch.num_extend
+        extends = row < first
+        trees = None if extends or case.trees is None else [case.trees[row - first]]
+        prefix, extend = [case.prefix[row]], [case.extend[row]]
+        single = Step(replace(case, prefix=prefix, extend=extend, num_extend=int(extends), trees=trees), whole.device)
+        single.batch.page_table = whole.batch.page_table[row : row + 1]
+        start = sum(case.extend[:row])
+        tokens = slice(start, start + case.extend[row])
         backend.plan(single.batch)
-        return backend.forward(step.q[row : row + 1], step.layer, single.batch)
+        return backend.forward(whole.q[tokens], whole.layer, single.batch), tokens
 
     def skip_dtype(self, dtype: torch.dtype) -> None:
         """Skip if the component or this suite does not allow it."""

@@ -1,4 +1,4 @@
-"""Batches without an engine: what ``Scheduler.schedule`` and ``Engine.prepare`` would have filled, from lengths."""
+"""Batches without an engine: what ``Scheduler.schedule`` and ``Inputs.prepare`` would have filled, from lengths."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from dovetail.plugins.loader import load_plugins
 from dovetail.plugins.registry import RegisteredComponent, Registry
 from dovetail.plugins.specs import ComponentKind, ComponentSpec
 from dovetail.plugins.targets import load_attribute
+from dovetail.testing.registration import RegistrationTests
 
 
 @functools.cache
@@ -22,7 +23,7 @@ def installed() -> Registry:
     return load_plugins(PluginsSection())
 
 
-class ComponentSuite:
+class ComponentSuite(RegistrationTests):
     """Base of the suites. A subclass sets ``name`` (and ``settings``, if the defaults are not what is to be tested).
 
     Each case says by ``require`` or ``proves`` which features its passing speaks for: they stand among the case's

@@ -12,6 +12,7 @@ class TestMine(ModelSuite):
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,6 +105,8 @@ class ModelSuite(ComponentSuite):
     kind: ClassVar[ComponentKind] = ComponentKind.MODEL
     configs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """config.json files to test, by a name for the test report. Small ones: every test runs each."""
+    ignores: ClassVar[Sequence[str]] = ()
+    """Regular expressions of the checkpoints' tensors that the model rightly leaves alone, such as those of drafters."""
     tolerance: ClassVar[float] = 1e-4
     """Largest difference of logits in float32."""
 
@@ -244,6 +247,21 @@ class ModelSuite(ComponentSuite):
             changed = {**tensors, name: tensors[name] + torch.randn_like(tensors[name])}
             after = self.logits(self.load(checkpoint, changed), tokens, PROMPT)
             assert (after - before).abs().max() > self.tolerance, f"{name} does not matter"
+
+    def test_the_weight_map_is_complete(self, case: str, checkpoint: Path) -> None:
+        """Every tensor of the checkpoint is used once, and is all that fills the parameters: none is ignored but those that
+        match ``ignores``, none overwrites another, no element keeps what it held before."""
+        model = self.new_model(self.describe(checkpoint), torch.float64)
+        filler, tensors = WeightFiller(model), read_tensors(checkpoint)
+        for number, (name, tensor) in enumerate(tensors.items()):
+            filler.fill(name, lambda tensor=tensor, number=number: torch.full_like(tensor, number, dtype=torch.float64))
+        unused = [n for n in tensors if n not in filler.used and not any(re.fullmatch(p, n) for p in self.ignores)]
+        assert not unused, f"the model ignores {', '.join(unused)}"
+        held = torch.cat([parameter.flatten() for parameter in as_module(model).parameters()])
+        assert not held.isnan().any(), "a parameter is not filled"
+        for number, (name, tensor) in enumerate(tensors.items()):
+            count = int((held == number).sum())
+            assert count == tensor.numel() * (name in filler.used), f"{name} fills {count} of {tensor.numel()} elements"
 
     def test_a_tensor_too_few_or_too_many_is_refused(self, case: str, checkpoint: Path) -> None:
         """Every tensor that the model maps is needed, and one that it does not know is not swallowed."""

@@ -289,6 +289,15 @@ class ReasoningParserSuite(PropertySuite):
 
             self.check(test, prompt=st.just(prompt), text=damaged(self.texts(prompt)), at=st.integers(0, 10_000))
 
+    def test_both_parts_come_as_they_grow(self) -> None:
+        """A long text is told in parts, before it has ended: somebody waits for it."""
+        for prompt in self.prompts:
+            text = self.write("x" * 200 + "\n" + "y" * 200, "z" * 400, prompt)
+            stream = self.make().stream(prompt)
+            deltas = [stream.feed(char) for char in text]
+            told = [sum(map(len, parts)) for parts in zip(*deltas, strict=True)]
+            assert min(told) >= 200, f"of 400 characters of reasoning and answer, {told} were told before the end"
+
     def test_a_gate_ends_with_what_it_writes(self) -> None:
         """Where a constraint on the answer has to wait, there is a mark to wait for."""
         for prompt in self.prompts:

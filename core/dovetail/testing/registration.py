@@ -1,0 +1,158 @@
+"""What holds for a component of any kind, before it does anything: the cases that every suite has."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+from pydantic import ValidationError
+
+from dovetail.errors import UnknownComponentError
+from dovetail.plugins.loader import REGISTER_HOOKS
+from dovetail.plugins.specs import ComponentKind, ComponentSpec
+from dovetail.plugins.targets import load_attribute
+
+if TYPE_CHECKING:
+    from dovetail.config import PluginConfig
+    from dovetail.plugins.registry import RegisteredComponent
+
+HEAVY = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "xgrammar",
+    "llguidance",
+    "outlines_core",
+    "lmformatenforcer",
+    "flashinfer",
+    "flash_attn",
+)
+"""Packages that nobody may import who only wants to know what there is."""
+
+_LIGHT = (ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER)
+"""Kinds that run in the server's process: their targets must be light as well."""
+
+_PROBE = """
+import importlib, json, sys
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+class RegistrationTests:
+    """Mixed into ``ComponentSuite``. Skipped for a class that no plugin registers."""
+
+    kind: ClassVar[ComponentKind]
+    name: ClassVar[str]
+
+    if TYPE_CHECKING:
+
+        @property
+        def component(self) -> RegisteredComponent: ...
+        @property
+        def spec(self) -> ComponentSpec: ...
+        def config(self) -> PluginConfig: ...
+
+    @property
+    def entry(self) -> str:
+        """The module that the component's entry point names."""
+        from dovetail.testing.component import installed
+
+        component = self.component
+        return next(
+            record.target.partition(":")[0]
+            for record in installed().plugins
+            if (record.name, record.distribution) == (component.plugin, component.distribution)
+        )
+
+    def registered(self) -> ComponentSpec:
+        """``spec`` of the component as it is installed. Skips if it is not."""
+        try:
+            return self.component.spec
+        except UnknownComponentError:
+            pytest.skip(f"no plugin registers {self.name}")
+
+    def test_to_know_it_costs_nothing(self) -> None:
+        """What ``plugins list`` and a config need is imported without torch, kernel libraries and the component itself; so
+        are parsers whole, and what describes a model."""
+        spec = self.registered()
+        target = spec.target.partition(":")[0]
+        parts = [self.entry, spec.config, *([spec.describe] if spec.describe else [])]
+        light = self.kind in _LIGHT
+        loaded = imported_by([part.partition(":")[0] for part in (*parts, *([target] if light else []))])
+        assert not loaded & set(HEAVY), f"imports {', '.join(sorted(loaded & set(HEAVY)))} before anybody needs it"
+        assert light or target not in loaded, f"imports {target} before anybody needs it"
+
+    def test_its_config_makes_the_round_trip(self) -> None:
+        """As JSON, and as no more than what differs from the defaults; a key that it does not know is refused."""
+        self.registered()
+        config = self.config()
+        cls = type(config)
+        for written in (config.model_dump_json(), config.model_dump_json(exclude_defaults=True)):
+            assert cls.model_validate_json(written) == config, f"{cls.__name__} is not what it was after {written}"
+        with pytest.raises(ValidationError):
+            cls.model_validate({**config.model_dump(), "no_field_of_this_name": 1})
+
+    def test_it_registers_the_same_every_time(self) -> None:
+        """The hook may be called again: it says the same, and no name twice."""
+        spec = self.registered()
+        module = importlib.import_module(self.entry)
+        hook = next(name for name, kind in REGISTER_HOOKS.items() if kind is self.kind)
+        first, second = ([*getattr(module, hook)()] for _ in range(2))
+        assert first == second, f"{hook} says something else when it is called again"
+        names = [other.name for other in first]
+        assert names.count(spec.name) == 1, f"{hook} says {spec.name} {names.count(spec.name)} times"
+        assert first[names.index(spec.name)] == spec
+
+    def test_it_crosses_to_a_spawned_process(self) -> None:
+        """Engines run in processes of their own: config and class are found there, the same as here."""
+        spec, config = self.registered(), self.config()
+        for requirement in spec.requires:
+            if not list(importlib.metadata.distributions(name=requirement.distribution)):
+                pytest.skip(f"{self.name} needs {requirement.distribution}, which is not installed")
+        cls = load_attribute(spec.target, spec.name)
+        there, target = elsewhere(pickle.dumps(config), spec.target)
+        assert pickle.loads(there) == config, "the config is another in a spawned process"
+        assert target == (cls.__module__, cls.__qualname__), "the class is another in a spawned process"
+
+
+def imported_by(modules: Sequence[str]) -> frozenset[str]:
+    """Names of all modules that a fresh interpreter has imported after ``modules``."""
+    return _imported_by(tuple(modules))
+
+
+@functools.cache
+def _imported_by(modules: tuple[str, ...]) -> frozenset[str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", _PROBE, json.dumps(modules)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    return frozenset(json.loads(done.stdout.splitlines()[-1]))
+
+
+def elsewhere(config: bytes, target: str) -> tuple[bytes, tuple[str, str]]:
+    """The pickled ``config`` as a spawned process hands it back, and the module and name of what ``target`` is there."""
+    return _process().submit(_look, config, target).result()
+
+
+def _look(config: bytes, target: str) -> tuple[bytes, tuple[str, str]]:
+    cls = load_attribute(target, target)
+    return pickle.dumps(pickle.loads(config)), (cls.__module__, cls.__qualname__)
+
+
+@functools.cache
+def _process() -> ProcessPoolExecutor:
+    """One for all components: importing torch takes longer than all the rest."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
