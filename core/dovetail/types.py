@@ -389,14 +389,14 @@ class SharedPrefixes:
     """Prefixes that rows of a decode batch have in common, so that attention may read them once.
 
     Group g is rows ``[starts[g], starts[g + 1])``, whose first ``lens[g]`` tokens lie in the same pages. A row that shares
-    nothing is a group of one with ``lens[g] = 0``. The scheduler fills the first block, ``Engine.prepare`` the rest, all
+    nothing is a group of one with ``lens[g] = 0``. The scheduler fills the first block, ``Inputs.prepare`` the rest, all
     int32; the device arrays have room for as many groups as rows, what is behind the last group is empty (no rows, length 0).
     """
 
     starts: IntArray  # [groups + 1]
     lens: IntArray  # [groups] tokens, multiples of the page size, less than the KV length of each row of the group
 
-    # set by Engine.prepare
+    # set by Inputs.prepare
     indptr: torch.Tensor = field(init=False)  # [rows + 1] group g has rows [indptr[g], indptr[g + 1])
     group_lens: torch.Tensor = field(init=False)  # [rows] lens
     group_table: torch.Tensor = field(init=False)  # [rows, pages] pages of the shared tokens of each group
@@ -413,7 +413,7 @@ class SharedPrefixes:
 class Batch:
     """One step's work: rows of requests, extend rows first, then decode or verify rows.
 
-    The scheduler fills the first block, the loop the drafts, ``Engine.prepare`` the rest.
+    The scheduler fills the first block, the loop the drafts, ``Inputs.prepare`` the rest.
     """
 
     reqs: list[Req]
@@ -428,7 +428,7 @@ class Batch:
     variant: int = 0  # of a decode batch, set by the engine: what AttentionBackend.variant answered
     drafts: DraftTree | None = None  # set by the loop from Drafter.propose
 
-    # set by Engine.prepare (device tensors, int32 unless said otherwise)
+    # set by Inputs.prepare (device tensors, int32 unless said otherwise)
     input_ids: torch.Tensor = field(init=False)  # int64 [tokens]
     positions: torch.Tensor = field(init=False)  # int64 [tokens]
     out_loc: torch.Tensor = field(init=False)  # int64 [tokens] page * page_size + offset: where K and V go

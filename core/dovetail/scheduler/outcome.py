@@ -111,7 +111,7 @@ def _goes_on(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> bool
         and req.error is None
         and req.known_len + len(tokens) < len(req.token_ids)
         and eos_token_ids.isdisjoint(tokens)
-        and not any(token in tokens for token in req.params.stop_token_ids)
+        and set(tokens).isdisjoint(req.params.stop_token_ids)
     )
 
 
