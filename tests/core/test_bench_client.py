@@ -16,11 +16,11 @@ from dovetail.bench.client.apis import NativeApi, OpenAIApi
 from dovetail.bench.client.events import EventLines
 from dovetail.bench.client.http import HttpSender, open_client, wires_of
 from dovetail.bench.client.readers import NativeReader, OpenAIReader
-from dovetail.bench.client.target import find_target
+from dovetail.bench.client.target import DovetailTarget, find_target
 from dovetail.bench.client.wire import Wires
 from dovetail.bench.prompts import Prompt, first_prompt
 from dovetail.bench.records import Call, Sampling, Workload
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, EngineError
 
 
 def sse(*events):
@@ -311,3 +311,14 @@ def test_other_tasks_are_not_held_up_by_a_request_that_is_given_up():
                 await ask(wires, 2)
 
     asyncio.run(run())
+
+
+def test_a_server_that_goes_away_tells_no_totals_and_is_named_where_it_is_needed():
+    async def ask():
+        async with open_client("http://127.0.0.1:9", 5.0) as client:
+            target = DovetailTarget(client, NativeApi("m"), "m", "cpu", None, {})
+            assert await target.counters() is None  # what was measured is kept
+            with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9.* no longer answers"):
+                await target.flush()
+
+    asyncio.run(ask())

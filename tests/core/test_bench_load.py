@@ -197,6 +197,15 @@ def test_no_rate_is_low_enough():
     assert points[-1].rate < 0.01
 
 
+def test_below_a_single_call_no_lower_rate_is_tried():
+    async def measure(rate):
+        return queue(rate, None, 10.0, count=max(int(rate * 20), 1))
+
+    best, points = asyncio.run(highest_rate(measure, SLO(ttft_ms=1), 0.9))
+    assert best is None
+    assert [len(point.record.measurements) for point in points] == [20, 10, 5, 2, 1]
+
+
 def test_a_sweep_has_a_point_for_each_rate():
     async def measure(rate):
         return queue(rate, None, 10.0, count=300)

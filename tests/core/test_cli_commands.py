@@ -216,3 +216,33 @@ def test_version(cli):
     import dovetail
 
     assert cli("--version")[1].strip() == dovetail.__version__
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--rate", "0"), "--rate is 0; allowed: calls a second"),
+        (("--rate", "inf"), "--rate is inf; allowed"),
+        (("--arrivals", "{kind: poisson, rate: .inf}"), "poisson.rate"),
+        (("--sweep", ","), "--sweep is ','; allowed"),
+        (("--sweep", "1,nan"), "allowed: rates in calls a second"),
+        (("--sweep", "1,2", "--rate", "3"), "leave out --rate"),
+        (("--sweep", "1,2", "--find-rate", "--goodput", "ttft:1"), "leave out --rate and --find-rate, or --sweep"),
+        (("-w", "{kind: random, input: 100000000000}"), "less than or equal to"),
+        (("--save", "/dev/null/x.json"), "--save: /dev/null/x.json cannot be written"),
+        (("--html", "/dev"), "--html: /dev cannot be written"),
+    ],
+)
+def test_bench_refuses_before_it_measures(cli, words, said):
+    status, out, err = cli("bench", "serve", "--url", "http://127.0.0.1:9", *words)
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+def test_checking_a_file_leaves_nothing_behind(cli, tmp_path):
+    old = tmp_path / "old.json"
+    old.write_text("mine")
+    for file in (old, tmp_path / "new" / "run.json"):
+        cli("bench", "serve", "--url", "http://127.0.0.1:9", "--rate", "1", "--save", str(file))
+    assert old.read_text() == "mine"
+    assert list((tmp_path / "new").iterdir()) == []

@@ -241,6 +241,8 @@ def test_it_passes_its_suite_and_proves_what_it_claims(
         (("cache", "radix"), "already there, from dovetail .*; choose another name, or --replace .*Taken: none, radix"),
         (("model", "LlamaForCausalLM"), "is no name of a component"),
         (("cache", "mine", None, True), "--replace, but no cache is called 'mine'; installed: none, radix"),
+        (("policy", "yes"), "a word of YAML"),
+        (("policy", "null"), "a word of YAML"),
         (("cache", "auto"), "a word that the section cache already uses"),
         (("cache", "prefix"), "the class PrefixCache, as its interface is called"),
         (("cache", "two words"), "allowed: lower-case letters, digits and single underscores"),
@@ -286,3 +288,9 @@ def test_the_command(tmp_path: Path) -> None:
     again = run(dovetail("plugins", "new", "policy", "my_turn"), None, tmp_path)
     assert again.returncode == 2
     assert "not empty" in again.stderr
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written: .*give another place with --directory"):
+        write({"pyproject.toml": ""}, tmp_path / "file" / "in")

@@ -18,7 +18,7 @@ def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
-_Tokens = Annotated[int, Field(ge=1)]
+_Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 _Seconds = Annotated[float, Field(ge=0)]
 Count = Annotated[tuple[_Tokens, _Tokens], AfterValidator(_ordered)] | _Tokens
 """A number, or [low, high]: drawn evenly from both ends and all between."""
@@ -135,7 +135,7 @@ class Poisson(Data):
     """Independent arrivals, ``rate`` a second on average."""
 
     kind: Literal["poisson"] = "poisson"
-    rate: float = Field(gt=0)
+    rate: float = Field(gt=0, allow_inf_nan=False)
 
 
 class Gamma(Data):
@@ -143,7 +143,7 @@ class Gamma(Data):
     variation of the gaps is 1/sqrt(burstiness)), more is more even."""
 
     kind: Literal["gamma"] = "gamma"
-    rate: float = Field(gt=0)
+    rate: float = Field(gt=0, allow_inf_nan=False)
     burstiness: float = Field(default=1.0, gt=0)
 
 

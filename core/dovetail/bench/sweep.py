@@ -44,14 +44,16 @@ async def highest_rate(
         points.append(point_of(rate, await measure(rate), slo, share))
         return points[-1].meets is True
 
-    low, high = await _bracket(meets, start)
+    low, high = await _bracket(meets, points, start)
     while low is not None and high is not None and high > low * (1 + tolerance) and len(points) < _MAX_PROBES:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if await meets(middle) else (low, middle)
     return low, points
 
 
-async def _bracket(meets: Callable[[float], Awaitable[bool]], start: float) -> tuple[float | None, float | None]:
+async def _bracket(
+    meets: Callable[[float], Awaitable[bool]], points: Sequence[Point], start: float
+) -> tuple[float | None, float | None]:
     """A rate that meets the SLO and one that does not; None where there is no such rate within reach."""
     if await meets(start):
         low = start
@@ -61,7 +63,9 @@ async def _bracket(meets: Callable[[float], Awaitable[bool]], start: float) -> t
             low *= 2
         return low, None
     high = start
-    while high > start * _LOWEST:
+    while (
+        high > start * _LOWEST and len(points[-1].record.measurements) > 1
+    ):  # a call alone has no load left to take off
         if await meets(high / 2):
             return high / 2, high
         high /= 2

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dovetail.cli.outputs import check_writable
 from dovetail.cli.sources import FileOptions, Json, Model, Sets, load, shortcuts
 from dovetail.errors import ConfigError
 
@@ -35,7 +36,7 @@ ArrivalsOption = Annotated[
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Short for poisson arrivals of so many calls a second.", show_default=False),
+    typer.Option(help="Short for poisson arrivals of so many calls a second.", show_default=False),
 ]
 ConcurrencyOption = Annotated[
     int | None, typer.Option(min=1, help="Short for a closed loop of so many users.", show_default=False)
@@ -100,7 +101,10 @@ def serve(
     Exit status 1 if no call succeeded, or no rate met the SLO."""
     from dovetail.bench.session import Rates, Reached
 
+    check_writable({"--save": save, "--html": html})
     asked = _asked(workload, arrivals, rate, concurrency, [*(goodput or ()), *(more or ())], share, seed, warmup)
+    if sweep is not None and (find_rate or rate is not None):
+        raise ConfigError("--sweep says itself which rates are measured; leave out --rate and --find-rate, or --sweep")
     rates = Rates(_rates(sweep), find_rate, rate or 1.0, tolerance, seconds)
     if url is not None and (files or sets or model):
         raise ConfigError(
@@ -141,6 +145,7 @@ def offline(
     as_json: Json = False,
 ) -> None:
     """The engine in this process, without a server: tokens per second. All calls are there at once, unless said otherwise."""
+    check_writable({"--save": save, "--html": html})
     asked = _asked(workload, arrivals, rate, concurrency, [*(goodput or ()), *(more or ())], share, seed, warmup)
     config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
     from dovetail.bench.session import bench_offline
@@ -186,16 +191,22 @@ def _arrivals(text: str | None, rate: float | None, concurrency: int | None) -> 
     if concurrency is not None:
         return FixedConcurrency(limit=concurrency)
     if rate is not None:
+        if not 0 < rate < float("inf"):
+            raise ConfigError(
+                f"--rate is {rate:g}; allowed: calls a second, above 0; all at once is --arrivals all_at_once"
+            )
         return Poisson(rate=rate)
     return None if text is None else parse_arrivals(text)
 
 
 def _rates(text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return ()
     try:
-        rates = tuple(float(word) for word in (text or "").split(",") if word.strip())
+        rates = tuple(float(word) for word in text.split(",") if word.strip())
     except ValueError:
-        rates = (0.0,)
-    if not all(0 < rate < float("inf") for rate in rates):
+        rates = ()
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
         raise ConfigError(f"--sweep is {text!r}; allowed: rates in calls a second, by commas, as in 1,2,4,8")
     return rates
 

@@ -90,8 +90,8 @@ def _five(values: Distribution | None) -> list[str]:
 
 def _print_runs(report: BenchReport, out: Console) -> None:
     out.print(report.title, style="bold", markup=False)
-    titles = ["calls/s", "done/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed", "client"]
-    grid = table(*titles, *(["within", "SLO"] if report.slo is not None else []))
+    titles = ["calls/s", "done/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed", "CPU"]
+    grid = table(*titles, *(["SLO"] if report.slo is not None else []))
     for point in report.by_rate:
         summary = point.summary
         cells = [
@@ -101,10 +101,10 @@ def _print_runs(report: BenchReport, out: Console) -> None:
             *_two(summary.ttft),
             *_two(summary.tpot),
             str(summary.failed),
-            f"{point.record.lag.cpu_share:.0%} CPU" if point.record.lag is not None else "-",
+            f"{point.record.lag.cpu_share:.0%}" if point.record.lag is not None else "-",
         ]
         if summary.goodput is not None:
-            cells += [f"{summary.goodput.share:.1%}", "met" if point.meets else "missed"]
+            cells.append(f"{summary.goodput.share:.1%} {'met' if point.meets else 'missed'}")
         add(grid, *cells)
     out.print(grid)
 

@@ -19,6 +19,7 @@ from dovetail.config import Config
 from dovetail.errors import ConfigError
 from dovetail.interfaces.model import ModelInfo
 from dovetail.plugins.machine import Machine
+from dovetail.plugins.places import data_folder
 from dovetail.plugins.registry import RegisteredComponent, Registry
 
 SCHEMA_VERSION = 1
@@ -99,8 +100,7 @@ def tuning_file(config: Config) -> Path:
     """Where records are kept: ``tuning.path``, or ``dovetail/tuning.json`` in the user's data folder (XDG)."""
     if config.tuning.path is not None:
         return Path(config.tuning.path).expanduser()
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "dovetail" / FILE_NAME
+    return data_folder() / FILE_NAME
 
 
 def read_records(file: Path) -> tuple[MeasuredRecord, ...]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -15,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from dovetail.plugins.places import data_folder
 from dovetail.plugins.registry import RegisteredComponent
 
 
@@ -108,8 +108,7 @@ def _told(part: ComponentReport) -> list[str]:
 
 def folder() -> Path:
     """Where reports are kept."""
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "dovetail" / "checks"
+    return data_folder() / "checks"
 
 
 def store(report: CheckReport) -> Path:

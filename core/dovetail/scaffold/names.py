@@ -8,6 +8,8 @@ import keyword
 import re
 from dataclasses import dataclass
 
+import yaml
+
 from dovetail.config.longform import reserved_words
 from dovetail.config.problems import suggest
 from dovetail.errors import ConfigError
@@ -76,6 +78,8 @@ def _check_name(kind: ComponentKind, name: str) -> None:
             f"{name!r} is no name of a component; allowed: lower-case letters, digits and single underscores, a letter first, "
             f"{LONGEST_NAME} characters at most, as in page_tree"
         )
+    if not isinstance(yaml.safe_load(name), str):
+        raise ConfigError(f"{name!r} is a word of YAML, so a config file could not name it; choose another name")
     if name in reserved_words(kind):
         raise ConfigError(f"{name!r} is a word that the section {kind} already uses; choose another name")
 

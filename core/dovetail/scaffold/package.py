@@ -41,12 +41,16 @@ def render(names: Names, author: str | None = None) -> dict[str, str]:
 
 
 def write(files: Mapping[str, str], directory: Path) -> None:
-    """Write ``files`` into ``directory``, which is made. Raises ``ConfigError`` if there is anything in it."""
+    """Write ``files`` into ``directory``, which is made. Raises ``ConfigError`` if there is anything in it, or it cannot be
+    written."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is there and not empty; give another place with --directory")
-    for path, text in files.items():
-        (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        (directory / path).write_text(text, encoding="utf-8")
+    try:
+        for path, text in files.items():
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error}; give another place with --directory") from error
 
 
 def _path(template: str, names: Names) -> str:

@@ -32,7 +32,7 @@ class Target(Protocol):
     config: dict[str, Any] | None
 
     async def counters(self) -> dict[str, float] | None:
-        """The engine's totals now; None where the server does not tell."""
+        """The engine's totals now; None where the server does not tell, or is no longer there."""
         ...
 
     async def flush(self) -> bool:
@@ -53,14 +53,20 @@ class DovetailTarget:
 
     async def counters(self) -> dict[str, float] | None:
         """/server_info's."""
-        stats = (await _get(self.client, "/server_info"))["stats"]
+        try:
+            stats = (await _get(self.client, "/server_info"))["stats"]
+        except ConfigError:  # what was measured before it went is worth more than its totals
+            return None
         return {name: value for name, value in stats.items() if isinstance(value, int | float)}
 
     async def flush(self) -> bool:
         """Waits until the server is idle, which it may not be yet when the last answer is there."""
         deadline = time.monotonic() + _FLUSH_SECONDS
         while True:
-            answer = await self.client.post("/flush_cache")
+            try:
+                answer = await self.client.post("/flush_cache")
+            except httpx.HTTPError as error:
+                raise EngineError(f"{self.client.base_url} no longer answers: {error}; see its log") from error
             if answer.status_code == 200:
                 return True
             if time.monotonic() > deadline:
@@ -122,8 +128,13 @@ async def _get(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
     except httpx.HTTPError as error:
         raise ConfigError(f"{client.base_url} does not answer: {error}; is the server running?") from error
     if answer.status_code != 200:
-        raise ConfigError(f"{client.base_url} answers GET {path} with {answer.status_code}: {answer.text[:200]}")
+        raise ConfigError(f"{client.base_url} answers GET {path} with {answer.status_code}: {_brief(answer.text)}")
     try:
         return answer.json()
     except json.JSONDecodeError as error:
         raise ConfigError(f"{client.base_url} answers GET {path} with what is no JSON") from error
+
+
+def _brief(text: str) -> str:
+    """The beginning of an answer, on one line."""
+    return " ".join(text.split())[:200] or "(no text)"
