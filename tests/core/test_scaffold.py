@@ -292,5 +292,5 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written: .*give another place with --directory"):
+    with pytest.raises(ConfigError, match=r"cannot be written: .*give another place with --directory"):
         write({"pyproject.toml": ""}, tmp_path / "file" / "in")
