@@ -54,6 +54,8 @@ def check_answers(traffic, expected, aborted):
         (3, True, False, 4, "none"),
         (4, False, True, 4, "radix"),
         (5, False, True, 1, "none"),
+        (6, True, True, 1, "radix"),
+        (7, True, True, 4, "none"),
     ],
 )
 def test_random_traffic(checkpoint, expected, monkeypatch, seed, overlap, drafts, page_size, cache):
@@ -62,6 +64,8 @@ def test_random_traffic(checkpoint, expected, monkeypatch, seed, overlap, drafts
     scheduler = {"overlap": overlap, "chunk_size": rng.choice([11, 50, 200]), "max_running": 12, "mixed": seed % 2 == 0}
     llm = make_llm(checkpoint, **paged(page_size, 260, scheduler=scheduler, cache=cache))
     traffic, aborted = Traffic(llm), set()
+    if overlap:
+        monkeypatch.setattr(llm.loop._pace, "drafts", lambda rows: rng.random() < 0.6)
     with drafting(llm, TreeDrafter(width=4, seed=seed) if drafts else None):
         for i, (prompt, params) in enumerate(jobs_of(len(expected))):
             traffic.add(f"r{i}", prompt, replace(params, seed=None), seed=params.seed)
