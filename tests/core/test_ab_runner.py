@@ -14,6 +14,7 @@ from dovetail.bench.machine import machine_facts
 from dovetail.bench.metrics import SLO
 from dovetail.bench.records import Call, Measurement, RunRecord, Sampling, Workload, write_json
 from dovetail.errors import ConfigError, EngineError
+from dovetail.experiment import words
 from dovetail.experiment.arms import make_arm
 from dovetail.experiment.gate import Outputs
 from dovetail.experiment.jobs import Job, run_job
@@ -44,10 +45,12 @@ def answers(shift=0):
 
 class Made:
     """Stands for the processes: ``slower`` is how many times as long arm B takes, ``noise`` the spread of runs; ``shift`` makes B's
-    outputs others. After ``interrupt`` runs the user presses Ctrl-C."""
+    outputs others. After ``interrupt`` runs the user presses Ctrl-C, after ``crash`` runs a process fails; ``failed`` calls of
+    ``failing`` arms fail."""
 
-    def __init__(self, slower=1.0, noise=0.004, shift=0, interrupt=None, failed=0):
+    def __init__(self, slower=1.0, noise=0.004, shift=0, interrupt=None, failed=0, failing="ab", crash=None):
         self.slower, self.noise, self.shift, self.interrupt, self.failed = slower, noise, shift, interrupt, failed
+        self.crash, self.failing = crash, failing
         self.rng = np.random.default_rng(0)
         self.jobs: list[Job] = []
 
@@ -56,6 +59,8 @@ class Made:
         if job.kind == "measure":
             if self.interrupt is not None and len(self.measured) > self.interrupt:
                 raise KeyboardInterrupt
+            if self.crash is not None and len(self.measured) > self.crash:
+                raise EngineError(f"arm {job.arm}, measure: out of memory")
             return write_json(self.run(job), job.output)
         given = answers(self.shift if job.arm == "b" else 0)
         if job.kind == "record":
@@ -76,7 +81,7 @@ class Made:
             step = pace * np.exp(self.rng.normal(0, self.noise))
             times = tuple(float(0.05 + step * (k + 1)) for k in range(TOKENS))
             fields = {"due": 0.0, "sent": 0.0, "end": times[-1], "token_times": times, "output_tokens": TOKENS}
-            ok = i >= self.failed
+            ok = i >= self.failed or job.arm not in self.failing
             found.append(
                 Measurement(id=f"c{i}", group=f"g{i // 2}", ok=ok, error=None if ok else "no", prompt_tokens=3,
                             drafted=4, accepted=3, verify_steps=2, **fields)
@@ -189,6 +194,39 @@ def test_ctrl_c_keeps_the_blocks_that_are_whole(arms, tmp_path):
     nothing = experiment(arms, tmp_path / "again", Made(interrupt=2), max_blocks=20)
     assert nothing.plan.stopped == "interrupted after 0 whole blocks"
     assert (nothing.comparisons, nothing.exit_code) == ((), 3)
+
+
+def test_an_arm_that_fails_ends_it_with_the_blocks_that_are_whole(arms, tmp_path):
+    from dovetail.experiment.report import html
+
+    found = experiment(arms, tmp_path, Made(1.2, crash=10), max_blocks=20)
+    assert (len(found.blocks), found.exit_code, found.plan.stopped) == (2, 4, "an arm failed in block 3")
+    assert found.comparisons[0].blocks == 2
+    page = html(found)
+    assert "An arm failed after 2 whole blocks." in page
+    assert "measure: out of memory" in page
+    nothing = experiment(arms, tmp_path / "again", Made(crash=1), max_blocks=20)
+    assert (nothing.comparisons, nothing.exit_code) == ((), 4)
+    assert "An arm failed in the first block." in html(nothing)
+
+
+def test_an_arm_whose_calls_fail_does_not_win(arms, tmp_path):
+    found = experiment(arms, tmp_path, Made(0.5, failed=3, failing="b"), max_blocks=4)
+    assert (found.verdict, found.exit_code) == ("faster", 1)
+    assert words.headline(found).endswith("fails calls that the base config answers.")
+    assert words.tone(found) == "differs"
+    none_left = experiment(arms, tmp_path / "all", Made(failed=CALLS, failing="b"), max_blocks=2)
+    assert none_left.exit_code == 1
+    better = experiment(arms, tmp_path / "better", Made(0.5, failed=3, failing="a"), max_blocks=4)
+    assert better.exit_code == 0
+
+
+def test_a_folder_that_cannot_be_written_is_said_at_once(arms, tmp_path):
+    (tmp_path / "file").write_text("")
+    made = Made()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        experiment(arms, tmp_path / "file" / "in", made)
+    assert not made.jobs
 
 
 def test_a_folder_that_holds_something_is_left_alone(arms, tmp_path):

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dovetail.cli.outputs import check_writable
 from dovetail.cli.sources import Model, Sets, shortcuts
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dovetail.bench.records import Workload
+    from dovetail.cli.ab_view import View
     from dovetail.experiment.arms import Arm
     from dovetail.experiment.result import Experiment as Finished
+    from dovetail.experiment.runner import Experiment
 
 _ARM = "KEY=VALUE, or a config file, over the base. Repeatable."
 _LEAST_BLOCKS = 2
@@ -38,7 +39,7 @@ def ab(
     arrivals: Annotated[
         str | None, typer.Option(help="As in `dovetail bench`: all_at_once, {kind: poisson, rate: 4}, ...")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the workload and of the statistics.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload and of the statistics.")] = 0,
     blocks: Annotated[
         int | None,
         typer.Option(
@@ -58,7 +59,9 @@ def ab(
     near_tie: Annotated[
         float | None,
         typer.Option(
-            help="Nats up to which outputs may part; by default what A against itself shows.", show_default=False
+            min=0.0,
+            help="Nats up to which outputs may part; by default what A against itself shows.",
+            show_default=False,
         ),
     ] = None,
     allow_different_outputs: Annotated[
@@ -76,13 +79,14 @@ def ab(
 ) -> None:
     """Compare arm A with arm B: what they answer, then how fast they are, in fresh processes that take turns.
 
-    Exit status: 0 no regression, 1 a regression, 2 the outputs differ (or a setting is wrong), 3 inconclusive.
+    Exit status: 0 no regression, 1 a regression, 2 the outputs differ (or a setting is wrong), 3 inconclusive, 4 an arm failed.
     """
     from dovetail.bench.metrics import parse_slo
     from dovetail.cli.ab_view import View
     from dovetail.experiment.arms import make_arm
     from dovetail.experiment.runner import Experiment, Settings, check_alike
     from dovetail.experiment.verdict import Rules
+    from dovetail.plugins.measured import tuning_file
 
     bounds = parse_slo([slo]) if slo else None
     settings = Settings(
@@ -103,19 +107,37 @@ def ab(
         make_arm(name, base or (), common, given or (), os.environ) for name, given in (("a", a), ("b", b))
     )
     check_alike(first, second)
+    if write_tuning:
+        check_writable({"--write-tuning": tuning_file(first.config)})
     view = View(quiet=as_json)
     view.explain(first, second)
     asked = _workload(first, workload, arrivals, seed)
     folder = output or Path(f"ab-{datetime.now():%Y%m%d-%H%M%S}")
-    with view:
-        found = Experiment(first, second, asked, settings, folder, view).run()
-    _keep(found, folder, view.console)
+    found = _measured(Experiment(first, second, asked, settings, folder, view), view)
+    _keep(found, folder)
     view.result(found, folder)
     if write_tuning:
         view.tuning(*_write_tuning(first, second, found))
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
     raise typer.Exit(found.exit_code)
+
+
+def _measured(experiment: Experiment, view: View) -> Finished:
+    """Runs it. Ctrl-C or an arm that fails before there is a block leave nothing to report, and end the command."""
+    from dovetail.errors import EngineError
+    from dovetail.experiment.result import ARM_FAILED, INCONCLUSIVE
+
+    view.announce()
+    try:
+        with view:
+            return experiment.run()
+    except KeyboardInterrupt:
+        view.console.print("interrupted before any speed was measured", style="yellow")
+        raise typer.Exit(INCONCLUSIVE) from None
+    except EngineError as error:
+        view.failed(error)
+        raise typer.Exit(ARM_FAILED) from None
 
 
 def _metrics(text: str | None, *, goodput: bool) -> tuple[str, ...]:
@@ -127,7 +149,7 @@ def _metrics(text: str | None, *, goodput: bool) -> tuple[str, ...]:
         return PRIMARY
     known = [metric.name for metric in METRICS if goodput or metric.name != "goodput"]
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
+    for name in names or (text,):
         if name not in known:
             hint = "; goodput needs --slo" if name == "goodput" else ""
             raise ConfigError(f"--primary names {name!r}; allowed: {', '.join(known)}{hint}")
@@ -150,15 +172,13 @@ def _workload(arm: Arm, spec: str, arrivals: str | None, seed: int) -> Workload:
     return make_workload(parse_workload(spec), seed, vocabulary, when)
 
 
-def _keep(found: Finished, folder: Path, console: Console) -> None:
-    from dovetail.errors import ConfigError
+def _keep(found: Finished, folder: Path) -> None:
+    from dovetail.experiment.plots import missing
     from dovetail.experiment.report import write_html
 
     found.write(folder / "experiment.json")
-    try:
+    if missing() is None:
         write_html(found, folder / "report.html")
-    except ConfigError as error:
-        console.print(f"no report.html: {error}", style="yellow", markup=False)
 
 
 def _write_tuning(a: Arm, b: Arm, found: Finished) -> tuple[Path, list[str]]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from dovetail.cli.tables import add, console, table
 
 if TYPE_CHECKING:
+    from dovetail.errors import EngineError
     from dovetail.experiment.arms import Arm
     from dovetail.experiment.result import Experiment
 
@@ -69,12 +70,24 @@ class View:
         for text in warnings(a, b, [difference_of(d) for d in found]):
             self.console.print(text, style="yellow", markup=False)
 
+    def announce(self) -> None:
+        """What will be missing in the end, before hours of work."""
+        from dovetail.experiment.plots import missing
+
+        if (why := missing()) is not None:
+            self.console.print(f"There will be no report.html: {why}", style="yellow", markup=False)
+
+    def failed(self, error: EngineError) -> None:
+        """An arm failed before there was a block."""
+        self.console.print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
+
     def result(self, found: Experiment, folder: Path) -> None:
         """The verdict and its tables."""
         from dovetail.experiment.terminal import render
 
         self.console.print("", render(found))
-        self.console.print(f"\n{folder}/report.html, {folder}/experiment.json", style="dim")
+        files = [folder / name for name in ("report.html", "experiment.json") if (folder / name).exists()]
+        self.console.print(f"\n{', '.join(map(str, files))}", style="dim", markup=False, soft_wrap=True)
 
     def tuning(self, file: Path, lines: Sequence[str]) -> None:
         """What was kept for ``auto``, and what was not."""

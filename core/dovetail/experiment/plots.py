@@ -51,10 +51,17 @@ _STYLE: Any = {
 }
 
 
-def ensure() -> None:
-    """Raises ``ConfigError`` with the command that installs matplotlib, where it is missing. Call it before hours of work."""
+def missing() -> str | None:
+    """What is missing for plots and the command that mends it; None where nothing is. Ask before hours of work."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"the HTML report needs matplotlib, which is not installed; to mend it: {INSTALL}")
+        return f"the HTML report needs matplotlib, which is not installed; to mend it: {INSTALL}"
+    return None
+
+
+def ensure() -> None:
+    """Raises ``ConfigError`` where something is ``missing``."""
+    if (why := missing()) is not None:
+        raise ConfigError(why)
 
 
 def plots(e: Experiment) -> dict[str, str]:

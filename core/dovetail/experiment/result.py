@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dovetail.errors import ConfigError
 
 SCHEMA_VERSION = 1
+INCONCLUSIVE, ARM_FAILED = 3, 4
+"""Exit statuses of ``dovetail ab``."""
 
 Verdict = Literal["faster", "slower", "equivalent", "inconclusive"]
 """What is said of B, compared with A. For a rate ``faster`` means higher, for a time lower."""
@@ -186,7 +188,8 @@ class Note(Record):
 
 
 class Experiment(Record):
-    """A whole experiment. ``comparisons`` and ``blocks`` are empty if the gate failed."""
+    """A whole experiment. ``comparisons`` and ``blocks`` are empty if the gate failed. ``failed_calls`` are those of A and B in
+    whole blocks; ``failure`` says why a run of an arm failed, which ended it."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     dovetail_version: str
@@ -207,6 +210,8 @@ class Experiment(Record):
     distributions: tuple[Distribution, ...] = ()
     looks: tuple[Look, ...] = ()
     notes: tuple[Note, ...] = ()
+    failed_calls: tuple[int, int] = (0, 0)
+    failure: str = ""
 
     @property
     def primary(self) -> tuple[Comparison, ...]:
@@ -219,11 +224,21 @@ class Experiment(Record):
         return overall(self.primary)
 
     @property
+    def fails_more(self) -> bool:
+        """Calls failed in arm B, and fewer in arm A: latencies of the others are no comparison."""
+        return self.failed_calls[1] > self.failed_calls[0]
+
+    @property
     def exit_code(self) -> int:
-        """For CI: 0 no regression, 1 a regression, 2 the outputs differ, 3 inconclusive."""
+        """For CI: 0 no regression, 1 a regression (slower, or fails calls that A answers), 2 the outputs differ, 3 inconclusive,
+        4 an arm failed."""
         if self.gate.outcome == "failed":
             return 2
-        return {"faster": 0, "equivalent": 0, "slower": 1, "inconclusive": 3}[self.verdict]
+        if self.failure:
+            return ARM_FAILED
+        if self.fails_more:
+            return 1
+        return {"faster": 0, "equivalent": 0, "slower": 1, "inconclusive": INCONCLUSIVE}[self.verdict]
 
     def write(self, file: Path) -> None:
         """As JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from dovetail.bench.machine import machine_facts
 from dovetail.bench.metrics import SLO
 from dovetail.bench.records import Workload, read_record, write_json
 from dovetail.config import dump
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, EngineError
 from dovetail.experiment import result
 from dovetail.experiment.arms import Arm, Difference, axes, differences
 from dovetail.experiment.gate import Outputs, judge, limits_of, read_outputs
@@ -87,13 +87,12 @@ class Experiment:
         self._started = datetime.now(UTC)
         self._looks: list[result.Look] = []
         self._facts: list[result.Difference] = []
+        self._failure = ""
 
     def run(self) -> result.Experiment:
-        """All of it. Ctrl-C after the gate ends it with the blocks that are whole. Raises ``EngineError`` where an arm fails, and
-        ``ConfigError`` for a folder that holds something."""
-        if self._folder.exists() and any(self._folder.iterdir()):
-            raise ConfigError(f"the folder {self._folder} is not empty; choose another for this experiment (--output)")
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """All of it. Ctrl-C after the gate ends it with the blocks that are whole, and so does an arm that fails then. Raises
+        ``EngineError`` where an arm fails before, and ``ConfigError`` for a folder that holds something or cannot be written."""
+        check_folder(self._folder)
         write_json(self._workload, self._asked)
         gate = self._gate()
         trace = Workload.model_validate_json(self._trace.read_text(encoding="utf-8"))
@@ -143,6 +142,9 @@ class Experiment:
                 reason = stop_reason(comparisons, settings.primary, settings.max_blocks)
                 if reason is not None and settings.rules.peeking:
                     return reason
+        except EngineError as error:
+            self._failure = str(error)
+            return f"an arm failed in block {len(books.blocks) + 1}"
         except KeyboardInterrupt:
             return f"interrupted after {len(books.blocks)} whole blocks"
         return f"the {settings.max_blocks} blocks that were asked for are done"
@@ -152,7 +154,6 @@ class Experiment:
         runs = []
         for place, arm in enumerate(order):
             file = self._folder / "runs" / f"{index:03}-{place}{arm}.json"
-            file.parent.mkdir(exist_ok=True)
             job = self._job("measure", arm, self._trace, file)
             self._launch(job.model_copy(update={"block": index, "warm_up": self._settings.warm_up}))
             runs.append(read_record(file))
@@ -177,7 +178,7 @@ class Experiment:
     def _finished(self, gate: result.Gate, books: Books, stopped: str) -> result.Experiment:
         s, a, b = self._settings, self._arms["a"], self._arms["b"]
         found = (*(difference_of(d) for d in differences(a, b)), *self._facts)
-        whole = bool(books.blocks)
+        whole, failures = bool(books.blocks), books.failures()
         return result.Experiment(
             dovetail_version=version("dovetail"),
             title=s.title or " against ".join(_title(arm) for arm in (a, b)),
@@ -196,7 +197,9 @@ class Experiment:
             blocks=books.rows(),
             distributions=books.distributions(),
             looks=tuple(self._looks),
-            notes=tuple(self._notes(gate, books, found)),
+            notes=tuple(self._notes(gate, failures, found)),
+            failed_calls=(failures["a"], failures["b"]),
+            failure=self._failure,
         )
 
     def _plan(self, stopped: str) -> result.Plan:
@@ -213,15 +216,17 @@ class Experiment:
             stopped=stopped,
         )
 
-    def _notes(self, gate: result.Gate, books: Books, found: Sequence[result.Difference]) -> list[result.Note]:
-        notes = list[result.Note]()
+    def _notes(
+        self, gate: result.Gate, failures: Mapping[str, int], found: Sequence[result.Difference]
+    ) -> list[result.Note]:
+        notes = [result.Note(level="loud", text=self._failure)] if self._failure else []
         if gate.outcome == "allowed":
             notes.append(result.Note(level="loud", text=f"Different outputs were allowed. {gate.reason}."))
         notes += [result.Note(level="warning", text=text) for text in warnings(self._arms["a"], self._arms["b"], found)]
-        for arm, failed in books.failures().items():
+        for arm, failed in failures.items():
             if failed:
                 notes.append(
-                    result.Note(level="warning", text=f"{failed} calls of arm {arm} failed; they have no latency.")
+                    result.Note(level="loud", text=f"{failed} calls of arm {arm} failed; they have no latency.")
                 )
         return notes
 
@@ -252,6 +257,17 @@ def decoder(arm: Arm) -> Callable[[Sequence[int]], str]:
         return str
     tokenizer = load_tokenizer(config)
     return lambda ids: tokenizer.decode(list(ids))
+
+
+def check_folder(folder: Path) -> None:
+    """Makes it. Raises ``ConfigError`` if it holds something, or cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"the folder {folder} is not empty; choose another for this experiment (--output)")
+        (folder / "runs").mkdir()
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be written: {error}; choose another (--output)") from error
 
 
 def check_alike(a: Arm, b: Arm) -> None:

@@ -93,6 +93,10 @@ def headline(e: Experiment) -> str:
     a, b = names(e)
     if e.gate.outcome == "failed":
         return f"{b} does not say what {a} says. No speed was measured."
+    if e.failure:
+        return f"An arm failed {f'after {len(e.blocks)} whole blocks' if e.blocks else 'in the first block'}."
+    if e.fails_more:
+        return f"{b} fails calls that {a} answers."
     if not e.comparisons:
         return "No speed was measured."
     return {
@@ -127,8 +131,8 @@ def listed(words: list[str]) -> str:
 
 
 def tone(e: Experiment) -> Verdict | str:
-    """What colours the headline: the verdict, or ``differs`` for a failed gate, or ``inconclusive``."""
-    return "differs" if e.gate.outcome == "failed" else e.verdict
+    """What colours the headline: the verdict, or ``differs`` for a failed gate, an arm or calls that failed."""
+    return "differs" if e.gate.outcome == "failed" or e.failure or e.fails_more else e.verdict
 
 
 def gate_title(gate: Gate) -> str:
