@@ -145,6 +145,7 @@ class PrefixCacheSuite(ComponentSuite):
         assert freed.shape[1] >= 2
         left = cache.match(tokens_of([0] * 4, 4))
         assert left.pages.tolist() == [[1, 2, 3, 4][: before - freed.shape[1]]]
+        assert sorted([*left.pages[0].tolist(), *freed[0].tolist()]) == [1, 2, 3, 4], "what was freed is still kept"
 
     def test_a_lock_protects_its_path_until_the_last_unlock(self) -> None:
         """Locks are counted; the pages beyond the locked prefix may go."""

@@ -40,6 +40,14 @@ def make_running(uid: int, text: Sequence[int], *, prompt_len: int | None = None
     )
 
 
+def go_on(req: Req, tokens: Sequence[int]) -> None:
+    """Let a running request say more: as if each of ``tokens`` had been sampled in a step of its own."""
+    req.token_ids[req.known_len : req.known_len + len(tokens)] = tokens
+    req.known_len += len(tokens)
+    req.cached_len += len(tokens)
+    req.device_len += len(tokens)
+
+
 def make_decode_batch(reqs: Sequence[Req], draft_room: Sequence[int], num_extend: int = 0) -> Batch:
     """A batch as ``Scheduler.schedule`` hands it to the drafter; the first ``num_extend`` rows extend."""
     none = np.zeros(0, dtype=np.int32)
@@ -78,13 +86,13 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
         )
 
     def make_requests(self, seed: int, count: int = 8) -> list[Req]:
-        """Random texts: every other one repeats itself. Override it where a drafter needs more of its requests."""
+        """Random texts, most of each said by the model: every other one repeats itself. Override it where a drafter needs more of its requests."""
         rng = np.random.default_rng(seed)
         reqs = []
         for uid in range(count):
             phrase = rng.integers(0, VOCAB_SIZE, rng.integers(1, 12))
             text = np.tile(phrase, 6) if uid % 2 else rng.integers(0, VOCAB_SIZE, rng.integers(1, 80))
-            reqs.append(make_running(uid, text.tolist()))
+            reqs.append(make_running(uid, text.tolist(), prompt_len=1 + len(text) // 4))
         return reqs
 
     def test_max_draft_tokens_is_positive(self) -> None:
@@ -169,10 +177,12 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
 
     @each_seed
     def test_namespaces_share_nothing(self, seed: int) -> None:
-        """Requests of another namespace, with other texts or the same, are drafted as by a new drafter."""
+        """Requests of another namespace, with other texts or the same, are drafted as by a new drafter, also where the
+        others' texts were known to go on."""
         for other in (seed, seed + 100):
             old, new = self.make_requests(seed), self.make_requests(other)
             for req in old:
+                go_on(req, range(10, 22))
                 req.namespace = "theirs"
             self.check_no_trace(old, new)
 

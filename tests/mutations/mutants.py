@@ -1,0 +1,109 @@
+"""All broken plugins, the cases of all suites, and the table of them in docs/plugins.md.
+
+Write the table: python tests/mutations/mutants.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import mutants_attention
+import mutants_cache
+import mutants_drafter
+import mutants_grammar
+import mutants_model
+import mutants_parsers
+import mutants_policy
+import mutants_registration
+from mutant import Mutant
+
+from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.cache import PrefixCacheSuite
+from dovetail.testing.component import ComponentSuite
+from dovetail.testing.drafter import DrafterSuite
+from dovetail.testing.grammar import GrammarSuite
+from dovetail.testing.model import ModelSuite
+from dovetail.testing.parsers import ReasoningParserSuite, ToolParserSuite
+from dovetail.testing.policy import PolicySuite
+
+SUITES: tuple[type[ComponentSuite], ...] = (
+    AttentionSuite,
+    PrefixCacheSuite,
+    GrammarSuite,
+    DrafterSuite,
+    ModelSuite,
+    PolicySuite,
+    ToolParserSuite,
+    ReasoningParserSuite,
+)
+MUTANTS: list[Mutant] = [
+    *mutants_registration.MUTANTS,
+    *mutants_attention.MUTANTS,
+    *mutants_cache.MUTANTS,
+    *mutants_grammar.MUTANTS,
+    *mutants_drafter.MUTANTS,
+    *mutants_model.MUTANTS,
+    *mutants_policy.MUTANTS,
+    *mutants_parsers.MUTANTS,
+]
+_GPU = "nothing here: it needs a GPU"
+_ENGINE = "nothing here: it generates text, as the tests of broken drafters in engines do"
+UNPROVEN = {
+    ("attention", "test_graphs"): _GPU,
+    ("attention", "test_graphs_over_fp8_pools"): _GPU,
+    ("attention", "test_graphs_of_verify_rows"): _GPU,
+    ("speculative", "test_outputs_are_those_of_decoding_without_drafts"): _ENGINE,
+    ("speculative", "test_a_drafter_that_raises_is_fenced"): _ENGINE,
+}
+"""Cases for which no plugin is broken here, and why."""
+
+DOCS = Path(__file__).parents[2] / "docs" / "plugins.md"
+BEGIN, END = "<!-- cases: begin -->\n", "<!-- cases: end -->\n"
+
+
+def names_of(suite: type[ComponentSuite]) -> list[str]:
+    """Its cases, in the order in which they stand in their files."""
+    classes = reversed(suite.__mro__)
+    return list(dict.fromkeys(name for cls in classes for name in vars(cls) if name.startswith("test_")))
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    """(kind, case) of every suite; kind is "" for those that all suites have."""
+    common = names_of(ComponentSuite)
+    yield from (("", name) for name in common)
+    for suite in SUITES:
+        yield from ((str(suite.kind), name) for name in names_of(suite) if name not in common)
+
+
+def table() -> str:
+    """What each case holds, and what it catches."""
+    common = names_of(ComponentSuite)
+    parts = ["### Every suite\n", *_rows(ComponentSuite, common, "")]
+    for suite in SUITES:
+        parts += [
+            f"\n### `{suite.__name__}`\n",
+            *_rows(suite, [n for n in names_of(suite) if n not in common], suite.kind),
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def _rows(suite: type[ComponentSuite], names: list[str], kind: str) -> Iterator[str]:
+    yield "| case | what must hold | it catches a plugin that |"
+    yield "|---|---|---|"
+    for name in names:
+        caught = [m.fault for m in MUTANTS if m.case == name and (not kind or m.sound().kind == kind)]
+        holds = (inspect.getdoc(getattr(suite, name)) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|").replace("``", "`")
+        what = "; ".join(dict.fromkeys(caught)) or f"({UNPROVEN[kind, name]})"
+        yield f"| `{name.removeprefix('test_')}` | {holds} | {what} |"
+
+
+def with_table(page: str) -> str:
+    """``page`` with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    DOCS.write_text(with_table(DOCS.read_text("utf-8")), "utf-8")

@@ -1,0 +1,273 @@
+"""Broken attention backends: plain torch with one fault each."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mutant import Mutant
+
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail.interfaces.features import Feature
+from dovetail.plugins.specs import ComponentKind, ComponentSpec
+from dovetail.testing.attention import AttentionSuite
+from dovetail.types import Batch
+
+GRAPHS = {Feature.ATTN_GRAPH, Feature.ATTN_VERIFY_GRAPH}
+OFFERS = frozenset(feature for feature in Feature if feature.startswith("attention.")) - GRAPHS
+
+
+class Flawed(AttentionBackend):
+    """Row by row and dense; ``flaw`` names what it does wrong."""
+
+    def __init__(self, context: AttentionContext, flaw: str = "") -> None:
+        self.pool, self.flaw = context.pool, flaw
+
+    def plan(self, batch: Batch) -> None:
+        self.window: int | None = -1
+        if self.flaw != "plans once" or not hasattr(self, "batch"):
+            self.batch = batch
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        if self.flaw == "adds to q":
+            q += 1
+        if self.flaw == "takes q to be contiguous":
+            q = torch.as_strided(q, q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1))
+        if self.flaw == "keeps the first layer's window":
+            self.window = layer.window if self.window == -1 else self.window
+            layer = replace(layer, window=self.window)
+        out = torch.empty_like(q)
+        for row, (start, end) in enumerate(zip(batch.qo_indptr.tolist(), batch.qo_indptr[1:].tolist(), strict=False)):
+            out[start:end] = self.attend(row, slice(start, end), q[start:end], layer)
+        if self.flaw == "mixes padding in":
+            out += 0 * out.sum(0)
+        if self.flaw == "writes to the pool":
+            self.pool.keys(layer.layer_id)[1] = 0
+        return out.float() if self.flaw == "returns float32" else out
+
+    def attend(self, row: int, tokens: slice, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        batch, flaw = self.batch, self.flaw
+        length = int(batch.kv_lens[row])
+        places = self.places(row, length)
+        layer_id = 0 if flaw == "reads layer 0" else layer.layer_id
+        if flaw == "reads the tail of the page":
+            places = self.places(row, -(-length // self.pool.page_size) * self.pool.page_size)
+        k, v = (memory(layer_id).flatten(0, 1)[places].float() for memory in (self.pool.keys, self.pool.values))
+        if flaw == "rounds queries to the pool's dtype":
+            q = q.to(self.pool.keys(layer_id).dtype).to(q.dtype)
+        group = q.shape[1] // k.shape[1]
+        k, v = (self.per_query_head(x, group) for x in (k, v))
+        scale = q.shape[-1] ** -0.5 if flaw == "knows one scale" else layer.scale
+        if flaw == "rounds by the size of the batch":
+            scale *= 1 + 1e-6 * len(batch.reqs)
+        scores = scale * torch.einsum("qhd,khd->hqk", q.float(), k)
+        if layer.soft_cap is not None and flaw != "no soft cap":
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        scores = scores.masked_fill(~self.seen(row, tokens, len(places), length, layer), float("-inf"))
+        if layer.soft_cap is not None and flaw == "caps what is masked":
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        return torch.einsum("hqk,khd->qhd", self.softmax(scores, q.dtype, layer), v).to(q.dtype)
+
+    def places(self, row: int, length: int) -> torch.Tensor:
+        table, size = self.pages(row).long(), self.pool.page_size
+        places = torch.arange(length)
+        if self.flaw == "takes pages to be consecutive":
+            return table[0] * size + places
+        if self.flaw == "is off by one in its short cut" and len(table) > 1 and table[1] == table[0] + 1:
+            return table[0] * size + places + 1
+        return table[places // size] * size + places % size
+
+    def pages(self, row: int) -> torch.Tensor:
+        shared, table = self.batch.shared, self.batch.page_table
+        if self.flaw == "reads a foreign page" and row:
+            return torch.where(table[row] == table[0, 0], table[row, 1], table[row])
+        if shared is None or self.flaw == "ignores what is shared":
+            return self.batch.page_table[row]
+        group = 0 if self.flaw == "knows one group" else int((shared.indptr <= row).sum()) - 1
+        count = int(shared.group_lens[group]) // self.pool.page_size
+        return torch.cat([shared.group_table[group, :count], shared.own_table[row]])
+
+    def per_query_head(self, x: torch.Tensor, group: int) -> torch.Tensor:
+        if self.flaw == "groups heads the other way":
+            return x.repeat(1, group, 1)
+        return x.repeat_interleave(group, 1)
+
+    def seen(self, row: int, tokens: slice, keys: int, length: int, layer: AttentionLayer) -> torch.Tensor:
+        batch, flaw = self.batch, self.flaw
+        position = batch.positions[tokens, None]
+        key, prefix = torch.arange(keys), length - len(position)
+        seen = key <= position + int(flaw == "one key too many")
+        if flaw == "one key too few":
+            seen = key < position.clamp(min=1)
+        if flaw == "loses a part of long rows" and keys > 200:
+            seen = seen & (key >= 64)
+        if flaw == "causal from the top left":
+            seen = key <= position - prefix
+        if batch.tree_mask is not None and flaw != "no tree mask":
+            seen = seen | (key >= prefix)
+            own = slice(prefix, length)
+            seen[:, own] = batch.tree_mask[tokens, : len(position)]
+        if layer.window is None or flaw == "no window":
+            return seen & (key < length)
+        place = key.clone()
+        if flaw != "windows count places":
+            place[prefix:length] = batch.positions[tokens]
+        return seen & (key < length) & (place > position - layer.window - int(flaw == "window one too wide"))
+
+    def softmax(self, scores: torch.Tensor, dtype: torch.dtype, layer: AttentionLayer) -> torch.Tensor:
+        if self.flaw == "softmax in 16 bits":
+            scores = scores.to(dtype)
+        top = 0 if self.flaw == "subtracts no maximum" else scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        if layer.sinks is not None and self.flaw != "no sinks":
+            count = 2 if self.flaw == "counts a sink twice" and self.batch.shared is not None else 1
+            total = total + count * torch.exp(layer.sinks[:, None, None] - top)
+        return (weights / total).float()
+
+
+class Sound(AttentionSuite):
+    name = "sound"
+    flaw = ""
+    offered = OFFERS
+
+    @property
+    def spec(self) -> ComponentSpec:
+        return ComponentSpec(ComponentKind.ATTENTION, self.name, "", "", "", offers=self.offered)
+
+    def make(self, context: AttentionContext) -> AttentionBackend:
+        return Flawed(context, self.flaw)
+
+
+class Short(Sound):
+    """Long rows are no longer than they must be."""
+
+    longest = 300
+
+
+def flawed(flaw: str, base: type[Sound] = Sound) -> Sound:
+    """The suite of the backend with this flaw."""
+    suite = base()
+    suite.flaw = flaw
+    return suite
+
+
+def _of(flaw: str, case: str, *arguments: Any, fault: str = "", says: str = "", base: type[Sound] = Sound) -> Mutant:
+    return Mutant(fault or flaw, case, functools.partial(flawed, flaw, base), base, [arguments], says)
+
+
+PHASES = "test_phases_and_page_sizes"
+WRONG = "is allowed in torch"
+POISON = "NaN from places that no row owns"
+E5M2, BF16 = "fp8_e5m2", torch.bfloat16
+
+MUTANTS = [
+    _of("one key too many", PHASES, "extend", 4, fault="sees one key too many"),
+    _of("one key too few", PHASES, "decode", 16, fault="sees one key too few", says=WRONG),
+    _of(
+        "causal from the top left", PHASES, "extend after a prefix", 1, fault="is causal from the top left", says=WRONG
+    ),
+    _of("takes pages to be consecutive", PHASES, "decode", 4),
+    _of("reads the tail of the page", PHASES, "decode", 16, fault="reads the tail of a page", says=POISON),
+    _of("reads layer 0", PHASES, "decode one row", 1, fault="reads another layer", says=POISON),
+    _of("no tree mask", PHASES, "trees beside extend", 4, fault="ignores the tree mask", says=WRONG),
+    _of("adds to q", PHASES, "decode", 1, fault="writes to its queries"),
+    _of("writes to the pool", PHASES, "decode", 1),
+    _of(
+        "reads a foreign page",
+        "test_rows_that_share_pages",
+        4,
+        [64, 70, 130, 64, 99, 30],
+        [1] * 6,
+        (Feature.ATTN_DECODE,),
+        1,
+    ),
+    _of(
+        "is off by one in its short cut",
+        "test_consecutive_pages",
+        "decode",
+        fault="is off by one where pages follow each other",
+    ),
+    _of("returns float32", "test_dtypes", "decode", BF16),
+    _of("rounds queries to the pool's dtype", "test_fp8_pools", "decode", E5M2, torch.float32, says=WRONG),
+    _of(
+        "loses a part of long rows",
+        "test_long_rows_of_fp8_pools",
+        E5M2,
+        base=Short,
+        fault="loses a part of long rows of 8 bits",
+    ),
+    _of(
+        "ignores what is shared",
+        "test_shared_prefixes_of_fp8_pools",
+        "one group",
+        E5M2,
+        fault="ignores shared prefixes of 8 bits",
+    ),
+    _of("groups heads the other way", "test_grouped_heads", "decode", 8, 4, says=WRONG),
+    _of("knows one scale", "test_head_dims", "decode", 16, fault="ignores the layer's scale", says=WRONG),
+    _of("no window", "test_sliding_window", "decode", 16, fault="ignores the sliding window", says=WRONG),
+    _of("window one too wide", "test_sliding_window", "extend", 16, fault="sees one key beyond the window", says=WRONG),
+    _of("windows count places", "test_sliding_window", "trees", 1, fault="takes places in a tree for positions"),
+    _of("no soft cap", "test_soft_cap", "extend", fault="forgets the soft cap", says=WRONG),
+    _of("no sinks", "test_sinks", "decode one row", fault="forgets the sinks", says=WRONG),
+    _of(
+        "caps what is masked",
+        "test_window_soft_cap_and_sinks_together",
+        "extend",
+        fault="caps what the mask has hidden",
+    ),
+    _of("subtracts no maximum", "test_softmax_in_float32", "decode", torch.float32, 50.0),
+    _of(
+        "softmax in 16 bits",
+        "test_softmax_in_float32",
+        "extend after a prefix",
+        BF16,
+        6.0,
+        fault="computes the softmax in 16 bits",
+    ),
+    _of("mixes padding in", "test_padding_rows_disturb_nobody", "decode", says=POISON),
+    _of("ignores what is shared", "test_shared_prefixes", "one group", 4),
+    _of(
+        "knows one group",
+        "test_shared_prefixes",
+        "groups and single rows",
+        16,
+        fault="knows one group of shared prefixes",
+    ),
+    _of(
+        "groups heads the other way",
+        "test_shared_prefixes_of_grouped_heads",
+        "one group",
+        torch.float32,
+        8,
+        2,
+        fault="groups heads of shared prefixes the other way",
+    ),
+    _of("counts a sink twice", "test_shared_prefixes_with_soft_cap_and_sinks", "one group", says=WRONG),
+    _of(
+        "subtracts no maximum",
+        "test_shared_prefixes_of_large_logits",
+        "one group",
+        fault="overflows beside a shared prefix",
+    ),
+    _of("loses a part of long rows", "test_long_shared_prefixes", fault="loses a part of long shared prefixes"),
+    _of(
+        "loses a part of long rows",
+        "test_chunk_after_a_large_prefix",
+        None,
+        True,
+        fault="loses a part of a chunk's prefix",
+    ),
+    _of("loses a part of long rows", "test_decode_rows_of_very_different_lengths", False),
+    _of("plans once", "test_plans_leave_nothing_behind"),
+    _of("keeps the first layer's window", "test_layers_of_one_step_may_differ"),
+    _of(
+        "takes q to be contiguous",
+        "test_queries_may_be_a_slice_of_a_fused_projection",
+        fault="takes queries to be contiguous",
+    ),
+    _of("rounds by the size of the batch", "test_batch_invariance", "decode", says="is another beside other rows"),
+]

@@ -1,0 +1,299 @@
+"""Broken prefix caches: a radix tree with one fault each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import Phase, settings
+from mutant import Mutant, Suite
+
+from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
+from dovetail.interfaces.features import Feature
+from dovetail.testing.cache import PrefixCacheSuite
+from dovetail.types import IntArray
+from dovetail_cache.config import RadixConfig
+from dovetail_cache.node import TOKEN_BYTES, Handle, Node
+from dovetail_cache.radix import RadixCache
+
+
+class LosesAPageAtSplit(RadixCache):
+    """A branch loses the page before it, and forgets that it had it."""
+
+    def _end_at(self, path: list[Node], length: int) -> Node:
+        node = super()._end_at(path, length)
+        if node.end == length and node.num_pages > 1 and len(node.children) == 1:
+            node.key, node.pages = node.key[: -self._page_size * TOKEN_BYTES], node.pages[:, :-1]
+            self._total -= 1
+        return node
+
+
+class IgnoresNamespaces(RadixCache):
+    """Everybody shares one tree."""
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        return super().match(tokens)
+
+    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+        return super().insert(tokens, pages, "", priority)
+
+
+class EvictsWhatIsLocked(RadixCache):
+    """A lock counts, but protects nothing."""
+
+    def lock(self, handle: Handle) -> None:
+        super().lock(handle)
+        self.unlock_path(handle)
+
+    def unlock(self, handle: Handle) -> None:
+        if handle.length:
+            self._settle(handle)
+
+    def unlock_path(self, handle: Handle) -> None:
+        super().unlock(handle)
+
+
+class UnlocksTheLastNodeOnly(RadixCache):
+    """Lets go of the last node only when it unlocks."""
+
+    def unlock(self, handle: Handle) -> None:
+        if handle.length and handle.node is not None:
+            handle.node.locks -= 1
+            self._locked -= handle.node.num_pages if handle.node.locks == 0 else 0
+            self._queue.push(handle.node)
+
+
+class KeepsTheDuplicate(RadixCache):
+    """Claims the offered pages even where it had its own."""
+
+    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+        result = super().insert(tokens, pages, namespace, priority)
+        return result._replace(pages=pages.copy())
+
+
+class KeepsTheCallersArrays(RadixCache):
+    """Trusts the caller not to write to its arrays again."""
+
+    def _grow(self, parent: Node, tokens: IntArray, pages: IntArray) -> Node:
+        leaf = super()._grow(parent, tokens, pages)
+        leaf.pages = pages
+        return leaf
+
+
+class MatchesHalfPages(RadixCache):
+    """Does not look at the last token of a page."""
+
+    def _but_last(self, tokens: IntArray) -> IntArray:
+        return np.where(np.arange(len(tokens)) % self._page_size == self._page_size - 1, np.int32(0), tokens)
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        return super().match(self._but_last(tokens), namespace)
+
+    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+        return super().insert(self._but_last(tokens), pages, namespace, priority)
+
+
+class FreesTwice(RadixCache):
+    """Returns the last evicted page once more with the next eviction."""
+
+    _last = np.empty((1, 0), np.int32)
+
+    def evict(self, num_pages: int) -> IntArray:
+        freed = super().evict(num_pages)
+        again, self._last = self._last, freed[:, -1:]
+        return np.concatenate([freed, again], axis=1)
+
+
+class LosesTheRestOfALeaf(RadixCache):
+    """Evicts a whole leaf, but gives back only what was asked for."""
+
+    def _shrink(self, leaf: Node, count: int) -> IntArray:
+        return super()._shrink(leaf, leaf.num_pages)[:, :count]
+
+
+class SharesByTheLastNode(RadixCache):
+    """Sees only rows that end at the same place."""
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        ends: dict[Node, list[int]] = {}
+        for i, handle in enumerate(handles):
+            if handle.node is not None:
+                ends.setdefault(handle.node, []).append(i)
+        return [(rows, node.end) for node, rows in ends.items() if len(rows) > 1]
+
+
+class SharesWithAllBelow(RadixCache):
+    """One group for each first page, as long as its longest row."""
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        tops: dict[Node, list[int]] = {}
+        for i, handle in enumerate(handles):
+            node = handle.node
+            while node is not None and node.parent is not None and node.parent.parent is not None:
+                node = node.parent
+            if node is not None:
+                tops.setdefault(node, []).append(i)
+        return [(rows, max(handles[row].length for row in rows)) for rows in tops.values() if len(rows) > 1]
+
+
+class SharesWholeBranches(RadixCache):
+    """Whoever does not share the deepest prefix of a branch is left alone."""
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        return super().shared_prefixes(handles)[-1:]
+
+
+class InventsAPage(RadixCache):
+    """Says of an empty cache that there is something to find."""
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        found = super().match(tokens, namespace)
+        return found if found.length else found._replace(pages=np.zeros((found.pages.shape[0], 1), np.int32))
+
+
+class CountsWhatItDidNotKeep(RadixCache):
+    """Its counter is that of the offered pages."""
+
+    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+        self._total += 1
+        return super().insert(tokens, pages, namespace, priority)
+
+
+class MatchesTheNextPage(RadixCache):
+    """Says that the page with the first other token matches as well."""
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        found = super().match(tokens, namespace)
+        whole = super().match(np.zeros(found.length + self._page_size, np.int32), namespace)
+        return whole if whole.length > found.length else found
+
+
+class MatchesWholeRunsOnly(RadixCache):
+    """A key that ends inside a run finds nothing of it."""
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        found = super().match(tokens, namespace)
+        return found if found.length in (0, 16) else super().match(tokens[:0], namespace)
+
+
+class NeverSplits(RadixCache):
+    """Gives a branch back to the caller, whole."""
+
+    def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
+        known = super().match(tokens, namespace)
+        return known if 0 < known.length < len(tokens) else super().insert(tokens, pages, namespace, priority)
+
+
+class EvictsOneAtMost(RadixCache):
+    """Stops too soon."""
+
+    def evict(self, num_pages: int) -> IntArray:
+        return super().evict(min(num_pages, 1))
+
+
+class GivesBackWhatItKeeps(RadixCache):
+    """Takes the end, and says that it was the beginning."""
+
+    def evict(self, num_pages: int) -> IntArray:
+        return np.flip(super().evict(num_pages), 1) - 2
+
+
+class CountsOneLock(RadixCache):
+    """The first unlock lets go of a path that was locked twice."""
+
+    def lock(self, handle: Handle) -> None:
+        if handle.node is None or not handle.node.locks:
+            super().lock(handle)
+
+    def unlock(self, handle: Handle) -> None:
+        if handle.node is not None and handle.node.locks:
+            super().unlock(handle)
+
+
+class LocksTheBranchesToo(RadixCache):
+    """What is inserted beside a locked prefix is locked with it."""
+
+    def evict(self, num_pages: int) -> IntArray:
+        return super().evict(0 if self._locked else num_pages)
+
+
+class SharesWithItself(RadixCache):
+    """A group for every row, of one."""
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        return [([row], handle.length) for row, handle in enumerate(handles)]
+
+
+class SharesAcrossNamespaces(RadixCache):
+    """Rows of one length share all of it."""
+
+    def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
+        return [(list(range(len(handles))), handles[0].length)]
+
+
+def suite(cache_class: type[PrefixCache]) -> Suite:
+    class Suite(PrefixCacheSuite):
+        name = "radix"
+
+        def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
+            return cache_class(RadixConfig(), CacheContext(page_size, num_groups))
+
+        def offers(self, feature: Feature) -> bool:
+            return True
+
+        def history_settings(self) -> settings:
+            return settings(super().history_settings(), phases=[Phase.generate])
+
+    return Suite
+
+
+class Silent(RadixCache):
+    """Does not look for its own faults."""
+
+    def check_integrity(self) -> None:
+        return
+
+
+def silent(cache_class: type[RadixCache]) -> type[RadixCache]:
+    """``cache_class`` without its own checks, so that it is the suite that finds the fault."""
+    return type(f"Silent{cache_class.__name__}", (cache_class,), {"check_integrity": Silent.check_integrity})
+
+
+SOUND = suite(RadixCache)
+MACHINE = "test_agrees_with_a_dictionary"
+
+
+def _of(fault: str, cache_class: type[RadixCache], case: str, *arguments: Any, says: str = "") -> Mutant:
+    return Mutant(fault, case, suite(silent(cache_class)), SOUND, [arguments], says)
+
+
+MUTANTS = [
+    _of("leaks a page where a run is split", LosesAPageAtSplit, MACHINE, 4, 1),
+    _of("matches across namespaces", IgnoresNamespaces, MACHINE, 4, 1),
+    _of("evicts what is locked", EvictsWhatIsLocked, MACHINE, 4, 1),
+    _of("unlocks the last node only", UnlocksTheLastNodeOnly, MACHINE, 4, 1),
+    _of("keeps a duplicate's pages", KeepsTheDuplicate, MACHINE, 4, 1, says="insert replaced a page"),
+    _of("keeps the caller's arrays", KeepsTheCallersArrays, MACHINE, 4, 1),
+    _of("does not compare a page's last token", MatchesHalfPages, MACHINE, 4, 1),
+    _of("frees a page twice", FreesTwice, MACHINE, 4, 1),
+    _of("leaks the rest of an evicted leaf", LosesTheRestOfALeaf, MACHINE, 4, 1),
+    _of("has a page for nothing", InventsAPage, "test_an_empty_cache_has_nothing", 4, 1),
+    _of("counts pages that it did not keep", CountsWhatItDidNotKeep, "test_what_is_not_kept_stays_the_callers", 4, 1),
+    _of("matches a page too many", MatchesTheNextPage, "test_finds_whole_pages_of_a_prefix", 4, 1),
+    _of("finds whole runs only", MatchesWholeRunsOnly, "test_a_shorter_key_finds_its_part"),
+    _of("claims a duplicate's pages", KeepsTheDuplicate, "test_a_duplicate_stays_the_callers"),
+    _of("keeps no branches", NeverSplits, "test_branches_share_their_beginning"),
+    _of("finds what another namespace keeps", IgnoresNamespaces, "test_namespaces_never_meet"),
+    _of("evicts too little", EvictsOneAtMost, "test_evicts_leaves_first_and_enough"),
+    _of("gives back pages that it keeps", GivesBackWhatItKeeps, "test_evicts_leaves_first_and_enough"),
+    _of("counts no more than one lock", CountsOneLock, "test_a_lock_protects_its_path_until_the_last_unlock"),
+    _of("evicts a locked path", EvictsWhatIsLocked, "test_a_lock_protects_its_path_until_the_last_unlock"),
+    _of("locks later branches too", LocksTheBranchesToo, "test_a_lock_outlives_later_branches"),
+    _of("shares by the last node", SharesByTheLastNode, "test_random_paths_share_as_much_as_they_can", 4, 1),
+    _of("shares with all below", SharesWithAllBelow, "test_random_paths_share_as_much_as_they_can", 4, 1),
+    _of("shares whole branches", SharesWholeBranches, "test_random_paths_share_as_much_as_they_can", 4, 1),
+    _of("leaves the others alone", SharesWholeBranches, "test_a_path_joins_the_prefix_that_the_others_leave"),
+    _of("has groups of one", SharesWithItself, "test_nothing_shares_nothing"),
+    _of("shares pages across namespaces", SharesAcrossNamespaces, "test_namespaces_share_nothing"),
+]

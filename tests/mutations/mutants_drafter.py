@@ -1,0 +1,176 @@
+"""Broken drafters: prompt lookup with one fault each."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from mutant import Mutant, Suite
+
+from dovetail.interfaces.speculative import Drafter, DrafterContext
+from dovetail.testing.drafter import DrafterSuite
+from dovetail.types import Batch, DraftTree, Req
+from dovetail_speculative.config import NgramConfig
+from dovetail_speculative.ngram import NgramDrafter
+
+CONTEXT = DrafterContext(torch.device("cpu"), vocab_size=64, max_rows=16, max_context=256)
+
+
+class BeyondItsRoom(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        assert batch.draft_room is not None
+        return super().propose(dataclasses.replace(batch, draft_room=batch.draft_room + 1))
+
+
+class ForPromptRows(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        return super().propose(dataclasses.replace(batch, num_extend=0))
+
+
+class NeverNone(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree, rows = super().propose(batch), len(batch.reqs)
+        none = np.zeros((rows, 1), dtype=np.int32)
+        return tree or DraftTree(none, none - 1, np.zeros(rows, dtype=np.int32))
+
+
+class OutsideTheVocabulary(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        return tree and dataclasses.replace(tree, token_ids=tree.token_ids + 64)
+
+
+class ChildrenFirst(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        return tree and dataclasses.replace(tree, parents=tree.parents + 1)
+
+
+class UndeclaredTree(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        return tree and dataclasses.replace(tree, parents=np.full_like(tree.parents, -1))
+
+
+class ForgetsNothing(NgramDrafter):
+    def forget(self, req: Req) -> None:
+        return
+
+
+class MixesRowsUp(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        return tree and dataclasses.replace(tree, token_ids=np.ascontiguousarray(tree.token_ids[::-1]))
+
+
+class BiasedByAnotherRow(NgramDrafter):
+    """Begins every draft with what the first row's does."""
+
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        if tree is not None and tree.lens[0]:
+            tree.token_ids[:, 0] = tree.token_ids[0, 0]
+        return tree
+
+
+class WritesItsDrafts(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        if tree is not None:
+            for row, req in enumerate(batch.reqs):
+                req.token_ids[req.known_len : req.known_len + tree.lens[row]] = tree.token_ids[row, : tree.lens[row]]
+        return tree
+
+
+class Rolls(NgramDrafter):
+    """Draws tokens from a generator that all drafters of the process share."""
+
+    draws = itertools.count(1)
+
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        return tree and dataclasses.replace(tree, token_ids=(tree.token_ids + next(self.draws)) % 64)
+
+
+class HasNoWidth(NgramDrafter):
+    @property
+    def max_draft_tokens(self) -> int:
+        return 0
+
+
+class LearnsFromEveryTenant(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        before = [req.namespace for req in batch.reqs]
+        for req in batch.reqs:
+            req.namespace = ""
+        tree = super().propose(batch)
+        for req, namespace in zip(batch.reqs, before, strict=True):
+            req.namespace = namespace
+        return tree
+
+    def forget(self, req: Req) -> None:
+        super().forget(dataclasses.replace(req, namespace=""))
+
+
+class MustKnowWhatItForgets(NgramDrafter):
+    def __init__(self, config: NgramConfig, context: DrafterContext) -> None:
+        super().__init__(config, context)
+        self._known: set[int] = set()
+
+    def forget(self, req: Req) -> None:
+        self._known.remove(req.uid)
+
+
+def suite(drafter_class: type[NgramDrafter], **settings: int) -> Suite:
+    class Suite(DrafterSuite):
+        name = "ngram"
+
+        def make(self) -> Drafter:
+            return drafter_class(NgramConfig.model_validate(settings), CONTEXT)
+
+    return Suite
+
+
+ALONE, SHARED = suite(NgramDrafter, shared=0), suite(NgramDrafter)
+SEEDS = tuple((seed,) for seed in range(8))
+TREES = "test_drafts_are_valid_trees_within_their_room"
+
+
+def _of(
+    fault: str,
+    drafter_class: type[NgramDrafter],
+    case: str,
+    says: str = "",
+    runs: Sequence[tuple[int, ...]] = SEEDS,
+) -> Mutant:
+    return Mutant(fault, case, suite(drafter_class, shared=0), ALONE, runs, says)
+
+
+MUTANTS = [
+    _of("drafts beyond its room", BeyondItsRoom, TREES, "more was drafted than pages were reserved for"),
+    _of("drafts for prompt rows", ForPromptRows, TREES, "more was drafted than pages were reserved for"),
+    _of("drafts tokens that do not exist", OutsideTheVocabulary, TREES),
+    _of("puts children before their parents", ChildrenFirst, TREES, "parents come before their children"),
+    _of("drafts a tree and declares chains", UndeclaredTree, TREES, "only chains are declared"),
+    _of("has a tree of nothing in place of None", NeverNone, "test_without_room_there_are_no_drafts", runs=[()]),
+    _of("drafts where nothing is verified", ForPromptRows, "test_extend_rows_alone_get_no_drafts", runs=[()]),
+    _of("has no room for a draft", HasNoWidth, "test_max_draft_tokens_is_positive", runs=[()]),
+    _of("writes its drafts into the request", WritesItsDrafts, "test_proposing_changes_no_request"),
+    _of("draws from a generator of its own", Rolls, "test_the_same_texts_get_the_same_drafts"),
+    _of("mixes rows up", MixesRowsUp, "test_rows_are_independent"),
+    _of("is biased by another row", BiasedByAnotherRow, "test_rows_are_independent"),
+    _of("forgets nothing", ForgetsNothing, "test_what_is_forgotten_leaves_no_trace"),
+    _of(
+        "raises for a request it never saw", MustKnowWhatItForgets, "test_forgetting_the_unknown_is_nothing", "0", [()]
+    ),
+    Mutant(
+        "learns from every namespace",
+        "test_namespaces_share_nothing",
+        suite(LearnsFromEveryTenant),
+        SHARED,
+        SEEDS,
+    ),
+]

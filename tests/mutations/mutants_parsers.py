@@ -1,0 +1,209 @@
+"""Broken parsers of tool calls and of reasoning: hermes' and qwen3's with one fault each."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import Phase
+from mutant import Mutant
+
+from dovetail.interfaces.parsers import (
+    CallDelta,
+    Gate,
+    ParserContext,
+    ReasoningDelta,
+    ReasoningParser,
+    ReasoningStream,
+    Tool,
+    ToolDelta,
+    ToolParser,
+    ToolStream,
+)
+from dovetail.testing.parsers import OPEN, TOOLS, Call, Heard, ReasoningParserSuite, ToolParserSuite, listen
+from dovetail_parsers.config import HermesConfig, Qwen3Config
+from dovetail_parsers.hermes import Hermes
+from dovetail_parsers.think import Qwen3
+
+OPENED = "<|im_start|>assistant\n<think>\n"
+
+
+def hermes() -> Hermes:
+    return Hermes(HermesConfig(), ParserContext())
+
+
+class Changed(ToolStream):
+    """Hermes' stream, its deltas changed."""
+
+    def __init__(self, change: Callable[[ToolDelta], ToolDelta]) -> None:
+        self._inner, self._change = hermes().stream(TOOLS), change
+
+    def feed(self, text: str) -> ToolDelta:
+        return self._change(self._inner.feed(text))
+
+    def finish(self) -> ToolDelta:
+        return self._change(self._inner.finish())
+
+
+class PieceByPiece(ToolStream):
+    """Looks at each piece alone."""
+
+    def feed(self, text: str) -> ToolDelta:
+        heard = listen(hermes().stream(TOOLS), [text])
+        return ToolDelta(heard.content, tuple(CallDelta(i, f"c{i}", n, a) for i, (n, a) in enumerate(heard.calls)))
+
+    def finish(self) -> ToolDelta:
+        return ToolDelta()
+
+
+class AtTheEnd(ToolStream):
+    """Reads the text at its end, as JSON."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> ToolDelta:
+        self._text += text
+        return ToolDelta()
+
+    def finish(self) -> ToolDelta:
+        parts = self._text.partition("<tool_call>")[2].partition("</tool_call>")
+        call = json.loads(parts[0])
+        return ToolDelta("", (CallDelta(0, "c", call["name"], json.dumps(call["arguments"])),))
+
+
+def without_marks(delta: ToolDelta) -> ToolDelta:
+    return delta._replace(content=delta.content.replace("<", ""))
+
+
+def without_content(delta: ToolDelta) -> ToolDelta:
+    return delta._replace(content="")
+
+
+def one_index(delta: ToolDelta) -> ToolDelta:
+    return delta._replace(calls=tuple(replace(call, index=0) for call in delta.calls))
+
+
+class ToolSuite(ToolParserSuite):
+    """Hermes, or what is heard by another stream of its format."""
+
+    name = "hermes"
+    phases = (Phase.generate,)
+    max_examples = 120
+    derandomize = True
+
+    def __init__(self, stream: Callable[[], ToolStream] | None = None) -> None:
+        self._stream = stream or (lambda: hermes().stream(TOOLS))
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        made = (json.dumps({"name": c.name, "arguments": c.arguments}, ensure_ascii=False) for c in calls)
+        return "\n".join([content, *(f"<tool_call>\n{call}\n</tool_call>" for call in made)])
+
+    def hear(self, *pieces: str) -> Heard:
+        return listen(self._stream(), pieces)
+
+    def make(self) -> ToolParser:
+        parser = hermes()
+        parser.stream = lambda tools: self._stream()  # type: ignore[method-assign]
+        return parser
+
+
+class Hasty(ReasoningStream):
+    """Looks for the mark in each piece alone."""
+
+    def __init__(self) -> None:
+        self._thinking = True
+
+    def feed(self, text: str) -> ReasoningDelta:
+        if not self._thinking:
+            return ReasoningDelta(content=text)
+        before, mark, after = text.partition("</think>")
+        self._thinking = not mark
+        return ReasoningDelta(before, after)
+
+    def finish(self) -> ReasoningDelta:
+        return ReasoningDelta()
+
+
+class Forgets(Hasty):
+    """Loses the answer's first letter."""
+
+    def feed(self, text: str) -> ReasoningDelta:
+        delta = super().feed(text)
+        return delta._replace(content=delta.content.strip()[1:])
+
+
+class Withholds(ReasoningStream):
+    """Says everything in the end."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> ReasoningDelta:
+        self._text += text
+        return ReasoningDelta()
+
+    def finish(self) -> ReasoningDelta:
+        return Hasty().feed(self._text)
+
+
+class WrongGate(Qwen3):
+    """Waits for what is never written."""
+
+    def gate(self, prompt: str) -> Gate | None:
+        gate = super().gate(prompt)
+        return gate and replace(gate, until="</thought>")
+
+
+class ReasoningSuite(ReasoningParserSuite):
+    """Qwen3, or what another stream makes of its format."""
+
+    name = "qwen3"
+    phases = (Phase.generate,)
+    max_examples = 120
+    derandomize = True
+    prompts = (OPENED,)
+
+    def __init__(self, stream: Callable[[], ReasoningStream] | None = None, parser: type[Qwen3] = Qwen3) -> None:
+        self._stream, self._parser = stream, parser
+
+    def write(self, reasoning: str, answer: str, prompt: str) -> str:
+        return f"{reasoning}\n</think>\n\n{answer}"
+
+    def make(self) -> ReasoningParser:
+        parser, stream = self._parser(Qwen3Config(), ParserContext()), self._stream
+        if stream is not None:
+            parser.stream = lambda prompt: stream()  # type: ignore[method-assign]
+        return parser
+
+
+def _tools(fault: str, stream: Callable[[], ToolStream], case: str, says: str = "") -> Mutant:
+    return Mutant(fault, case, functools.partial(ToolSuite, stream), ToolSuite, says=says)
+
+
+def _reasoning(fault: str, case: str, **broken: Any) -> Mutant:
+    return Mutant(fault, case, functools.partial(ReasoningSuite, **broken), ReasoningSuite)
+
+
+MUTANTS = [
+    _tools("drops a boundary between pieces", PieceByPiece, "test_pieces_do_not_matter"),
+    _tools("drops characters of content", lambda: Changed(without_marks), "test_text_without_calls_is_unchanged"),
+    _tools("gives all calls one index", lambda: Changed(one_index), "test_calls_are_found_in_any_pieces"),
+    _tools("raises for what is no call", AtTheEnd, "test_pieces_do_not_matter", "JSONDecodeError"),
+    _tools("tells arguments in the end only", AtTheEnd, "test_arguments_come_as_they_grow"),
+    _tools("loses the content", lambda: Changed(without_content), "test_no_word_is_lost"),
+    _tools("takes back what it told", PieceByPiece, "test_what_was_told_stays"),
+    _tools(
+        "calls functions that nobody offered",
+        lambda: hermes().stream((*TOOLS, Tool("launch_rocket", OPEN))),
+        "test_unknown_functions_are_content",
+    ),
+    _reasoning("overlooks a mark between pieces", "test_both_parts_are_found_in_any_pieces", stream=Hasty),
+    _reasoning("drops a boundary between pieces", "test_pieces_do_not_matter", stream=Hasty),
+    _reasoning("loses the answer's beginning", "test_no_word_is_lost", stream=Forgets),
+    _reasoning("withholds everything to the end", "test_both_parts_come_as_they_grow", stream=Withholds),
+    _reasoning("waits for a mark that never comes", "test_a_gate_ends_with_what_it_writes", parser=WrongGate),
+]

@@ -1,0 +1,112 @@
+"""Broken schedule policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mutant import Mutant, Suite
+
+from dovetail.interfaces.cache import Match, PrefixCache
+from dovetail.interfaces.features import Feature
+from dovetail.interfaces.policy import PolicyContext, SchedulePolicy
+from dovetail.testing.policy import PolicySuite, make_cache
+from dovetail.types import IntArray, Req
+from dovetail_policies.config import FcfsConfig, LpmConfig
+from dovetail_policies.lpm import LongestPrefixMatch
+from dovetail_policies.simple import Fcfs
+
+
+class Loses(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        return super().order(waiting, running)[:10]
+
+
+class LosesTheUnimportant(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        return [req for req in super().order(waiting, running) if req.priority > -2]
+
+
+class Doubles(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        return super().order(waiting, running)[:1] * len(waiting)
+
+
+class Mutates(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        for req in waiting:
+            req.priority += 1
+        return super().order(waiting, running)
+
+
+class SortsTheQueue(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        assert isinstance(waiting, list)
+        waiting.sort(key=lambda req: -req.uid)
+        return list(waiting)
+
+
+class Starves(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        return sorted(waiting, key=lambda req: -req.priority)
+
+
+class LastComeFirstServed(Fcfs):
+    def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+        return super().order(waiting, running)[::-1]
+
+
+class _OneNamespace:
+    """A cache that is asked in the name of nobody."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    def match(self, tokens: IntArray, namespace: str = "") -> Match:
+        return self._cache.match(tokens)
+
+
+class MixesTenants(LongestPrefixMatch):
+    def __init__(self, config: LpmConfig, context: PolicyContext) -> None:
+        super().__init__(config, PolicyContext(_OneNamespace(context.cache)))  # type: ignore[arg-type]
+
+
+def suite(policy_class: type[SchedulePolicy], config: FcfsConfig | LpmConfig) -> Suite:
+    class Suite(PolicySuite):
+        name = "lpm" if isinstance(config, LpmConfig) else "fcfs"
+        patience_seconds = 1
+
+        def make(self, cache: PrefixCache | None = None) -> SchedulePolicy:
+            return policy_class(config, PolicyContext(cache or make_cache()))  # type: ignore[call-arg]
+
+        def offers(self, feature: Feature) -> bool:
+            return True
+
+    return Suite
+
+
+FCFS, LPM = suite(Fcfs, FcfsConfig()), suite(LongestPrefixMatch, LpmConfig())
+SEEDS = tuple((seed,) for seed in range(12))
+
+
+def _of_fcfs(
+    fault: str, policy_class: type[Fcfs], case: str, runs: Sequence[tuple[int, ...]] = SEEDS, says: str = ""
+) -> Mutant:
+    return Mutant(fault, case, suite(policy_class, FcfsConfig()), FCFS, runs, says)
+
+
+MUTANTS = [
+    _of_fcfs("loses a request", Loses, "test_order_is_a_permutation"),
+    _of_fcfs("puts one request into the queue twice", Doubles, "test_order_is_a_permutation"),
+    _of_fcfs("sorts the scheduler's own queue", SortsTheQueue, "test_order_is_a_permutation"),
+    _of_fcfs("raises priorities", Mutates, "test_order_changes_nothing"),
+    _of_fcfs("never serves the lowest priority", LosesTheUnimportant, "test_a_finite_stream_is_served"),
+    _of_fcfs("starves behind the favoured", Starves, "test_patience_is_bounded", [()]),
+    _of_fcfs("serves the last first", LastComeFirstServed, "test_equals_are_served_in_order_of_arrival", [()]),
+    Mutant("looks at no prefix", "test_a_cached_prefix_goes_first", FCFS, LPM),
+    Mutant(
+        "prefers what another namespace has cached",
+        "test_a_cached_prefix_goes_first",
+        suite(MixesTenants, LpmConfig()),
+        LPM,
+    ),
+]

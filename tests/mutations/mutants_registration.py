@@ -1,0 +1,80 @@
+"""Plugins that are broken before they do anything: policies that work, but for what every suite asks of its component."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import mutated_heavy
+import mutated_twice
+from mutant import Mutant
+from mutated_config import BoundConfig, ForgetfulConfig, LaxConfig
+
+from dovetail.config.plugin import PluginConfig
+from dovetail.plugins.registry import RegisteredComponent
+from dovetail.plugins.specs import ComponentSpec
+from dovetail.plugins.targets import load_attribute
+from dovetail.testing.policy import PolicySuite
+
+
+class Sound(PolicySuite):
+    """As it is installed."""
+
+    name = "fcfs"
+
+
+class Planted(PolicySuite):
+    """A component that nobody installed."""
+
+    name = "twice"
+    module: ClassVar[str] = "mutated_twice"
+    planted: ClassVar[ComponentSpec] = mutated_twice.SPEC
+    settings: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def component(self) -> RegisteredComponent:
+        return RegisteredComponent(self.planted, "mutated", "1", self.module)
+
+    @property
+    def entry(self) -> str:
+        return self.module
+
+    def config(self) -> PluginConfig:
+        return load_attribute(self.planted.config, self.name).model_validate(self.settings)
+
+
+class Heavy(Planted):
+    name = "heavy"
+    module = "mutated_heavy"
+    planted = mutated_heavy.SPEC
+
+
+class ImportsItself(Planted):
+    """Its entry point is the module of the part itself."""
+
+    planted = replace(mutated_twice.SPEC, target="mutated_twice:register_policies")
+
+
+class Forgetful(Planted):
+    planted = replace(mutated_twice.SPEC, config=f"mutated_config:{ForgetfulConfig.__name__}")
+    settings: ClassVar = {"patience": 5}
+
+
+class Lax(Planted):
+    planted = replace(mutated_twice.SPEC, config=f"mutated_config:{LaxConfig.__name__}")
+
+
+class Bound(Planted):
+    planted = replace(mutated_twice.SPEC, config=f"mutated_config:{BoundConfig.__name__}")
+
+
+COST, TRIP = "test_to_know_it_costs_nothing", "test_its_config_makes_the_round_trip"
+MUTANTS = [
+    Mutant("imports torch to say what it has", COST, Heavy, Sound, says="imports torch"),
+    Mutant("imports its part to say what it has", COST, ImportsItself, Sound, says="imports mutated_twice"),
+    Mutant("has a setting that is not written down", TRIP, Forgetful, Sound, says="is not what it was"),
+    Mutant("takes keys that it does not know", TRIP, Lax, Sound, says="DID NOT RAISE"),
+    Mutant("registers twice when asked twice", "test_it_registers_the_same_every_time", Planted, Sound),
+    Mutant("cannot leave its process", "test_it_crosses_to_a_spawned_process", Bound, Sound, says="pickle"),
+]

@@ -1,0 +1,43 @@
+"""Config sections of broken plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from pydantic import ConfigDict, Field, PrivateAttr
+
+from dovetail.config.plugin import PluginConfig
+
+
+class HeavyConfig(PluginConfig):
+    """Nothing is wrong with it."""
+
+    kind: Literal["heavy"] = "heavy"
+
+
+class TwiceConfig(PluginConfig):
+    """Nothing is wrong with it."""
+
+    kind: Literal["twice"] = "twice"
+
+
+class ForgetfulConfig(PluginConfig):
+    """Does not write down what it was told."""
+
+    kind: Literal["twice"] = "twice"
+    patience: int = Field(default=1, exclude=True)
+
+
+class LaxConfig(PluginConfig):
+    """Takes any key."""
+
+    model_config = ConfigDict(extra="ignore")
+    kind: Literal["twice"] = "twice"
+
+
+class BoundConfig(PluginConfig):
+    """Holds what no other process can have."""
+
+    kind: Literal["twice"] = "twice"
+    _rank: Callable[[int], int] = PrivateAttr(default=lambda age: -age)

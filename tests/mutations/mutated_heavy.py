@@ -1,0 +1,24 @@
+"""A plugin that imports torch to say what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dovetail.plugins.hookspecs import hookimpl
+from dovetail.plugins.specs import ComponentKind, ComponentSpec
+
+SPEC = ComponentSpec(
+    ComponentKind.POLICY,
+    "heavy",
+    "dovetail_policies.simple:Fcfs",
+    "mutated_config:HeavyConfig",
+    f"First come, first served, on {torch.__name__}.",
+)
+
+
+@hookimpl
+def register_policies() -> Sequence[ComponentSpec]:
+    """``heavy``."""
+    return [SPEC]
