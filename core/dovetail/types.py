@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -447,6 +448,11 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens that enter the forward pass."""
         return sum(self.extend_lens.tolist())
+
+    @property
+    def sampled_reqs(self) -> list[Req]:
+        """The requests of the rows that get tokens in this step; decode and verify rows always do."""
+        return list(itertools.compress(self.reqs, self.samples.tolist())) if self.num_extend else self.reqs
 
     @property
     def phase(self) -> Phase:

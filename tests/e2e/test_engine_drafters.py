@@ -103,7 +103,7 @@ def test_random_traffic(target, said_alone, monkeypatch, name):
     prompts, params = varied_jobs(50)
     rng = random.Random(name)
     scheduler = {"chunk_size": rng.choice([11, 50]), "max_running": 8}
-    llm = make_llm(target, **with_drafts(paged(4, 280, scheduler=scheduler), DRAFTERS[name]))
+    llm = make_llm(target, **with_drafts(paged(4, 200, scheduler=scheduler), DRAFTERS[name]))
     traffic, aborted = Traffic(llm), set()
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         own = replace(own, seed=None, speculative=rng.random() < 0.8)

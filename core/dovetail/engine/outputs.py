@@ -52,7 +52,7 @@ def _logprob_rows(batch: Batch, output: ForwardOutput, tokens: list[list[int]]) 
     assert output.logprobs is not None
     chosen, top, ids = (column.tolist() for column in output.logprobs)
     nodes = None if output.nodes is None else output.nodes.tolist()
-    reqs = [req for req, sampled in zip(batch.reqs, batch.samples, strict=True) if sampled]
+    reqs = batch.sampled_reqs
     rows: list[list[TokenLogprob]] = [[] for _ in tokens]
     for row, start in output.logprob_start.items():
         wanted = reqs[row].params.logprobs

@@ -59,7 +59,7 @@ class Sampler:
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
         """Choose tokens from ``logits [logit rows, V]``, which may be overwritten."""
-        settings, reqs = self.settings_of(batch), sampled_reqs(batch)
+        settings, reqs = self.settings_of(batch), batch.sampled_reqs
         if settings.plain and batch.drafts is None:
             return ForwardOutput(greedy(logits)[:, None])
         layout = LogitRows.of(batch)
@@ -74,7 +74,7 @@ class Sampler:
 
     def settings_of(self, batch: Batch) -> RowSettings:
         """What the sampled rows of a batch want. Kept while the rows stay the same."""
-        reqs = sampled_reqs(batch)
+        reqs = batch.sampled_reqs
         uids = tuple([r.uid for r in reqs])
         if self._settings is None or self._settings.uids != uids:
             self._settings = RowSettings.of(reqs, self.vocab_size, self.device)
@@ -134,13 +134,6 @@ class Sampler:
         ends, ids, *parents = unpack(to_device(pack(arrays), self.device), arrays)
         accepted = accept(tokens, ends, ids, parents[0] if parents else None)
         return ForwardOutput(accepted.tokens, accepted.lens, accepted.nodes)
-
-
-def sampled_reqs(batch: Batch) -> list[Req]:
-    """The requests of the rows that get a token in this step."""
-    if not batch.num_extend or batch.samples.all():  # decode rows always do
-        return batch.reqs
-    return [r for r, sampled in zip(batch.reqs, batch.samples.tolist(), strict=True) if sampled]
 
 
 def decode_numbers(batch: Batch, settings: RowSettings) -> Floats | None:

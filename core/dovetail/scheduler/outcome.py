@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def sampled(batch: Batch) -> list[Req]:
-    """Requests of the rows for which there are tokens."""
-    return list(itertools.compress(batch.reqs, batch.samples.tolist())) if batch.num_extend else batch.reqs
-
-
 MEMORY = 0.8
 """How much of the moving average of accepted drafts a step leaves as it was."""
 
@@ -34,7 +28,7 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
     """Take back, from the cursors of the requests, the drafts that were not accepted; count those that were."""
     drafted = drafts.lens[batch.samples].tolist()
     totals.draft_steps += 1
-    for req, count, tokens in zip(sampled(batch), drafted, output.token_ids, strict=True):
+    for req, count, tokens in zip(batch.sampled_reqs, drafted, output.token_ids, strict=True):
         if count == 0 or req.finish is not None:
             continue
         accepted = len(tokens) - 1

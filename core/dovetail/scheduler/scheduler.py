@@ -28,7 +28,6 @@ from dovetail.scheduler.limits import Limits, Totals
 from dovetail.scheduler.outcome import (
     add_prompt_logprobs,
     forced_tokens,
-    sampled,
     settle_drafts,
     take_forced,
     take_tokens,
@@ -268,7 +267,7 @@ class Scheduler:
         jump = self._jump if self._jumper is not None else None
         answers = [
             take_tokens(req, tokens, entries, self.eos_token_ids, jump)
-            for req, tokens, entries in zip(sampled(batch), output.token_ids, logprobs, strict=True)
+            for req, tokens, entries in zip(batch.sampled_reqs, output.token_ids, logprobs, strict=True)
             if req.finish is None and not self._is_wasted(req)
         ]
         self.totals.generated_tokens += sum(len(answer.token_ids) for answer in answers)
