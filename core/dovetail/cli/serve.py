@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dovetail.cli.sources import Files, Model, Sets, load, shortcuts
+
+if TYPE_CHECKING:
+    from dovetail.server.online import Row, Side
 
 
 def serve(
@@ -28,7 +32,14 @@ def serve(
     from dovetail.server.launch import serve as serve_http
 
     try:
-        serve_http(config, registry)
+        serve_http(config, registry, judge=_judge)
     except EngineDeadError as error:
         logging.getLogger("dovetail.server").error("%s", error)
         raise typer.Exit(EXIT_ENGINE_FAILED) from error
+
+
+def _judge(control: Side, others: Sequence[Side]) -> list[Row]:
+    """The comparison of an experiment's arms; its libraries are loaded when it is first asked for."""
+    from dovetail.experiment.online import judge
+
+    return judge(control, others)

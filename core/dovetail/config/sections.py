@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from dovetail.config.experiment import ExperimentSection
 from dovetail.config.plugin import AttentionSelection, GrammarSelection, Section, Selection
 
 Auto = Literal["auto"]
@@ -210,4 +211,5 @@ class Config(Section):
     memory: MemorySection = MemorySection()
     server: ServerSection = ServerSection()
     tuning: TuningSection = TuningSection()
+    experiment: ExperimentSection = ExperimentSection()
     plugins: PluginsSection = PluginsSection()

@@ -79,7 +79,9 @@ def dump(config: Config) -> dict[str, Any]:
     tree = config.model_dump(mode="json", exclude=set(PLUGIN_SECTIONS))
     for section in PLUGIN_SECTIONS:
         tree[section] = _dump_section(getattr(config, section))
-    return {key: tree[key] for key in type(config).model_fields}
+    if not config.experiment.arms:  # so that a config without one keeps its hash
+        del tree["experiment"]
+    return {key: tree[key] for key in type(config).model_fields if key in tree}
 
 
 def config_hash(config: Config) -> str:

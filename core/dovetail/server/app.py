@@ -46,10 +46,11 @@ ROUTES = (
 )
 
 
-def build_app(service: Service) -> FastAPI:
-    """The application for a running engine."""
+def build_app(service: Service, more: Sequence[Route] = ()) -> FastAPI:
+    """The application for a running engine. ``more`` routes take the place of those with the same path."""
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False)
-    for route in ROUTES:
+    replaced = {route.path for route in more}
+    for route in (*more, *(route for route in ROUTES if route.path not in replaced)):
         name = getattr(route.handler, "__name__", route.path)
         for method in route.methods:
             app.add_api_route(

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from dovetail.chat.parsing import load_parsers
 from dovetail.config import Config
@@ -24,9 +26,13 @@ from dovetail.plugins.registry import Registry
 from dovetail.server.app import build_app
 from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import Endpoints, run_engine
+from dovetail.server.engines import Engine
 from dovetail.server.metrics import Metrics
 from dovetail.server.service import Service, info_labels, package_version
 from dovetail.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from dovetail.server.online import Judge
 
 EngineTarget = Callable[[Config, Endpoints], None]
 
@@ -36,20 +42,23 @@ _POLL_SECONDS = 0.05
 _ABORT_SECONDS = 2.0
 
 
-def serve(config: Config, registry: Registry | None = None, target: EngineTarget = run_engine) -> None:
+def serve(
+    config: Config, registry: Registry | None = None, target: EngineTarget = run_engine, judge: Judge | None = None
+) -> None:
     """Serve until SIGINT or SIGTERM, then drain and return; a second signal ends at once. The hooks of ``registry`` may
-    add metrics; ``target`` is what the engine process runs. Raises ``ConfigError`` or ``EngineError`` if it cannot
-    start, and in the end ``EngineDeadError`` if the engine process has failed meanwhile."""
+    add metrics; ``target`` is what the engine process runs; ``judge`` compares the arms of an experiment. Raises
+    ``ConfigError`` or ``EngineError`` if it cannot start, and in the end ``EngineDeadError`` if the engine process has
+    failed meanwhile."""
     started = time.perf_counter()
     with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        failure = runner.run(_serve(config, registry, target, listener, started))
+        failure = runner.run(_serve(config, registry, target, judge, listener, started))
     if failure is not None:
         raise EngineDeadError(f"the engine process had ended: {failure}")
 
 
 @contextlib.contextmanager
 def running_server(
-    config: Config, registry: Registry | None = None, target: EngineTarget = run_engine
+    config: Config, registry: Registry | None = None, target: EngineTarget = run_engine, judge: Judge | None = None
 ) -> Iterator[str]:
     """A server in a thread of this process, for tests and tools; yields its base URL."""
     ready: list[DrainingServer] = []
@@ -63,7 +72,7 @@ def running_server(
     def work() -> None:
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(_serve(config, registry, target, listener, time.perf_counter(), announce))
+                runner.run(_serve(config, registry, target, judge, listener, time.perf_counter(), announce))
         except BaseException as error:
             failed.append(error)
         finally:
@@ -141,13 +150,20 @@ async def _serve(
     config: Config,
     registry: Registry | None,
     target: EngineTarget,
+    judge: Judge | None,
     listener: socket.socket,
     started: float,
     announce: Callable[[DrainingServer], None] = lambda server: None,
 ) -> str | None:
     """Serve until told to stop. Returns why the engine process has ended by itself, if it has."""
     tokenizer = load_tokenizer(config)
-    engine = EngineClient(config, target)
+    if config.experiment.arms:
+        from dovetail.server.online import Online
+
+        online = await Online.prepare(config, registry or load_plugins(config.plugins), target, tokenizer, judge)
+        engine: Engine = online.engine
+    else:
+        online, engine = None, EngineClient(config, target)
     await engine.start()
     try:
         plugins = registry or load_plugins(config.plugins)
@@ -159,7 +175,8 @@ async def _serve(
             logger.info("serving %s on %s, ready in %.1f s", service.model_name, url_of(listener), seconds)
             announce(server)
 
-        await DrainingServer(_uvicorn_config(config, service), service, on_started).serve(sockets=[listener])
+        app = online.app(service) if online else build_app(service)
+        await DrainingServer(_uvicorn_config(config, app), service, on_started).serve(sockets=[listener])
         return engine.failure
     finally:
         await engine.stop()
@@ -171,16 +188,16 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _metrics(config: Config, engine: EngineClient, registry: Registry | None) -> Metrics:
+def _metrics(config: Config, engine: Engine, registry: Registry | None) -> Metrics:
     metrics = Metrics(info_labels(package_version(), config.model.name, engine.info))
     if registry is not None:
         call_hook(registry.hooks, "register_metrics", registry=metrics.registry)
     return metrics
 
 
-def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
+def _uvicorn_config(config: Config, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(service),
+        app,
         http="httptools",
         ws="none",
         lifespan="off",

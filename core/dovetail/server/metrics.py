@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 from dovetail.messages import EngineStats, TokenOutput
 from dovetail.types import Acceptance
 
-_TTFT = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-_PER_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
-_E2E = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+TTFT_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+PER_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
+E2E_SECONDS = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "running": ("requests_running", "Requests that are being computed."),
@@ -70,12 +70,14 @@ class Metrics:
         self.registry.register(_EngineCollector(self))
         info = Gauge("dovetail_info", "The parts of this server.", list(labels), registry=self.registry)
         info.labels(**labels).set(1)
-        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
+        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_SECONDS)
         self.tpot = self._histogram(
-            "time_per_output_token_seconds", "Mean gap between the tokens of an output.", _PER_TOKEN
+            "time_per_output_token_seconds", "Mean gap between the tokens of an output.", PER_TOKEN_SECONDS
         )
-        self.itl = self._histogram("inter_token_latency_seconds", "Gap between two tokens of an output.", _PER_TOKEN)
-        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _E2E)
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Gap between two tokens of an output.", PER_TOKEN_SECONDS
+        )
+        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", E2E_SECONDS)
         self.finished = Counter(
             "dovetail_outputs_finished", "Outputs by how they ended.", ["reason"], registry=self.registry
         )

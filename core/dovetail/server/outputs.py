@@ -13,9 +13,9 @@ from dovetail.types import Acceptance, FinishKind, FinishReason, TokenLogprob
 if TYPE_CHECKING:
     from dovetail.chat.reading import ChatDelta, OutputReader
     from dovetail.messages import GenerateMsg, TokenOutput
+    from dovetail.server.engines import Stream
     from dovetail.server.metrics import RequestMetrics
     from dovetail.server.requests import ParsedRequest
-    from dovetail.server.streams import OutputStream
     from dovetail.tokenizer import Tokenizer
 
 
@@ -111,7 +111,7 @@ class Outputs:
         self,
         parsed: ParsedRequest,
         msgs: Sequence[GenerateMsg],
-        stream: OutputStream,
+        stream: Stream,
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
     ) -> None:

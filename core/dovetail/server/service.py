@@ -13,7 +13,7 @@ from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
 from dovetail.messages import EngineStats
-from dovetail.server.client import EngineClient
+from dovetail.server.engines import Engine
 from dovetail.server.errors import DrainingError, UnknownModelError
 from dovetail.server.metrics import Metrics, RequestMetrics
 from dovetail.server.outputs import Outputs
@@ -31,7 +31,7 @@ class Service:
     """One server's shared state. ``draining`` refuses new requests while the running ones finish."""
 
     def __init__(
-        self, config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
+        self, config: Config, engine: Engine, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
     ) -> None:
         """``engine`` has been started."""
         self.config = config

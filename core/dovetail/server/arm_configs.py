@@ -1,0 +1,77 @@
+"""From one config with an experiment to one whole config for each arm, each judged before anything starts."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from dovetail.config import Config, dump, validate
+from dovetail.config.longform import combine, long_form
+from dovetail.config.sources import Layer, Raw
+from dovetail.config.tree import Choices
+from dovetail.errors import ConfigError, DovetailError, PluginError
+from dovetail.tokenizer import load_tokenizer
+
+SHARED = ("server", "plugins", "tool_parser", "reasoning_parser", "experiment")
+"""Sections of the server rather than of an engine: the same for all arms."""
+
+
+def arm_configs(config: Config, choices: Choices) -> dict[str, Config]:
+    """The config of each arm that runs, the one that others are compared with first. Raises ``ConfigError`` or
+    ``PluginError`` that names the arm."""
+    tree = long_form({key: value for key, value in dump(config).items() if key != "experiment"})
+    arms = config.experiment.arms
+    return {name: _arm(name, tree, arms.get(name, {}), choices) for name in config.experiment.names}
+
+
+def _arm(name: str, base: Mapping[str, Any], settings: Mapping[str, Any], choices: Choices) -> Config:
+    own = long_form(settings)
+    where = f"experiment.arms.{name}"
+    for key in own:
+        if key in SHARED:
+            raise ConfigError(
+                f"{where}.{key} would differ between arms of one server; set {key} for all of them, outside of experiment"
+            )
+    if isinstance(own.get("model"), dict) and "served_name" in own["model"]:
+        raise ConfigError(f"{where}.model.served_name: all arms are served under one name; set model.served_name")
+    try:
+        return validate(Raw((Layer(where, own),), combine(dict(base), own)), choices)
+    except (ConfigError, PluginError) as error:
+        raise type(error)(f"arm {name}: {error}") from error
+
+
+def check_arms(arms: Mapping[str, Config]) -> None:
+    """See that all arms have one tokenizer, and resolve each. Raises ``ConfigError`` that names the first arm that is refused.
+
+    Parts are chosen in a process of its own: the server itself imports no torch and holds no device.
+    """
+    first, *others = arms
+    for name in others:
+        if arms[name].model != arms[first].model and _tokenizer_json(arms[name]) != _tokenizer_json(arms[first]):
+            raise ConfigError(
+                f"arm {name}: its tokenizer is not that of arm {first}, and one server has one tokenizer; allowed: models "
+                "with the same tokenizer.json"
+            )
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for name, problem in zip(arms, pool.map(_refusal, arms.values()), strict=True):
+            if problem is not None:
+                raise ConfigError(f"arm {name}: {problem}")
+
+
+def _refusal(config: Config) -> str | None:
+    """Why a config cannot run; None if it can. Runs in a process of its own."""
+    from dovetail.plugins.loader import load_plugins
+    from dovetail.plugins.machine import Machine
+    from dovetail.plugins.resolver import resolve
+
+    try:
+        resolve(config, load_plugins(config.plugins), Machine.detect(config.device))
+    except DovetailError as error:
+        return str(error)
+    return None
+
+
+def _tokenizer_json(config: Config) -> str:
+    return load_tokenizer(config).json

@@ -1,0 +1,180 @@
+"""What is known of each arm: counters and histograms with an ``arm`` label, and the latest latencies for the comparison."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dovetail.errors import DovetailError
+from dovetail.messages import GenerateMsg, TokenOutput
+from dovetail.server.errors import status_of
+from dovetail.server.metrics import E2E_SECONDS, PER_TOKEN_SECONDS, TTFT_SECONDS
+from dovetail.types import FinishKind
+
+KEPT = 4096
+"""Outputs of each arm whose latencies are compared, the latest."""
+
+
+class Latency(NamedTuple):
+    """One output that has finished: when (seconds, monotonic), under which key, and its latencies in milliseconds; TPOT
+    needs two tokens."""
+
+    at: float
+    key: str
+    ttft: float
+    tpot: float | None
+
+
+class Standing(NamedTuple):
+    """An arm, as gauges show it."""
+
+    arm: str
+    up: bool
+    share: float
+    open: int
+
+
+class ArmLog:
+    """The collectors of all arms."""
+
+    def __init__(self, arms: Sequence[str]) -> None:
+        self.latencies: dict[str, deque[Latency]] = {arm: deque(maxlen=KEPT) for arm in arms}
+        self.requests = _counter("arm_requests", "Requests sent to an arm, by what for: served, shadow.", "role")
+        self.tokens = _counter("arm_tokens", "Tokens of an arm, by kind: prompt, output.", "kind")
+        self.finished = _counter(
+            "arm_outputs_finished", "Outputs of an arm by how they ended, abort included.", "reason"
+        )
+        self.errors = _counter("arm_errors", "Requests of an arm that failed, by HTTP status.", "status")
+        self.abandoned = _counter("arm_requests_abandoned", "Requests of an arm whose client left.")
+        self.ttft = _histogram("arm_time_to_first_token_seconds", "From arrival to the first token.", TTFT_SECONDS)
+        self.tpot = _histogram(
+            "arm_time_per_output_token_seconds", "Mean gap of an output's tokens.", PER_TOKEN_SECONDS
+        )
+        self.itl = _histogram("arm_inter_token_latency_seconds", "Gap between two tokens.", PER_TOKEN_SECONDS)
+        self.e2e = _histogram("arm_e2e_request_latency_seconds", "From arrival to the last token.", E2E_SECONDS)
+
+    def register(self, registry: CollectorRegistry, standings: Callable[[], Iterable[Standing]]) -> None:
+        """Show everything in ``registry``."""
+        for collector in vars(self).values():
+            if isinstance(collector, Counter | Histogram):
+                registry.register(collector)
+        registry.register(_Standings(standings))
+
+    def totals(self, counter: Counter) -> dict[tuple[str, ...], int]:
+        """A counter's values by its labels, for the page."""
+        samples = [
+            sample for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total")
+        ]
+        return {tuple(sample.labels.values()): int(sample.value) for sample in samples}
+
+
+class StreamLog:
+    """Times the requests of one stream of an arm. With ``keep`` the output tokens are kept as well. ``cut`` are the outputs that
+    the server ended, at a stop string that it found."""
+
+    def __init__(self, log: ArmLog, arm: str, key: str, msgs: Sequence[GenerateMsg], role: str, keep: bool) -> None:
+        self.outputs: dict[str, list[int]] = {msg.rid: [] for msg in msgs} if keep else {}
+        self.finish: dict[str, FinishKind] = {}
+        self.latencies: list[Latency] = []
+        self.cut: set[str] = set()
+        self.failed = False
+        self.key = key
+        self._log, self._arm = log, arm
+        self._rids = frozenset(msg.rid for msg in msgs)
+        self._arrival = time.monotonic()
+        self._times: dict[str, tuple[float, float, int]] = {}  # first, last, tokens
+        log.requests.labels(arm, role).inc()
+        log.tokens.labels(arm, "prompt").inc(sum(len(msg.input_ids) for msg in msgs))
+
+    @property
+    def complete(self) -> bool:
+        """True if every output has come to its own end."""
+        ends = (FinishKind.STOP, FinishKind.LENGTH)
+        return not self.failed and all(self.finish.get(rid) in ends for rid in self._rids)
+
+    def observe(self, batch: Iterable[TokenOutput]) -> None:
+        """Outputs have arrived, now."""
+        now = time.monotonic()
+        for output in batch:
+            if output.rid in self.finish:
+                continue
+            if output.token_ids:
+                self._tokens(output, now)
+            if output.finish is not None:
+                self.ended(output.rid, output.finish.kind)
+
+    def ended(self, rid: str, kind: FinishKind) -> None:
+        """An output has ended, now."""
+        now = time.monotonic()
+        self.finish[rid] = kind
+        self._log.finished.labels(self._arm, kind.value).inc()
+        self._log.e2e.labels(self._arm).observe(now - self._arrival)
+        if kind is FinishKind.ERROR:
+            self._log.errors.labels(self._arm, "500").inc()
+        if rid in self._times and kind in (FinishKind.STOP, FinishKind.LENGTH):
+            self._measured(self._times[rid], now)
+
+    def end(self, rid: str) -> None:
+        """The server has ended an output: its text has come to a stop string."""
+        self.cut.add(rid)
+        self.ended(rid, FinishKind.STOP)
+
+    def error(self, error: DovetailError) -> None:
+        """The stream has failed."""
+        if not self.failed:
+            self.failed = True
+            self._log.errors.labels(self._arm, str(status_of(error))).inc()
+
+    def close(self) -> None:
+        """Nothing follows."""
+        if not self.failed and self.finish.keys() != self._rids:
+            self._log.abandoned.labels(self._arm).inc()
+
+    def _tokens(self, output: TokenOutput, now: float) -> None:
+        count = len(output.token_ids)
+        self._log.tokens.labels(self._arm, "output").inc(count)
+        if output.rid in self.outputs:
+            self.outputs[output.rid] += output.token_ids
+        if output.rid not in self._times:
+            self._times[output.rid] = (now, now, count)
+            self._log.ttft.labels(self._arm).observe(now - self._arrival)
+            return
+        first, last, before = self._times[output.rid]
+        self._times[output.rid] = (first, now, before + count)
+        for _ in range(count):
+            self._log.itl.labels(self._arm).observe((now - last) / count)
+
+    def _measured(self, times: tuple[float, float, int], now: float) -> None:
+        first, last, count = times
+        tpot = (last - first) / (count - 1) if count > 1 else None
+        if tpot is not None:
+            self._log.tpot.labels(self._arm).observe(tpot)
+        self.latencies.append(Latency(now, self.key, 1e3 * (first - self._arrival), tpot and 1e3 * tpot))
+
+
+class _Standings(Collector):
+    def __init__(self, standings: Callable[[], Iterable[Standing]]) -> None:
+        self._standings = standings
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("dovetail_arm_up", "1 while the arm takes requests.", labels=["arm"])
+        share = GaugeMetricFamily("dovetail_arm_share", "Share of the keys that it answers.", labels=["arm"])
+        running = GaugeMetricFamily("dovetail_arm_requests_open", "Requests that it is answering.", labels=["arm"])
+        for one in self._standings():
+            for family, value in ((up, float(one.up)), (share, one.share), (running, one.open)):
+                family.add_metric([one.arm], value)
+        return [up, share, running]
+
+
+def _counter(name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"dovetail_{name}", text, ["arm", *labels], registry=None)
+
+
+def _histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+    return Histogram(f"dovetail_{name}", text, ["arm"], buckets=buckets, registry=None)

@@ -1,0 +1,292 @@
+"""The arms of an experiment behind the face of one engine: each request goes to the arm that its key decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from dovetail.config import Config
+from dovetail.errors import DovetailError, EngineDeadError, EngineError, RequestError
+from dovetail.messages import CommandReply, EngineStats, GenerateMsg, TokenOutput
+from dovetail.server.arm_log import ArmLog, Standing, StreamLog
+from dovetail.server.client import EngineClient
+from dovetail.server.engine_process import Endpoints
+from dovetail.server.routing import pick, request_key
+from dovetail.server.shadow import Finished, Shadow
+from dovetail.server.streams import OutputStream
+
+logger = logging.getLogger("dovetail.server")
+
+_POLL_SECONDS = 0.05
+_GAUGES = ("running", "waiting", "pages_total", "pages_used", "pages_cached", "grammar_cached_bytes")
+
+
+class Arm:
+    """One arm: its config, its engine process, and its weight, which operators and failures change."""
+
+    def __init__(self, name: str, config: Config, client: EngineClient, weight: float) -> None:
+        self.name = name
+        self.config = config
+        self.client = client
+        self.weight = weight
+        self.stopping = False
+        self.stats = EngineStats()
+
+    @property
+    def running(self) -> bool:
+        """True while it takes requests."""
+        return self.client.alive and not self.stopping
+
+    @property
+    def state(self) -> str:
+        """In a word: running, stopping, stopped or dead."""
+        if self.client.failure is not None:
+            return "dead"
+        if self.stopping:
+            return "stopping" if self.client.alive else "stopped"
+        return "running" if self.client.alive else "stopped"
+
+
+class ArmsClient:
+    """Several engine processes with the face of one (``engines.Engine``), and what operators do to them.
+
+    An arm that was stopped or has died gets no more requests: its share goes to the others, as their weights are, and in equal
+    parts where they have none. The engines start one after the other, as each measures what memory is left.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        arms: Mapping[str, Config],
+        target: Callable[[Config, Endpoints], None],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        """``arms`` are whole configs (``arm_configs``), ``decode`` makes text of token ids."""
+        section = config.experiment
+        self.arms = {
+            name: Arm(name, own, EngineClient(own, target), section.weights[name]) for name, own in arms.items()
+        }
+        self.log = ArmLog(tuple(arms))
+        self.shadow = Shadow(section.shadow, self.log, decode) if section.shadow else None
+        self._source = section.key
+        self._groups: dict[str, ArmStream] = {}
+        self._endings: dict[str, asyncio.Task[None]] = {}
+        self.info: dict[str, Any] = {}
+
+    # life
+
+    async def start(self) -> dict[str, Any]:
+        """Start every arm; returns the info of the first, with what all can do. Raises ``EngineError`` that names the arm."""
+        for arm in self.arms.values():
+            try:
+                await arm.client.start()
+            except EngineError as error:
+                await self.stop()
+                raise EngineError(f"arm {arm.name}: {error}") from None
+            logger.info("arm %s is ready, engine process %s", arm.name, arm.client.pid)
+        self.info = _common_info({name: arm.client.info for name, arm in self.arms.items()})
+        return self.info
+
+    async def stop(self) -> None:
+        """End every process at once."""
+        endings = [*self._endings.values(), *(self.shadow.workers if self.shadow else ())]
+        for task in endings:
+            task.cancel()
+        await asyncio.gather(*endings, return_exceptions=True)
+        await asyncio.gather(*(arm.client.stop() for arm in self.arms.values()))
+
+    @property
+    def alive(self) -> bool:
+        """True while an arm takes requests."""
+        return any(arm.running for arm in self.arms.values())
+
+    @property
+    def failure(self) -> str | None:
+        """Which arms have ended by themselves, and why."""
+        return "; ".join(f"arm {a.name}: {a.client.failure}" for a in self.arms.values() if a.client.failure) or None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the first arm that takes requests."""
+        return next((arm.client.pid for arm in self.arms.values() if arm.running), None)
+
+    # requests
+
+    def open(self, group: str, msgs: Sequence[GenerateMsg]) -> ArmStream:
+        """As ``EngineClient.open``, on the arm of the request's key."""
+        if group in self._groups:
+            raise RequestError(f"rid {group!r} is in use by a running request; choose another", param="rid")
+        key = request_key(self._source)
+        arm = self._chosen(key)
+        shadow = self.shadow if self.shadow and self.shadow.arm != arm.name and self.shadow.wants(group) else None
+        stream = arm.client.open(group, msgs)
+        log = StreamLog(self.log, arm.name, key, msgs, "served", keep=shadow is not None)
+        self._groups[group] = ArmStream(stream, log, lambda: self._closed(group, arm, msgs, log, shadow))
+        return self._groups[group]
+
+    def abort(self, group: str) -> bool:
+        """As ``EngineClient.abort``."""
+        return any(arm.client.abort(group) for arm in self.arms.values() if arm.client.alive)
+
+    def abort_all(self, message: str = "aborted by the operator") -> None:
+        """End every request of every arm."""
+        for arm in self.arms.values():
+            if arm.client.alive:
+                arm.client.abort_all(message)
+
+    @property
+    def num_open(self) -> int:
+        """Groups that somebody waits for: nobody does for a shadow's."""
+        return len(self._groups)
+
+    def _chosen(self, key: str) -> Arm:
+        shares = self.shares()
+        if not any(shares.values()):
+            raise EngineDeadError(f"no arm takes requests: {self.failure or 'all were stopped'}")
+        return self.arms[pick(key, shares)]
+
+    def _closed(self, group: str, arm: Arm, msgs: Sequence[GenerateMsg], log: StreamLog, shadow: Shadow | None) -> None:
+        del self._groups[group]
+        self.log.latencies[arm.name].extend(log.latencies)
+        if shadow is not None and log.complete:
+            other = self.arms[shadow.arm]
+            shadow.offer(Finished(group, tuple(msgs), log), other.client.open if other.running else None)
+
+    # commands
+
+    async def stats(self) -> EngineStats:
+        """Of all arms together: totals also of those that have ended, gauges of the others."""
+        running = [arm for arm in self.arms.values() if arm.client.alive]
+        if not running:
+            raise EngineDeadError("no arm is running")
+        await asyncio.gather(*(_refresh(arm) for arm in running))
+        return _together(self.arms.values())
+
+    async def flush_cache(self) -> CommandReply:
+        """Of every arm; refused if one refuses."""
+        names = [name for name, arm in self.arms.items() if arm.client.alive]
+        replies = await asyncio.gather(*(self.arms[name].client.flush_cache() for name in names))
+        refused = [f"arm {name}: {r.message}" for name, r in zip(names, replies, strict=True) if not r.ok]
+        if not names:
+            raise EngineDeadError(f"no arm is running: {self.failure or 'all were stopped'}")
+        return CommandReply("", not refused, "; ".join(refused))
+
+    # the experiment
+
+    def shares(self) -> dict[str, float]:
+        """Of each arm, now; they add up to 1, or are all 0 where no arm takes requests."""
+        weights = {name: arm.weight if arm.running else 0.0 for name, arm in self.arms.items()}
+        if not any(weights.values()):
+            weights = {name: float(arm.running) for name, arm in self.arms.items()}
+        total = sum(weights.values()) or 1.0
+        return {name: weight / total for name, weight in weights.items()}
+
+    def standings(self) -> Iterator[Standing]:
+        """Every arm, for gauges."""
+        shares = self.shares()
+        for name, arm in self.arms.items():
+            yield Standing(name, arm.running, shares[name], arm.client.num_open)
+
+    def stop_arm(self, name: str) -> None:
+        """No more requests for an arm; once those that run have finished, its process ends. Raises ``RequestError``."""
+        arm = self._known(name)
+        if not any(other.running for other in self.arms.values() if other is not arm):
+            raise RequestError(
+                f"arm {name!r} is the last that runs; to end it, end the server", param="arm", code="last_arm"
+            )
+        arm.stopping = True
+        logger.info("arm %s is stopped; its share goes to the others", name)
+        self._endings[name] = asyncio.ensure_future(self._end(arm))
+
+    def promote(self, name: str) -> None:
+        """All requests to one arm. The others go on running, without any, until they are stopped. Raises ``RequestError``."""
+        self._known(name)
+        for arm in self.arms.values():
+            arm.weight = float(arm.name == name)
+        logger.info("arm %s is promoted; it answers all requests", name)
+
+    def _known(self, name: str) -> Arm:
+        if name not in self.arms:
+            raise RequestError(f"arm is {name!r:.80}; allowed: {', '.join(self.arms)}", param="arm", code="unknown_arm")
+        if not self.arms[name].running:
+            raise RequestError(f"arm {name!r} is {self.arms[name].state}", param="arm", code="arm_not_running")
+        return self.arms[name]
+
+    async def _end(self, arm: Arm) -> None:
+        while arm.client.alive and arm.client.num_open:
+            await asyncio.sleep(_POLL_SECONDS)
+        await arm.client.stop()
+        logger.info("arm %s: its process has ended", arm.name)
+
+
+class ArmStream:
+    """The stream of one arm, watched (``engines.Stream``)."""
+
+    def __init__(self, stream: OutputStream, log: StreamLog, on_close: Callable[[], None]) -> None:
+        self._stream = stream
+        self._log = log
+        self._on_close: Callable[[], None] | None = on_close
+
+    @property
+    def open(self) -> set[str]:
+        """Ids of the requests that have not finished."""
+        return self._stream.open
+
+    async def __anext__(self) -> list[TokenOutput]:
+        """The next batch."""
+        try:
+            batch = await self._stream.__anext__()
+        except DovetailError as error:
+            self._log.error(error)
+            raise
+        self._log.observe(batch)
+        return batch
+
+    def end(self, rid: str) -> None:
+        """Abort one request, whose text has come to a stop string."""
+        self._stream.end(rid)
+        self._log.end(rid)
+
+    def close(self) -> None:
+        """Abort what is still open."""
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            self._stream.close()
+            self._log.close()
+            on_close()
+
+
+async def _refresh(arm: Arm) -> None:
+    with suppress(EngineDeadError):  # what it said last still counts among the totals
+        arm.stats = await arm.client.stats()
+
+
+def _together(arms: Iterable[Arm]) -> EngineStats:
+    sums: dict[str, Any] = {}
+    for arm in arms:
+        for name, value in msgspec.structs.asdict(arm.stats).items():
+            if isinstance(value, dict):
+                sums[name] = {
+                    key: sums.get(name, {}).get(key, 0) + value.get(key, 0) for key in {**sums.get(name, {}), **value}
+                }
+            elif not isinstance(value, str) and (arm.client.alive or name not in _GAUGES):
+                sums[name] = sums.get(name, 0) + value
+    return EngineStats(**sums)
+
+
+def _common_info(infos: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the first arm says of itself, with the limits that hold for all arms; ``arms`` has each."""
+    first = next(iter(infos.values()))
+    model = first["resolved"]["model"]
+    vocabulary = min(info["resolved"]["model"]["vocab_size"] for info in infos.values())
+    return {
+        **first,
+        "context_len": min(info["context_len"] for info in infos.values()),
+        "resolved": {**first["resolved"], "model": {**model, "vocab_size": vocabulary}},
+        "arms": dict(infos),
+    }

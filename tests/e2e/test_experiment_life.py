@@ -1,0 +1,139 @@
+"""Arms that die, shadows, and the end of a server, with engines that say the prompt back (``fake_engine``).
+
+.venv/bin/python -m pytest -q tests/e2e/test_experiment_life.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import run_fake_engine
+
+from dovetail.plugins.setup import setup
+from dovetail.server.launch import running_server
+from dovetail.server.routing import pick
+
+SLOW = {"prompt": "one two", "max_tokens": 2000, "cache_salt": "slow"}  # 20 ms a token
+HALF = {"base": 1, "b": 1}
+USER = {arm: next(u for u in map(str, range(99)) if pick(f"user={u}", HALF) == arm) for arm in HALF}
+
+
+@contextmanager
+def server(monkeypatch: pytest.MonkeyPatch, **experiment: Any) -> Iterator[httpx.Client]:
+    monkeypatch.setattr("dovetail.server.online.check_arms", lambda arms: None)  # the real parts are not those that run
+    arguments = {
+        "server": {"port": 0, "log_level": "error", "drain_seconds": 1},
+        "experiment": {"arms": {"b": {}}, **experiment},
+    }
+    config, registry = setup(arguments=arguments)
+    with (
+        running_server(config, registry, target=run_fake_engine) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield client
+
+
+def arms(client: httpx.Client) -> dict[str, dict[str, Any]]:
+    return {arm["name"]: arm for arm in client.get("/experiment.json").json()["arms"]}
+
+
+def eventually(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not check():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def post(client: httpx.Client, **body: Any) -> httpx.Response:
+    return client.post("/v1/completions", json={"prompt": "one two", "max_tokens": 4, **body})
+
+
+def test_an_arm_that_dies_leaves_its_share_to_the_others_until_none_is_left(monkeypatch: pytest.MonkeyPatch):
+    with server(monkeypatch, split=HALF) as client:
+        answers: dict[str, httpx.Response] = {}
+        threads = [
+            threading.Thread(
+                target=lambda a=arm: answers.update({a: post(client, **SLOW | {"max_tokens": 150}, user=USER[a])})
+            )
+            for arm in HALF
+        ]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: all(arm["open"] == 1 for arm in arms(client).values()))
+        os.kill(arms(client)["b"]["pid"], signal.SIGKILL)
+        for thread in threads:
+            thread.join(30)
+        assert {arm: answer.status_code for arm, answer in answers.items()} == {"base": 200, "b": 503}
+        assert "the engine process has ended" in answers["b"].text
+        now = arms(client)
+        assert (now["b"]["state"], now["b"]["share"], now["base"]["share"]) == ("dead", 0, 1)
+        assert now["b"]["errors"] == {"503": 1}
+        health = client.get("/health")
+        assert health.status_code == 200
+        assert health.text == "ok, without arm b: it ended with status -9; others take its requests"
+        assert "It has ended: it ended with status -9" in client.get("/experiment").text
+        assert client.get("/metrics").status_code == 200
+        assert client.post("/flush_cache").status_code == 200
+        assert all(post(client, user=user).status_code == 200 for user in USER.values())
+        assert client.post("/experiment/promote", json={"arm": "b"}).status_code == 400
+        os.kill(now["base"]["pid"], signal.SIGKILL)
+        eventually(lambda: client.get("/health").status_code == 503)
+        answer = post(client, user=USER["base"])
+        assert (answer.status_code, "arm base: it ended" in answer.text) == (503, True)
+        assert client.get("/server_info").json()["status"] == "dead"
+        assert client.get("/experiment").status_code == client.get("/metrics").status_code == 200
+
+
+def test_a_promoted_arm_that_dies_is_not_the_end(monkeypatch: pytest.MonkeyPatch):
+    with server(monkeypatch, split={"base": 1, "b": 0}) as client:
+        assert client.post("/experiment/promote", json={"arm": "b"}).status_code == 200
+        assert post(client, cache_salt="exit").status_code == 503
+        assert post(client).status_code == 200
+        assert arms(client)["base"]["share"] == 1
+
+
+def shadow_of(client: httpx.Client) -> dict[str, Any]:
+    return client.get("/experiment.json").json()["shadow"]
+
+
+def test_a_shadow_answers_too_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    shadow = {"arm": "b", "percent": 100, "tokens_per_minute": 150, "keep_texts": True}
+    with server(monkeypatch, shadow=shadow) as client:
+        text = post(client, rid="r1").json()["choices"][0]["text"]
+        eventually(lambda: shadow_of(client)["outcomes"].get("equal") == 1)
+        (one,) = shadow_of(client)["compared"]
+        assert (one["rid"], one["divergence"], one["primary"]) == ("r1", None, one["shadow"])
+        assert one["primary"]["text"] == text
+        now = arms(client)
+        assert (now["base"]["requests"], now["b"]["requests"]) == ({"served": 1}, {"shadow": 1})
+        assert (now["base"]["share"], now["b"]["share"]) == (1, 0)
+        assert "equal <b>1</b>" in client.get("/experiment").text
+        assert 'dovetail_shadow_outcomes_total{outcome="equal"} 1.0' in client.get("/metrics").text
+
+        before = time.monotonic()
+        for _ in range(3):
+            assert post(client, **SLOW | {"max_tokens": 60}).status_code == 200
+        eventually(lambda: shadow_of(client)["outcomes"].get("dropped_budget") == 1)
+        assert client.get("/server_info").json()["open_requests"] == 0  # though shadows run
+        assert time.monotonic() - before < 10
+        client.post("/experiment/promote", json={"arm": "b"})
+        assert post(client).status_code == 200
+        assert arms(client)["b"]["requests"]["served"] == 1
+        assert shadow_of(client)["outcomes"]["sent"] == 3
+
+
+def test_a_shadow_that_dies_disturbs_nobody(monkeypatch: pytest.MonkeyPatch):
+    with server(monkeypatch, shadow={"arm": "b", "percent": 100, "tokens_per_minute": 10_000}) as client:
+        os.kill(arms(client)["b"]["pid"], signal.SIGKILL)
+        eventually(lambda: arms(client)["b"]["state"] == "dead")
+        assert post(client).status_code == 200
+        assert shadow_of(client)["outcomes"] == {"dropped_arm": 1}
+        assert "arm b" in client.get("/health").text
