@@ -246,3 +246,11 @@ def test_checking_a_file_leaves_nothing_behind(cli, tmp_path):
         cli("bench", "serve", "--url", "http://127.0.0.1:9", "--rate", "1", "--save", str(file))
     assert old.read_text() == "mine"
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_explain_has_room_for_reasons_on_a_narrow_terminal(cli, fakes, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = cli("explain", "--model", str(fakes.directory), "--assume", "sm90")
+    assert "stage" not in out
+    assert "would fit; another is preferred" in out  # in one line
+    assert max(map(len, out.splitlines()[2:])) <= 80

@@ -71,6 +71,14 @@ def install(source: Path, version: str) -> None:
     (info / "direct_url.json").write_text(json.dumps({"url": source.as_uri(), "dir_info": {"editable": True}}))
 
 
+def test_a_suite_that_hangs_is_ended(call, project):
+    for file in (project / "tests").glob("test_*.py"):
+        file.write_text("import time\ntime.sleep(60)\n")
+    status, _, err = call("check", str(project), "--timeout", "2")
+    assert status == 2
+    assert "were not through after 2 s" in err
+
+
 def test_a_check_is_kept_and_shown_until_it_is_stale(call, project):
     status, out, _ = call("show", "checked_turn")
     assert "not checked: dovetail plugins check dovetail-checked-turn" in out

@@ -371,3 +371,19 @@ def screenshot(page: Path, folder: Path, scheme: str, size: str = "1180,2600") -
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     return picture
+
+
+def test_a_narrow_terminal_cuts_nothing_off():
+    e = VARIANTS["inconclusive"]()
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(e))
+    console.file.close()
+    text = console.export_text()
+    assert "…" not in text.replace(" … ", "")
+    rows = text.splitlines()
+    for c in e.comparisons:
+        (row,) = [row for row in rows if row.startswith((f"{c.label}*, ", f"{c.label}, {c.unit}"))]
+        assert words.change(c.ratio) in row
+        assert words.interval(c) in row
+        assert row.rstrip().endswith(c.verdict)
+        assert not c.note or f"  {c.label}: {c.note[:20]}" in text

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _HEIGHT = 460, 260
+_SHORT = 10
+"""A logarithmic axis that spans less than this factor has ticks at even steps: there are few powers on it."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 12, 40
 
 
@@ -36,16 +38,19 @@ class _Axis:
         return round(self._start + (value - low) / (high - low) * (self._end - self._start), 1)
 
     def ticks(self) -> list[float]:
-        if self.log:
-            powers = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
-            steps = (1, 2, 5) if len(powers) <= 4 else (1,)
-            found = [step * 10.0**power for power in powers for step in steps]
-        else:
-            raw = self._high / 5
-            size = 10.0 ** math.floor(math.log10(raw))
-            step = next(size * k for k in (1, 2, 5, 10) if size * k >= raw)
-            found = [i * step for i in range(1 + int(self._high / step))]
+        if not self.log or self._high < _SHORT * self._low:
+            return self._even()
+        powers = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
+        steps = (1, 2, 5) if len(powers) <= 4 else (1,)
+        found = [step * 10.0**power for power in powers for step in steps]
         return [tick for tick in found if self._low <= tick <= self._high]
+
+    def _even(self) -> list[float]:
+        raw = (self._high - self._low) / 5
+        size = 10.0 ** math.floor(math.log10(raw))
+        step = next(size * k for k in (1, 2, 5, 10) if size * k >= raw)
+        first, last = math.ceil(self._low / step), math.floor(self._high / step)
+        return [i * step for i in range(first, last + 1)]
 
 
 def chart(

@@ -10,9 +10,13 @@ import typer
 from dovetail.cli.sources import Files, Json, Model, Sets, load, shortcuts
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from dovetail.plugins import Resolution, Resolved
     from dovetail.plugins.resolution import Candidate
 
+NARROW = 110
+"""Columns below which the table has fewer."""
 MOST_UNUSED = 6
 """Tuning records that do not count, as many as are shown."""
 
@@ -40,21 +44,35 @@ def explain(
 
 
 def _print(resolved: Resolved) -> None:
-    from dovetail.cli.tables import VERDICT_STYLE, add, console, styled, table
+    from dovetail.cli.tables import console
 
     out = console()
     out.print(_headline(resolved), soft_wrap=True)
-    grid = table("part", "candidate", "verdict", "stage", "why")
+    out.print("", _grid(resolved, narrow=out.width < NARROW))
+    for line in _unused(resolved):
+        out.print(line, style="yellow", soft_wrap=True, markup=False)
+
+
+def _grid(resolved: Resolved, *, narrow: bool) -> Table:
+    """A row for each candidate. Where it is ``narrow``, parts have rows of their own and stages are left out, so that reasons have
+    room."""
+    from dovetail.cli.tables import VERDICT_STYLE, add, styled, table
+
+    grid = table("part", "verdict", "why") if narrow else table("part", "candidate", "verdict", "stage", "why")
     for title, resolution in _merged(resolved.resolutions):
         rows = [_row(resolution, candidate) for candidate in resolution.candidates]
         if resolution.chosen is None:
             rows.insert(0, ("-", "none", "", resolution.note))
+        if narrow:
+            add(grid, title, "", "")
         for index, (name, verdict, stage, why) in enumerate(rows):
-            add(grid, "" if index else title, name, styled(verdict, VERDICT_STYLE), stage, why)
+            shown = styled(verdict, VERDICT_STYLE)
+            if narrow:
+                add(grid, f"  {name}", shown, why)
+            else:
+                add(grid, "" if index else title, name, shown, stage, why)
         grid.add_section()
-    out.print("", grid)
-    for line in _unused(resolved):
-        out.print(line, style="yellow", soft_wrap=True, markup=False)
+    return grid
 
 
 def _unused(resolved: Resolved) -> list[str]:

@@ -29,6 +29,7 @@ NOTHING_COLLECTED = 5
 
 def check(
     package: Annotated[str, typer.Argument(help="The folder of a package, or the name of an installed distribution.")],
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a suite that hangs is ended.")] = 3600.0,
     as_json: Json = False,
 ) -> None:
     """Run the conformance suites of a package, and keep a report of what they prove for `plugins show`. Exit status 1 if a
@@ -39,7 +40,7 @@ def check(
     directory, tests, distribution = _located(package)
     components = _components(load_registry(None, None), distribution, directory)
     began = time.monotonic()
-    findings = _run(directory, tests, quiet=as_json)
+    findings = _run(directory, tests, timeout, quiet=as_json)
     report = _report(distribution, components, findings, time.monotonic() - began)
     path = store(report)
     typer.echo(report.model_dump_json(indent=1) if as_json else f"\n{report.text()}\nKept in {path}")
@@ -121,7 +122,7 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
     return found
 
 
-def _run(directory: Path, tests: Sequence[str], *, quiet: bool) -> Findings:
+def _run(directory: Path, tests: Sequence[str], timeout: float, *, quiet: bool) -> Findings:
     """Run pytest over the suites in ``directory``, or those of ``tests`` there. Its output is shown; where ``quiet``, on
     stderr."""
     from dovetail.plugins.reports import Findings
@@ -134,7 +135,14 @@ def _run(directory: Path, tests: Sequence[str], *, quiet: bool) -> Findings:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "dovetail.testing.record", f"--dovetail-record={record}"]
         if tests:  # of an installed package: nothing is to be written beside them
             command += ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={scratch}", *tests]
-        done = subprocess.run(command, cwd=directory, stdout=sys.stderr if quiet else None, check=False)
+        output = sys.stderr if quiet else None
+        try:
+            done = subprocess.run(command, cwd=directory, stdout=output, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            raise PluginLoadError(
+                f"the suites in {directory} were not through after {timeout:g} s, and were ended; find the case that hangs with "
+                "pytest -v, or give them longer with --timeout"
+            ) from None
         if not record.exists():
             raise PluginLoadError(f"pytest ended with status {done.returncode} in {directory} and wrote no record")
         findings = Findings.model_validate_json(record.read_bytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +13,8 @@ from dovetail.experiment.result import Comparison, Experiment
 
 STYLE = {"faster": "green", "slower": "red", "equivalent": "cyan", "inconclusive": "yellow", "differs": "red"}
 
+NARROW = 130
+"""Columns below which tables have fewer."""
 _NOTE = {"info": "dim", "warning": "yellow", "loud": "bold red"}
 
 
@@ -23,7 +25,7 @@ def render(e: Experiment) -> Group:
     parts += [Text(f"  {note.text}", _NOTE[note.level]) for note in e.notes]
     parts += [_titled(words.gate_title(e.gate), _gate(e))]
     if e.comparisons:
-        parts += [_titled("B against A", _comparisons(e)), Text(f"  * primary. {words.confidence(e)}.", "dim")]
+        parts += [_titled("B against A", _Comparisons(e)), Text(f"  * primary. {words.confidence(e)}.", "dim")]
     if e.side_by_side:
         parts += [_titled("Also measured", _side_by_side(e))]
     return Group(*parts)
@@ -52,7 +54,35 @@ def _gate(e: Experiment) -> RenderableType:
     return grid
 
 
-def _comparisons(e: Experiment) -> Table:
+class _Comparisons:
+    """A row for each metric. Where there is little room, p-values and noise floors are left to the page, and what else there is to
+    say of a metric stands below."""
+
+    def __init__(self, e: Experiment) -> None:
+        self._e = e
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= NARROW:
+            yield _wide(self._e)
+            return
+        yield _narrow(self._e)
+        for c in self._e.comparisons:
+            if c.note:
+                yield Padding(Text(f"{c.label}: {c.note}", "dim"), (0, 0, 0, 2))
+
+
+def _narrow(e: Experiment) -> Table:
+    grid = _table("metric", "A", "B", "change", "interval", "verdict")
+    grid.padding = (0, 1, 0, 0)
+    for c in e.comparisons:
+        star = "*" if c.metric in e.plan.primary else ""
+        change, verdict = (Text(text, STYLE[c.verdict]) for text in (words.change(c.ratio), c.verdict))
+        label = Text.assemble(f"{c.label}{star}", (f", {c.unit}", "dim"))
+        grid.add_row(label, words.number(c.a), words.number(c.b), change, words.interval(c), verdict)
+    return grid
+
+
+def _wide(e: Experiment) -> Table:
     grid = _table("metric", "A", "B", "unit", "change", "interval", "p", "noise floor", "verdict")
     for c in e.comparisons:
         star = "*" if c.metric in e.plan.primary else ""
