@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
 
 import numpy as np
 import torch
 from mutant import Mutant, Suite
 
 from dovetail.interfaces.speculative import Drafter, DrafterContext
+from dovetail.llm import LLM
 from dovetail.testing.drafter import DrafterSuite
 from dovetail.types import Batch, DraftTree, Req
 from dovetail_speculative.config import NgramConfig
@@ -85,6 +88,15 @@ class WritesItsDrafts(NgramDrafter):
         return tree
 
 
+class WritesTheLastToken(NgramDrafter):
+    """Takes the liberty to correct what the model said last."""
+
+    def propose(self, batch: Batch) -> DraftTree | None:
+        for req in batch.reqs[batch.num_extend :]:
+            req.token_ids[req.known_len - 1] = 65
+        return super().propose(batch)
+
+
 class Rolls(NgramDrafter):
     """Draws tokens from a generator that all drafters of the process share."""
 
@@ -134,6 +146,25 @@ def suite(drafter_class: type[NgramDrafter], **settings: int) -> Suite:
     return Suite
 
 
+class Engines(DrafterSuite):
+    """Inside of an engine: the drafter that the config names, or one of another class in its place."""
+
+    name = "ngram"
+    settings: ClassVar = {"shared": 0}
+    drafter_class: type[NgramDrafter] = NgramDrafter
+
+    @contextmanager
+    def engine(self, page_size: int = 16, chunk_size: int = 2048) -> Iterator[LLM]:
+        with super().engine(page_size, chunk_size) as llm:
+            assert isinstance(llm.loop.drafter, NgramDrafter)
+            llm.loop.drafter.__class__ = self.drafter_class
+            yield llm
+
+
+class WritesInEngines(Engines):
+    drafter_class = WritesTheLastToken
+
+
 ALONE, SHARED = suite(NgramDrafter, shared=0), suite(NgramDrafter)
 SEEDS = tuple((seed,) for seed in range(8))
 TREES = "test_drafts_are_valid_trees_within_their_room"
@@ -165,6 +196,13 @@ MUTANTS = [
     _of("forgets nothing", ForgetsNothing, "test_what_is_forgotten_leaves_no_trace"),
     _of(
         "raises for a request it never saw", MustKnowWhatItForgets, "test_forgetting_the_unknown_is_nothing", "0", [()]
+    ),
+    Mutant(
+        "corrects what the model said",
+        "test_outputs_are_those_of_decoding_without_drafts",
+        WritesInEngines,
+        Engines,
+        [(16, 50)],
     ),
     Mutant(
         "learns from every namespace",
