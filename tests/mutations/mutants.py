@@ -48,7 +48,7 @@ MUTANTS: list[Mutant] = [
     *mutants_policy.MUTANTS,
     *mutants_parsers.MUTANTS,
 ]
-_GPU = "nothing here: it needs a GPU"
+_GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _ENGINE = "nothing here: it breaks each drafter itself, and tries the engine"
 UNPROVEN = {
     ("attention", "test_graphs"): _GPU,
