@@ -173,7 +173,8 @@ def test_the_first_steps_of_the_docs(tmp_path: Path) -> None:
             printed.append(environment.run(*DOVETAIL, *arguments))
     new, check, show, doctor, generate = printed
     assert "pip install -e 'dovetail-my-turn[dev]'" in new
-    assert "policy/my_turn: 38 passed, 0 failed" in check
-    assert "version 0.1.0: 38 passed" in show
+    found = re.search(r"policy/my_turn: (\d+) passed, 0 failed", check)
+    assert found, check
+    assert f"version 0.1.0: {found[1]} passed" in show
     assert "policy/my_turn" in doctor
     assert generate.strip()
