@@ -210,8 +210,10 @@ class VerifyGraphs:
         self._backend.plan_capture(step.batch)
         self._wait_until_read()
         step.tensors.write(empty_batch(), self._inputs)
-        graph, _ = self._recorder.record(lambda: self._keep(step.run(self._model)))
-        self._note_read()
+        try:
+            graph, _ = self._recorder.record(lambda: self._keep(step.run(self._model)))
+        finally:
+            self._note_read()
         self._graphs[key] = step, graph
         self.seconds += time.perf_counter() - start
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)
