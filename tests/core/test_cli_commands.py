@@ -254,3 +254,24 @@ def test_explain_has_room_for_reasons_on_a_narrow_terminal(cli, fakes, monkeypat
     assert "stage" not in out
     assert "would fit; another is preferred" in out  # in one line
     assert max(map(len, out.splitlines()[2:])) <= 80
+
+
+def test_the_table_of_rates_fits_80_columns(monkeypatch, capsys):
+    from dovetail.bench.metrics import SLO
+    from dovetail.bench.records import ClientLag, MachineFacts, Measurement, RunRecord
+    from dovetail.bench.report import BenchReport
+    from dovetail.bench.sweep import point_of
+    from dovetail.cli.bench_tables import print_report
+
+    monkeypatch.setenv("COLUMNS", "80")
+    machine = MachineFacts(host_cpu="x", cpus=1, memory_gib=1, device="cpu", platform="x", python="3")
+    times = (12.345, 12.5)
+    call = Measurement(id="a", group="a", ok=True, due=0, sent=0, end=12.5, token_times=times, output_tokens=2)
+    fields = {"kind": "serve", "workload": "w", "workload_hash": "h", "machine": machine, "started": "", "seconds": 1}
+    record = RunRecord(**fields, measurements=(call,), lag=ClientLag(cpu_share=0.99))
+    points = tuple(point_of(rate, record, SLO(ttft_ms=99_999), 0.9) for rate in (0.00391, 1234.5))
+    print_report(BenchReport(title="t", workload={}, slo=SLO(ttft_ms=99_999), points=points))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[3:5]] == ["0.00391", "1.23e+03"]
+    assert lines[3].rstrip().endswith("100.0% yes")

@@ -90,8 +90,9 @@ def _five(values: Distribution | None) -> list[str]:
 
 def _print_runs(report: BenchReport, out: Console) -> None:
     out.print(report.title, style="bold", markup=False)
-    titles = ["calls/s", "done/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed", "CPU"]
-    grid = table(*titles, *(["SLO"] if report.slo is not None else []))
+    titles = ["rate", "done/s", "tok/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed", "CPU"]
+    grid = table(*titles, *(["SLO met"] if report.slo is not None else []))
+    grid.padding = (0, 1, 0, 0)
     for point in report.by_rate:
         summary = point.summary
         cells = [
@@ -104,7 +105,7 @@ def _print_runs(report: BenchReport, out: Console) -> None:
             f"{point.record.lag.cpu_share:.0%}" if point.record.lag is not None else "-",
         ]
         if summary.goodput is not None:
-            cells.append(f"{summary.goodput.share:.1%} {'met' if point.meets else 'missed'}")
+            cells.append(f"{summary.goodput.share:.1%} {'yes' if point.meets else 'no'}")
         add(grid, *cells)
     out.print(grid)
 
