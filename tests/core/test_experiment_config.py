@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dovetail.config import Config, config_hash, dump
 from dovetail.errors import ConfigError
@@ -102,3 +104,12 @@ def test_all_arms_have_one_tokenizer(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text(f"{text} ", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^arm a: its tokenizer is not that of arm base"):
         check_arms(load({"arms": {"a": {"model": str(tmp_path)}}, "split": {"base": 1, "a": 1}}, device="cpu"))
+
+
+def test_the_examples_of_the_docs_are_configs():
+    text = (Path(__file__).parents[2] / "docs/experiments.md").read_text(encoding="utf-8")
+    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    assert len(examples) == 2
+    for example in examples:
+        config, registry = setup(arguments=example)
+        assert len(arm_configs(config, registry)) == 2

@@ -88,3 +88,9 @@ def test_without_its_key_the_address_counts(body: bytes):
 
 def test_outside_of_a_request_there_is_no_key():
     assert request_key("user") == ""
+
+
+def test_long_keys_are_kept_short_and_apart():
+    long = [key_of("header:x", headers={"x": "a" * 5000 + end}) for end in "bc"]
+    assert len(set(long)) == 2
+    assert max(map(len, long)) <= 128

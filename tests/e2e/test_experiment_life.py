@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,10 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import run_fake_engine
+from fake_engine import run_broken_engine, run_fake_engine
 
+from dovetail.config import Config
+from dovetail.errors import EngineError
 from dovetail.plugins.setup import setup
-from dovetail.server.launch import running_server
+from dovetail.server.engine_process import Endpoints
+from dovetail.server.launch import EngineTarget, running_server
 from dovetail.server.routing import pick
 
 SLOW = {"prompt": "one two", "max_tokens": 2000, "cache_salt": "slow"}  # 20 ms a token
@@ -26,16 +30,23 @@ HALF = {"base": 1, "b": 1}
 USER = {arm: next(u for u in map(str, range(99)) if pick(f"user={u}", HALF) == arm) for arm in HALF}
 
 
+def run_first_alone(config: Config, endpoints: Endpoints) -> None:
+    """The target of a process that starts with the settings of the base alone."""
+    (run_broken_engine if config.threads == 7 else run_fake_engine)(config, endpoints)
+
+
 @contextmanager
-def server(monkeypatch: pytest.MonkeyPatch, **experiment: Any) -> Iterator[httpx.Client]:
+def server(
+    monkeypatch: pytest.MonkeyPatch, target: EngineTarget = run_fake_engine, **experiment: Any
+) -> Iterator[httpx.Client]:
     monkeypatch.setattr("dovetail.server.online.check_arms", lambda arms: None)  # the real parts are not those that run
     arguments = {
         "server": {"port": 0, "log_level": "error", "drain_seconds": 1},
-        "experiment": {"arms": {"b": {}}, **experiment},
+        "experiment": {"arms": {"b": {"threads": 7}}, **experiment},
     }
     config, registry = setup(arguments=arguments)
     with (
-        running_server(config, registry, target=run_fake_engine) as url,
+        running_server(config, registry, target=target) as url,
         httpx.Client(base_url=url, timeout=30) as client,
     ):
         yield client
@@ -105,7 +116,7 @@ def shadow_of(client: httpx.Client) -> dict[str, Any]:
 
 
 def test_a_shadow_answers_too_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch):
-    shadow = {"arm": "b", "percent": 100, "tokens_per_minute": 150, "keep_texts": True}
+    shadow = {"arm": "b", "percent": 100, "tokens_per_minute": 200, "keep_texts": True}
     with server(monkeypatch, shadow=shadow) as client:
         text = post(client, rid="r1").json()["choices"][0]["text"]
         eventually(lambda: shadow_of(client)["outcomes"].get("equal") == 1)
@@ -118,12 +129,19 @@ def test_a_shadow_answers_too_and_nobody_waits_for_it(monkeypatch: pytest.Monkey
         assert "equal <b>1</b>" in client.get("/experiment").text
         assert 'dovetail_shadow_outcomes_total{outcome="equal"} 1.0' in client.get("/metrics").text
 
-        before = time.monotonic()
-        for _ in range(3):
-            assert post(client, **SLOW | {"max_tokens": 60}).status_code == 200
-        eventually(lambda: shadow_of(client)["outcomes"].get("dropped_budget") == 1)
-        assert client.get("/server_info").json()["open_requests"] == 0  # though shadows run
-        assert time.monotonic() - before < 10
+        body = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 25, "stop": ["two"], "rid": "r2"}
+        chat = client.post("/v1/chat/completions", json=body)  # the server finds the stop string, not the engine
+        assert chat.json()["choices"][0]["finish_reason"] == "stop"
+        eventually(lambda: shadow_of(client)["outcomes"].get("equal") == 2)
+        assert shadow_of(client)["compared"][0]["rid"] == "r2"
+        assert shadow_of(client)["compared"][0]["primary"]["tokens"] < 25
+
+        assert post(client, **SLOW | {"max_tokens": 60}).status_code == 200  # 1.2 s, and as long again for the shadow
+        assert client.get("/server_info").json()["open_requests"] == 0
+        assert arms(client)["b"]["open"] == 1
+        assert post(client, max_tokens=300).status_code == 200  # more than a minute's budget
+        assert shadow_of(client)["outcomes"]["dropped_budget"] == 1
+        eventually(lambda: shadow_of(client)["outcomes"]["equal"] == 3)
         client.post("/experiment/promote", json={"arm": "b"})
         assert post(client).status_code == 200
         assert arms(client)["b"]["requests"]["served"] == 1
@@ -137,3 +155,12 @@ def test_a_shadow_that_dies_disturbs_nobody(monkeypatch: pytest.MonkeyPatch):
         assert post(client).status_code == 200
         assert shadow_of(client)["outcomes"] == {"dropped_arm": 1}
         assert "arm b" in client.get("/health").text
+
+
+def test_a_server_that_cannot_start_an_arm_says_which_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch):
+    with (
+        pytest.raises(EngineError, match=r"arm b: the engine did not start: .*no such device"),
+        server(monkeypatch, target=run_first_alone, split=HALF),
+    ):
+        pass
+    assert not [child for child in multiprocessing.active_children() if child.name == "dovetail-engine"]

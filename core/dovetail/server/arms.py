@@ -82,15 +82,21 @@ class ArmsClient:
 
     async def start(self) -> dict[str, Any]:
         """Start every arm; returns the info of the first, with what all can do. Raises ``EngineError`` that names the arm."""
-        for arm in self.arms.values():
-            try:
-                await arm.client.start()
-            except EngineError as error:
-                await self.stop()
-                raise EngineError(f"arm {arm.name}: {error}") from None
-            logger.info("arm %s is ready, engine process %s", arm.name, arm.client.pid)
+        try:
+            for arm in self.arms.values():
+                await self._start(arm)
+        except BaseException:
+            await self.stop()
+            raise
         self.info = _common_info({name: arm.client.info for name, arm in self.arms.items()})
         return self.info
+
+    async def _start(self, arm: Arm) -> None:
+        try:
+            await arm.client.start()
+        except EngineError as error:
+            raise EngineError(f"arm {arm.name}: {error}") from None
+        logger.info("arm %s is ready, engine process %s", arm.name, arm.client.pid)
 
     async def stop(self) -> None:
         """End every process at once."""
@@ -220,6 +226,7 @@ class ArmsClient:
     async def _end(self, arm: Arm) -> None:
         while arm.client.alive and arm.client.num_open:
             await asyncio.sleep(_POLL_SECONDS)
+        await _refresh(arm)
         await arm.client.stop()
         logger.info("arm %s: its process has ended", arm.name)
 

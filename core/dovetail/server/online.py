@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -170,9 +170,9 @@ class Online:
             return []
         async with self._judging:
             if time.monotonic() - self._judged[0] >= REFRESH_SECONDS:
-                (control, *others) = self._sides()
+                control, *others = self._sides()
                 rows = await asyncio.to_thread(self._judge, control, others)
-                self._judged = (time.monotonic(), rows)
+                self._judged = (time.monotonic(), [_unlike(row) for row in rows] if self.engine.shadow else rows)
             return self._judged[1]
 
     def _sides(self) -> list[Side]:
@@ -181,6 +181,11 @@ class Online:
         if shadow is not None:
             return [(shadow.primary, list(shadow.pairs[0])), (shadow.arm, list(shadow.pairs[1]))]
         return [(name, list(latencies)) for name, latencies in self.engine.log.latencies.items()]
+
+
+def _unlike(row: Row) -> Row:
+    """A shadow has other requests beside it than its primary has, so that nobody may call one of them faster."""
+    return replace(row, verdict="not judged", note="the load of a shadow is not that of its primary")
 
 
 def _facts(arm: Arm, share: float) -> dict[str, Any]:

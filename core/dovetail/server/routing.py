@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _HEADER = "header:"
+_LONGEST = 128
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ def request_key(source: str) -> str:
     elif source.startswith(_HEADER):
         found = _header(asked.scope, source.removeprefix(_HEADER))
     if found:
-        return f"{source}={found}"
+        return _short(f"{source}={found}")
     client = asked.scope.get("client")
     return f"address={client[0]}" if client else ""
 
@@ -94,6 +95,11 @@ def uniform(text: str) -> float:
 
 def _time(key: str, name: str, weight: float) -> float:
     return -math.log(uniform(f"{name}\0{key}")) / weight
+
+
+def _short(key: str) -> str:
+    """Keys are remembered, and clients choose how long they are."""
+    return key if len(key) <= _LONGEST else blake2b(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _user_of(asked: Asked) -> str | None:
