@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -211,7 +212,7 @@ def _latency(latencies: Sequence[Latency]) -> dict[str, float | int | None]:
     return {
         "outputs": len(ttft),
         "ttft_median": median(ttft) if ttft else None,
-        "ttft_p99": ttft[int(0.99 * (len(ttft) - 1))] if ttft else None,
+        "ttft_p99": ttft[ceil(0.99 * len(ttft)) - 1] if ttft else None,
         "tpot_mean": fmean(tpot) if tpot else None,
     }
 
