@@ -96,7 +96,7 @@ class GraphsSection(Section):
 
     decode: Auto | bool = Field(
         default="auto",
-        description="Decode steps, from embedding to sampled token, and steps that verify drafts, up to the logits. `auto`: on CUDA, if the attention backend can be captured.",
+        description="Decode steps and steps that verify drafts, from embedding to sampled tokens. `auto`: on CUDA, if the attention backend can be captured.",
     )
     max_rows: int = Field(
         default=512,
