@@ -63,7 +63,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     ``logprobs`` has one entry per new token where the request asked for them; ``prompt_logprobs`` comes once, with the
     first output. ``cached_tokens`` are the prompt tokens found in the prefix cache at admission; ``accepted`` of ``drafted`` tokens
     were accepted so far, in ``verify_steps`` steps; ``grammar_backend`` is the
-    one that constrains the output.
+    one that constrains the output. ``pooled`` is what the prompt was made into (``Pooling``): float32, little-endian.
     """
 
     rid: str
@@ -78,6 +78,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
     accepted: int = 0
     grammar_backend: str | None = None
     verify_steps: int = 0
+    pooled: bytes | None = None
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):

@@ -27,6 +27,7 @@ MIN_TEMPERATURE = 1e-5
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Attends(Protocol):
@@ -86,6 +87,45 @@ class GrammarGate:
     marks: tuple[tuple[int, int], ...] = ()
 
 
+class PoolingKind(enum.StrEnum):
+    """What a prompt is made into, instead of being continued."""
+
+    LAST = "last"  # the hidden state of its last token
+    MEAN = "mean"  # the mean of the hidden states of all its tokens
+    LABELS = "labels"  # log-probabilities of given tokens as the next one
+
+
+MAX_LABELS = 1024
+"""Tokens whose log-probabilities one prompt may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What is made of a prompt whose ``max_new_tokens`` is 0: one float32 vector.
+
+    Hidden states are those after the model's final norm, ``[hidden_size]``, not normalised further; they need a model that offers
+    ``model.embed``. ``labels`` are natural logarithms of the model's own probabilities (softmax over the whole vocabulary, before
+    temperature, biases and penalties), in the order of ``token_ids``. Raises ``RequestError``.
+    """
+
+    kind: PoolingKind
+    token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind is not PoolingKind.LABELS:
+            _require(not self.token_ids, "pooling.token_ids", self.token_ids, f"none, with {self.kind}")
+            return
+        count = len(self.token_ids)
+        _require(1 <= count <= MAX_LABELS, "label_token_ids", f"{count} ids", f"1 to {MAX_LABELS} token ids")
+        for token in self.token_ids:
+            _require(_is_int(token) and token >= 0, "label_token_ids", token, "token ids of at least 0")
+
+    @property
+    def reads_all(self) -> bool:
+        """True if every token of the prompt must enter a forward pass, also where its prefix is cached."""
+        return self.kind is PoolingKind.MEAN
+
+
 MAX_TOKEN_SETTINGS = 4096
 """Entries that ``logit_bias`` and ``stop_token_ids`` may have: more cost every step of the batch they are in."""
 
@@ -114,7 +154,8 @@ class SamplingParams:
     ``prompt_logprobs`` does so for the prompt. ``seed`` makes sampling reproducible whatever else is in the batch;
     of ``n`` outputs the i-th uses a seed derived from (seed, i). ``grammar_gate`` says where in the output the ``grammar``
     begins to hold, by default at its start. ``keep_special`` are special tokens that stay in the text in spite of
-    ``skip_special_tokens``. ``speculative=False`` decodes this request without drafts; outputs are the same either way. Raises
+    ``skip_special_tokens``. ``speculative=False`` decodes this request without drafts; outputs are the same either way.
+    ``pooling`` asks for a vector made of the prompt, and needs ``max_new_tokens=0``. Raises
     ``RequestError``.
     """
 
@@ -141,6 +182,7 @@ class SamplingParams:
     grammar_gate: GrammarGate | None = None
     keep_special: tuple[int, ...] = ()
     speculative: bool = True
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -153,6 +195,7 @@ class SamplingParams:
         _require(given is None or (_is_int(given) and given >= 1), "max_new_tokens", given, "an integer of at least 1")
         low = self.min_new_tokens
         _require(_is_int(low) and 0 <= low <= (given or low), "min_new_tokens", low, "0 up to max_new_tokens")
+        _require(self.pooling is None or given == 0, "max_new_tokens", given, "0, with pooling")
         _require(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -311,6 +354,7 @@ class Req:
     draft_len: int = 0  # set by the scheduler: drafts that it may get at once
     accepts: float = -1.0  # drafts accepted at once, a moving average; negative: none verified yet
     error: str | None = None  # set by the engine where a step failed for this request alone
+    pooled: Any = None  # set by the scheduler, where params have pooling: float64 [size], of the tokens computed so far
 
     @property
     def max_device_len(self) -> int:
@@ -485,6 +529,7 @@ class ForwardOutput:
     logprobs: Logprobs | None = None
     logprob_start: Mapping[int, int] = field(default_factory=dict)
     prompt_logprobs: Sequence[tuple[int, IntArray, Logprobs]] = ()  # (row, its next tokens, their logprobs)
+    pooled: Sequence[tuple[int, torch.Tensor]] = ()  # (row, float32 [size]) of rows that pool
     on_host: ForwardOutput | None = None  # copies in host memory, complete once ``event`` has passed
     event: Any = None  # the device event that the host waits for, once per step
 
@@ -495,3 +540,4 @@ class HostOutput(NamedTuple):
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: Mapping[int, list[TokenLogprob]] = {}  # by row: entries for the tokens of its chunk
+    pooled: Mapping[int, FloatArray] = {}  # by row: of a mean, the sum over its chunk; of others, the vector

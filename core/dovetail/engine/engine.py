@@ -29,6 +29,7 @@ from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
 from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.pieces import ladder as token_ladder
+from dovetail.engine.pooling import pooled
 from dovetail.engine.prompt_logprobs import prompt_logprobs
 from dovetail.engine.sampler import Sampler, decode_numbers, verify_numbers
 from dovetail.engine.verify import compact
@@ -104,6 +105,7 @@ class Engine:
         self._verifies: VerifyKey | None = None
         self._logits: torch.Tensor | None = None
         self._prompt_logprobs: list[tuple[int, IntArray, Logprobs]] = []
+        self._pooled: list[tuple[int, torch.Tensor]] = []
         if self.drafter is not None and resolved.drafter is not None:
             trees = Feature.DRAFT_TREE in resolved.drafter.spec.offers
             self.expect_drafts(self.drafter.max_draft_tokens, trees=trees)
@@ -208,7 +210,7 @@ class Engine:
         self._graph, self._verifies = self._graph_for(batch), None
         if self._graph is not None:
             assert self.graphs is not None
-            self._prompt_logprobs = []
+            self._prompt_logprobs, self._pooled = [], []
             self.inputs.note(batch.page_updates)
             numbers = decode_numbers(batch, self.sampler.settings_of(batch))
             self._logits = self.graphs.launch(self._graph, batch, numbers)
@@ -220,7 +222,7 @@ class Engine:
         self._verifies = key = self._verify_key(batch)
         if key is not None:
             assert self.verify_graphs is not None
-            self._prompt_logprobs = []
+            self._prompt_logprobs, self._pooled = [], []
             numbers = verify_numbers(batch, self.sampler.settings_of(batch))
             self._logits = self.verify_graphs.launch(key, batch, numbers)
             return
@@ -229,6 +231,7 @@ class Engine:
         backend.plan(batch)
         hidden = self._forward(batch, backend)
         self._prompt_logprobs = prompt_logprobs(self.model, batch, hidden)
+        self._pooled = pooled(self.model, batch, hidden)
         whole = batch.logit_rows is None or batch.last is not None
         self._logits = self.model.logits(hidden if whole else hidden[batch.logit_rows])
 
@@ -272,7 +275,7 @@ class Engine:
         output = self._replayed(batch)
         if output is None:
             output = self.sampler.sample(batch, logits)
-            output.prompt_logprobs = self._prompt_logprobs
+            output.prompt_logprobs, output.pooled = self._prompt_logprobs, self._pooled
             self._keep_last(batch, output)
         if batch.tree_mask is not None:
             compact(batch, output, self.pool)

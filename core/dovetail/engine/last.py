@@ -27,12 +27,14 @@ SPARED = 16
 
 def narrows(batch: Batch) -> bool:
     """Whether the last layer may, and had better, do without the tokens that nobody samples from. Log-probabilities of
-    prompts and verification read every token."""
+    prompts, what is made of prompts (``Pooling``) and verification read every token."""
     return (
         batch.num_extend > 0
         and batch.drafts is None
         and _spares(batch.num_tokens, int(batch.samples.sum()))
-        and all(req.params.prompt_logprobs is None for req in batch.reqs[: batch.num_extend])
+        and all(
+            req.params.prompt_logprobs is None and req.params.pooling is None for req in batch.reqs[: batch.num_extend]
+        )
     )
 
 

@@ -30,6 +30,7 @@ def fetched(output: ForwardOutput) -> ForwardOutput:
         nodes=fetch(output.nodes),
         logprobs=None if output.logprobs is None else fetch_all(output.logprobs),
         prompt_logprobs=[(row, ids, fetch_all(lp)) for row, ids, lp in output.prompt_logprobs],
+        pooled=[(row, to_host(vector)) for row, vector in output.pooled],
     )
 
 
@@ -40,7 +41,7 @@ def host_output(batch: Batch, output: ForwardOutput) -> HostOutput:
         tokens = [row[:n] for row, n in zip(tokens, output.accept_lens.tolist(), strict=True)]
     logprobs = None if output.logprobs is None else _logprob_rows(batch, output, tokens)
     prompt = {row: _entries(next_ids.tolist(), lp) for row, next_ids, lp in output.prompt_logprobs}
-    return HostOutput(tokens, logprobs, prompt)
+    return HostOutput(tokens, logprobs, prompt, {row: vector.numpy() for row, vector in output.pooled})
 
 
 def _entries(tokens: list[int], logprobs: Logprobs) -> list[TokenLogprob]:

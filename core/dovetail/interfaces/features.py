@@ -60,7 +60,7 @@ class Feature(enum.StrEnum):
     RUNTIME_DELAYED_MASK = "runtime.delayed_mask"  # bitmasks are filled while the forward pass runs
 
     # model architectures
-    MODEL_EMBED = "model.embed"
+    MODEL_EMBED = "model.embed"  # hidden states after the final norm are of use as embeddings of texts
     MODEL_MTP_HEAD = "model.mtp_head"  # the checkpoint has layers that predict further tokens
     MODEL_HIDDEN_STATES = "model.hidden_states"  # forward keeps hidden states of named layers; embed_tokens
     MODEL_LAST_ROWS = "model.last_rows"  # the last layer computes no more than the rows that are sampled

@@ -78,6 +78,7 @@ def build_scheduler(
         draft_width=draft_width,
         adapt_drafts=section.draft == "adaptive",
         jump_forward=resolved.config.grammar.jump_forward,
+        embeds=Feature.MODEL_EMBED in engine.info.offers,
     )
     policy = resolved.policy.build(PolicyContext(cache))
     return Scheduler(limits, ledger, policy, grammars, tokenizer, eos)

@@ -63,7 +63,7 @@ class Admission:
             if waits is not None and waits.still(req):
                 continue
             match = self._match(req)
-            if waits is not None and not _scores_prompt(req) and waits.start(req, match.length):
+            if waits is not None and not _reads_prompt(req) and waits.start(req, match.length):
                 continue
             if claims is None:
                 claims = sum(map(self._claim, prefilling + decoding))
@@ -93,8 +93,8 @@ class Admission:
         return retracted + ordered
 
     def _match(self, req: Req) -> Match:
-        """The cached prefix, short of the last token, whose logits are needed; none where prompt logprobs are."""
-        length = 0 if _scores_prompt(req) else req.device_len - 1
+        """The cached prefix, short of the last token, whose logits are needed; none where something of every token is."""
+        length = 0 if _reads_prompt(req) else req.device_len - 1
         return self.ledger.cache.match(req.token_ids[:length], req.namespace)
 
     def _claim(self, req: Req) -> int:
@@ -122,6 +122,9 @@ class Admission:
             self.totals.cached_tokens += match.length
 
 
-def _scores_prompt(req: Req) -> bool:
-    """True if log-probabilities of its prompt are still to be computed: then a cached prefix is of no use to it."""
-    return req.params.prompt_logprobs is not None and len(req.prompt_logprobs) < req.prompt_len
+def _reads_prompt(req: Req) -> bool:
+    """True if something of every token of its prompt is still to be computed: then a cached prefix is of no use to it."""
+    params = req.params
+    return (params.prompt_logprobs is not None and len(req.prompt_logprobs) < req.prompt_len) or (
+        params.pooling is not None and params.pooling.reads_all
+    )

@@ -8,7 +8,7 @@ import numpy as np
 
 from dovetail.errors import ContextLengthError, RequestError
 from dovetail.tokenizer import IncrementalDetokenizer
-from dovetail.types import Req, TokenLogprob
+from dovetail.types import PoolingKind, Req, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.messages import GenerateMsg
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def make_req(msg: GenerateMsg, limits: Limits, tokenizer: Tokenizer | None) -> Req:
     """The request of a message. Raises ``RequestError`` if the model, its context or its vocabulary forbids it."""
     _check_tokens(msg, limits.vocab_size)
+    _check_pooling(msg, limits)
     prompt = np.array(msg.input_ids, np.int32)
     token_ids = np.zeros(_max_len(msg, limits.context_len), np.int32)
     token_ids[: len(prompt)] = prompt
@@ -40,6 +41,18 @@ def _check_tokens(msg: GenerateMsg, vocab_size: int) -> None:
     for token_id in (*(msg.params.logit_bias or {}), *msg.params.stop_token_ids):
         if token_id >= vocab_size:
             raise RequestError(f"token id {token_id} is not below the vocabulary size {vocab_size}")
+
+
+def _check_pooling(msg: GenerateMsg, limits: Limits) -> None:
+    pooling = msg.params.pooling
+    if pooling is None:
+        return
+    if pooling.kind is not PoolingKind.LABELS and not limits.embeds:
+        raise RequestError(
+            "this model does not offer model.embed, so that it has no embeddings; serve one that does", param="model"
+        )
+    if any(token >= limits.vocab_size for token in pooling.token_ids):
+        raise RequestError(f"label_token_ids has ids outside of [0, {limits.vocab_size})", param="label_token_ids")
 
 
 def _max_len(msg: GenerateMsg, context_len: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Limits:
     """The scheduler's bounds, from config and model. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
     with ``adapt_drafts`` each request gets fewer where few are accepted; ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
-    ``jump_forward`` appends text that a grammar forces; not together with drafts."""
+    ``jump_forward`` appends text that a grammar forces; not together with drafts. ``embeds``: the model offers model.embed."""
 
     max_running: int
     max_waiting: int
@@ -22,6 +22,7 @@ class Limits:
     adapt_drafts: bool = False
     shared_prefixes: bool = False
     jump_forward: bool = False
+    embeds: bool = False
 
 
 @dataclass(slots=True)

@@ -6,16 +6,18 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dovetail.messages import TokenOutput
 from dovetail.scheduler.stopping import end_of, finish_reason
-from dovetail.types import FinishKind, FinishReason
+from dovetail.types import FinishKind, FinishReason, PoolingKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dovetail.scheduler.jump import Jumper
     from dovetail.scheduler.limits import Limits, Totals
-    from dovetail.types import Batch, DraftTree, HostOutput, Req, TokenLogprob
+    from dovetail.types import Batch, DraftTree, FloatArray, HostOutput, Req, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ def take_tokens(
         req.accepted,
         req.grammar_backend,
         req.verify_steps,
+        pooled_bytes(req),
     )
 
 
@@ -144,3 +147,21 @@ def add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> No
     """``entries[i]`` belongs to prompt token ``start + i + 1``; a retracted request computes some of them again."""
     fresh = entries[len(req.prompt_logprobs) - start - 1 :]
     req.prompt_logprobs.extend(fresh[: req.prompt_len - len(req.prompt_logprobs)])
+
+
+def add_pooled(req: Req, start: int, vector: FloatArray) -> None:
+    """What a step has made of prompt tokens from ``start`` on. Sums of a mean's chunks are added up; a retracted request
+    begins anew."""
+    pooling = req.params.pooling
+    assert pooling is not None
+    fresh = not pooling.reads_all or start == 0
+    req.pooled = vector.astype(np.float64) if fresh else req.pooled + vector
+
+
+def pooled_bytes(req: Req) -> bytes | None:
+    """What the whole prompt was made into, float32; None where nothing was asked for."""
+    pooling = req.params.pooling
+    if pooling is None or req.pooled is None:
+        return None
+    whole = req.pooled / req.prompt_len if pooling.kind is PoolingKind.MEAN else req.pooled
+    return whole.astype("<f4").tobytes()

@@ -26,6 +26,7 @@ from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.jump import Jumper
 from dovetail.scheduler.limits import Limits, Totals
 from dovetail.scheduler.outcome import (
+    add_pooled,
     add_prompt_logprobs,
     forced_tokens,
     settle_drafts,
@@ -259,6 +260,8 @@ class Scheduler:
             req.in_flight -= 1
         for row, entries in output.prompt_logprobs.items():
             add_prompt_logprobs(batch.reqs[row], int(batch.prefix_lens[row]), entries)
+        for row, vector in output.pooled.items():
+            add_pooled(batch.reqs[row], int(batch.prefix_lens[row]), vector)
         if batch.drafts is not None:
             settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
             if self._rows is not None:
