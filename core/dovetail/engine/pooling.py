@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from dovetail.config.checkpoint import read_json
 from dovetail.ops.transfer import to_device
 from dovetail.types import PoolingKind
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.types import Batch
+
+_MODE = "pooling_mode_"
 
 
 def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -41,3 +45,16 @@ def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list
 def _label_logprobs(model: ModelArchitecture, last: torch.Tensor, labels: tuple[int, ...]) -> torch.Tensor:
     logprobs = torch.log_softmax(model.logits(last)[0].float(), dim=-1)
     return logprobs[to_device(np.array(labels, np.int64), logprobs.device)]
+
+
+def default_pooling(directory: Path) -> PoolingKind | None:
+    """How the checkpoint's own file for Sentence Transformers (``1_Pooling/config.json``) pools; without one by the last
+    token, which alone has seen the whole text. None where it asks for what is not implemented. Raises ``ConfigError``."""
+    name = "1_Pooling/config.json"
+    if not (directory / name).is_file():
+        return PoolingKind.LAST
+    given = read_json(directory, name)
+    asked = {key.removeprefix(_MODE) for key, value in given.items() if key.startswith(_MODE) and value}
+    return {frozenset({"lasttoken"}): PoolingKind.LAST, frozenset({"mean_tokens"}): PoolingKind.MEAN}.get(
+        frozenset(asked or {given.get("pooling_mode", "")})
+    )

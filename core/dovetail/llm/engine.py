@@ -28,12 +28,13 @@ from dovetail.llm.interrupts import Held
 from dovetail.llm.runs import ChatOutput, Output, Run, chat_output
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.ops.random import derive_seed
+from dovetail.ops.vectors import embedding, pooling_kind
 from dovetail.plugins.candidates import call_hook
 from dovetail.plugins.machine import Machine
 from dovetail.plugins.resolver import resolve
 from dovetail.plugins.setup import setup
 from dovetail.tokenizer import Tokenizer, load_tokenizer
-from dovetail.types import SamplingParams
+from dovetail.types import FloatArray, Pooling, PoolingKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -130,6 +131,23 @@ class LLM:
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[str]:
         """Answer a conversation, yielding the model's text as it becomes final, marks of reasoning included."""
         return self.stream(self._encoded(self._chat_prompt(messages, [], {})), params)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: PoolingKind | str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[FloatArray]:
+        """A float32 vector for each prompt: the model's last hidden state at its last token (``pooling="last"``), or the mean
+        over its tokens (``"mean"``; None: as the model says), cut to ``dimensions`` and at length 1 unless told otherwise.
+        Raises ``RequestError``, also for a model that does not offer model.embed."""
+        kind = pooling_kind(pooling, self.loop.info["embedding"])
+        outputs = self.generate(prompts, SamplingParams(max_new_tokens=0, pooling=Pooling(kind)))
+        vectors = [output.pooled for output in outputs if output.pooled is not None]
+        assert len(vectors) == len(outputs), "each request with pooling is answered with a vector"
+        return [embedding(vector, dimensions, normalize=normalize) for vector in vectors]
 
     def close(self) -> None:
         """Free the engine's workers; the object must not be used again."""

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from dovetail.chat.calls import whole_calls
 from dovetail.errors import EngineError
 from dovetail.messages import GenerateMsg, RequestFailed, TokenOutput
+from dovetail.ops.vectors import from_bytes
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
-from dovetail.types import Acceptance, FinishKind, FinishReason, TokenLogprob
+from dovetail.types import Acceptance, FinishKind, FinishReason, FloatArray, TokenLogprob
 
 if TYPE_CHECKING:
-    from dovetail.chat.reading import ChatDelta, OutputReader
+    from dovetail.chat.reading import OutputReader
+    from dovetail.interfaces.api import ChatDelta
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Output:
     accepted: int = 0
     verify_steps: int = 0
     grammar_backend: str | None = None
+    pooled: FloatArray | None = None  # what the prompt was made into, where params have pooling
 
     @property
     def acceptance(self) -> Acceptance:
@@ -80,6 +83,7 @@ class Run:
         output.grammar_backend = answer.grammar_backend or output.grammar_backend
         output.logprobs += answer.logprobs or []
         output.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
+        output.pooled = from_bytes(answer.pooled) if answer.pooled is not None else output.pooled
         if answer.finish is not None and answer.finish.kind is FinishKind.ERROR:
             self.error = EngineError(answer.finish.message or "the request failed")
         if self._detokenizer is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dovetail.engine.pooling import default_pooling
+from dovetail.interfaces.features import Feature
 from dovetail.messages import EngineStats
 from dovetail.ops.cpu.library import library
 
@@ -71,5 +73,13 @@ def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]
         "overlap": overlap,
         "graphs": engine.graphs is not None and engine.graphs.sizes,
         "verify_graphs": engine.verify_graphs is not None and engine.verify_graphs.sizes,
+        "embedding": _embedding(resolved, engine),
         "resolved": resolved.to_json(),
     }
+
+
+def _embedding(resolved: Resolved, engine: Engine) -> dict[str, Any] | None:
+    """The size of embeddings and how they are pooled unless a request says so; None of a model that has none."""
+    if Feature.MODEL_EMBED not in engine.info.offers:
+        return None
+    return {"size": engine.info.hidden_size, "pooling": default_pooling(resolved.model_dir)}
