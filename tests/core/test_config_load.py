@@ -155,7 +155,7 @@ def test_optional_sections_can_be_switched_off_and_a_component_may_be_called_non
     assert [c.kind for c in config.cache.candidates] == ["none"]
     assert config.speculative.is_auto
     assert load(registry).speculative.disabled
-    assert set(OPTIONAL_SECTIONS) == {"grammar", "speculative", "tool_parser", "reasoning_parser"}
+    assert set(OPTIONAL_SECTIONS) == {"grammar", "speculative", "tool_parser", "reasoning_parser", "api"}
 
 
 def test_another_kind_replaces_a_section_and_the_same_kind_adds_to_it(registry):

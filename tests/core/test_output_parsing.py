@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dovetail.chat.parsing import OutputParsers
-from dovetail.chat.reading import ChatDelta
 from dovetail.chat.requests import Arguments, tool_request
 from dovetail.config.checkpoint import EMBEDDED
 from dovetail.errors import GrammarError, RequestError
+from dovetail.interfaces.api import ChatDelta
 from dovetail.interfaces.parsers import CallDelta, ParserContext, ReasoningParser, Tool, ToolParser, ToolRequest
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
 from dovetail.tokenizer.chat_template import ChatTemplate

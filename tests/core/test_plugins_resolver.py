@@ -531,21 +531,19 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
     resolved = run(fakes, fakes.spec(K.ATTENTION, "gone", requires=(Requirement("no-such-dist"),)))
     tree = json.loads(json.dumps(resolved.to_json()))
     slots = {r["slot"]: r for r in tree["resolutions"]}
-    assert (
-        set(slots)
-        == set(tree["chosen"])
-        == {
-            "model",
-            "attention.prefill",
-            "attention.decode",
-            "cache",
-            "policy",
-            "grammar",
-            "speculative",
-            "tool_parser",
-            "reasoning_parser",
-        }
-    )
+    assert set(tree["chosen"]) == {
+        "model",
+        "attention.prefill",
+        "attention.decode",
+        "cache",
+        "policy",
+        "grammar",
+        "speculative",
+        "tool_parser",
+        "reasoning_parser",
+    }
+    assert set(slots) == {*tree["chosen"], "api"}
+    assert tree["apis"] == []
     assert {c["name"] for c in slots["attention.decode"]["candidates"]} == {"plain", "gone"}
     assert slots["attention.decode"]["chosen"] == "plain"
     assert len(tree["config_hash"]) == 64
@@ -555,7 +553,7 @@ def test_one_info_line_per_part(fakes, caplog):
     caplog.set_level("INFO", logger="dovetail.plugins")
     run(fakes, sets=["cache=none"])
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 9  # every slot
+    assert len(lines) == 10  # every slot
     assert "cache: none, explicit" in lines
     assert "grammar: none, priority; nothing installed can be used" in lines
 

@@ -17,8 +17,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dovetail.config.checkpoint import locate
+from dovetail.interfaces.api import ApiRequest, Prompt
 from dovetail.ops.random import derive_seed
-from dovetail.server.requests import ParsedRequest, Prompt
+from dovetail.server.expansion import messages
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import SamplingParams
 
@@ -300,7 +301,7 @@ def test_the_api_describes_itself(fake: httpx.Client):
 
 def test_siblings_share_the_prompt_and_have_their_own_seeds():
     params = SamplingParams(n=3, seed=7)
-    msgs = ParsedRequest("r", (Prompt([1, 2], params), Prompt([3], params))).messages()
+    msgs = messages(ApiRequest("r", (Prompt([1, 2], params), Prompt([3], params))))
     assert [msg.input_ids for msg in msgs] == [[1, 2]] * 3 + [[3]] * 3
     assert [msg.seed for msg in msgs[:3]] == [derive_seed(7, i) for i in range(3)] == [msg.seed for msg in msgs[3:]]
     assert len({msg.rid for msg in msgs}) == 6

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dovetail.server.native import NativeRequest, NativeSampling
-from dovetail.server.openai_types import ChatRequest, CompletionRequest
+from dovetail_apis.native import NativeRequest, NativeSampling
+from dovetail_apis.openai.types import ChatRequest, CompletionRequest
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

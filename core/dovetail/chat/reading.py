@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from dovetail.interfaces.api import ChatDelta
 from dovetail.interfaces.parsers import CallDelta, ReasoningStream, ToolDelta, ToolStream
 from dovetail.tokenizer.stops import StopFinder
 from dovetail.types import FinishKind, FinishReason
 
 if TYPE_CHECKING:
     from dovetail.types import SamplingParams
-
-
-class ChatDelta(NamedTuple):
-    """What new text of an output turned out to be."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ The sections {sections} select plugins. Each takes one of these forms:
 | `auto` | the best installed component that fits the model, the device and the other parts |
 | `name` | this component, with its defaults |
 | `{{kind: name, ...}}` | this component, with its own settings |
-| a list of the last two | the first of them that fits, in this order |
+| a list of the last two | the first of them that fits, in this order; of `api` all of them |
 | `none` | nothing ({optional} only) |
 
 `attention` may also differ by phase: `attention: {{prefill: ..., decode: ...}}`. `grammar` may have settings beside its

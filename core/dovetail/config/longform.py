@@ -18,8 +18,8 @@ from typing import Any
 
 from dovetail.config.plugin import GrammarSettings
 
-PLUGIN_SECTIONS = ("attention", "cache", "grammar", "speculative", "policy", "tool_parser", "reasoning_parser")
-OPTIONAL_SECTIONS = ("grammar", "speculative", "tool_parser", "reasoning_parser")
+PLUGIN_SECTIONS = ("attention", "cache", "grammar", "speculative", "policy", "tool_parser", "reasoning_parser", "api")
+OPTIONAL_SECTIONS = ("grammar", "speculative", "tool_parser", "reasoning_parser", "api")
 PHASES = ("prefill", "decode")
 Tree = dict[str, Any]
 

@@ -77,6 +77,18 @@ class SchedulerSection(Section):
         default=True,
         description="Decode rows are grouped by the prefixes they share, which attention then reads once where that is faster.",
     )
+    pin_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        le=86400,
+        description="How long requests of a group or session that do not come keep its prefix in the cache. Sooner where the memory is needed.",
+    )
+    pin_fraction: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Share of the pool that groups and sessions may keep, the oldest giving way; 0: none. A prefix cache that keeps nothing has nothing to keep for them either.",
+    )
 
     @property
     def rows(self) -> int:
@@ -205,6 +217,10 @@ class Config(Section):
     )
     reasoning_parser: Selection = Field(
         default=Selection(), description="Tells reasoning from answer; `auto` goes by the model's chat template."
+    )
+    api: Selection = Field(
+        default=Selection(),
+        description="Protocols that the server speaks: `auto` is all that are installed, a list these.",
     )
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()

@@ -66,6 +66,11 @@ def register_reasoning_parsers() -> Sequence[ComponentSpec]:  # type: ignore[emp
 
 
 @hookspec
+def register_apis() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
+    """Protocols over HTTP (``interfaces.api.Api``)."""
+
+
+@hookspec
 def adjust_candidates(kind: ComponentKind, request: ResolveRequest, candidates: list[Candidate]) -> None:
     """Reorder ``candidates`` in place, or veto one with ``candidate.veto(reason)``."""
 

@@ -30,6 +30,7 @@ REGISTER_HOOKS = {
     "register_models": ComponentKind.MODEL,
     "register_tool_parsers": ComponentKind.TOOL_PARSER,
     "register_reasoning_parsers": ComponentKind.REASONING_PARSER,
+    "register_apis": ComponentKind.API,
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.config import Config, PluginConfig, config_hash, dump
 from dovetail.errors import PluginLoadError
+from dovetail.interfaces.api import Api
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.cache import PrefixCache
 from dovetail.interfaces.features import Feature
@@ -35,6 +36,7 @@ INTERFACES: dict[ComponentKind, type] = {
     ComponentKind.MODEL: ModelArchitecture,
     ComponentKind.TOOL_PARSER: ToolParser,
     ComponentKind.REASONING_PARSER: ReasoningParser,
+    ComponentKind.API: Api,
 }
 
 
@@ -210,7 +212,7 @@ class Resolved:
     """Every part chosen, nothing built. ``config`` is new and concrete: no ``auto`` is left where a value is needed.
 
     ``models`` are all model components that can be used, for drafters that open a model of their own. ``grammars`` are all grammar backends that requests may use, the default first; those that config holds serve requests
-    that name none. ``runtime`` are the features of the runtime under this config. Does not cross process boundaries: another process
+    that name none. ``apis`` are the protocols that a server speaks. ``runtime`` are the features of the runtime under this config. Does not cross process boundaries: another process
     resolves the same config again, and comes to the same result on the same machine.
     """
 
@@ -228,6 +230,7 @@ class Resolved:
     drafter: Chosen | None
     tool_parser: Chosen | None
     reasoning_parser: Chosen | None
+    apis: tuple[Chosen, ...]
     runtime: frozenset[Feature]
     resolutions: tuple[Resolution, ...]
     hooks: pluggy.HookRelay = field(repr=False)
@@ -280,6 +283,7 @@ class Resolved:
             "runtime": sorted(self.runtime),
             "chosen": {slot: _chosen_json(chosen) for slot, chosen in self.chosen.items()},
             "grammars": [chosen.name for chosen in self.grammars],
+            "apis": [chosen.name for chosen in self.apis],
             "resolutions": [resolution.to_json() for resolution in self.resolutions],
         }
 

@@ -12,6 +12,7 @@ from dovetail.config import AttentionSelection, Config, PluginConfig, Selection
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.features import Feature
 from dovetail.plugins import fit
+from dovetail.plugins.apichoice import choose_apis
 from dovetail.plugins.candidates import Slot, Tuning, call_hook, open_slot, tuned_names
 from dovetail.plugins.machine import Machine
 from dovetail.plugins.modelchoice import ModelChoice, choose_model
@@ -248,10 +249,11 @@ def _resolved(
     parsers: Parsers,
 ) -> Resolved:
     parts = {name: _chosen(combo[name]) for name in slots} | {kind: _chosen(p.chosen) for kind, p in parsers.items()}
+    apis, api_resolution = choose_apis(config, registry)
     overlap, graphs = bool(combo[fit.OVERLAP]), bool(combo[fit.GRAPHS])
     grammars = [c for c in [combo[fit.GRAMMAR], *_beside(slots, combo)] if isinstance(c, Candidate)]
     return Resolved(
-        config=_concrete(config, machine, model, parts, [c.config for c in grammars if c.asked], overlap, graphs),
+        config=_concrete(config, machine, model, parts, [c.config for c in grammars if c.asked], apis, overlap, graphs),
         machine=machine,
         model_dir=model.directory,
         model_info=model.info,
@@ -265,11 +267,13 @@ def _resolved(
         drafter=parts[fit.DRAFTER],
         tool_parser=parts[ComponentKind.TOOL_PARSER],
         reasoning_parser=parts[ComponentKind.REASONING_PARSER],
+        apis=apis,
         runtime=fit.runtime_offers(overlap),
         resolutions=(
             model.resolution,
             *(_resolution(slot, combo[name], tuned) for name, slot in slots.items()),
             *(p.resolution for p in parsers.values()),
+            api_resolution,
         ),
         hooks=registry.hooks,
     )
@@ -306,6 +310,7 @@ def _concrete(
     model: ModelChoice,
     parts: Mapping[str, Chosen | None],
     grammars: Sequence[PluginConfig],
+    apis: Sequence[Chosen],
     overlap: bool,
     graphs: bool,
 ) -> Config:
@@ -332,6 +337,7 @@ def _concrete(
             "attention": attention,
             **{name: _selection(parts[name]) for name in (fit.CACHE, fit.POLICY, fit.DRAFTER, *PARSERS)},
             "grammar": config.grammar.model_copy(update={"candidates": tuple(grammars), "disabled": not grammars}),
+            "api": Selection(candidates=tuple(api.config for api in apis), disabled=not apis),
             "scheduler": config.scheduler.model_copy(update=scheduler),
             "graphs": config.graphs.model_copy(update={"decode": graphs}),
             "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),

@@ -19,6 +19,7 @@ class ComponentKind(enum.StrEnum):
     MODEL = "model"
     TOOL_PARSER = "tool_parser"
     REASONING_PARSER = "reasoning_parser"
+    API = "api"
 
 
 API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -11,11 +10,12 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from dovetail.api.body import ApiModel, parse
+from dovetail.api.requests import new_id
+from dovetail.api.responses import json_response
 from dovetail.config import dump
 from dovetail.errors import RequestError
-from dovetail.server.body import ApiModel, parse
-from dovetail.server.requests import ParsedRequest, Prompt, new_id
-from dovetail.server.responses import json_response
+from dovetail.interfaces.api import ApiRequest, Prompt
 from dovetail.server.service import Service
 from dovetail.types import SamplingParams
 
@@ -39,22 +39,11 @@ async def health_generate(service: Service, request: Request) -> Response:
     prompt = Prompt([token], SamplingParams(max_new_tokens=1, temperature=0.0))
     seconds = service.config.server.health_seconds
     try:
-        with service.submit(ParsedRequest(new_id("health-"), (prompt,))) as outputs:
+        with service.submit(ApiRequest(new_id("health-"), (prompt,))) as outputs:
             await asyncio.wait_for(outputs.wait(), seconds)
     except TimeoutError:
         return json_response({"error": {"message": f"no token within {seconds:g} s"}}, 503)
     return PlainTextResponse("ok")
-
-
-async def models(service: Service, request: Request) -> Response:
-    """The one model that is served."""
-    return json_response({"object": "list", "data": [_card(service)]})
-
-
-async def model(service: Service, request: Request) -> Response:
-    """The model by its name."""
-    service.check_model(request.path_params["name"])
-    return json_response(_card(service))
 
 
 async def model_info(service: Service, request: Request) -> Response:
@@ -105,21 +94,10 @@ async def abort_request(service: Service, request: Request) -> Response:
         return json_response({"aborted": "all"})
     if body.rid is None:
         raise RequestError("give rid, or abort_all: true", param="rid")
-    return json_response({"aborted": service.engine.abort(body.rid)})
+    return json_response({"aborted": service.abort(body.rid)})
 
 
 async def metrics(service: Service, request: Request) -> Response:
     """Prometheus' text format."""
     await service.fresh_stats()
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _card(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "dovetail",
-        "root": service.config.model.path,
-        "max_model_len": service.context_len,
-    }

@@ -6,36 +6,28 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.errors import ConfigError
+from dovetail.interfaces.api import Api
+from dovetail.interfaces.api import Route as ApiRoute
 from dovetail.server import admin
-from dovetail.server.body import ApiModel
-from dovetail.server.chat import chat_completions
-from dovetail.server.completions import completions
-from dovetail.server.errors import add_error_handlers
-from dovetail.server.native import NativeRequest, generate
-from dovetail.server.openai_types import ChatRequest, CompletionRequest
+from dovetail.server.errors import Formats, add_error_handlers
 from dovetail.server.service import Service
-
-Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 class Route(NamedTuple):
-    """One row of the API."""
+    """A route of the server itself, or of an API: what is an ``ApiHost`` to those is the whole ``Service`` to these."""
 
     methods: Sequence[str]
     path: str
-    handler: Handler
-    body: type[ApiModel] | None = None
+    handler: Callable[[Service, Request], Awaitable[Response]]
+    body: type[BaseModel] | None = None
 
 
 ROUTES = (
-    Route(["POST"], "/v1/chat/completions", chat_completions, ChatRequest),
-    Route(["POST"], "/v1/completions", completions, CompletionRequest),
-    Route(["GET"], "/v1/models", admin.models),
-    Route(["GET"], "/v1/models/{name:path}", admin.model),
-    Route(["POST"], "/generate", generate, NativeRequest),
     Route(["GET"], "/health", admin.health),
     Route(["GET"], "/health_generate", admin.health_generate),
     Route(["GET"], "/server_info", admin.server_info),
@@ -46,11 +38,13 @@ ROUTES = (
 )
 
 
-def build_app(service: Service, more: Sequence[Route] = ()) -> FastAPI:
-    """The application for a running engine. ``more`` routes take the place of those with the same path."""
+def build_app(service: Service, apis: Sequence[Api], more: Sequence[Route] = ()) -> FastAPI:
+    """The application for a running engine. ``more`` routes take the place of those of the server with the same path. Raises
+    ``ConfigError`` where two APIs answer the same path."""
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False)
     replaced = {route.path for route in more}
-    for route in (*more, *(route for route in ROUTES if route.path not in replaced)):
+    own = (*more, *(route for route in ROUTES if route.path not in replaced))
+    for route in (*own, *_routes_of(apis, own)):
         name = getattr(route.handler, "__name__", route.path)
         for method in route.methods:
             app.add_api_route(
@@ -63,19 +57,38 @@ def build_app(service: Service, more: Sequence[Route] = ()) -> FastAPI:
                 openapi_extra=_described(route.body),
                 operation_id=f"{name}_{method.lower()}",
             )
-    add_error_handlers(app)
+    add_error_handlers(app, Formats(apis))
     return app
 
 
-def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _routes_of(apis: Sequence[Api], own: Sequence[Route]) -> list[ApiRoute]:
+    """Those of the APIs, each method and path once."""
+    owners = {(method, route.path): "the server" for route in own for method in route.methods}
+    routes: list[ApiRoute] = []
+    for api in apis:
+        name = type(api).__name__
+        for route in api.routes():
+            for method in route.methods:
+                owner = owners.setdefault((method, route.path), name)
+                if owner != name:
+                    raise ConfigError(
+                        f"api: {owner} and {name} both answer {method} {route.path}; name those to serve, as in api: [openai, native]"
+                    )
+            routes.append(route)
+    return routes
+
+
+def _endpoint(
+    service: Service, handler: Callable[[Service, Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return await handler(service, request)
 
     return endpoint
 
 
-def _described(body: type[ApiModel] | None) -> dict[str, Any] | None:
-    """The body's schema for /docs; bodies are read and validated by ``server.body``, not by FastAPI."""
+def _described(body: type[BaseModel] | None) -> dict[str, Any] | None:
+    """The body's schema for /docs; bodies are read and validated by ``api.body``, not by FastAPI."""
     if body is None:
         return None
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}

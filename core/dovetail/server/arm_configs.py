@@ -14,7 +14,7 @@ from dovetail.config.tree import Choices
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.tokenizer import load_tokenizer
 
-SHARED = ("server", "plugins", "tool_parser", "reasoning_parser", "experiment")
+SHARED = ("server", "plugins", "tool_parser", "reasoning_parser", "api", "experiment")
 """Sections of the server rather than of an engine: the same for all arms."""
 
 

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dovetail.api.problems import status_of
 from dovetail.errors import DovetailError
 from dovetail.messages import GenerateMsg, TokenOutput
-from dovetail.server.errors import status_of
 from dovetail.server.metrics import E2E_SECONDS, PER_TOKEN_SECONDS, TTFT_SECONDS
 from dovetail.types import FinishKind
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from dovetail.chat.parsing import load_parsers
 from dovetail.config import Config
 from dovetail.errors import ConfigError, EngineDeadError
+from dovetail.plugins.apichoice import load_apis
 from dovetail.plugins.candidates import call_hook
 from dovetail.plugins.loader import load_plugins
 from dovetail.plugins.registry import Registry
@@ -175,7 +176,8 @@ async def _serve(
             logger.info("serving %s on %s, ready in %.1f s", service.model_name, url_of(listener), seconds)
             announce(server)
 
-        app = online.app(service) if online else build_app(service)
+        apis = load_apis(config, plugins)
+        app = online.app(service, apis) if online else build_app(service, apis)
         await DrainingServer(_uvicorn_config(config, app), service, on_started).serve(sockets=[listener])
         return engine.failure
     finally:

@@ -17,15 +17,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from dovetail.api.body import ApiModel, parse
+from dovetail.api.responses import json_response
 from dovetail.config import Config
+from dovetail.interfaces.api import Api
 from dovetail.plugins.registry import Registry
 from dovetail.server.app import Route, build_app
 from dovetail.server.arm_configs import arm_configs, check_arms
 from dovetail.server.arm_log import Latency
 from dovetail.server.arms import Arm, ArmsClient
-from dovetail.server.body import ApiModel, parse
 from dovetail.server.engine_process import Endpoints
-from dovetail.server.responses import json_response
 from dovetail.server.routing import RememberRequest
 from dovetail.server.service import Service
 from dovetail.tokenizer import Tokenizer
@@ -90,13 +91,13 @@ class Online:
         await asyncio.to_thread(check_arms, arms)
         return cls(config, ArmsClient(config, arms, target, lambda ids: tokenizer.decode(list(ids))), judge)
 
-    def app(self, service: Service) -> ASGIApp:
+    def app(self, service: Service, apis: Sequence[Api]) -> ASGIApp:
         """The application; the engines have been started."""
         registry = service.metrics.registry
         self.engine.log.register(registry, self.engine.standings)
         if self.engine.shadow is not None:
             registry.register(self.engine.shadow.results)
-        return RememberRequest(build_app(service, self._routes()), self._section.key)
+        return RememberRequest(build_app(service, apis, self._routes()), self._section.key)
 
     def _routes(self) -> tuple[Route, ...]:
         return (

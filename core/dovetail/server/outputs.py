@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dovetail.errors import EngineError
+from dovetail.interfaces.api import ApiRequest, ChatDelta, Choice, Delta, Usage
 from dovetail.tokenizer import IncrementalDetokenizer
-from dovetail.types import Acceptance, FinishKind, FinishReason, TokenLogprob
+from dovetail.types import Acceptance, FinishKind
 
 if TYPE_CHECKING:
-    from dovetail.chat.reading import ChatDelta, OutputReader
+    from dovetail.interfaces.api import Reader
     from dovetail.messages import GenerateMsg, TokenOutput
     from dovetail.server.engines import Stream
     from dovetail.server.metrics import RequestMetrics
-    from dovetail.server.requests import ParsedRequest
     from dovetail.tokenizer import Tokenizer
 
 
-class Choice:
-    """One output. ``text`` and ``token_ids`` are all of it so far; ``logprobs`` has an entry per token, where asked.
-
-    ``parts`` are what the text of a chat's turned out to be, of which ``calls`` are tool calls.
-
-    The stop token that ended it is among ``token_ids`` and not in ``text``. A stop string is cut off, with what follows.
-    """
+class GrowingChoice(Choice):
+    """A ``Choice``, and how it grows."""
 
     def __init__(
-        self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool, reader: OutputReader | None = None
+        self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool, reader: Reader | None = None
     ) -> None:
-        params = msg.params
-        self.index = index
-        self.prompt_ids = msg.input_ids
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self.finish: FinishReason | None = None
-        self.cached_tokens = 0
-        self.grammar_backend: str | None = None
-        self.acceptance = Acceptance()
-        self.parts: list[ChatDelta] = []
+        super().__init__(index, msg.input_ids, keeps_stop=msg.params.include_stop)
         self._reader = reader
-        self._keep_stop = params.include_stop
-        self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, params, continues)
+        self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, msg.params, continues)
 
     def add(self, output: TokenOutput) -> Delta:
         """Take an output in. Raises ``EngineError`` if the request failed."""
@@ -64,52 +46,16 @@ class Choice:
         if self._reader is not None:
             parts, self.finish = self._reader.take(text, output.finish, len(self.token_ids))
             self.parts += parts
+            self.calls = self._reader.calls
         return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], self.finish, parts)
-
-    @property
-    def calls(self) -> int:
-        """Tool calls so far."""
-        return self._reader.calls if self._reader else 0
-
-    @property
-    def visible_logprobs(self) -> list[TokenLogprob]:
-        """``logprobs`` without that of a stop token which is not in the text."""
-        assert self.finish is not None
-        hidden = isinstance(self.finish.matched, int) and not self._keep_stop
-        return self.logprobs[:-1] if hidden else self.logprobs
-
-
-class Delta(NamedTuple):
-    """What one step added to a choice. ``logprobs`` leaves out a stop token that is not in the text. ``finish`` is set in
-    the choice's last."""
-
-    choice: Choice
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    finish: FinishReason | None
-    parts: Sequence[ChatDelta] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of a request; each prompt counts once, however many outputs it has. ``acceptance`` is of all outputs."""
-
-    prompt: int
-    completion: int
-    cached: int
-    acceptance: Acceptance
 
 
 class Outputs:
-    """All choices of one request: iterate for the deltas of each engine step, or ``wait`` for the end.
-
-    Leaving it early (``close``, or the end of its ``with`` block) aborts what still runs.
-    """
+    """The outputs of one request: an ``interfaces.api.Generation``."""
 
     def __init__(
         self,
-        parsed: ParsedRequest,
+        parsed: ApiRequest,
         msgs: Sequence[GenerateMsg],
         stream: Stream,
         tokenizer: Tokenizer,
@@ -117,7 +63,8 @@ class Outputs:
     ) -> None:
         self.rid = parsed.rid
         self.choices = [
-            Choice(tokenizer, i, msg, parsed.continues, parsed.reader and parsed.reader()) for i, msg in enumerate(msgs)
+            GrowingChoice(tokenizer, i, msg, parsed.continues, parsed.reader and parsed.reader())
+            for i, msg in enumerate(msgs)
         ]
         self._first = _first_of_each_prompt(parsed)
         self._by_rid = {msg.rid: choice for msg, choice in zip(msgs, self.choices, strict=True)}
@@ -171,7 +118,7 @@ class Outputs:
         )
 
 
-def _first_of_each_prompt(parsed: ParsedRequest) -> list[int]:
+def _first_of_each_prompt(parsed: ApiRequest) -> list[int]:
     firsts: list[int] = []
     at = 0
     for prompt in parsed.prompts:

@@ -9,16 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from dovetail.api.problems import DrainingError, UnknownModelError
 from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
+from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan
+from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import EngineStats
 from dovetail.server.engines import Engine
-from dovetail.server.errors import DrainingError, UnknownModelError
+from dovetail.server.expansion import messages
 from dovetail.server.metrics import Metrics, RequestMetrics
 from dovetail.server.outputs import Outputs
-from dovetail.server.requests import ParsedRequest
 from dovetail.tokenizer import Tokenizer
+from dovetail.types import SamplingParams
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +30,7 @@ _LARGE = 16_384
 """Characters from which on text is tokenized in a thread, so that other streams go on meanwhile."""
 
 
-class Service:
+class Service(ApiHost):
     """One server's shared state. ``draining`` refuses new requests while the running ones finish."""
 
     def __init__(
@@ -51,17 +54,19 @@ class Service:
         """Bytes that a request body may have."""
         return int(self.config.server.max_body_mib * 2**20)
 
-    def submit(self, parsed: ParsedRequest) -> Outputs:
+    def submit(self, request: ApiRequest) -> Outputs:
         """Send a request to the engine. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
         self.check_ready()
         most = self.config.scheduler.max_waiting
-        if parsed.num_outputs > most:
-            raise RequestError(f"the request asks for {parsed.num_outputs} outputs; at most {most} may wait", param="n")
-        for prompt in parsed.prompts:
+        if request.num_outputs > most:
+            raise RequestError(
+                f"the request asks for {request.num_outputs} outputs; at most {most} may wait", param="n"
+            )
+        for prompt in request.prompts:
             self._check_ids(prompt.ids, prompt.params.stop_token_ids, prompt.params.logit_bias)
-        msgs = parsed.messages()
-        stream = self.engine.open(parsed.rid, msgs)
-        return Outputs(parsed, msgs, stream, self.tokenizer, RequestMetrics(self.metrics))
+        msgs = messages(request)
+        stream = self.engine.open(request.rid, msgs)
+        return Outputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics))
 
     def check_ready(self) -> None:
         """Raises ``DrainingError`` or ``EngineDeadError`` where no request can be taken."""
@@ -96,6 +101,16 @@ class Service:
         ``RequestError``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
         return await _in_thread(large, self.tokenizer.apply_chat_template, messages, tools or None, True, extra)
+
+    def plan_chat(
+        self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
+    ) -> ChatPlan:
+        """How the answers to this prompt are constrained and read; raises as ``OutputParsers.plan``."""
+        return self.parsers.plan(params, prompt, tools, separate_reasoning)
+
+    def abort(self, rid: str) -> bool:
+        """End the request with this public id; False if there is none."""
+        return self.engine.abort(rid)
 
     def room(self, ids: Sequence[int], default: int) -> int:
         """The output length where the request sets none: ``default``, or what is left of the context."""

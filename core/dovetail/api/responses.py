@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dovetail.api.problems import problem_of
 from dovetail.errors import DovetailError
-from dovetail.server.errors import body_of
-from dovetail.server.outputs import Delta, Outputs
+from dovetail.interfaces.api import Delta, Generation, Problem
 
 logger = logging.getLogger("dovetail.server")
 
@@ -22,9 +22,12 @@ T = TypeVar("T")
 
 
 class Formatter(Protocol):
-    """Turns the deltas of one request into server-sent events; each method returns whole events, or nothing."""
+    """Turns the deltas of one request into what its stream says; each method returns whole events or lines, or nothing."""
 
-    openai: bool
+    @property
+    def media_type(self) -> str:
+        """Of the stream."""
+        ...
 
     def head(self) -> bytes:
         """Before the first delta."""
@@ -38,10 +41,18 @@ class Formatter(Protocol):
         """After the last delta."""
         ...
 
+    def failed(self, problem: Problem) -> bytes:
+        """In place of what would follow: the status is sent already, so that the error must travel in the stream."""
+        ...
+
 
 def event(data: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + data + b"\n\n"
+
+
+SSE = "text/event-stream"
+"""The media type of server-sent events (WHATWG HTML, section 9.2)."""
 
 
 def json_response(content: object, status: int = 200) -> Response:
@@ -49,14 +60,14 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-async def whole(request: Request, outputs: Outputs, render: Callable[[Outputs], object]) -> Response:
+async def whole(request: Request, outputs: Generation, render: Callable[[Generation], object]) -> Response:
     """Wait for the end of all outputs and answer at once. A client that leaves aborts them."""
     with outputs:
         await until_disconnect(request.receive, outputs.wait())
         return json_response(render(outputs))
 
 
-async def streamed(request: Request, outputs: Outputs, formatter: Formatter) -> Response:
+async def streamed(request: Request, outputs: Generation, formatter: Formatter) -> Response:
     """Answer step by step. What fails before the first token still has its own status: nothing is sent before it."""
     try:
         first = await until_disconnect(request.receive, anext(outputs))
@@ -67,12 +78,11 @@ async def streamed(request: Request, outputs: Outputs, formatter: Formatter) -> 
 
 
 class EventStream(Response):
-    """Server-sent events, one write for each engine step. Aborts the outputs when the client leaves."""
+    """A stream with one write for each engine step. Aborts the outputs when the client leaves."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, outputs: Outputs, first: Sequence[Delta], formatter: Formatter) -> None:
+    def __init__(self, outputs: Generation, first: Sequence[Delta], formatter: Formatter) -> None:
         self.status_code = 200
+        self.media_type = formatter.media_type
         self.background = None
         self.body = b""
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -96,10 +106,10 @@ class EventStream(Response):
             async for deltas in self._outputs:
                 await _write(send, self._formatter.deltas(deltas))
             last = self._formatter.tail()
-        except Exception as error:  # the status is sent: the error must travel in the stream
+        except Exception as error:
             if not isinstance(error, DovetailError):
                 logger.exception("%s failed", self._outputs.rid)
-            last = event(msgspec.json.encode(body_of(error, self._formatter.openai)))
+            last = self._formatter.failed(problem_of(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

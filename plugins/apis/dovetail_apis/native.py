@@ -10,13 +10,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.errors import RequestError
-from dovetail.server.body import ApiModel, Int32, Rid, Salt, parse, validate
-from dovetail.server.outputs import Choice, Delta, Outputs
-from dovetail.server.requests import (
+from dovetail.api.body import ApiModel, Int32, Rid, Salt, parse, validate
+from dovetail.api.requests import (
     CONSTRAINTS,
-    ParsedRequest,
-    Prompt,
     grammar_of,
     new_id,
     sampling_params,
@@ -24,12 +20,21 @@ from dovetail.server.requests import (
     token_biases,
     with_room,
 )
-from dovetail.server.responses import event, streamed, whole
-from dovetail.server.service import Service
+from dovetail.api.responses import SSE, event, streamed, whole
+from dovetail.errors import RequestError
+from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt, Route
 from dovetail.types import Acceptance, FinishKind, FinishReason, SamplingParams, TokenLogprob
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 _NAMES = {"seed": "sampling_seed", "include_stop": "no_stop_trim", "logprobs": "top_logprobs_num"}
+
+
+class Native(Api):
+    """SGLang's native API."""
+
+    def routes(self) -> Sequence[Route]:
+        """Generate."""
+        return (Route(["POST"], "/generate", generate, NativeRequest),)
 
 
 class NativeSampling(ApiModel):
@@ -100,19 +105,19 @@ class NativeRequest(ApiModel):
     }
 
 
-async def generate(service: Service, request: Request) -> Response:
+async def generate(host: ApiHost, request: Request) -> Response:
     """Answer one request; a list where it had several prompts or asked for several outputs."""
-    body = await parse(request, NativeRequest, service.max_body)
-    parsed = await _parsed(service, body)
-    outputs = service.submit(parsed)
+    body = await parse(request, NativeRequest, host.max_body)
+    parsed = await _parsed(host, body)
+    outputs = host.submit(parsed)
     single = not _is_batch(body) and parsed.prompts[0].params.n == 1
-    formatter = NativeFormat(service, body, outputs, single)
+    formatter = NativeFormat(host, body, outputs, single)
     if body.stream:
         return await streamed(request, outputs, formatter)
     return await whole(request, outputs, formatter.whole)
 
 
-async def _parsed(service: Service, body: NativeRequest) -> ParsedRequest:
+async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give one of text and input_ids", param="text")
     given: Any = body.text if body.text is not None else body.input_ids
@@ -121,12 +126,12 @@ async def _parsed(service: Service, body: NativeRequest) -> ParsedRequest:
     if not all(prompts):
         raise RequestError(f"{param} has an empty prompt; give at least one token", param=param, code="empty_prompt")
     chosen = _sampling(body, len(prompts))
-    ids = [await service.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
+    ids = [await host.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
     items = tuple(
-        Prompt(tokens, with_room(params, service.room(tokens, _DEFAULT_MAX_NEW_TOKENS)))
+        Prompt(tokens, with_room(params, host.room(tokens, _DEFAULT_MAX_NEW_TOKENS)))
         for tokens, params in zip(ids, chosen, strict=True)
     )
-    return ParsedRequest(body.rid or new_id(""), items, True, body.cache_salt or "", body.priority or 0)
+    return ApiRequest(body.rid or new_id(""), items, True, body.cache_salt or "", body.priority or 0)
 
 
 def _sampling(body: NativeRequest, count: int) -> list[SamplingParams]:
@@ -163,16 +168,16 @@ def _params(body: NativeRequest, given: NativeSampling) -> SamplingParams:
 class NativeFormat:
     """The answers to one request. A stream repeats the whole text so far in every event, as SGLang's does."""
 
-    openai = False
+    media_type = SSE
 
-    def __init__(self, service: Service, body: NativeRequest, outputs: Outputs, single: bool) -> None:
+    def __init__(self, host: ApiHost, body: NativeRequest, outputs: Generation, single: bool) -> None:
         """``single`` requests are answered with an object, others with a list."""
         self._outputs = outputs
-        self._tokenizer = service.tokenizer
+        self._tokenizer = host.tokenizer
         self._body = body
         self._single = single
 
-    def whole(self, outputs: Outputs) -> object:
+    def whole(self, outputs: Generation) -> object:
         """The answer at once."""
         answers = [self._answer(choice) for choice in outputs.choices]
         return answers[0] if self._single else answers
@@ -189,6 +194,10 @@ class NativeFormat:
     def tail(self) -> bytes:
         """The end mark."""
         return event(b"[DONE]")
+
+    def failed(self, problem: Problem) -> bytes:
+        """The error, as an event."""
+        return event(msgspec.json.encode({"error": {"message": problem.message}}))
 
     def _streamed(self, choice: Choice) -> dict[str, Any]:
         answer = self._answer(choice)

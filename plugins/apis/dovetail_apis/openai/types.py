@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dovetail.api.body import ApiModel, Int32, Rid, Salt
+from dovetail.api.requests import CONSTRAINTS, grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.chat.requests import NamedTool, ToolSpec
-from dovetail.server.body import ApiModel, Int32, Rid, Salt
-from dovetail.server.requests import CONSTRAINTS, grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.types import SamplingParams
 
 _NAMES = {

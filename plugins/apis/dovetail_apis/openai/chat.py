@@ -10,33 +10,30 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.api.body import parse
+from dovetail.api.requests import new_id
+from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.chat.calls import call_json, whole_calls
-from dovetail.chat.parsing import ChatPlan
-from dovetail.chat.reading import ChatDelta
 from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
-from dovetail.server.body import parse
-from dovetail.server.openai_format import chat_logprobs, finish_name, usage_json
-from dovetail.server.openai_types import ChatRequest
-from dovetail.server.outputs import Choice, Delta, Outputs
-from dovetail.server.requests import ParsedRequest, Prompt, new_id
-from dovetail.server.responses import event, streamed, whole
-from dovetail.server.service import Service
+from dovetail.interfaces.api import ApiHost, ApiRequest, ChatDelta, ChatPlan, Choice, Delta, Generation, Problem, Prompt
+from dovetail_apis.openai.format import chat_logprobs, error_json, finish_name, usage_json
+from dovetail_apis.openai.types import ChatRequest
 
 
-async def chat_completions(service: Service, request: Request) -> Response:
+async def chat_completions(host: ApiHost, request: Request) -> Response:
     """Answer one chat request."""
-    body = await parse(request, ChatRequest, service.max_body)
-    service.check_model(body.model)
-    parsed, plan = await _parsed(service, body)
-    outputs = service.submit(parsed)
-    formatter = ChatFormat(service, body, outputs, plan)
+    body = await parse(request, ChatRequest, host.max_body)
+    host.check_model(body.model)
+    parsed, plan = await _parsed(host, body)
+    outputs = host.submit(parsed)
+    formatter = ChatFormat(host, body, outputs, plan)
     if body.stream:
         return await streamed(request, outputs, formatter)
     return await whole(request, outputs, formatter.whole)
 
 
-async def _parsed(service: Service, body: ChatRequest) -> tuple[ParsedRequest, ChatPlan]:
+async def _parsed(host: ApiHost, body: ChatRequest) -> tuple[ApiRequest, ChatPlan]:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     params = body.params(
@@ -45,12 +42,12 @@ async def _parsed(service: Service, body: ChatRequest) -> tuple[ParsedRequest, C
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages)]
     request = calls_wanted(body.tools or (), body.tool_choice, body.parallel_tool_calls is not False)
     shown = shown_tools(body.tools or ()) if request is not None else []
-    text = await service.render_chat(messages, shown, body.chat_template_kwargs or {})
-    plan = service.parsers.plan(params, text, request, body.separate_reasoning is not False)
-    ids = await service.encode(text, add_special_tokens=False)
+    text = await host.render_chat(messages, shown, body.chat_template_kwargs or {})
+    plan = host.plan_chat(params, text, request, body.separate_reasoning is not False)
+    ids = await host.encode(text, add_special_tokens=False)
     rid = body.rid or new_id("chatcmpl-")
     prompt = Prompt(ids, plan.params)
-    return ParsedRequest(rid, (prompt,), False, body.cache_salt or "", body.priority or 0, plan.reader), plan
+    return ApiRequest(rid, (prompt,), False, body.cache_salt or "", body.priority or 0, plan.reader), plan
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -63,20 +60,20 @@ def _max_tokens(body: ChatRequest) -> int | None:
 class ChatFormat:
     """The answers to one chat request, whole or in chunks."""
 
-    openai = True
+    media_type = SSE
 
-    def __init__(self, service: Service, body: ChatRequest, outputs: Outputs, plan: ChatPlan) -> None:
+    def __init__(self, host: ApiHost, body: ChatRequest, outputs: Generation, plan: ChatPlan) -> None:
         self._outputs = outputs
         self._plan = plan
-        self._tokenizer = service.tokenizer
+        self._tokenizer = host.tokenizer
         self._logprobs = bool(body.logprobs)
         self._include_usage = body.include_usage
-        self._common = {"id": outputs.rid, "created": int(time.time()), "model": service.model_name}
+        self._common = {"id": outputs.rid, "created": int(time.time()), "model": host.model_name}
         chunk = msgspec.json.encode({**self._common, "object": "chat.completion.chunk"})[:-1]
         self._before = b"data: " + chunk + b',"choices":[{"index":'
         self._after = b"}]" + (b',"usage":null' if body.include_usage else b"") + b"}\n\n"
 
-    def whole(self, outputs: Outputs) -> object:
+    def whole(self, outputs: Generation) -> object:
         """The answer at once."""
         choices = [
             {
@@ -118,6 +115,10 @@ class ChatFormat:
             last = {"object": "chat.completion.chunk", "choices": [], "usage": usage_json(self._outputs.usage)}
             usage = event(msgspec.json.encode({**self._common, **last}))
         return usage + event(b"[DONE]")
+
+    def failed(self, problem: Problem) -> bytes:
+        """The error, as an event."""
+        return event(msgspec.json.encode(error_json(problem)))
 
     def _delta(self, delta: Delta) -> bytes:
         index, logprobs = delta.choice.index, b"null"

@@ -1,11 +1,11 @@
-"""Pieces that both of OpenAI's completion APIs answer with."""
+"""Pieces that OpenAI's APIs answer with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.server.outputs import Usage
+from dovetail.interfaces.api import Problem, Usage
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
@@ -33,6 +33,13 @@ def usage_json(usage: Usage) -> dict[str, Any]:
             "acceptance_rate": usage.acceptance.rate,
         }
     return counts
+
+
+def error_json(problem: Problem) -> dict[str, Any]:
+    """An error in OpenAI's format."""
+    status = problem.status
+    kind = "invalid_request_error" if status < 500 else "service_unavailable" if status == 503 else "server_error"
+    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
 def finish_name(finish: FinishReason | None, calls: int = 0) -> str | None:

@@ -1,67 +1,23 @@
-"""The one internal shape of a request to generate, whichever API it came through."""
+"""What the request bodies of most APIs have in common: ids, sampling parameters, constraints."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from dovetail.chat.reading import OutputReader
 from dovetail.errors import GrammarError, RequestError
-from dovetail.messages import GenerateMsg
-from dovetail.ops.random import derive_seed
 from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
-
-_serial = itertools.count()
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "lark", "choice", "structural_tag")
 """The request fields that each hold one constraint, which every API has."""
 
 _LONGEST_ID = 100
 """Digits of a token id; Python refuses to read a few thousand."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids and how to continue them; ``params.n`` outputs are made."""
-
-    ids: list[int]
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
-    """What one HTTP request asks for. ``rid`` is its public id, ``continues`` whether the output's text follows on the
-    prompt's (a completion) or starts anew (a chat). ``reader`` makes who takes an output apart, where it is a chat's."""
-
-    rid: str
-    prompts: tuple[Prompt, ...]
-    continues: bool = True
-    namespace: str = ""
-    priority: int = 0
-    reader: Callable[[], OutputReader] | None = None
-
-    @property
-    def num_outputs(self) -> int:
-        """How many sequences are generated."""
-        return sum(prompt.params.n for prompt in self.prompts)
-
-    def messages(self) -> list[GenerateMsg]:
-        """What the engine is told: ``n`` messages a prompt, prompt by prompt, with ids that never come again."""
-        return [msg for prompt in self.prompts for msg in self._siblings(prompt)]
-
-    def _siblings(self, prompt: Prompt) -> Iterator[GenerateMsg]:
-        params = dataclasses.replace(prompt.params, n=1)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        for i in range(prompt.params.n):
-            rid = f"{self.rid}/{next(_serial)}"
-            yield GenerateMsg(rid, prompt.ids, params, derive_seed(seed, i), self.namespace, self.priority)
 
 
 def new_id(prefix: str) -> str:

@@ -10,26 +10,25 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.api.body import parse
+from dovetail.api.requests import new_id, with_room
+from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.errors import RequestError
-from dovetail.server.body import parse
-from dovetail.server.openai_format import CompletionLogprobs, finish_name, usage_json
-from dovetail.server.openai_types import CompletionRequest
-from dovetail.server.outputs import Choice, Delta, Outputs
-from dovetail.server.requests import ParsedRequest, Prompt, new_id, with_room
-from dovetail.server.responses import event, streamed, whole
-from dovetail.server.service import Service
+from dovetail.interfaces.api import ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt
 from dovetail.types import TokenLogprob
+from dovetail_apis.openai.format import CompletionLogprobs, error_json, finish_name, usage_json
+from dovetail_apis.openai.types import CompletionRequest
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-async def completions(service: Service, request: Request) -> Response:
+async def completions(host: ApiHost, request: Request) -> Response:
     """Answer one completion request."""
-    body = await parse(request, CompletionRequest, service.max_body)
-    service.check_model(body.model)
+    body = await parse(request, CompletionRequest, host.max_body)
+    host.check_model(body.model)
     texts = body.prompt if _many(body.prompt) else [body.prompt]
-    outputs = service.submit(await _parsed(service, body, texts))
-    formatter = CompletionFormat(service, body, texts, outputs)
+    outputs = host.submit(await _parsed(host, body, texts))
+    formatter = CompletionFormat(host, body, texts, outputs)
     if body.stream:
         return await streamed(request, outputs, formatter)
     return await whole(request, outputs, formatter.whole)
@@ -40,42 +39,42 @@ def _many(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
 
 
-async def _parsed(service: Service, body: CompletionRequest, texts: Sequence[Any]) -> ParsedRequest:
+async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) -> ApiRequest:
     params = body.params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None, {})
     prompts: list[Prompt] = []
     for text in texts:
         if not text:
             raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
-        ids = await service.encode(text, add_special_tokens=True) if isinstance(text, str) else text
-        prompts.append(Prompt(ids, with_room(params, service.room(ids, _DEFAULT_MAX_TOKENS))))
+        ids = await host.encode(text, add_special_tokens=True) if isinstance(text, str) else text
+        prompts.append(Prompt(ids, with_room(params, host.room(ids, _DEFAULT_MAX_TOKENS))))
     rid = body.rid or new_id("cmpl-")
-    return ParsedRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0)
+    return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0)
 
 
 class CompletionFormat:
     """The answers to one completion request, whole or in chunks."""
 
-    openai = True
+    media_type = SSE
 
-    def __init__(self, service: Service, body: CompletionRequest, texts: Sequence[Any], outputs: Outputs) -> None:
+    def __init__(self, host: ApiHost, body: CompletionRequest, texts: Sequence[Any], outputs: Generation) -> None:
         self._outputs = outputs
-        self._tokenizer = service.tokenizer
+        self._tokenizer = host.tokenizer
         self._echo = [self._text(text) for text in texts] if body.echo else None
         self._n = body.n or 1
         self._with_logprobs = body.logprobs is not None
-        self._logprobs = [CompletionLogprobs(service.tokenizer) for _ in outputs.choices]
+        self._logprobs = [CompletionLogprobs(host.tokenizer) for _ in outputs.choices]
         self._started: set[int] = set()
         self._include_usage = body.include_usage
         self._common = {
             "id": outputs.rid,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": host.model_name,
         }
         self._before = b"data: " + msgspec.json.encode(self._common)[:-1] + b',"choices":[{"index":'
         self._after = b"}]" + (b',"usage":null' if body.include_usage else b"") + b"}\n\n"
 
-    def whole(self, outputs: Outputs) -> object:
+    def whole(self, outputs: Generation) -> object:
         """The answer at once."""
         choices = [
             {
@@ -104,6 +103,10 @@ class CompletionFormat:
                 msgspec.json.encode({**self._common, "choices": [], "usage": usage_json(self._outputs.usage)})
             )
         return usage + event(b"[DONE]")
+
+    def failed(self, problem: Problem) -> bytes:
+        """The error, as an event."""
+        return event(msgspec.json.encode(error_json(problem)))
 
     def _delta(self, delta: Delta) -> bytes:
         choice, text, entries = delta.choice, delta.text, delta.logprobs

@@ -1,0 +1,56 @@
+"""Errors as ``Problem``, which each API says in its own format."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+
+from dovetail.errors import DovetailError, EngineDeadError, QueueFullError, RequestError
+from dovetail.interfaces.api import Problem
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here (404)."""
+
+    def __init__(self, model: str, served: str) -> None:
+        super().__init__(
+            f"the model {model!r:.200} does not exist; served here: {served!r}", param="model", code="model_not_found"
+        )
+
+
+class DrainingError(DovetailError):
+    """The server is about to stop and takes no more requests."""
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_UNAVAILABLE: dict[type[DovetailError], str] = {
+    QueueFullError: "queue_full",
+    DrainingError: "draining",
+    EngineDeadError: "engine_dead",
+}
+
+
+def problem_of(error: BaseException) -> Problem:
+    """What an error means to the client. What is no ``DovetailError`` shows no details."""
+    status = status_of(error)
+    message = error.detail if isinstance(error, HTTPException) else str(error)
+    if not isinstance(error, DovetailError | HTTPException):
+        message = "internal error; the server's log has the details"
+    param = error.param if isinstance(error, RequestError) else None
+    return Problem(status, message, _code_of(error, status), param, 1 if status == 503 else None)
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status that an error stands for."""
+    if isinstance(error, HTTPException):
+        return error.status_code
+    if isinstance(error, UnknownModelError):
+        return 404
+    if isinstance(error, RequestError):
+        return 400
+    return 503 if isinstance(error, tuple(_UNAVAILABLE)) else 500
+
+
+def _code_of(error: BaseException, status: int) -> str | None:
+    if isinstance(error, RequestError):
+        return error.code
+    return next((code for kind, code in _UNAVAILABLE.items() if isinstance(error, kind)), _CODES.get(status))

@@ -1,0 +1,19 @@
+"""Settings of the APIs; pydantic only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dovetail.config.plugin import PluginConfig
+
+
+class OpenAIConfig(PluginConfig):
+    """OpenAI's API."""
+
+    kind: Literal["openai"] = "openai"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class NativeConfig(PluginConfig):
+    """SGLang's native API."""
+
+    kind: Literal["native"] = "native"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,0 +1,23 @@
+"""The APIs of the house. Import-light."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.plugins.hookspecs import hookimpl
+from dovetail.plugins.specs import ComponentKind, ComponentSpec
+
+
+def _api(name: str, target: str, config: str, summary: str) -> ComponentSpec:
+    return ComponentSpec(
+        ComponentKind.API, name, f"dovetail_apis.{target}", f"dovetail_apis.config:{config}", summary, api=(1, 0)
+    )
+
+
+@hookimpl
+def register_apis() -> Sequence[ComponentSpec]:
+    """What this package serves."""
+    return (
+        _api("openai", "openai:OpenAI", "OpenAIConfig", "OpenAI's chat completions, completions and models."),
+        _api("native", "native:Native", "NativeConfig", "SGLang's /generate."),
+    )
