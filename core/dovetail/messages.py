@@ -15,7 +15,11 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     """Generate one sequence. ``n > 1`` is expanded by the frontend into n messages that share the prompt.
 
     ``seed`` is always set (drawn by the frontend where the user gave none), so that a retracted or replayed request
-    repeats itself. ``namespace`` keeps prefixes of different adapters and tenants apart.
+    repeats itself. ``namespace`` keeps prefixes of different adapters and tenants apart, and names of groups and sessions.
+
+    Hints, which change speed and never an answer: requests of one ``group`` have a beginning in common; the first one computes
+    it, the others are admitted together when it is cached, and it stays there until ``group_size`` of them were admitted.
+    What the last request of a ``session`` has cached stays there for the next one. docs/request.md has the bounds.
     """
 
     rid: str
@@ -24,6 +28,9 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     seed: int
     namespace: str = ""
     priority: int = 0
+    group: str = ""
+    group_size: int = 1
+    session: str = ""
 
 
 class AbortMsg(msgspec.Struct, tag=True, frozen=True):
@@ -116,6 +123,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0
+    pages_pinned: int = 0  # of those cached and used, what groups and sessions hold
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -127,6 +135,9 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     verify_steps: int = 0  # of each of them, the requests that had drafts
     drafter_errors: int = 0
     jumped_tokens: int = 0
+    pins_taken: int = 0
+    pins_dropped: int = 0  # given up for want of memory or room within the bound, or never taken for that
+    pins_expired: int = 0
     grammar_compiles: int = 0
     grammar_hits: int = 0
     grammar_misses: int = 0

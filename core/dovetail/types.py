@@ -147,8 +147,8 @@ def _is_int(value: object) -> bool:
 class SamplingParams:
     """How the tokens of one request are chosen, and when it stops. Validated when it is made.
 
-    ``max_new_tokens=None`` means up to the end of the context. ``top_k=0`` (or -1) and ``top_p=1`` switch those
-    filters off. Order of operations: logit bias, repetition / presence / frequency penalties, grammar bitmask,
+    ``max_new_tokens=None`` means up to the end of the context; 0 computes the prompt, caches it, and ends there. ``top_k=0``
+    (or -1) and ``top_p=1`` switch those filters off. Order of operations: logit bias, repetition / presence / frequency penalties, grammar bitmask,
     temperature, top-k, top-p, min-p. ``temperature=0`` (or under 1e-5) is greedy. ``logprobs=m`` returns the log-probability of each
     output token and of the ``m`` most likely ones, from the model's own logits before any of the above;
     ``prompt_logprobs`` does so for the prompt. ``seed`` makes sampling reproducible whatever else is in the batch;
@@ -192,9 +192,14 @@ class SamplingParams:
 
     def _check_lengths(self) -> None:
         given = self.max_new_tokens
-        _require(given is None or (_is_int(given) and given >= 1), "max_new_tokens", given, "an integer of at least 1")
+        _require(given is None or (_is_int(given) and given >= 0), "max_new_tokens", given, "an integer of at least 0")
         low = self.min_new_tokens
-        _require(_is_int(low) and 0 <= low <= (given or low), "min_new_tokens", low, "0 up to max_new_tokens")
+        _require(
+            _is_int(low) and 0 <= low <= (low if given is None else given),
+            "min_new_tokens",
+            low,
+            "0 up to max_new_tokens",
+        )
         _require(self.pooling is None or given == 0, "max_new_tokens", given, "0, with pooling")
         _require(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
         for name in ("logprobs", "prompt_logprobs"):
@@ -325,6 +330,9 @@ class Req:
     seed: int = 0
     namespace: str = ""
     priority: int = 0
+    group: str = ""
+    group_size: int = 1
+    session: str = ""
     arrival: float = field(default_factory=time.monotonic)
     uid: int = -1  # set by Scheduler.add: unique for the life of the scheduler
 
@@ -360,6 +368,11 @@ class Req:
     def max_device_len(self) -> int:
         """The length at which the request ends with ``length``."""
         return len(self.token_ids)
+
+    @property
+    def prefill_only(self) -> bool:
+        """True if the request ends with its prompt."""
+        return len(self.token_ids) == self.prompt_len
 
     @property
     def extend_len(self) -> int:

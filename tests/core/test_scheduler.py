@@ -384,7 +384,7 @@ def test_queue_bound_and_repeated_ids():
 @pytest.mark.parametrize(
     "bad",
     [
-        {"max_new_tokens": 0},
+        {"min_new_tokens": 1, "max_new_tokens": 0},
         {"max_new_tokens": -1},
         {"temperature": float("nan")},
         {"top_p": 0.0},

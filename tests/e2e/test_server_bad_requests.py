@@ -171,7 +171,7 @@ def test_fields_that_change_nothing_are_accepted(fake: httpx.Client, change: dic
         ({"input_ids": [[1], []]}, ["empty"]),
         ({"input_ids": [99999]}, ["[0, 4096)"]),
         ({"text": 5}, ["text is 5"]),
-        (NATIVE | {"sampling_params": {"max_new_tokens": 0}}, ["max_new_tokens is 0", "at least 1"]),
+        (NATIVE | {"sampling_params": {"max_new_tokens": -1}}, ["max_new_tokens is -1", "at least 0"]),
         (NATIVE | {"sampling_params": {"temperature": "hot"}}, ["temperature is 'hot'"]),
         (NATIVE | {"sampling_params": {"warmth": 1}}, ["warmth", "allowed"]),
         (NATIVE | {"sampling_params": {"stop_regex": "a"}}, ["stop_regex", "not supported"]),

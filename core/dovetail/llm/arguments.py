@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 from dovetail.errors import ConfigError, RequestError
 from dovetail.types import SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+
+
+class Hints(NamedTuple):
+    """What the engine is told about requests that belong together; see ``messages.GenerateMsg``."""
+
+    group: str = ""
+    group_size: int = 1
+    session: str = ""
+
+
+def hints_of(group: object, group_size: object, session: object, outputs: int) -> Hints:
+    """The hints of a call that makes ``outputs`` outputs. Raises ``RequestError``."""
+    for param, name in (("group", group), ("session", session)):
+        if not isinstance(name, str):
+            raise RequestError(f"{param} is {name!r:.80}; allowed: a name, which is text", param=param)
+    if group_size is not None and not (isinstance(group_size, int) and group_size >= 1):
+        raise RequestError(f"group_size is {group_size!r:.80}; allowed: an integer of at least 1", param="group_size")
+    if session and outputs != 1:
+        raise RequestError(
+            f"{outputs} outputs of session {session!r:.80}; a session has one at a time", param="session"
+        )
+    return Hints(str(group), outputs if group_size is None else group_size, str(session))
 
 
 def with_path(section: object, path: str) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from dovetail.chat.requests import calls_wanted, plain_message, read_tools, show
 from dovetail.config import dump
 from dovetail.errors import EngineError, RequestError
 from dovetail.llm.arguments import (
+    Hints,
     Prompt,
     checked_messages,
     checked_variables,
+    hints_of,
     params_of_each,
     prompt_list,
     token_ids_of,
@@ -72,32 +74,47 @@ class LLM:
         self._runs: dict[str, Run] = {}
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        group: str = "",
+        group_size: int | None = None,
+        session: str = "",
     ) -> list[Output]:
         """Generate for each prompt (text, or token ids); with ``n > 1`` the outputs of a prompt follow one another.
 
-        ``params`` is one for all or one each. Raises ``RequestError`` if any request is refused, before or while the
-        others run (they are aborted), and ``EngineError`` if its step failed.
+        ``params`` is one for all or one each. ``group`` says that the prompts have a beginning in common, which is computed once
+        and kept until ``group_size`` outputs were begun (by default those of this call); the outputs of one prompt are such a
+        group in any case. ``session`` keeps the text of the one output in the cache for the next call. Raises ``RequestError`` if
+        any request is refused, before or while the others run (they are aborted), and ``EngineError`` if its step failed.
         """
         many = prompt_list(prompts)
-        runs = [
-            run
-            for prompt, p in zip(many, params_of_each(params, len(many)), strict=True)
-            for run in self._make(prompt, p)
-        ]
+        each = params_of_each(params, len(many))
+        hints = hints_of(group, group_size, session, sum(p.n for p in each))
+        runs = [run for prompt, p in zip(many, each, strict=True) for run in self._make(prompt, p, hints)]
         with Held() as held:
             for _ in self._drive(runs, held):
                 pass
         return [run.output for run in runs]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        group: str = "",
+        group_size: int = 1,
+        session: str = "",
+    ) -> Iterator[str]:
         """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Streams
-        may be read in turns, and ``generate`` called between: all of them share the engine's steps."""
+        may be read in turns, and ``generate`` called between: all of them share the engine's steps. ``group``, of ``group_size``
+        outputs in all, and ``session`` are those of ``generate``."""
         params = params_of_each(params, 1)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one output", param="n")
         self._need_tokenizer()
-        return self._stream(self._make(prompt, params))
+        return self._stream(self._make(prompt, params, hints_of(group, group_size, session, 1)))
 
     def chat(
         self,
@@ -109,9 +126,13 @@ class LLM:
         parallel_tool_calls: bool = True,
         separate_reasoning: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        group: str = "",
+        group_size: int = 1,
+        session: str = "",
     ) -> ChatOutput:
         """Answer a conversation, written out by the model's chat template: constrained and read as /v1/chat/completions
-        does it, with fields of the same names. Raises ``RequestError``, as ``generate`` does."""
+        does it, with fields of the same names. ``group``, of ``group_size`` outputs in all, and ``session`` are those of
+        ``generate``. Raises ``RequestError``, as ``generate`` does."""
         params = params_of_each(params, 1)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a chat has one output", param="n")
@@ -121,16 +142,25 @@ class LLM:
         prompt = self._chat_prompt(messages, shown, {} if chat_template_kwargs is None else chat_template_kwargs)
         plan = self._parsers.plan(params, prompt, wanted, separate_reasoning)
         reader = plan.reader()
-        (run,) = self._make(self._encoded(prompt), plan.params)
+        (run,) = self._make(self._encoded(prompt), plan.params, hints_of(group, group_size, session, 1))
         run.output, run.reader = ChatOutput(run.output.prompt_ids), reader
         with Held() as held:
             for _ in self._drive([run], held):
                 pass
         return chat_output(run)
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[str]:
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        group: str = "",
+        group_size: int = 1,
+        session: str = "",
+    ) -> Iterator[str]:
         """Answer a conversation, yielding the model's text as it becomes final, marks of reasoning included."""
-        return self.stream(self._encoded(self._chat_prompt(messages, [], {})), params)
+        prompt = self._encoded(self._chat_prompt(messages, [], {}))
+        return self.stream(prompt, params, group=group, group_size=group_size, session=session)
 
     def embed(
         self,
@@ -173,11 +203,25 @@ class LLM:
             raise RequestError("this model was loaded without a tokenizer; give token ids, not text")
         return self.tokenizer
 
-    def _make(self, prompt: Prompt, params: SamplingParams) -> list[Run]:
+    def _make(self, prompt: Prompt, params: SamplingParams, hints: Hints) -> list[Run]:
         """One run for each of the prompt's outputs. Nothing is sent to the engine yet."""
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        msgs = [GenerateMsg(str(next(self._ids)), ids, params, derive_seed(seed, i)) for i in range(params.n)]
+        rids = [str(next(self._ids)) for _ in range(params.n)]
+        if params.n > 1 and not hints.group:
+            hints = Hints(f"{rids[0]}/n", params.n)
+        msgs = [
+            GenerateMsg(
+                rid,
+                ids,
+                params,
+                derive_seed(seed, i),
+                group=hints.group,
+                group_size=hints.group_size,
+                session=hints.session,
+            )
+            for i, rid in enumerate(rids)
+        ]
         return [Run(msg, self.tokenizer) for msg in msgs]
 
     def _stream(self, runs: list[Run]) -> Iterator[str]:

@@ -79,6 +79,8 @@ def build_scheduler(
         adapt_drafts=section.draft == "adaptive",
         jump_forward=resolved.config.grammar.jump_forward,
         embeds=Feature.MODEL_EMBED in engine.info.offers,
+        pin_seconds=section.pin_seconds,
+        pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),
     )
     policy = resolved.policy.build(PolicyContext(cache))
     return Scheduler(limits, ledger, policy, grammars, tokenizer, eos)

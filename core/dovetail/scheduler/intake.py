@@ -20,10 +20,13 @@ def make_req(msg: GenerateMsg, limits: Limits, tokenizer: Tokenizer | None) -> R
     """The request of a message. Raises ``RequestError`` if the model, its context or its vocabulary forbids it."""
     _check_tokens(msg, limits.vocab_size)
     _check_pooling(msg, limits)
+    if msg.group_size < 1:
+        raise RequestError(f"group_size is {msg.group_size}; allowed: 1 and more", param="group_size")
     prompt = np.array(msg.input_ids, np.int32)
     token_ids = np.zeros(_max_len(msg, limits.context_len), np.int32)
     token_ids[: len(prompt)] = prompt
     req = Req(msg.rid, token_ids, len(prompt), msg.params, msg.seed, msg.namespace, msg.priority)
+    req.group, req.group_size, req.session = msg.group, msg.group_size, msg.session
     req.device_len = req.known_len = req.prompt_len
     req.draft_len = limits.draft_width if msg.params.speculative else 0
     if msg.params.prompt_logprobs is not None:

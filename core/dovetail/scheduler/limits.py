@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Limits:
     """The scheduler's bounds, from config and model. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
     with ``adapt_drafts`` each request gets fewer where few are accepted; ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
-    ``jump_forward`` appends text that a grammar forces; not together with drafts. ``embeds``: the model offers model.embed."""
+    ``jump_forward`` appends text that a grammar forces; not together with drafts. ``embeds``: the model offers model.embed.
+    Groups and sessions keep prefixes locked for ``pin_seconds``, ``pin_pages`` of them in all."""
 
     max_running: int
     max_waiting: int
@@ -23,6 +24,8 @@ class Limits:
     shared_prefixes: bool = False
     jump_forward: bool = False
     embeds: bool = False
+    pin_seconds: float = 60.0
+    pin_pages: int = 0
 
 
 @dataclass(slots=True)

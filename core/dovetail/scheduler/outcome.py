@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.messages import TokenOutput
-from dovetail.scheduler.stopping import end_of, finish_reason
+from dovetail.scheduler.stopping import LENGTH, end_of, finish_reason
 from dovetail.types import FinishKind, FinishReason, PoolingKind
 
 if TYPE_CHECKING:
@@ -70,6 +70,17 @@ def take_tokens(
         _take_singly(req, tokens, eos_token_ids)
     if jump is not None and req.finish is None:
         tokens = tokens + jump(req)
+    return _output(req, tokens, before, logprobs)
+
+
+def end_prefilled(req: Req) -> TokenOutput:
+    """End a request whose prompt has been computed, and that wants no more. The answer for its client."""
+    req.finish = LENGTH if req.error is None else FinishReason(FinishKind.ERROR, message=req.error)
+    return _output(req, [], req.prompt_len, [])
+
+
+def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogprob] | None) -> TokenOutput:
+    """The answer for what the request has become longer by since it was ``before`` tokens long."""
     known, count = req.known_len, req.known_len - before
     return TokenOutput(
         req.rid,

@@ -124,3 +124,13 @@ def mixed_batch(extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: Pa
 
 def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
     return np.concatenate([np.array(prompts, np.int32), decode])
+
+
+def prefilled(batch: Batch) -> list[Req]:
+    """Requests that end with their prompt, of which this step has computed the last token."""
+    ends = batch.prefix_lens + batch.extend_lens
+    return [
+        req
+        for row, req in enumerate(batch.reqs[: batch.num_extend])
+        if req.prefill_only and req.finish is None and ends[row] == req.prompt_len
+    ]

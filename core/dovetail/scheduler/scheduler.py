@@ -28,12 +28,13 @@ from dovetail.scheduler.limits import Limits, Totals
 from dovetail.scheduler.outcome import (
     add_pooled,
     add_prompt_logprobs,
+    end_prefilled,
     forced_tokens,
     settle_drafts,
     take_forced,
     take_tokens,
 )
-from dovetail.scheduler.rows import DecodeRows, decode_batch, mixed_batch
+from dovetail.scheduler.rows import DecodeRows, decode_batch, mixed_batch, prefilled
 from dovetail.scheduler.sharing import Sharing
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
 
@@ -219,10 +220,10 @@ class Scheduler:
         return batch
 
     def _enter(self, req: Req, count: int) -> bool:
-        """``count`` prompt tokens enter a step. True if these are the last: then the request decodes from now on."""
+        """``count`` prompt tokens enter a step. True if these are the last and there is to be more: then it decodes from now on."""
         req.cached_len += count
         req.in_flight += 1
-        if req.cached_len < req.device_len:
+        if req.cached_len < req.device_len or req.prefill_only:
             return False
         req.device_len += 1
         self.prefilling.remove(req)
@@ -273,6 +274,7 @@ class Scheduler:
             for req, tokens, entries in zip(batch.sampled_reqs, output.token_ids, logprobs, strict=True)
             if req.finish is None and not self._is_wasted(req)
         ]
+        answers += [end_prefilled(req) for req in prefilled(batch)]
         self.totals.generated_tokens += sum(len(answer.token_ids) for answer in answers)
         self._leave([self._by_rid[answer.rid] for answer in answers if answer.finish is not None])
         for req in batch.reqs[: batch.num_extend]:

@@ -9,7 +9,8 @@ from dovetail.types import FinishKind, FinishReason
 if TYPE_CHECKING:
     from dovetail.types import Req
 
-_LENGTH = FinishReason(FinishKind.LENGTH)
+LENGTH = FinishReason(FinishKind.LENGTH)
+"""There is no room for another token."""
 
 
 def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
@@ -37,7 +38,7 @@ def end_of(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReas
         req.detokenizer.push([token_id])
         if req.detokenizer.matched is not None:
             return FinishReason(FinishKind.STOP, req.detokenizer.matched)
-    return _LENGTH if req.known_len >= len(req.token_ids) else None
+    return LENGTH if req.known_len >= len(req.token_ids) else None
 
 
 def _unmasked(req: Req, token_id: int) -> str:

@@ -23,7 +23,7 @@ from dovetail.server.streams import OutputStream
 logger = logging.getLogger("dovetail.server")
 
 _POLL_SECONDS = 0.05
-_GAUGES = ("running", "waiting", "pages_total", "pages_used", "pages_cached", "grammar_cached_bytes")
+_GAUGES = ("running", "waiting", "pages_total", "pages_used", "pages_cached", "pages_pinned", "grammar_cached_bytes")
 
 
 class Arm:

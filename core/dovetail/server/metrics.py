@@ -20,8 +20,9 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "running": ("requests_running", "Requests that are being computed."),
     "waiting": ("requests_waiting", "Requests in the waiting queue."),
     "pages_total": ("kv_pages_total", "Pages of the KV pool."),
-    "pages_used": ("kv_pages_used", "Pages that running requests hold."),
+    "pages_used": ("kv_pages_used", "Pages that running requests, groups and sessions hold."),
     "pages_cached": ("kv_pages_cached", "Pages that the prefix cache holds."),
+    "pages_pinned": ("kv_pages_pinned", "Pages of the prefix cache that groups and sessions hold."),
     "grammar_cached_bytes": ("grammar_cached_bytes", "Memory of the compiled constraints that are kept."),
 }
 _COUNTERS: Mapping[str, tuple[str, str]] = {
@@ -42,6 +43,9 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
         "jumped_tokens",
         "Output tokens that a grammar forced, written without forward passes of their own.",
     ),
+    "pins_taken": ("pins_taken", "Prefixes that groups and sessions came to hold in the cache."),
+    "pins_dropped": ("pins_dropped", "Of these, given up for want of memory; and those never held for want of room."),
+    "pins_expired": ("pins_expired", "Of these, given up after scheduler.pin_seconds."),
     "grammar_compiles": ("grammar_compiles", "Compilations of constraints started."),
     "grammar_hits": ("grammar_hits", "Requests whose constraint was compiled before, or is being compiled."),
     "grammar_misses": ("grammar_misses", "Requests whose constraint was new."),
@@ -164,7 +168,9 @@ class _EngineCollector(Collector):
             by_backend.add_metric([backend], count)
         yield by_backend
         usage = stats.pages_used / max(stats.pages_total, 1)
-        yield GaugeMetricFamily("dovetail_kv_usage", "Share of the KV pool that running requests hold.", value=usage)
+        yield GaugeMetricFamily(
+            "dovetail_kv_usage", "Share of the KV pool that running requests, groups and sessions hold.", value=usage
+        )
         hit_rate = stats.cached_tokens / max(stats.prompt_tokens, 1)
         yield GaugeMetricFamily("dovetail_prefix_hit_rate", "Cached share of all prompt tokens.", value=hit_rate)
         drafts = Acceptance(stats.drafted_tokens, stats.accepted_tokens, stats.verify_steps)
