@@ -77,7 +77,6 @@ class SchedulerSection(Section):
         default=True,
         description="Decode rows are grouped by the prefixes they share, which attention then reads once where that is faster.",
     )
-
     pin_seconds: float = Field(
         default=60.0,
         ge=0,
@@ -218,6 +217,10 @@ class Config(Section):
     )
     reasoning_parser: Selection = Field(
         default=Selection(), description="Tells reasoning from answer; `auto` goes by the model's chat template."
+    )
+    api: Selection = Field(
+        default=Selection(),
+        description="Protocols that the server speaks: `auto` is all that are installed, a list these.",
     )
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
