@@ -14,9 +14,12 @@ from dovetail.types import PoolingKind
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture
-    from dovetail.types import Batch
+    from dovetail.types import Batch, Req
 
 _MODE = "pooling_mode_"
+
+LABEL_ROWS = 64
+"""Prompts whose logits are held at one time."""
 
 
 def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -24,27 +27,42 @@ def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list
     chunk; of the others the whole, with the chunk that ends the prompt. ``hidden`` are the hidden states of all tokens of
     the batch, after the final norm."""
     found: list[tuple[int, torch.Tensor]] = []
-    first = 0
+    labelled: list[tuple[int, int]] = []
+    end = 0
     for row in range(batch.num_extend):
         req, count = batch.reqs[row], int(batch.extend_lens[row])
-        pooling, own = req.params.pooling, hidden[first : first + count]
-        first += count
+        start, end = end, end + count
+        pooling = req.params.pooling
         if pooling is None:
             continue
         if pooling.kind is PoolingKind.MEAN:
-            found.append((row, own.float().sum(0)))
-        elif int(batch.prefix_lens[row]) + count == req.prompt_len:
-            last = own[-1:]
-            if pooling.kind is PoolingKind.LABELS:
-                found.append((row, _label_logprobs(model, last, pooling.token_ids)))
-            else:
-                found.append((row, last[0].to(torch.float32, copy=True)))
+            found.append((row, hidden[start:end].float().sum(0)))
+        elif int(batch.prefix_lens[row]) + count < req.prompt_len:
+            continue
+        elif pooling.kind is PoolingKind.LAST:
+            found.append((row, hidden[end - 1].to(torch.float32, copy=True)))
+        else:
+            labelled.append((row, end - 1))
+    for i in range(0, len(labelled), LABEL_ROWS):
+        found += _label_logprobs(model, batch, hidden, labelled[i : i + LABEL_ROWS])
     return found
 
 
-def _label_logprobs(model: ModelArchitecture, last: torch.Tensor, labels: tuple[int, ...]) -> torch.Tensor:
-    logprobs = torch.log_softmax(model.logits(last)[0].float(), dim=-1)
-    return logprobs[to_device(np.array(labels, np.int64), logprobs.device)]
+def _label_logprobs(
+    model: ModelArchitecture, batch: Batch, hidden: torch.Tensor, labelled: list[tuple[int, int]]
+) -> list[tuple[int, torch.Tensor]]:
+    """Of rows whose prompts end at these tokens: log-probabilities of their labels as the next token."""
+    ends = to_device(np.array([token for _, token in labelled], np.int64), hidden.device)
+    logprobs = torch.log_softmax(model.logits(hidden.index_select(0, ends)).float(), dim=-1)
+    return [
+        (row, logprobs[i].index_select(0, _labels(batch.reqs[row], hidden.device)))
+        for i, (row, _) in enumerate(labelled)
+    ]
+
+
+def _labels(req: Req, device: torch.device) -> torch.Tensor:
+    assert req.params.pooling is not None
+    return to_device(np.array(req.params.pooling.token_ids, np.int64), device)
 
 
 def default_pooling(directory: Path) -> PoolingKind | None:
