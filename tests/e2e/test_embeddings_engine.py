@@ -197,6 +197,7 @@ def test_what_cannot_be_is_refused(llm):
         llm.generate([[1]], asking("labels", token_ids=(199,)))
     with pytest.raises(RequestError, match="the prompt has 513 tokens; the context holds 512"):
         llm.embed([[1] * 513])
+    assert len(llm.embed([[1] * 512])) == 1  # nothing is generated, so that nothing is kept free for it
     check_idle(llm)
 
 

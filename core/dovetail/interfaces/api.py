@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dovetail.config import Config
     from dovetail.interfaces.parsers import CallDelta, ToolRequest
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import FinishReason, SamplingParams, TokenLogprob
+    from dovetail.types import FinishReason, FloatArray, SamplingParams, TokenLogprob
 
 
 class ChatDelta(NamedTuple):
@@ -53,7 +53,9 @@ class Prompt:
 class ApiRequest:
     """What one HTTP request asks for, whichever API it came through. ``rid`` is its public id, ``continues`` whether the
     output's text follows on the prompt's (a completion) or starts anew (a chat). ``reader`` makes who takes an output apart,
-    where it is a chat's. ``namespace`` keeps its cached prefixes apart from those of others."""
+    where it is a chat's. ``namespace`` keeps its cached prefixes apart from those of others. ``group`` and ``session`` are hints
+    for the engine (see ``messages.GenerateMsg``); a group has ``group_size`` outputs, 0 standing for those of this request.
+    The outputs of one prompt are a group where none is named."""
 
     rid: str
     prompts: tuple[Prompt, ...]
@@ -61,6 +63,9 @@ class ApiRequest:
     namespace: str = ""
     priority: int = 0
     reader: Callable[[], Reader] | None = None
+    group: str = ""
+    group_size: int = 0
+    session: str = ""
 
     @property
     def num_outputs(self) -> int:
@@ -74,7 +79,8 @@ class Choice:
     asked. ``parts`` are what the text of a chat's turned out to be, of which ``calls`` are tool calls.
 
     The stop token that ended it is among ``token_ids`` and not in ``text``. A stop string is cut off, with what follows.
-    ``visible_logprobs`` leaves out that of a stop token which is not in the text.
+    ``visible_logprobs`` leaves out that of a stop token which is not in the text. ``pooled`` is what the prompt was made into,
+    where its params have ``pooling``, once it has finished.
     """
 
     index: int
@@ -90,6 +96,7 @@ class Choice:
     parts: list[ChatDelta] = field(default_factory=list)
     calls: int = 0
     keeps_stop: bool = False
+    pooled: FloatArray | None = None
 
     @property
     def visible_logprobs(self) -> list[TokenLogprob]:
@@ -191,6 +198,8 @@ class ApiHost(ABC):
     """When the server started, in seconds since the epoch."""
     context_len: int
     vocab_size: int
+    embedding: Mapping[str, Any] | None
+    """What ``dovetail.ops.vectors.pooling_kind`` wants to know of the model's embeddings; None where it has none."""
 
     @property
     @abstractmethod
@@ -199,7 +208,7 @@ class ApiHost(ABC):
 
     @abstractmethod
     def submit(self, request: ApiRequest) -> Generation:
-        """Send a request to the engine. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
+        """Send a request to the engine; one of a session has one output. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
 
     @abstractmethod
     def check_model(self, name: str | None) -> None:

@@ -59,10 +59,10 @@ def _check_pooling(msg: GenerateMsg, limits: Limits) -> None:
 
 
 def _max_len(msg: GenerateMsg, context_len: int) -> int:
-    prompt = len(msg.input_ids)
-    if prompt >= context_len:
+    prompt, output = len(msg.input_ids), msg.params.max_new_tokens != 0
+    if prompt + output > context_len:
         raise ContextLengthError(
-            f"the prompt has {prompt} tokens; the context holds {context_len}, one of them for output"
+            f"the prompt has {prompt} tokens; the context holds {context_len}{', one of them for output' * output}"
         )
     params, room = msg.params, context_len - prompt
     for name, asked in (("max_new_tokens", params.max_new_tokens), ("min_new_tokens", params.min_new_tokens)):

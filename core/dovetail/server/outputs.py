@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.errors import EngineError
 from dovetail.interfaces.api import ApiRequest, ChatDelta, Choice, Delta, Usage
+from dovetail.ops.vectors import from_bytes
 from dovetail.tokenizer import IncrementalDetokenizer
 from dovetail.types import Acceptance, FinishKind
 
@@ -39,6 +40,7 @@ class GrowingChoice(Choice):
             self.acceptance = Acceptance(output.drafted, output.accepted, output.verify_steps)
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
+        self.pooled = None if output.pooled is None else from_bytes(output.pooled)
         self.finish = output.finish
         text, shown = self._detokenizer.take(output)
         self.text += text

@@ -47,6 +47,7 @@ class Service(ApiHost):
         self.version = package_version()
         self.model_name = config.model.name
         self.context_len: int = engine.info["context_len"]
+        self.embedding: Mapping[str, Any] | None = engine.info.get("embedding")
         self.vocab_size: int = engine.info["resolved"]["model"]["vocab_size"]
 
     @property
@@ -63,7 +64,7 @@ class Service(ApiHost):
                 f"the request asks for {request.num_outputs} outputs; at most {most} may wait", param="n"
             )
         for prompt in request.prompts:
-            self._check_ids(prompt.ids, prompt.params.stop_token_ids, prompt.params.logit_bias)
+            self._check_ids(prompt.ids, prompt.params)
         msgs = messages(request)
         stream = self.engine.open(request.rid, msgs)
         return Outputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics))
@@ -122,14 +123,21 @@ class Service(ApiHost):
             self.metrics.stats = await asyncio.wait_for(self.engine.stats(), seconds)
         return self.metrics.stats
 
-    def _check_ids(self, ids: list[int], stops: tuple[int, ...], biases: Mapping[int, float] | None) -> None:
+    def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
-        if len(ids) >= self.context_len:
+        if len(ids) > self.context_len - (params.max_new_tokens != 0):
             raise ContextLengthError(
                 f"the prompt has {len(ids)} tokens; the context holds {self.context_len}, prompt and output together"
             )
-        for param, tokens in (("prompt", ids), ("stop_token_ids", stops), ("logit_bias", tuple(biases or ()))):
+        labels, biased = params.pooling.token_ids if params.pooling else (), tuple(params.logit_bias or ())
+        stops = params.stop_token_ids
+        for param, tokens in (
+            ("prompt", ids),
+            ("stop_token_ids", stops),
+            ("logit_bias", biased),
+            ("label_token_ids", labels),
+        ):
             if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
                 raise RequestError(f"{param} has token ids outside of [0, {self.vocab_size})", param=param)
 
