@@ -92,6 +92,8 @@ class FakeLoop:
 
     def _advance(self, running: Running) -> TokenOutput:
         msg, params, index = running.msg, running.msg.params, running.done
+        if params.max_new_tokens == 0:
+            return self._prefilled(msg)
         token = msg.input_ids[index % len(msg.input_ids)]
         running.done += 1
         running.detokenizer.push([token])
@@ -104,11 +106,19 @@ class FakeLoop:
             finish = FinishReason(FinishKind.LENGTH)
         if finish:
             del self._running[msg.rid]
-        prompt = None
-        if params.prompt_logprobs is not None and index == 0:
-            prompt = [logprob(t, i, params.prompt_logprobs) for i, t in enumerate(msg.input_ids)]
+        prompt = prompt_logprobs(msg) if index == 0 else None
         logprobs = None if params.logprobs is None else [logprob(token, 1, params.logprobs)]
         return TokenOutput(msg.rid, [token], finish, len(msg.input_ids), running.done, 0, logprobs, prompt)
+
+    def _prefilled(self, msg: GenerateMsg) -> TokenOutput:
+        del self._running[msg.rid]
+        finish = FinishReason(FinishKind.LENGTH)
+        return TokenOutput(msg.rid, [], finish, len(msg.input_ids), prompt_logprobs=prompt_logprobs(msg))
+
+
+def prompt_logprobs(msg: GenerateMsg) -> list[TokenLogprob] | None:
+    top = msg.params.prompt_logprobs
+    return None if top is None else [logprob(t, i, top) for i, t in enumerate(msg.input_ids)]
 
 
 def logprob(token: int, index: int, top: int) -> TokenLogprob:

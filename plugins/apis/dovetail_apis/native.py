@@ -90,6 +90,16 @@ class NativeRequest(ApiModel):
     return_text_in_logprobs: bool = False
     priority: Int32 | None = None
     cache_salt: Salt | None = None
+    group: Rid | None = Field(
+        None,
+        description="Requests of one group have a beginning in common: it is computed once and kept for all of them.",
+    )
+    group_size: Int32 | None = Field(
+        None, ge=1, description="How many outputs the group will have; by default those of this request."
+    )
+    session: Rid | None = Field(
+        None, description="The text of the last request of a session stays cached for the next one, for a while."
+    )
 
     ignored = frozenset({"log_metrics", "background"})
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -131,7 +141,15 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
         Prompt(tokens, with_room(params, host.room(tokens, _DEFAULT_MAX_NEW_TOKENS)))
         for tokens, params in zip(ids, chosen, strict=True)
     )
-    return ApiRequest(body.rid or new_id(""), items, True, body.cache_salt or "", body.priority or 0)
+    return ApiRequest(
+        body.rid or new_id(""),
+        items,
+        namespace=body.cache_salt or "",
+        priority=body.priority or 0,
+        group=body.group or "",
+        group_size=body.group_size or 0,
+        session=body.session or "",
+    )
 
 
 def _sampling(body: NativeRequest, count: int) -> list[SamplingParams]:

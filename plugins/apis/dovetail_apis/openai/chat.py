@@ -54,7 +54,11 @@ def _max_tokens(body: ChatRequest) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise RequestError(f"max_tokens is {old} and max_completion_tokens {new}; give one", param="max_tokens")
-    return new if new is not None else old
+    given = new if new is not None else old
+    if given == 0:
+        name = "max_tokens" if new is None else "max_completion_tokens"
+        raise RequestError(f"{name} is 0; allowed: an integer of at least 1", param=name)
+    return given
 
 
 class ChatFormat:
