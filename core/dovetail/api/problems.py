@@ -8,8 +8,12 @@ from dovetail.errors import DovetailError, EngineDeadError, QueueFullError, Requ
 from dovetail.interfaces.api import Problem
 
 
-class UnknownModelError(RequestError):
-    """The request names a model that is not served here (404)."""
+class NotFoundError(RequestError):
+    """The request names something that is not here (404)."""
+
+
+class UnknownModelError(NotFoundError):
+    """The request names a model that is not served here."""
 
     def __init__(self, model: str, served: str) -> None:
         super().__init__(
@@ -43,7 +47,7 @@ def status_of(error: BaseException) -> int:
     """The HTTP status that an error stands for."""
     if isinstance(error, HTTPException):
         return error.status_code
-    if isinstance(error, UnknownModelError):
+    if isinstance(error, NotFoundError):
         return 404
     if isinstance(error, RequestError):
         return 400

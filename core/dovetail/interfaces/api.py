@@ -200,6 +200,9 @@ class ApiHost(ABC):
     vocab_size: int
     embedding: Mapping[str, Any] | None
     """What ``dovetail.ops.vectors.pooling_kind`` wants to know of the model's embeddings; None where it has none."""
+    owner: str = ""
+    """Whom this view belongs to: what an API keeps between requests, it shows to the same owner only. Empty where the server has
+    no tenants."""
 
     @property
     @abstractmethod
