@@ -11,6 +11,11 @@
     │   ├── ContextLengthError            the prompt (or prompt plus max_new_tokens) is too long
     │   └── GrammarError                  a schema, regex or grammar that cannot be honoured
     ├── QueueFullError                    too many requests are waiting; the server answers 503
+    ├── AccessError                       who asks may not
+    │   ├── AuthenticationError           no key, or none that is known; the server answers 401
+    │   └── PermissionDeniedError         the key does not open this; the server answers 403
+    ├── RateLimitError                    a tenant's limit; the server answers 429 and says when to come again
+    ├── TimeLimitError                    the request ran longer than it may; the server answers 504
     └── EngineError                       the engine failed, not the request
         ├── WeightsError                  a checkpoint does not fit its architecture
         └── EngineDeadError               the engine process has ended
@@ -82,6 +87,30 @@ class GrammarError(RequestError):
 
 class QueueFullError(DovetailError):
     """The waiting queue is at its configured bound; the client may retry later."""
+
+
+class AccessError(DovetailError):
+    """Who asks may not. Raised before anything of the request's body is read."""
+
+
+class AuthenticationError(AccessError):
+    """There is no key, or none that is known here (401)."""
+
+
+class PermissionDeniedError(AccessError):
+    """The key is known and does not open this route, or the page that asks is not allowed to (403)."""
+
+
+class RateLimitError(DovetailError):
+    """A limit of the tenant is reached (429). ``retry_after``: seconds until the same request could be taken."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class TimeLimitError(DovetailError):
+    """The request ran longer than ``max_seconds`` (504). To send it again would cost as much."""
 
 
 class EngineError(DovetailError):

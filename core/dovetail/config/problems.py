@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -108,10 +108,12 @@ def _real_path(loc: Sequence[str | int], given: Any) -> Path_:
 
 
 def _keys_at(model: type[BaseModel], path: Path_) -> list[str]:
+    """The fields of the section at ``path``, which may lead through mappings and lists of sections."""
+    at: Any = model
     for key in path:
-        field = model.model_fields.get(str(key))
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+        if isinstance(at, type) and issubclass(at, BaseModel):
+            field = at.model_fields.get(str(key))
+            at = field.annotation if field else None
+        else:  # dict[name, section] or tuple[section, ...]
+            at = next((arg for arg in get_args(at) if isinstance(arg, type) and issubclass(arg, BaseModel)), None)
+    return list(at.model_fields) if isinstance(at, type) and issubclass(at, BaseModel) else []

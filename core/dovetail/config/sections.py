@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dovetail.config.experiment import ExperimentSection
 from dovetail.config.plugin import AttentionSelection, GrammarSelection, Section, Selection
@@ -161,6 +162,38 @@ class ServerSection(Section):
     )
     health_seconds: float = Field(default=30.0, gt=0, description="/health_generate fails if a token takes longer.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What is logged.")
+    keys: str | None = Field(
+        default=None,
+        description="The key file, or `env:NAME` for an environment variable that holds its text. With it every request needs a key, and belongs to a tenant: docs/tenants.md.",
+    )
+    allow_public_without_keys: bool = Field(
+        default=False, description="Listen on an address that other machines can reach although there are no keys."
+    )
+    max_seconds: float | None = Field(
+        default=None, gt=0, le=10**6, description="A request that runs longer is ended with an error (504)."
+    )
+    cors_origins: tuple[str, ...] = Field(
+        default=(),
+        description="Web pages of other origins that may call the server, as in `https://chat.example.org`; `*` for all.",
+    )
+    usage_log: str | None = Field(
+        default=None, description="File to which a line of JSON is added for each request: tenant, tokens, seconds."
+    )
+    usage_log_texts: bool = Field(default=False, description="The usage log also holds prompts and outputs.")
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+                raise ValueError(f"{origin!r} is no origin; allowed: *, or scheme://host[:port] without a path")
+        return origins
+
+    @model_validator(mode="after")
+    def _log_has_tenants(self) -> ServerSection:
+        if self.usage_log and not self.keys:
+            raise ValueError("usage_log needs keys, which tell the tenants apart; give server.keys")
+        return self
 
 
 class TuningSection(Section):

@@ -64,19 +64,19 @@ def read(
     return Raw(tuple(layers), merged)
 
 
-def read_file(file: Path) -> Layer:
-    """One YAML, TOML or JSON file, told apart by its suffix."""
-    parsers = {".yaml": _yaml, ".yml": _yaml, ".toml": tomllib.loads, ".json": _json}
+def read_file(file: Path, what: str = "config file") -> Layer:
+    """One YAML, TOML or JSON file, told apart by its suffix; ``what`` is its name in errors."""
+    parsers = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": tomllib.loads, ".json": _json}
     parse = parsers.get(file.suffix.lower())
     if parse is None:
-        raise ConfigError(f"config file {file} has suffix {file.suffix!r}; allowed: {', '.join(parsers)}")
+        raise ConfigError(f"{what} {file} has suffix {file.suffix!r}; allowed: {', '.join(parsers)}")
     try:
         tree = parse(file.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"config file {file} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{what} {file} cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"config file {file} cannot be parsed: {error}") from error
-    return Layer(str(file), long_form(_mapping(tree, f"config file {file}")))
+        raise ConfigError(f"{what} {file} cannot be parsed: {error}") from error
+    return Layer(str(file), long_form(_mapping(tree, f"{what} {file}")))
 
 
 def read_env(env: Mapping[str, str]) -> list[Layer]:
@@ -97,7 +97,7 @@ def read_set(text: str) -> Layer:
 
 def _assign(path: Sequence[str], text: str, origin: str) -> Layer:
     try:
-        value: Any = _yaml(text)
+        value: Any = parse_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin}: {text!r} is not valid YAML: {error}") from error
     for key in reversed(path):
@@ -114,7 +114,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
+    """YAML without repeated keys. Raises ``yaml.YAMLError`` or ``ValueError``."""
     return yaml.load(text, _UniqueKeys)
 
 

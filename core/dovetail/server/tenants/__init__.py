@@ -1,0 +1,1 @@
+"""Tenants: keys, limits, usage. docs/tenants.md is the page for who runs a server."""

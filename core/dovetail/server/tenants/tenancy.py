@@ -1,0 +1,104 @@
+"""The tenants of one server: who a request belongs to, and the key file as it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from dovetail.config.sections import ServerSection
+from dovetail.config.tenants import ENVIRONMENT, KeyFile, Limits, load_keys
+from dovetail.errors import AuthenticationError, ConfigError, PermissionDeniedError
+from dovetail.server.tenants.keys import Caller, Headers, KeyRing
+from dovetail.server.tenants.tenant import Tenant
+from dovetail.server.tenants.usage import TenantCollector, UsageLog
+
+logger = logging.getLogger("dovetail.server")
+
+Stamp = tuple[int, int, int]
+
+
+class Tenancy:
+    """Keys and tenants. A tenant keeps its counts while its keys change, and after its last one is gone."""
+
+    def __init__(self, section: ServerSection, env: Mapping[str, str]) -> None:
+        """Reads the keys and opens the usage log. Raises ``ConfigError``."""
+        assert section.keys is not None
+        self._source = section.keys
+        self._env = env
+        self.tenants: dict[str, Tenant] = {}
+        self.unknown = 0
+        self._stamp = self._read_stamp()
+        self._use(load_keys(self._source, env))
+        self.log = UsageLog(Path(section.usage_log).expanduser()) if section.usage_log else None
+        self.log_texts = section.usage_log_texts
+
+    def caller(self, headers: Headers) -> Caller:
+        """Who sent a request. Raises ``AuthenticationError``."""
+        try:
+            return self._ring.caller(headers)
+        except AuthenticationError:
+            self.unknown += 1
+            raise
+
+    def admin(self, headers: Headers) -> Caller:
+        """The admin that sent a request. Raises ``AccessError``."""
+        caller = self.caller(headers)
+        if not caller.admin:
+            raise PermissionDeniedError("this needs the key of an admin; the key that was given is a tenant's")
+        return caller
+
+    def collector(self) -> TenantCollector:
+        """For /metrics."""
+        return TenantCollector(self.tenants, lambda: self.unknown)
+
+    async def watch(self, seconds: float = 1.0) -> None:
+        """Read the key file again whenever it has changed; one that is wrong leaves the keys as they are. Never returns."""
+        seen = self._stamp
+        while True:
+            await asyncio.sleep(seconds)
+            stamp = await asyncio.to_thread(self._read_stamp)
+            if stamp == seen and stamp != self._stamp:  # whoever writes it has finished
+                self._stamp = stamp
+                self.reload()
+            seen = stamp
+
+    def reload(self) -> bool:
+        """Read the keys again; False, with a line in the log, where they are wrong: the old ones stay."""
+        try:
+            self._use(load_keys(self._source, self._env))
+        except (ConfigError, RecursionError) as error:
+            logger.error("the keys were not read again, and those from before stay: %s", error)
+            return False
+        logger.info("the keys were read again: %s", self.summary)
+        return True
+
+    @property
+    def summary(self) -> str:
+        """What there is, for the log."""
+        return f"{len(self._file.tenants)} tenants, {len(self._file.admins)} admins"
+
+    def _use(self, file: KeyFile) -> None:
+        self._file = file
+        self._ring = KeyRing(file)
+        for name, section in file.tenants.items():
+            self._set(name, file.limits(name), section.salt or name)
+        for name in file.admins:
+            self._set(name, Limits(), f"admin:{name}")  # no tenant can have this salt
+
+    def _set(self, name: str, limits: Limits, salt: str) -> None:
+        if name in self.tenants:
+            self.tenants[name].update(limits, salt)
+        else:
+            self.tenants[name] = Tenant(name, limits, salt)
+
+    def _read_stamp(self) -> Stamp | None:
+        """What changes when the file does; None for one that is not there, or in the environment."""
+        if self._source.startswith(ENVIRONMENT):
+            return None
+        try:
+            stat = Path(self._source).expanduser().stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
