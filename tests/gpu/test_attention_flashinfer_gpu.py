@@ -17,7 +17,8 @@ import torch
 
 from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import EMBEDDED
-from dovetail.testing.attention import STEPS, AttentionSuite
+from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.attention_cases import STEPS
 from dovetail.testing.attention_reference import Case, Step
 
 pytestmark = [

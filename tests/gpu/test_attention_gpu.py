@@ -12,7 +12,8 @@ import torch
 
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.memory.pool import PagedKVPool, pool_dtype
-from dovetail.testing.attention import STEPS, AttentionSuite
+from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.attention_cases import STEPS
 from dovetail.testing.attention_reference import Step
 
 pytestmark = [

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail.testing.attention import GRAPH_ROWS, SHARED_STEPS, STEPS, AttentionSuite
+from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.attention_cases import GRAPH_ROWS, SHARED_STEPS, STEPS
 from dovetail.testing.attention_reference import Case, Step
 from dovetail_attention.triton import backend
 

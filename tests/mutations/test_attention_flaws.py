@@ -12,7 +12,8 @@ import torch
 from mutants_attention import OFFERS, Sound, flawed
 
 from dovetail.interfaces.features import Feature
-from dovetail.testing.attention import STEPS, AttentionSuite
+from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.attention_cases import STEPS
 
 
 class TestSound(Sound):

@@ -17,7 +17,8 @@ import torch
 from dovetail.config import Config
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.plugins import Machine, resolve, setup
-from dovetail.testing.attention import SHARED_STEPS, STEPS, AttentionSuite
+from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.attention_cases import SHARED_STEPS, STEPS
 from dovetail.testing.attention_graphs import (
     VERIFY_REPLAYS,
     VERIFY_TOKENS,

@@ -16,7 +16,8 @@ import torch
 
 from dovetail.errors import ConfigError, EngineError
 from dovetail.interfaces.attention import AttentionLayer
-from dovetail.testing.attention import STEPS, AttentionSuite
+from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.attention_cases import STEPS
 from dovetail.testing.attention_reference import Case, Step
 
 MODULES = "dovetail_attention.flashinfer."

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from dovetail.ops.triton import pages
-from dovetail.testing.attention import GRAPH_ROWS, REPLAYS, SHARED_STEPS, STEPS, AttentionSuite
+from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.attention_cases import GRAPH_ROWS, REPLAYS, SHARED_STEPS, STEPS
 from dovetail.testing.attention_graphs import (
     VERIFY_REPLAYS,
     VERIFY_TOKENS,

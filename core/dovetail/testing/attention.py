@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 
-from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
+from dovetail.interfaces.attention import AttentionLayer
 from dovetail.interfaces.features import Feature
 from dovetail.memory.pool import pool_dtype
-from dovetail.plugins.specs import ComponentKind, Constraints
+from dovetail.testing.attention_cases import (
+    DECODE,
+    EXTEND,
+    GRAPH,
+    GRAPH_ROWS,
+    MIXED,
+    REPLAYS,
+    SHARED_PREFIX,
+    SHARED_STEPS,
+    SINKS,
+    SOFT_CAP,
+    STEPS,
+    TREE,
+    VERIFY,
+    WINDOW,
+    only_phase,
+)
+from dovetail.testing.attention_checks import AttentionChecks
 from dovetail.testing.attention_graphs import (
     VERIFY_REPLAYS,
     VERIFY_TOKENS,
@@ -21,156 +36,20 @@ from dovetail.testing.attention_graphs import (
     CapturedVerify,
     verify_step,
 )
-from dovetail.testing.attention_reference import TOLERANCES, Case, Step, output_shape, poisoned_equal, reference
-from dovetail.testing.component import ComponentSuite
+from dovetail.testing.attention_reference import Case, Step
 
-EXTEND, DECODE, MIXED = Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED
-VERIFY, TREE, WINDOW = Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK, Feature.ATTN_SLIDING_WINDOW
-SOFT_CAP, SINKS = Feature.ATTN_SOFT_CAP, Feature.ATTN_SINKS
-SHARED_PREFIX, GRAPH = Feature.ATTN_SHARED_PREFIX, Feature.ATTN_GRAPH
-
-STEPS: dict[str, tuple[Case, tuple[Feature, ...]]] = {
-    "extend": (Case([0, 0, 0, 0], [1, 5, 33, 16], num_extend=4), (EXTEND,)),
-    "extend after a prefix": (Case([4, 7, 16, 0, 61], [12, 1, 3, 8, 40], num_extend=5), (EXTEND,)),
-    "decode": (Case([0, 3, 4, 15, 16, 17, 63, 130], [1] * 8), (DECODE,)),
-    "decode one row": (Case([37], [1]), (DECODE,)),
-    "mixed": (Case([0, 20, 9, 31, 0], [19, 6, 1, 1, 1], num_extend=2), (MIXED,)),
-    "verify chains": (Case([11, 30, 4, 15], [4, 4, 1, 3], trees=[[-1, 0, 1], [-1, 0, 1], [], [-1, 0]]), (VERIFY,)),
-    "verify beside extend": (
-        Case([0, 8, 11, 30], [21, 40, 4, 1], num_extend=2, trees=[[-1, 0, 1], []]),
-        (VERIFY, MIXED),
-    ),
-    "trees": (
-        Case([9, 0, 40, 15], [6, 4, 1, 6], trees=[[-1, -1, 0, 0, 1], [-1, -1, -1], [], [-1, 0, 0, 1, 2]]),
-        (VERIFY, TREE),
-    ),
-    "one tree": (Case([50], [8], trees=[[-1, -1, 0, 0, 1, 3, 3]]), (VERIFY, TREE)),
-    "blocks in place of trees": (
-        Case([9, 0, 40, 3], [6, 4, 2, 16], trees=[[*range(-1, n)] for n in (4, 2, 0, 14)], blocks=True),
-        (VERIFY, TREE),
-    ),
-    "trees beside extend": (
-        Case([0, 5, 22, 13], [3, 45, 5, 1], num_extend=2, trees=[[-1, 0, 0, 1], []]),
-        (VERIFY, TREE, MIXED),
-    ),
-}
 each_step = pytest.mark.parametrize("step", STEPS)
 each_kv_dtype = pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
-
-SHARED_STEPS: dict[str, Case] = {
-    "one group": Case([64, 70, 90, 65], [1] * 4, groups=[(4, 64)]),
-    "groups and single rows": Case(
-        [66, 65, 80, 5, 130, 129, 0, 48, 49, 50], [1] * 10, groups=[(3, 64), (1, 0), (2, 128), (1, 0), (3, 48)]
-    ),
-    "a group of one": Case([70, 33, 32], [1] * 3, groups=[(1, 64), (2, 32)]),
-    "padding": Case([40, 33, 12, 50, 0, 0, 0], [1] * 7, groups=[(2, 32), (1, 0), (1, 0)], padding=3),
-    "nobody shares": Case([3, 40, 0], [1] * 3, groups=[]),
-    "many rows": Case([16 + row % 19 for row in range(70)], [1] * 70, groups=[(65, 16), (5, 16)]),
-}
 each_shared_step = pytest.mark.parametrize("step", SHARED_STEPS)
 
-REPLAYS: tuple[tuple[list[int], list[tuple[int, int]]], ...] = (
-    ([70, 65, 300, 0, 17, 16, 15], [(3, 64)]),
-    ([299, 299, 299, 290, 299, 280, 299, 299], [(4, 160), (4, 272)]),
-    ([5], []),
-    ([33, 32, 260, 257, 256], [(2, 32), (3, 256)]),
-)
-"""Prefixes and groups of decode steps, one after the other in a graph of ``GRAPH_ROWS`` rows."""
-GRAPH_ROWS = 9
 
-
-def only_phase(phase: Feature) -> dict[str, tuple[Case, tuple[Feature, ...]]]:
-    """The steps that need no other phase than this one."""
-    return {name: entry for name, entry in STEPS.items() if entry[1] == (phase,)}
-
-
-class AttentionSuite(ComponentSuite):
+class AttentionSuite(AttentionChecks):
     """``class TestMine(AttentionSuite): name = "mine"`` is a whole test file.
 
     Cases run on the first device and in the first dtype that the spec allows and this machine has, unless ``device`` and
     ``dtypes`` say otherwise. A case whose features are all declared must pass. One that is not declared is tried all the
     same: if it passes, its skip says so, and ``undeclared`` collects it.
     """
-
-    kind: ClassVar[ComponentKind] = ComponentKind.ATTENTION
-    device: ClassVar[str | None] = None
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
-    longest: ClassVar[int] = 1900
-    """Keys of the longest rows, which a backend may split or group. Less where they take too long to be read."""
-    undeclared: ClassVar[set[tuple[str, Feature]]] = set()
-    """(component, feature) of every case that passed although the feature is not declared."""
-
-    @property
-    def constraints(self) -> Constraints:
-        """Where the component says it can run."""
-        return self.spec.constraints
-
-    def make(self, context: AttentionContext) -> AttentionBackend:
-        """A new backend. Override it to test a class that no plugin registers."""
-        return self.build(context)
-
-    def find_device(self) -> torch.device:
-        """Where to test. Skips if the component runs on no device of this machine."""
-        there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        wanted = (self.device,) if self.device else (self.constraints.devices or there)
-        for name in wanted:
-            if name in there:
-                return torch.device(name)
-        pytest.skip(f"{self.name} runs on {', '.join(wanted)}; this machine has {', '.join(there)}")
-
-    def fit(self, case: Case) -> Case:
-        """``case`` in a dtype, head_dim and page size that the component allows, changed as little as possible."""
-        allowed = self.constraints
-        names = allowed.dtypes or tuple(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        dtypes = [dtype for dtype in self.dtypes if str(dtype).removeprefix("torch.") in names]
-        return replace(
-            case,
-            dtype=case.dtype if case.dtype in dtypes else dtypes[0],
-            head_dim=_nearest(case.head_dim, allowed.head_dims),
-            page_size=_nearest(case.page_size, allowed.page_sizes),
-        )
-
-    def check(self, case: Case, *features: Feature) -> None:
-        """Compare one step with the reference, as far as ``features`` are declared."""
-        missing = [feature for feature in features if not self.offers(feature)]
-        if not missing:
-            self.proves(*features)
-            self.compare(case)
-            return
-        names = ", ".join(missing)
-        try:
-            self.compare(case)
-        except Exception:
-            pytest.skip(f"{self.name} does not declare {names}")
-        self.undeclared.update((self.name, feature) for feature in missing)
-        pytest.skip(f"{self.name} does not declare {names}, yet this case passes")
-
-    @torch.inference_mode()
-    def compare(self, case: Case, backend: AttentionBackend | None = None) -> None:
-        """Run one step and compare. ``backend`` must have been built for a pool of the same content."""
-        step = Step(self.fit(case), self.find_device())
-        backend = backend or self.make(step.context())
-        pool, q = (step.pool.k.clone(), step.pool.v.clone()), step.q.clone()
-        backend.plan(step.batch)
-        out = backend.forward(step.q, step.layer, step.batch)
-        self.compare_output(step, out)
-        assert torch.equal(step.q, q), "forward changed its queries"
-        assert poisoned_equal(step.pool.k, pool[0]), "forward changed the pool"
-        assert poisoned_equal(step.pool.v, pool[1]), "forward changed the pool"
-
-    def compare_output(self, step: Step, out: torch.Tensor) -> None:
-        """``out`` has the shape and dtype of the queries (the size of the values) and the numbers of the reference."""
-        assert out.shape == output_shape(step)
-        assert out.dtype == step.q.dtype
-        expected = reference(step)
-        real = ~expected.isnan()
-        error = (out.cpu().double() - expected).abs()[real]
-        assert not error.isnan().any(), "NaN from places that no row owns reached the output"
-        allowed = TOLERANCES[step.case.dtype]
-        worst = float((error / (1 + expected[real].abs())).max())
-        assert worst <= allowed, (
-            f"difference of {worst:.2e} (1 + |value|); {allowed:.0e} is allowed in {step.case.dtype}"
-        )
 
     @pytest.mark.parametrize("page_size", [1, 4, 16])
     @pytest.mark.parametrize(
@@ -475,38 +354,3 @@ class AttentionSuite(ComponentSuite):
         for row in range(len(whole.lens)):
             alone, tokens = self.alone(backend, whole, row)
             assert torch.equal(alone, together[tokens]), f"row {row} is another beside other rows"
-
-    def alone(self, backend: AttentionBackend, whole: Step, row: int) -> tuple[torch.Tensor, slice]:
-        """The output of one row of ``whole`` in a batch of its own, and its tokens there."""
-        case, first = whole.case, whole.batch.num_extend
-        extends = row < first
-        trees = None if extends or case.trees is None else [case.trees[row - first]]
-        prefix, extend = [case.prefix[row]], [case.extend[row]]
-        single = Step(replace(case, prefix=prefix, extend=extend, num_extend=int(extends), trees=trees), whole.device)
-        single.batch.page_table = whole.batch.page_table[row : row + 1]
-        start = sum(case.extend[:row])
-        tokens = slice(start, start + case.extend[row])
-        backend.plan(single.batch)
-        return backend.forward(whole.q[tokens], whole.layer, single.batch), tokens
-
-    def skip_dtype(self, dtype: torch.dtype) -> None:
-        """Skip if the component or this suite does not allow it."""
-        if self.fit(replace(STEPS["decode"][0], dtype=dtype)).dtype != dtype:
-            pytest.skip(f"{self.name} does not allow {dtype}")
-
-    def skip_kv_dtype(self, kv_dtype: str) -> None:
-        """Skip if the component, or this machine, does not allow it."""
-        if self.constraints.kv_dtypes and kv_dtype not in self.constraints.kv_dtypes:
-            pytest.skip(f"{self.name} does not allow a pool of {kv_dtype}")
-        device = self.find_device()
-        if kv_dtype == "fp8_e4m3" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            pytest.skip("fp8_e4m3 needs compute capability 8.9")
-
-    def skip_page_size(self, page_size: int) -> None:
-        """Skip if the component does not allow it."""
-        if self.constraints.page_sizes and page_size not in self.constraints.page_sizes:
-            pytest.skip(f"{self.name} does not allow page size {page_size}")
-
-
-def _nearest(wanted: int, allowed: Sequence[int]) -> int:
-    return min(allowed, key=lambda value: abs(value - wanted), default=wanted)

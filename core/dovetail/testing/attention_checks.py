@@ -1,0 +1,136 @@
+"""How one step of an attention backend is compared with the reference, and which cases a component is spared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from dovetail.interfaces.attention import AttentionBackend, AttentionContext
+from dovetail.interfaces.features import Feature
+from dovetail.plugins.specs import ComponentKind, Constraints
+from dovetail.testing.attention_cases import STEPS
+from dovetail.testing.attention_reference import TOLERANCES, Case, Step, output_shape, poisoned_equal, reference
+from dovetail.testing.component import ComponentSuite
+
+
+class AttentionChecks(ComponentSuite):
+    """What the cases of ``AttentionSuite`` are made of: a step that fits the component, compared or skipped."""
+
+    kind: ClassVar[ComponentKind] = ComponentKind.ATTENTION
+    device: ClassVar[str | None] = None
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+    longest: ClassVar[int] = 1900
+    """Keys of the longest rows, which a backend may split or group. Less where they take too long to be read."""
+    undeclared: ClassVar[set[tuple[str, Feature]]] = set()
+    """(component, feature) of every case that passed although the feature is not declared."""
+
+    @property
+    def constraints(self) -> Constraints:
+        """Where the component says it can run."""
+        return self.spec.constraints
+
+    def make(self, context: AttentionContext) -> AttentionBackend:
+        """A new backend. Override it to test a class that no plugin registers."""
+        return self.build(context)
+
+    def find_device(self) -> torch.device:
+        """Where to test. Skips if the component runs on no device of this machine."""
+        there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        wanted = (self.device,) if self.device else (self.constraints.devices or there)
+        for name in wanted:
+            if name in there:
+                return torch.device(name)
+        pytest.skip(f"{self.name} runs on {', '.join(wanted)}; this machine has {', '.join(there)}")
+
+    def fit(self, case: Case) -> Case:
+        """``case`` in a dtype, head_dim and page size that the component allows, changed as little as possible."""
+        allowed = self.constraints
+        names = allowed.dtypes or tuple(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        dtypes = [dtype for dtype in self.dtypes if str(dtype).removeprefix("torch.") in names]
+        return replace(
+            case,
+            dtype=case.dtype if case.dtype in dtypes else dtypes[0],
+            head_dim=_nearest(case.head_dim, allowed.head_dims),
+            page_size=_nearest(case.page_size, allowed.page_sizes),
+        )
+
+    def check(self, case: Case, *features: Feature) -> None:
+        """Compare one step with the reference, as far as ``features`` are declared."""
+        missing = [feature for feature in features if not self.offers(feature)]
+        if not missing:
+            self.proves(*features)
+            self.compare(case)
+            return
+        names = ", ".join(missing)
+        try:
+            self.compare(case)
+        except Exception:
+            pytest.skip(f"{self.name} does not declare {names}")
+        self.undeclared.update((self.name, feature) for feature in missing)
+        pytest.skip(f"{self.name} does not declare {names}, yet this case passes")
+
+    @torch.inference_mode()
+    def compare(self, case: Case, backend: AttentionBackend | None = None) -> None:
+        """Run one step and compare. ``backend`` must have been built for a pool of the same content."""
+        step = Step(self.fit(case), self.find_device())
+        backend = backend or self.make(step.context())
+        pool, q = (step.pool.k.clone(), step.pool.v.clone()), step.q.clone()
+        backend.plan(step.batch)
+        out = backend.forward(step.q, step.layer, step.batch)
+        self.compare_output(step, out)
+        assert torch.equal(step.q, q), "forward changed its queries"
+        assert poisoned_equal(step.pool.k, pool[0]), "forward changed the pool"
+        assert poisoned_equal(step.pool.v, pool[1]), "forward changed the pool"
+
+    def compare_output(self, step: Step, out: torch.Tensor) -> None:
+        """``out`` has the shape and dtype of the queries (the size of the values) and the numbers of the reference."""
+        assert out.shape == output_shape(step)
+        assert out.dtype == step.q.dtype
+        expected = reference(step)
+        real = ~expected.isnan()
+        error = (out.cpu().double() - expected).abs()[real]
+        assert not error.isnan().any(), "NaN from places that no row owns reached the output"
+        allowed = TOLERANCES[step.case.dtype]
+        worst = float((error / (1 + expected[real].abs())).max())
+        assert worst <= allowed, (
+            f"difference of {worst:.2e} (1 + |value|); {allowed:.0e} is allowed in {step.case.dtype}"
+        )
+
+    def alone(self, backend: AttentionBackend, whole: Step, row: int) -> tuple[torch.Tensor, slice]:
+        """The output of one row of ``whole`` in a batch of its own, and its tokens there."""
+        case, first = whole.case, whole.batch.num_extend
+        extends = row < first
+        trees = None if extends or case.trees is None else [case.trees[row - first]]
+        prefix, extend = [case.prefix[row]], [case.extend[row]]
+        single = Step(replace(case, prefix=prefix, extend=extend, num_extend=int(extends), trees=trees), whole.device)
+        single.batch.page_table = whole.batch.page_table[row : row + 1]
+        start = sum(case.extend[:row])
+        tokens = slice(start, start + case.extend[row])
+        backend.plan(single.batch)
+        return backend.forward(whole.q[tokens], whole.layer, single.batch), tokens
+
+    def skip_dtype(self, dtype: torch.dtype) -> None:
+        """Skip if the component or this suite does not allow it."""
+        if self.fit(replace(STEPS["decode"][0], dtype=dtype)).dtype != dtype:
+            pytest.skip(f"{self.name} does not allow {dtype}")
+
+    def skip_kv_dtype(self, kv_dtype: str) -> None:
+        """Skip if the component, or this machine, does not allow it."""
+        if self.constraints.kv_dtypes and kv_dtype not in self.constraints.kv_dtypes:
+            pytest.skip(f"{self.name} does not allow a pool of {kv_dtype}")
+        device = self.find_device()
+        if kv_dtype == "fp8_e4m3" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            pytest.skip("fp8_e4m3 needs compute capability 8.9")
+
+    def skip_page_size(self, page_size: int) -> None:
+        """Skip if the component does not allow it."""
+        if self.constraints.page_sizes and page_size not in self.constraints.page_sizes:
+            pytest.skip(f"{self.name} does not allow page size {page_size}")
+
+
+def _nearest(wanted: int, allowed: Sequence[int]) -> int:
+    return min(allowed, key=lambda value: abs(value - wanted), default=wanted)
