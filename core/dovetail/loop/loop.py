@@ -125,6 +125,7 @@ class Loop:
     def _flush(self, call_id: str) -> CommandReply:
         if self.scheduler.has_work:
             return CommandReply(call_id, False, "requests are running; the cache is flushed when none is")
+        self.scheduler.let_go()
         ledger = self.scheduler.ledger
         pages = ledger.cache.reset()
         ledger.allocator.free(pages)
@@ -303,6 +304,7 @@ class Loop:
 
     def stats(self, call_id: str = "") -> EngineStats:
         """Gauges now, totals since the start."""
+        self.scheduler.expire()
         seconds = {**self._seconds, "mask": self.engine.sampler.mask_seconds}
         return stats_of(self.scheduler, seconds, self._steps, self._fence.errors, call_id)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dovetail.interfaces.cache import Match, PrefixCache
     from dovetail.memory.allocator import PageAllocator
@@ -29,11 +29,20 @@ class PageLedger:
         self.cache = cache
         self.table = table
         self.page_size = page_size
+        self.give_way: Callable[[int], bool] = lambda short: False
+        """Asked when so many pages are missing: unlocks something that is only there for speed; False if that is no use."""
 
     @property
     def available(self) -> int:
         """Pages that can be had now: free ones and those the cache would evict."""
         return self.allocator.num_free + self.cache.evictable_pages
+
+    def make_room(self, count: int) -> bool:
+        """True if ``count`` pages can be had; what is locked only for speed gives way to that."""
+        while (short := count - self.available) > 0:
+            if not self.give_way(short):
+                return False
+        return True
 
     def pages_for(self, length: int) -> int:
         """Pages that hold ``length`` tokens."""
@@ -83,7 +92,7 @@ class PageLedger:
         """Pages ``[groups, count]``, evicting cached prefixes if needed; None if there are not enough."""
         short = count - self.allocator.num_free
         if short > 0:
-            if short > self.cache.evictable_pages:
+            if not self.make_room(count):
                 return None
             self.allocator.free(self.cache.evict(short))
         pages = self.allocator.alloc(count)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.cache import Match
+from dovetail.scheduler.groups import together
 from dovetail.scheduler.waits import PrefixWaits
 
 if TYPE_CHECKING:
     from dovetail.interfaces.policy import SchedulePolicy
     from dovetail.memory.ledger import PageLedger
+    from dovetail.scheduler.groups import Groups
     from dovetail.scheduler.limits import Limits, Totals
     from dovetail.types import Req
 
@@ -21,12 +23,15 @@ once. Retraction makes any value safe; a larger one runs fewer requests, a small
 class Admission:
     """Continues chunked prompts, then admits waiting requests in the policy's order while tokens, slots and pages last."""
 
-    def __init__(self, limits: Limits, ledger: PageLedger, policy: SchedulePolicy, totals: Totals) -> None:
+    def __init__(
+        self, limits: Limits, ledger: PageLedger, policy: SchedulePolicy, totals: Totals, groups: Groups
+    ) -> None:
         self.limits = limits
         self.ledger = ledger
         self.policy = policy
         self.totals = totals
-        self._waits = PrefixWaits(ledger.page_size)
+        self._groups = groups
+        self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix)
 
     def fill(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Requests and the prompt tokens of each that enter this step, ``limits.chunk_size`` in all. Mutates
@@ -44,12 +49,14 @@ class Admission:
     def forget(self, req: Req) -> None:
         """A request has left the waiting queue by another way than admission."""
         self._waits.forget(req)
+        if not req.num_retractions:
+            self._groups.begun(req)
 
     def _admit(
         self, waiting: list[Req], prefilling: list[Req], decoding: list[Req], budget: int
     ) -> list[tuple[Req, int]]:
         rows: list[tuple[Req, int]] = []
-        waits = self._waits if self.limits.wait_for_prefix else None
+        waits = self._waits if self.limits.reuses_prefixes else None
         if waits is not None:
             waits.begin(prefilling + [r for r in decoding if r.known_len == r.prompt_len])
         claims: int | None = None
@@ -80,8 +87,9 @@ class Admission:
         return rows
 
     def _candidates(self, waiting: list[Req], running: list[Req]) -> list[Req]:
-        """Who may be admitted, in order: retracted requests first, oldest first, then as the policy says. A request
-        waits for its grammar, and a retracted one for the token of its last step."""
+        """Who may be admitted, in order: retracted requests first, oldest first, then as the policy says, but for members
+        of a group, which follow its first. A request waits for its grammar, and a retracted one for the token of its last
+        step."""
         ready = [r for r in waiting if r.ticket is None and r.known_len == r.device_len and not r.in_flight]
         retracted = sorted((r for r in ready if r.num_retractions), key=lambda r: r.uid)
         fresh = [r for r in ready if not r.num_retractions]
@@ -90,7 +98,7 @@ class Admission:
         ordered = self.policy.order(fresh, running)
         if len(ordered) != len(fresh):
             raise ValueError(f"the policy ordered {len(fresh)} requests into {len(ordered)}; it must return them all")
-        return retracted + ordered
+        return retracted + (together(ordered) if any(req.group for req in fresh) else ordered)
 
     def _match(self, req: Req) -> Match:
         """The cached prefix, short of the last token, whose logits are needed; none where something of every token is."""
@@ -107,7 +115,7 @@ class Admission:
         ledger = self.ledger
         need = ledger.pages_for(req.device_len) - match.pages.shape[1]
         ledger.cache.lock(match.handle)  # first: what it protects cannot be evicted for the rest
-        if need + claims > ledger.available:
+        if not ledger.make_room(need + claims):
             ledger.cache.unlock(match.handle)
             return False
         self._place(req, match)
@@ -118,6 +126,7 @@ class Admission:
         reserved = self.ledger.reserve(req, req.device_len)
         assert reserved, "pages counted as available could not be reserved"
         if not req.num_retractions:
+            self._groups.begun(req)
             req.prefix_hit_len = match.length
             self.totals.cached_tokens += match.length
 

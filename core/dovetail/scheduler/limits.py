@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The scheduler's bounds, from config and model. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
+    """The scheduler's bounds, from config and model. ``reuses_prefixes``: the prefix cache keeps something. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
     with ``adapt_drafts`` each request gets fewer where few are accepted; ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
     ``jump_forward`` appends text that a grammar forces; not together with drafts. ``embeds``: the model offers model.embed.
     Groups and sessions keep prefixes locked for ``pin_seconds``, ``pin_pages`` of them in all."""
@@ -18,6 +18,7 @@ class Limits:
     context_len: int
     vocab_size: int
     mixed: bool = True
+    reuses_prefixes: bool = True
     wait_for_prefix: bool = True
     draft_width: int = 0
     adapt_drafts: bool = False
@@ -36,6 +37,9 @@ class Totals:
     cached_tokens: int = 0
     generated_tokens: int = 0
     retractions: int = 0
+    pins_taken: int = 0
+    pins_dropped: int = 0
+    pins_expired: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_steps: int = 0

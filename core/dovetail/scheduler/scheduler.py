@@ -10,6 +10,7 @@ Cursors advance in ``schedule``, when work is handed out; ``commit`` brings the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from dovetail.scheduler.admission import Admission
 from dovetail.scheduler.compiling import Compiling
 from dovetail.scheduler.drafts import checked
 from dovetail.scheduler.gated import FreeTokens
+from dovetail.scheduler.groups import Groups
 from dovetail.scheduler.intake import make_req
 from dovetail.scheduler.jump import Jumper
 from dovetail.scheduler.limits import Limits, Totals
@@ -34,6 +36,7 @@ from dovetail.scheduler.outcome import (
     take_forced,
     take_tokens,
 )
+from dovetail.scheduler.pins import Clock, PinKey, Pins
 from dovetail.scheduler.rows import DecodeRows, decode_batch, mixed_batch, prefilled
 from dovetail.scheduler.sharing import Sharing
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
@@ -57,6 +60,7 @@ class Scheduler:
         grammars: GrammarService,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        clock: Clock = time.monotonic,
     ) -> None:
         self.limits = limits
         self.ledger = ledger
@@ -70,7 +74,10 @@ class Scheduler:
         self._rows: DecodeRows | None = None  # None: someone has joined or left, or reads other pages of the cache
         self._sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
         self._jumper = Jumper(tokenizer) if limits.jump_forward and tokenizer is not None else None
-        self._admission = Admission(limits, ledger, policy, self.totals)
+        self.pins = Pins(limits, ledger, self.totals, clock)
+        ledger.give_way = self.pins.give_way
+        self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds)
+        self._admission = Admission(limits, ledger, policy, self.totals, self.groups)
         self._compiling = Compiling(FreeTokens(limits.vocab_size, eos_token_ids))
         self._departed: list[Req] = []
         self._by_rid: dict[str, Req] = {}
@@ -91,6 +98,7 @@ class Scheduler:
             self._compiling.start(req, msg.params.grammar, self.grammars)
         req.uid, self._next_uid = self._next_uid, self._next_uid + 1
         self.waiting.append(req)
+        self.groups.joined(req)
         self._by_rid[req.rid] = req
         self.totals.prompt_tokens += req.prompt_len
         return req
@@ -113,6 +121,7 @@ class Scheduler:
         for req, refusal in self._compiling.collect(self.grammars):
             if refusal is not None:
                 self.waiting.remove(req)
+                self._admission.forget(req)
                 self._forget(req)
                 answers.append(refusal)
         return answers
@@ -124,11 +133,17 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step's work, with pages reserved and cursors advanced; None if nothing can run now."""
+        self.expire()
         rows = self._reserve_decodes()
         extend = self._admission.fill(self.waiting, self.prefilling, self.decoding)
         if extend:
             return self._mixed_batch(extend, rows if self.limits.mixed else DecodeRows([], self.ledger.page_size))
         return self._decode_batch(rows) if rows.reqs else None
+
+    def expire(self) -> None:
+        """Let go of what was kept in the cache for groups and sessions that have not come in time."""
+        self.pins.expire()
+        self.groups.expire()
 
     def _reserve_decodes(self) -> DecodeRows:
         """Decode rows, with pages for their next tokens (retracts until they fit), and for drafts as far as there are any."""
@@ -312,6 +327,7 @@ class Scheduler:
     def _share(self, req: Req) -> None:
         """A part of its prompt is in the pool: others may read it."""
         self.ledger.share(req)
+        self.groups.computed(req)
         if self._sharing is not None:
             self._rows = None
 
@@ -324,7 +340,14 @@ class Scheduler:
 
     def abort_all(self, message: str) -> list[Answer]:
         """End every request now."""
-        return self._abort(list(self._by_rid.values()), message)
+        answers = self._abort(list(self._by_rid.values()), message)
+        self.let_go()
+        return answers
+
+    def let_go(self) -> None:
+        """Keep nothing in the cache for groups and sessions any more."""
+        self.groups.clear()
+        self.pins.clear()
 
     def _abort(self, reqs: list[Req], message: str) -> list[Answer]:
         for req in reqs:
@@ -355,6 +378,8 @@ class Scheduler:
         for req in reqs:
             if req.slot >= 0:
                 self._release(req, keep=keep)
+                if keep:
+                    self._keep_for_others(req)
             else:
                 self._admission.forget(req)
             self._forget(req)
@@ -364,12 +389,19 @@ class Scheduler:
         if self.limits.draft_width:
             self._departed.append(req)
 
+    def _keep_for_others(self, req: Req) -> None:
+        """It has ended; its text is in the cache, and may be wanted by its group or by the next of its session."""
+        self.groups.computed(req)
+        if req.session:
+            self.pins.keep(PinKey("session", req.namespace, req.session), req.token_ids[: req.known_len])
+
     def _forget(self, req: Req) -> None:
         del self._by_rid[req.rid]
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and pages agree; for idle times and tests."""
         self.ledger.check_integrity(self.running)
+        self.pins.check_integrity()
         for req in self.running:
             assert 0 <= req.cached_len <= req.device_len <= req.max_device_len + 1, req.rid
             assert req.num_pages * self.ledger.page_size >= req.cached_len, req.rid

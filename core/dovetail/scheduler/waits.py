@@ -15,8 +15,8 @@ LOOK_BACK = 256
 """Tokens at the end of a prefix that it is looked up by. Texts that differ further back are told apart by comparing them,
 one by one: a larger value makes that rarer, and every look-up dearer."""
 
-Key = tuple[str, bytes]
-"""A namespace, and the last tokens of a prefix."""
+Key = tuple[str, str, bytes]
+"""A namespace, a group (empty: whoever), and the last tokens of a prefix."""
 
 
 class PrefixWaits:
@@ -27,8 +27,10 @@ class PrefixWaits:
     has lost meanwhile.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, only_groups: bool = False) -> None:
+        """``only_groups``: members of a group wait for each other, and nobody else for anybody."""
         self._page_size = page_size
+        self._only_groups = only_groups
         self._waits: dict[int, tuple[Req, int]] = {}  # by uid: who is waited for, and the pages in common
         self._computing: list[Req] = []
         self._uids: set[int] = set()
@@ -46,7 +48,7 @@ class PrefixWaits:
         self._uids.add(req.uid)
         for end, index in self._by_end.items():
             if end <= req.prompt_len:
-                index.setdefault(_key(req, end), []).append(req)
+                index.setdefault(self._key(req, end), []).append(req)
 
     def forget(self, req: Req) -> None:
         """``req`` waits no longer."""
@@ -67,12 +69,12 @@ class PrefixWaits:
         """True if a prompt that is being computed has more of this request's prefix than the ``cached`` tokens that the
         cache has: then ``req`` waits from now on."""
         end = cached + self._page_size
-        if end > req.device_len - 1:
+        if end > req.device_len - 1 or (self._only_groups and not req.group):
             return False
-        for other in self._index(end).get(_key(req, end), ()):
+        for other in self._index(end).get(self._key(req, end), ()):
             if np.array_equal(req.token_ids[:end], other.token_ids[:end]):
                 mine, theirs = req.token_ids[: req.device_len - 1], other.token_ids[: other.prompt_len]
-                self._waits[req.uid] = other, _common(mine, theirs) // self._page_size
+                self._waits[req.uid] = other, common_length(mine, theirs) // self._page_size
                 return True
         return False
 
@@ -83,15 +85,15 @@ class PrefixWaits:
             index = self._by_end[end] = {}
             for req in self._computing:
                 if end <= req.prompt_len:
-                    index.setdefault(_key(req, end), []).append(req)
+                    index.setdefault(self._key(req, end), []).append(req)
         return index
 
+    def _key(self, req: Req, end: int) -> Key:
+        scope = req.group if self._only_groups else ""
+        return req.namespace, scope, req.token_ids[max(0, end - LOOK_BACK) : end].tobytes()
 
-def _key(req: Req, end: int) -> Key:
-    return req.namespace, req.token_ids[max(0, end - LOOK_BACK) : end].tobytes()
 
-
-def _common(a: IntArray, b: IntArray) -> int:
+def common_length(a: IntArray, b: IntArray) -> int:
     """How many tokens two texts have in common."""
     n = min(len(a), len(b))
     equal = a[:n] == b[:n]

@@ -1,0 +1,123 @@
+"""Groups: requests that say that they begin alike. They stand together in the queue, and what they have in common stays in
+the cache until all of them have been admitted.
+
+    members   [ system prompt, document | question 1 ]    the first is admitted, the others wait for it (``PrefixWaits``)
+              [ system prompt, document | question 2 ]    and are then admitted together
+                common, in whole pages  ^                 pinned from when it is computed to when the last is admitted
+
+Members may come one by one: what is common is known of those seen so far, and the pin shrinks to it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dovetail.scheduler.pins import PinKey
+from dovetail.scheduler.waits import common_length
+
+if TYPE_CHECKING:
+    from dovetail.scheduler.pins import Pins
+    from dovetail.types import IntArray, Req
+
+MOST = 1024
+"""Groups that are remembered; the one that nobody has joined for longest is forgotten first, which costs it its pin."""
+
+
+@dataclass(slots=True)
+class _Group:
+    size: int
+    common: IntArray  # what all members begin with, in whole pages
+    deadline: float
+    begun: int = 0  # members that were admitted, or left before that
+
+
+class Groups:
+    """The groups of which members are still to come, to wait or to be admitted."""
+
+    def __init__(self, pins: Pins, page_size: int, seconds: float) -> None:
+        """``seconds`` after its last member has come a group is forgotten."""
+        self._pins, self._page_size, self._seconds = pins, page_size, seconds
+        self._groups: OrderedDict[PinKey, _Group] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def joined(self, req: Req) -> None:
+        """A request has come to the queue."""
+        if not req.group:
+            return
+        key, prompt = _key(req), req.token_ids[: req.prompt_len]
+        group = self._groups.get(key)
+        if group is not None:
+            self._narrow(key, group, prompt)
+        elif req.group_size > 1:
+            whole = req.prompt_len - req.prompt_len % self._page_size
+            self._groups[key] = _Group(req.group_size, prompt[:whole].copy(), 0.0)
+        self._renew(key)
+        if len(self._groups) > MOST:
+            self._forget(next(iter(self._groups)))
+
+    def computed(self, req: Req) -> None:
+        """The pages of a request were offered to the cache: if they hold all of its prompt, what is common is there."""
+        key = _key(req)
+        group = self._groups.get(key) if req.group else None
+        if group is not None and req.cached_len >= req.prompt_len and key not in self._pins:
+            self._pins.keep(key, group.common)
+
+    def begun(self, req: Req) -> None:
+        """A request was admitted for the first time, or has left the queue before that."""
+        key = _key(req)
+        group = self._groups.get(key) if req.group else None
+        if group is None:
+            return
+        group.begun += 1
+        if group.begun >= group.size:
+            self._forget(key)
+        else:
+            self._renew(key)
+
+    def expire(self) -> None:
+        """Forget the groups whose time has passed."""
+        while self._groups:
+            key, group = next(iter(self._groups.items()))
+            if group.deadline > self._pins.clock():
+                return
+            del self._groups[key]  # its pin, if there is one, has a time of its own
+
+    def clear(self) -> None:
+        """Forget all."""
+        for key in list(self._groups):
+            self._forget(key)
+
+    def _narrow(self, key: PinKey, group: _Group, prompt: IntArray) -> None:
+        length = common_length(group.common, prompt) // self._page_size * self._page_size
+        if length < len(group.common):
+            group.common = group.common[:length]
+            if key in self._pins:
+                self._pins.keep(key, group.common)
+
+    def _renew(self, key: PinKey) -> None:
+        group = self._groups.get(key)
+        if group is not None:
+            group.deadline = self._pins.clock() + self._seconds
+            self._groups.move_to_end(key)
+            self._pins.renew(key)
+
+    def _forget(self, key: PinKey) -> None:
+        del self._groups[key]
+        self._pins.release(key)
+
+
+def together(reqs: Sequence[Req]) -> list[Req]:
+    """``reqs`` with the members of a group behind its first one, otherwise in the order they have."""
+    places: dict[Hashable, list[Req]] = {}
+    for req in reqs:
+        places.setdefault(_key(req) if req.group else req.uid, []).append(req)
+    return [req for members in places.values() for req in members]
+
+
+def _key(req: Req) -> PinKey:
+    return PinKey("group", req.namespace, req.group)
