@@ -151,7 +151,8 @@ class SamplingParams:
     (or -1) and ``top_p=1`` switch those filters off. Order of operations: logit bias, repetition / presence / frequency penalties, grammar bitmask,
     temperature, top-k, top-p, min-p. ``temperature=0`` (or under 1e-5) is greedy. ``logprobs=m`` returns the log-probability of each
     output token and of the ``m`` most likely ones, from the model's own logits before any of the above;
-    ``prompt_logprobs`` does so for the prompt. ``seed`` makes sampling reproducible whatever else is in the batch;
+    ``prompt_logprobs`` does so for the prompt, from token ``prompt_logprobs_start`` on: what is before it may come from the
+    prefix cache. ``seed`` makes sampling reproducible whatever else is in the batch;
     of ``n`` outputs the i-th uses a seed derived from (seed, i). ``grammar_gate`` says where in the output the ``grammar``
     begins to hold, by default at its start. ``keep_special`` are special tokens that stay in the text in spite of
     ``skip_special_tokens``. ``speculative=False`` decodes this request without drafts; outputs are the same either way.
@@ -178,6 +179,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     grammar: GrammarSpec | None = None
     grammar_gate: GrammarGate | None = None
     keep_special: tuple[int, ...] = ()
@@ -205,6 +207,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and 0 <= value <= 100), name, value, "an integer from 0 to 100")
+        start = self.prompt_logprobs_start
+        _require(_is_int(start) and start >= 0, "prompt_logprobs_start", start, "an integer of at least 0")
         seed = self.seed
         _require(seed is None or (_is_int(seed) and -(2**63) <= seed < 2**63), "seed", seed, "a 64-bit integer")
 
@@ -355,7 +359,7 @@ class Req:
     wasted: int = 0  # of the steps in flight, those whose token is not taken, as the request has jumped on
     ticket: Any = None  # set by Scheduler.add: the grammar being compiled, until there is a matcher
     detokenizer: Any = None  # set by Scheduler.add where there are stop strings
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # set by the scheduler, one per prompt token
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # set by the scheduler, from their start on
     drafted: int = 0  # draft tokens verified so far
     accepted: int = 0  # of those, accepted
     verify_steps: int = 0  # steps in which drafts of it were verified

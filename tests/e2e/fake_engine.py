@@ -118,7 +118,8 @@ class FakeLoop:
 
 def prompt_logprobs(msg: GenerateMsg) -> list[TokenLogprob] | None:
     top = msg.params.prompt_logprobs
-    return None if top is None else [logprob(t, i, top) for i, t in enumerate(msg.input_ids)]
+    start = msg.params.prompt_logprobs_start
+    return None if top is None else [logprob(t, i, top) for i, t in enumerate(msg.input_ids)][start:]
 
 
 def logprob(token: int, index: int, top: int) -> TokenLogprob:

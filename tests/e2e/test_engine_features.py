@@ -106,6 +106,27 @@ def test_logprobs_of_several_outputs(checkpoint, reference, cut):
         check_logprobs(reference, output, 2, 1)
 
 
+@pytest.mark.parametrize("cut", CUTS)
+def test_logprobs_of_the_end_of_a_prompt_leave_its_beginning_to_the_cache(checkpoint, reference, cut):
+    llm = make_llm(checkpoint, **CUTS[cut])
+    prompts = prompts_of([70, 66, 64, 65, 64], seed=4, shared=64)
+    params = [
+        SamplingParams(max_new_tokens=3 * (i % 2), temperature=0, prompt_logprobs=1, prompt_logprobs_start=start)
+        for i, start in enumerate([50, 64, 1, 65, 200])
+    ]
+    for _ in range(2):
+        outputs = llm.generate(prompts, params)
+        for p, output in zip(params, outputs, strict=True):
+            text, start = output.prompt_ids, p.prompt_logprobs_start
+            rows = reference.logprobs(text)
+            assert [e.token_id for e in output.prompt_logprobs or ()] == text[start:]
+            for i, entry in enumerate(output.prompt_logprobs or ()):
+                check_entry(entry, text[start + i], rows[start + i - 1], 1)
+    cached = [output.cached_tokens for output in outputs]
+    page = llm.loop.scheduler.ledger.page_size
+    assert cached[:4] == [49 // page * page, 63 // page * page, 0, 64 // page * page]
+
+
 def test_a_prompt_of_one_token_has_its_logprobs_entry_too(llm):
     output = llm.generate([9], SamplingParams(max_new_tokens=1, prompt_logprobs=3))[0]
     assert [(e.token_id, e.logprob) for e in output.prompt_logprobs] == [(9, None)]

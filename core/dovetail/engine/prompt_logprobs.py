@@ -29,8 +29,11 @@ def prompt_logprobs(
         req, start = batch.reqs[row], int(batch.prefix_lens[row])
         if req.params.prompt_logprobs is None or start >= req.prompt_len - 1:
             continue
-        next_ids = req.token_ids[start + 1 : min(start + int(batch.extend_lens[row]) + 1, req.prompt_len)]
-        first = int(batch.extend_lens[:row].sum())
+        begin = max(start + 1, req.params.prompt_logprobs_start)
+        next_ids = req.token_ids[begin : min(start + int(batch.extend_lens[row]) + 1, req.prompt_len)]
+        if not len(next_ids):
+            continue
+        first = int(batch.extend_lens[:row].sum()) + begin - start - 1
         own = hidden[first : first + len(next_ids)]
         found.append((row, next_ids, _score(model, own, next_ids, req.params.prompt_logprobs)))
     return found

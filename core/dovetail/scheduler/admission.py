@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.interfaces.cache import Match
 from dovetail.scheduler.groups import together
+from dovetail.scheduler.outcome import prompt_scored
 from dovetail.scheduler.waits import PrefixWaits
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ class Admission:
         return retracted + (together(ordered) if any(req.group for req in fresh) else ordered)
 
     def _match(self, req: Req) -> Match:
-        """The cached prefix, short of the last token, whose logits are needed; none where something of every token is."""
-        length = 0 if _reads_prompt(req) else req.device_len - 1
+        """The cached prefix, short of the last token, whose logits are needed, and of any token of which something is."""
+        length = min(_first_read(req) if _reads_prompt(req) else req.device_len, req.device_len) - 1
         return self.ledger.cache.match(req.token_ids[:length], req.namespace)
 
     def _claim(self, req: Req) -> int:
@@ -132,8 +133,14 @@ class Admission:
 
 
 def _reads_prompt(req: Req) -> bool:
-    """True if something of every token of its prompt is still to be computed: then a cached prefix is of no use to it."""
+    """True if something of tokens of its prompt is still to be computed: then a cached prefix with them is of no use."""
     params = req.params
-    return (params.prompt_logprobs is not None and len(req.prompt_logprobs) < req.prompt_len) or (
+    return (params.prompt_logprobs is not None and prompt_scored(req) < req.prompt_len) or (
         params.pooling is not None and params.pooling.reads_all
     )
+
+
+def _first_read(req: Req) -> int:
+    """The first token of which something is still to be computed, by way of the token before it."""
+    pooling = req.params.pooling
+    return 1 if pooling is not None and pooling.reads_all else prompt_scored(req)

@@ -29,7 +29,7 @@ def make_req(msg: GenerateMsg, limits: Limits, tokenizer: Tokenizer | None) -> R
     req.group, req.group_size, req.session = msg.group, msg.group_size, msg.session
     req.device_len = req.known_len = req.prompt_len
     req.draft_len = limits.draft_width if msg.params.speculative else 0
-    if msg.params.prompt_logprobs is not None:
+    if msg.params.prompt_logprobs is not None and msg.params.prompt_logprobs_start == 0:
         req.prompt_logprobs.append(TokenLogprob(msg.input_ids[0], None))
     if msg.params.stop:
         req.detokenizer = _detokenizer(req, tokenizer)

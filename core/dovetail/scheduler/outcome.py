@@ -155,9 +155,16 @@ def forced_tokens(req: Req, jumper: Jumper) -> list[int]:
 
 
 def add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> None:
-    """``entries[i]`` belongs to prompt token ``start + i + 1``; a retracted request computes some of them again."""
-    fresh = entries[len(req.prompt_logprobs) - start - 1 :]
-    req.prompt_logprobs.extend(fresh[: req.prompt_len - len(req.prompt_logprobs)])
+    """``entries`` are of a chunk that begins at ``start``: the first is of the token behind, or of the first that was asked
+    for. A retracted request computes some of them again."""
+    scored = prompt_scored(req)
+    fresh = entries[scored - max(start + 1, req.params.prompt_logprobs_start) :]
+    req.prompt_logprobs.extend(fresh[: req.prompt_len - scored])
+
+
+def prompt_scored(req: Req) -> int:
+    """The token of the prompt up to which its log-probabilities, where they were asked for, are known."""
+    return req.params.prompt_logprobs_start + len(req.prompt_logprobs)
 
 
 def add_pooled(req: Req, start: int, vector: FloatArray) -> None:

@@ -85,7 +85,9 @@ class NativeRequest(ApiModel):
     stream: bool = False
     rid: Rid | None = None
     return_logprob: bool = False
-    logprob_start_len: int | None = Field(None, ge=-1, description="0 includes the prompt; by default the output only.")
+    logprob_start_len: int | None = Field(
+        None, ge=-1, description="0 includes the prompt, more leaves out its beginning; by default the output only."
+    )
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     priority: Int32 | None = None
@@ -178,6 +180,7 @@ def _params(body: NativeRequest, given: NativeSampling) -> SamplingParams:
         "include_stop": given.no_stop_trim,
         "logprobs": body.top_logprobs_num if body.return_logprob else None,
         "prompt_logprobs": body.top_logprobs_num if with_prompt else None,
+        "prompt_logprobs_start": max(body.logprob_start_len or 0, 0),
         "grammar": grammar_of({name: getattr(given, name) for name in CONSTRAINTS}, given.grammar_backend),
     }
     return sampling_params(values, _NAMES)
@@ -240,8 +243,7 @@ class NativeFormat:
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        start = max(self._body.logprob_start_len or 0, 0)
-        prompt, output = choice.prompt_logprobs[start:], choice.logprobs
+        prompt, output = choice.prompt_logprobs, choice.logprobs
         lists: dict[str, Any] = {
             "input_token_logprobs": [self._entry(item.token_id, item.logprob) for item in prompt],
             "output_token_logprobs": [self._entry(item.token_id, item.logprob) for item in output],
