@@ -1,0 +1,107 @@
+// One turn of the conversation: as data that grows, and as what is seen of it.
+
+import { el } from "./dom.js";
+
+/** An answer that nothing is known of yet. `begun` is when it was asked for, in milliseconds. */
+export const newAnswer = (schema) => ({ role: "assistant", content: "", reasoning: "", calls: [], begun: performance.now(), schema });
+
+/** Take a chunk of the stream in. Returns what it adds to content and reasoning. */
+export function grow(turn, { choices, usage }) {
+  const now = performance.now();
+  if (usage) Object.assign(turn, { usage });
+  if (!choices.length) return {};
+  const [{ delta, finish_reason: finish }] = choices;
+  turn.first ??= now;
+  turn.last = now;
+  turn.finish = finish ?? turn.finish;
+  const content = delta.content ?? "";
+  const reasoning = delta.reasoning_content ?? "";
+  turn.content += content;
+  turn.reasoning += reasoning;
+  for (const call of delta.tool_calls ?? []) growCall(turn.calls, call);
+  return { content, reasoning, calls: delta.tool_calls };
+}
+
+function growCall(calls, { index, id, function: { name, arguments: text } }) {
+  calls[index] ??= { id, type: "function", function: { name, arguments: "" } };
+  calls[index].function.arguments += text ?? "";
+}
+
+/** [name, value, class] of each figure. */
+function figures({ usage, begun, first, last, finish, stopped, schema, content }) {
+  const rows = [];
+  if (usage) {
+    rows.push(["prompt", usage.prompt_tokens]);
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    rows.push(["cached", cached, cached ? "good" : ""], ["output", usage.completion_tokens]);
+  }
+  if (first) rows.push(["to first token", `${number(first - begun)} ms`]);
+  const more = usage ? usage.completion_tokens - 1 : 0;
+  if (more > 0 && last > first) rows.push(["tokens/s", number((1000 * more) / (last - first))]);
+  const drafts = usage?.speculation;
+  if (drafts) rows.push(["drafts accepted", `${drafts.accepted_tokens} of ${drafts.drafted_tokens}`]);
+  if (schema && finish) rows.push(isJson(content) ? ["JSON", "valid", "good"] : ["JSON", "incomplete", "bad"]);
+  rows.push(["finish", stopped ? "stopped by you" : (finish ?? "none"), finish === "length" ? "bad" : ""]);
+  return rows;
+}
+
+const number = (value) => value.toLocaleString("en", { maximumSignificantDigits: value < 100 ? 2 : 3 + (value >= 1000) });
+
+function isJson(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** The element of a turn; `add` shows what a chunk added, `finish` the turn as it is in the end. `who` is the model. */
+export function view(turn, who) {
+  const names = { user: "You", assistant: who, tool: "Result of a tool" };
+  const thought = document.createTextNode("");
+  const reasoning = el("details", { className: "reasoning", open: true, hidden: true }, el("summary", { textContent: "Reasoning" }), el("div", {}, thought));
+  const said = document.createTextNode("");
+  const calls = el("div");
+  const below = el("div");
+  const text = el("div", { className: "text" }, said);
+  const node = el("article", { className: turn.role, ariaLabel: names[turn.role] }, reasoning, text, calls, below);
+  const add = (delta) => {
+    if (delta.reasoning) reasoning.hidden = false;
+    if (delta.content && !said.length) reasoning.open = false;
+    thought.appendData(delta.reasoning ?? "");
+    said.appendData(delta.content ?? "");
+    if (delta.calls?.length) calls.replaceChildren(...turn.calls.map(callView));
+  };
+  const busy = (is) => {
+    node.classList.toggle("busy", is);
+    node.setAttribute("aria-busy", String(is));
+    reasoning.open = is || !turn.content;
+  };
+  const finish = (...buttons) => {
+    busy(false);
+    text.hidden = !turn.content;
+    node.classList.toggle("json", Boolean(turn.schema));
+    const nothing = !turn.content && !turn.calls?.length && !turn.error;
+    const row = el("div", { className: "row" }, turn.role === "assistant" && !turn.error ? readout(turn) : null, ...buttons);
+    const note = turn.error ? ["error", turn.error] : nothing ? ["nothing", "The answer has no text."] : null;
+    below.replaceChildren(...(note ? [el("div", { className: note[0], textContent: note[1] })] : []), row);
+  };
+  add(turn);
+  return { node, add, busy, finish, below };
+}
+
+function callView({ function: { name, arguments: text } }) {
+  let shown = text;
+  try {
+    shown = JSON.stringify(JSON.parse(text), null, 2);
+  } catch { /* it is not whole yet */ }
+  return el("div", { className: "call" }, "Calls ", el("code", { textContent: name }), el("pre", { textContent: shown }));
+}
+
+function readout(turn) {
+  const rows = figures(turn).map(([name, value, className = ""]) =>
+    el("div", { className: name === "finish" ? "first" : "" }, el("dt", { textContent: name }), el("dd", { className, textContent: String(value) })),
+  );
+  return el("dl", { ariaLabel: "Figures of this answer" }, ...rows);
+}

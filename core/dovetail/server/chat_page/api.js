@@ -1,0 +1,64 @@
+// The server's own API: paths are relative to the page, so that it works below a prefix too.
+
+import { $ } from "./dom.js";
+
+/** A failure in words. */
+export class Failure extends Error {}
+
+async function call(path, options = {}) {
+  const key = $("key").value.trim();
+  const headers = { ...(options.body && { "content-type": "application/json" }), ...(key && { authorization: `Bearer ${key}` }) };
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Failure("The server cannot be reached. Is it still running?");
+  }
+  if (!response.ok) throw new Failure(await refusal(response));
+  return response;
+}
+
+/** What a refusal says, and what may be done about it. */
+async function refusal(response) {
+  const text = await response.text();
+  let said = text.slice(0, 2000);
+  try {
+    said = JSON.parse(text).error.message;
+  } catch { /* an answer of something between here and the server */ }
+  const wait = response.headers.get("retry-after");
+  const todo = response.status === 401 ? " Give an API key in the settings." : wait ? ` Try again in ${wait} s.` : "";
+  return `${said || response.statusText} (status ${response.status})${todo}`;
+}
+
+/** A GET route's JSON. */
+export const get = async (path) => (await call(path)).json();
+
+/** The chunks of a streamed answer. Raises Failure, also where the stream ends before the answer does. */
+export async function* chunks(body, signal) {
+  const response = await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
+  try {
+    for await (const data of events(response.body)) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Failure(chunk.error.message);
+      yield chunk;
+    }
+  } catch (error) {
+    if (error instanceof Failure || error.name === "AbortError") throw error;
+    throw new Failure(`The connection broke: ${error.message}.`);
+  }
+  throw new Failure("The connection ended before the answer did.");
+}
+
+/** The data of server-sent events. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) if (block.startsWith("data: ")) yield block.slice(6);
+  }
+}

@@ -1,0 +1,54 @@
+"""The pages that a browser opens, and how they are served."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+FOLDER = Path(__file__).parent
+
+_SHARED = ("page.css", "icon.svg", "dom.js", "api.js", "settings.js", "parts.js", "answer.js", "chat.js", "docs.js")
+
+PAGES = {"/": "index.html", "/docs": "docs.html", **{f"/ui/{name}": name for name in _SHARED}}
+"""Path of each file. None of them needs a key: they hold nothing but what the package holds."""
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+"""Of every file. Scripts and styles are files of this server, and no text can become markup or script (Content Security
+Policy Level 3, Trusted Types)."""
+
+
+def add_pages(app: FastAPI) -> None:
+    """Serve the pages. They are no part of the API that /openapi.json describes."""
+    for path, name in PAGES.items():
+        app.add_route(path, _endpoint(name), methods=["GET"], include_in_schema=False)
+
+
+def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return Response(_read(name), headers=HEADERS, media_type=_TYPES[Path(name).suffix])
+
+    return endpoint
+
+
+@cache
+def _read(name: str) -> bytes:
+    return (FOLDER / name).read_bytes()
