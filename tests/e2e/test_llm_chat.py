@@ -98,6 +98,24 @@ def test_a_chat_without_tools_is_its_text(llm: LLM):
     assert "".join(llm.stream_chat(FRANCE, GREEDY)) == output.text
 
 
+def test_a_stream_adds_up_to_the_answer_and_ends_where_it_is_closed(llm: LLM):
+    on = {"enable_thinking": True}
+    for messages, given in ((SUM, {"chat_template_kwargs": on}), (PRODUCT, {"tools": [MUL]}), (FRANCE, {})):
+        whole, stream = llm.chat(messages, GREEDY, **given), llm.chat_stream(messages, GREEDY, **given)
+        parts = list(stream)
+        assert "".join(part.reasoning for part in parts) == whole.reasoning_content
+        assert "".join(part.content for part in parts) == whole.content
+        assert arguments(stream.output) == arguments(whole)
+        assert stream.output.token_ids == whole.token_ids
+        assert stream.output.finish is not None
+        assert len(parts) > 3
+    stream = llm.chat_stream(FRANCE, GREEDY)
+    first = next(iter(stream))
+    assert stream.output.content == first.content != ""
+    stream.close()
+    assert not llm.loop.has_work
+
+
 def test_stop_strings_end_the_content_and_no_call(llm: LLM):
     hot = SamplingParams(temperature=0, max_new_tokens=120, stop=('"', "\n", "is"))
     assert arguments(llm.chat(PRODUCT, hot, tools=[MUL])) == [("mul", {"a": 658, "b": 118})]

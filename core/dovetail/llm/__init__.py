@@ -1,6 +1,6 @@
 """Offline use: the engine in this process."""
 
 from dovetail.llm.engine import LLM
-from dovetail.llm.runs import ChatOutput, Output
+from dovetail.llm.runs import ChatOutput, ChatStream, Output
 
-__all__ = ["LLM", "ChatOutput", "Output"]
+__all__ = ["LLM", "ChatOutput", "ChatStream", "Output"]

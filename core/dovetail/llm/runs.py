@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -113,3 +114,27 @@ def chat_output(run: Run) -> ChatOutput:
     output.reasoning_content = "".join(part.reasoning for part in run.parts)
     output.tool_calls = whole_calls([call for part in run.parts for call in part.calls])
     return output
+
+
+class ChatStream:
+    """An answer of a chat while it is written: iterate once, for what each step added. ``pieces`` drives the run."""
+
+    def __init__(self, run: Run, pieces: Generator[str, None, None]) -> None:
+        self._run = run
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[ChatDelta]:
+        shown = 0
+        for _ in self._pieces:
+            yield from self._run.parts[shown:]
+            shown = len(self._run.parts)
+        yield from self._run.parts[shown:]
+
+    @property
+    def output(self) -> ChatOutput:
+        """The answer so far; whole once it has a ``finish``."""
+        return chat_output(self._run)
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        self._pieces.close()
