@@ -1,181 +1,20 @@
-"""The scheduler against a pretended device that remembers which token every place of the pool holds.
+"""The scheduler against a pretended device (``pretended.py``), on which whatever goes wrong with pages shows as a wrong token.
 
-The device's next token is a hash of the whole text, read back through the page table: a page that is lost, shared
-wrongly, freed too early or written by two requests shows up as a wrong token.
-
-    .venv/bin/python -m pytest -q tests/core/test_scheduler.py
+.venv/bin/python -m pytest -q tests/core/test_scheduler.py
 """
 
 import random
-import zlib
+import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dovetail.errors import ContextLengthError, QueueFullError, RequestError
-from dovetail.interfaces.cache import CacheContext
-from dovetail.interfaces.policy import PolicyContext
-from dovetail.memory.allocator import PageAllocator
-from dovetail.memory.ledger import PageLedger
-from dovetail.memory.table import RequestTable
-from dovetail.messages import GenerateMsg, RequestFailed, TokenOutput
-from dovetail.scheduler.grammar import GrammarService
-from dovetail.scheduler.limits import Limits
-from dovetail.scheduler.scheduler import Scheduler
-from dovetail.types import DraftTree, FinishKind, HostOutput, SamplingParams
-from dovetail_cache.config import NoneConfig, RadixConfig
-from dovetail_cache.none import NoCache
-from dovetail_cache.radix import RadixCache
-from dovetail_policies.config import FcfsConfig
-from dovetail_policies.simple import Fcfs
+from dovetail.messages import GenerateMsg, RequestFailed
+from dovetail.types import FinishKind, SamplingParams
 
-VOCAB, EOS, CONTEXT = 50, 7, 120
-
-
-def next_token(text):
-    """What the pretended model says after ``text``."""
-    return zlib.crc32(np.asarray(text, np.int32).tobytes()) % VOCAB
-
-
-class Device:
-    """A pool of places that hold tokens, and a page table of its own, fed by the batches' updates."""
-
-    def __init__(self, num_slots, max_pages, num_pages, page_size):
-        self.table = np.zeros((num_slots + 1, max_pages), np.int64)
-        self.places = np.full(num_pages * page_size, -1)
-        self.last = np.zeros(num_slots + 1, np.int64)
-        self.page_size = page_size
-
-    def forward(self, batch):
-        slots, columns, pages = batch.page_updates
-        self.table[slots, columns] = pages[0]
-        if batch.shared is not None:
-            self.check_shared(batch)
-        rows = []
-        for row, req in enumerate(batch.reqs):
-            start, count, slot = int(batch.prefix_lens[row]), int(batch.extend_lens[row]), int(batch.slots[row])
-            drafts = batch.drafts.token_ids[row, : batch.drafts.lens[row]].tolist() if batch.drafts else []
-            new = [self.last[slot], *drafts] if row >= batch.num_extend else req.token_ids[start : start + count]
-            where = np.arange(start + count)
-            where = self.table[slot, where // self.page_size] * self.page_size + where % self.page_size
-            assert (where >= self.page_size).all(), "page 0 belongs to nobody"
-            self.places[where[start:]] = new
-            if batch.samples[row]:
-                text = self.places[where]
-                tokens = [next_token(text[: len(text) - len(drafts)])]
-                for i, draft in enumerate(drafts):
-                    if draft != tokens[-1]:
-                        break
-                    tokens.append(next_token(text[: len(text) - len(drafts) + i + 1]))
-                self.last[slot] = tokens[-1]
-                rows.append([int(t) for t in tokens])
-        return HostOutput(rows)
-
-    def check_shared(self, batch):
-        """Groups cover the rows one after another, and each has its tokens in the same pages."""
-        starts, lens = batch.shared.starts.tolist(), batch.shared.lens.tolist()
-        assert batch.num_extend == 0
-        assert batch.shared.saved > 0
-        assert (starts[0], starts[-1], len(starts)) == (0, len(batch.reqs), len(lens) + 1)
-        for start, stop, length in zip(starts, starts[1:], lens, strict=False):
-            assert (length == 0) == (stop - start == 1)
-            assert length % self.page_size == 0
-            assert length < (batch.prefix_lens + batch.extend_lens)[start:stop].min()
-            rows = self.table[batch.slots[start:stop], : length // self.page_size]
-            assert (rows == rows[0]).all()
-
-
-def build(page_size=4, num_pages=40, cache="radix", **limits):
-    settings = {
-        "max_running": 5,
-        "max_waiting": 100,
-        "chunk_size": 9,
-        "context_len": CONTEXT,
-        "vocab_size": VOCAB,
-        "wait_for_prefix": cache == "radix",
-    } | limits
-    context = CacheContext(page_size)
-    index = RadixCache(RadixConfig(), context) if cache == "radix" else NoCache(NoneConfig(), context)
-    table = RequestTable(settings["max_running"], -(-CONTEXT // page_size) + 1)
-    ledger = PageLedger(PageAllocator(num_pages), index, table, page_size)
-    policy = Fcfs(FcfsConfig(), PolicyContext(index))
-    scheduler = Scheduler(Limits(**settings), ledger, policy, GrammarService(None), None, frozenset([EOS]))
-    return scheduler, Device(settings["max_running"], table.pages.shape[2], num_pages, page_size)
-
-
-class Run:
-    """Drives a scheduler like the loop does, with or without a lag of one step, and checks every answer."""
-
-    def __init__(self, scheduler, device, lag=False, drafts=None, ahead=False):
-        self.scheduler, self.device, self.lag, self.drafts = scheduler, device, lag, drafts
-        self.ahead, self.launched = ahead, None
-        self.prompts, self.texts, self.ends = {}, {}, {}
-
-    def add(self, rid, prompt, **params):
-        self.prompts[rid], self.texts[rid] = list(prompt), list(prompt)
-        self.scheduler.add(GenerateMsg(rid, list(prompt), SamplingParams(**params), seed=0))
-
-    def take(self, answers):
-        for answer in answers:
-            assert isinstance(answer, TokenOutput)
-            assert answer.rid not in self.ends
-            for token in answer.token_ids:
-                assert token == next_token(self.texts[answer.rid]), f"{answer.rid} went astray"
-                self.texts[answer.rid].append(token)
-            if answer.finish is not None:
-                self.ends[answer.rid] = answer.finish.kind
-
-    def step(self):
-        batch = self.scheduler.schedule()
-        if batch is not None and self.drafts and batch.num_extend < len(batch.reqs):
-            self.scheduler.attach(batch, self.drafts(batch))
-        output = self.device.forward(batch) if batch is not None else None
-        if self.ahead:
-            self.scheduler.reserve_ahead()
-        if self.lag:
-            (batch, output), self.launched = self.launched or (None, None), (batch, output)
-        if batch is not None:
-            self.take(self.scheduler.commit(batch, output))
-        self.scheduler.check_integrity()
-        self.check_rows()
-
-    def check_rows(self):
-        """What is kept of the decode rows from step to step is what their requests say."""
-        rows = self.scheduler._rows
-        if rows is not None and not self.lag:
-            assert rows.lens.tolist() == [r.device_len for r in rows.reqs]
-            assert rows.remain.tolist() == [r.remain_len for r in rows.reqs]
-            assert rows.capacity.tolist() == [r.num_pages * rows.page_size for r in rows.reqs]
-            assert rows.draft_lens.tolist() == [r.draft_len for r in rows.reqs]
-            assert not rows.reqs or rows.steps_left == min(rows.remain)
-
-    @property
-    def busy(self):
-        return self.scheduler.has_work or (self.launched is not None and self.launched[0] is not None)
-
-    def finish(self, bound=5000):
-        for _ in range(bound):
-            if not self.busy:
-                break
-            self.step()
-        assert not self.busy, "the scheduler does not come to an end"
-        ledger = self.scheduler.ledger
-        assert ledger.available == ledger.allocator.num_total
-        assert ledger.table.num_free == self.scheduler.limits.max_running
-
-
-def half_right(batch):
-    """Drafts of which some are what the device will say."""
-    rows, width = len(batch.reqs), 3
-    ids, lens = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-    for row in range(batch.num_extend, rows):
-        req = batch.reqs[row]
-        text = req.token_ids[: req.known_len].tolist()
-        lens[row] = min(width, int(batch.draft_room[row]))
-        for i in range(lens[row]):
-            text.append(next_token(text) if (req.uid + len(text)) % 3 else 1)
-            ids[row, i] = text[-1]
-    return DraftTree(ids, np.tile(np.arange(-1, width - 1, dtype=np.int32), (rows, 1)), lens)
+sys.path.insert(0, str(Path(__file__).parent))
+from pretended import CONTEXT, EOS, VOCAB, Run, build, half_right
 
 
 @pytest.mark.parametrize("lag", [False, True])
