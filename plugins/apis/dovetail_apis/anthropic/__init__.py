@@ -1,0 +1,27 @@
+"""Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.interfaces.api import Api, Problem, Route
+from dovetail_apis.anthropic.format import error_json
+from dovetail_apis.anthropic.messages import count_tokens, messages
+from dovetail_apis.anthropic.types import CountRequest, MessagesRequest
+
+
+class Anthropic(Api):
+    """https://platform.claude.com/docs/en/api/messages"""
+
+    claims = ("/v1/messages",)
+
+    def routes(self) -> Sequence[Route]:
+        """Messages, and the counting of their tokens."""
+        return (
+            Route(["POST"], "/v1/messages", messages, MessagesRequest),
+            Route(["POST"], "/v1/messages/count_tokens", count_tokens, CountRequest),
+        )
+
+    def error(self, problem: Problem) -> object:
+        """An object with type and message inside of one of type ``error``."""
+        return error_json(problem)

@@ -1,0 +1,55 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.api.body import parse
+from dovetail.api.requests import grammar_of, new_id, sampling_params
+from dovetail.api.responses import json_response, streamed, whole
+from dovetail.interfaces.api import ApiHost
+from dovetail.types import GrammarSpec, SamplingParams
+from dovetail_apis.anthropic.conversation import conversation_of
+from dovetail_apis.anthropic.format import MessageFormat
+from dovetail_apis.anthropic.types import CountRequest, MessagesRequest, OutputConfig
+from dovetail_apis.conversation import Ticket, ask
+
+_NAMES = {"max_new_tokens": "max_tokens", "stop": "stop_sequences", "grammar": "output_config"}
+
+
+async def messages(host: ApiHost, request: Request) -> Response:
+    """The assistant's next message."""
+    body = await parse(request, MessagesRequest, host.max_body)
+    host.check_model(body.model)
+    ticket = Ticket(new_id("msg_"), body.cache_salt or "", body.priority or 0)
+    asked, _ = await ask(host, conversation_of(body), _params(body), ticket)
+    outputs = host.submit(asked)
+    formatter = MessageFormat(host.model_name, body, outputs)
+    if body.stream:
+        answer = await streamed(request, outputs, formatter)
+    else:
+        answer = await whole(request, outputs, formatter.whole)
+    answer.headers["request-id"] = ticket.rid
+    return answer
+
+
+async def count_tokens(host: ApiHost, request: Request) -> Response:
+    """How many tokens the prompt of such a message has."""
+    body = await parse(request, CountRequest, host.max_body)
+    host.check_model(body.model)
+    return json_response({"input_tokens": len(await conversation_of(body).tokens(host))})
+
+
+def _params(body: MessagesRequest) -> SamplingParams:
+    values = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+    values |= {
+        "max_new_tokens": body.max_tokens,
+        "stop": tuple(body.stop_sequences or ()),
+        "grammar": _grammar(body.output_config),
+    }
+    return sampling_params(values, _NAMES)
+
+
+def _grammar(config: OutputConfig | None) -> GrammarSpec | None:
+    return grammar_of({"json_schema": config.format.schema_}) if config and config.format else None

@@ -1,0 +1,31 @@
+"""Ollama's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.interfaces.api import Api, Problem, Route
+from dovetail_apis.ollama.chat import chat, generate
+from dovetail_apis.ollama.model import ps, show, tags, version
+from dovetail_apis.ollama.types import ChatRequest, GenerateRequest, ShowRequest
+
+
+class Ollama(Api):
+    """https://docs.ollama.com/api"""
+
+    claims = ("/api",)
+
+    def routes(self) -> Sequence[Route]:
+        """Chat and generate, and what is asked about the model."""
+        return (
+            Route(["POST"], "/api/chat", chat, ChatRequest),
+            Route(["POST"], "/api/generate", generate, GenerateRequest),
+            Route(["POST"], "/api/show", show, ShowRequest),
+            Route(["GET", "HEAD"], "/api/tags", tags),
+            Route(["GET"], "/api/ps", ps),
+            Route(["GET", "HEAD"], "/api/version", version),
+        )
+
+    def error(self, problem: Problem) -> object:
+        """An object with one message."""
+        return {"error": problem.message}

@@ -1,0 +1,159 @@
+"""POST /api/chat and /api/generate."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.api.body import parse, validate
+from dovetail.api.requests import grammar_of, new_id, sampling_params, stop_strings
+from dovetail.api.responses import json_response, streamed, until_disconnect
+from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
+from dovetail.errors import RequestError
+from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
+from dovetail.types import GrammarSpec, SamplingParams
+from dovetail_apis.conversation import Conversation, Ticket, ask, past_call, thinking, within_context
+from dovetail_apis.ollama.format import AnswerFormat, Clock, Said, Shape, common
+from dovetail_apis.ollama.model import check_model
+from dovetail_apis.ollama.types import AskFields, ChatRequest, GenerateRequest, Message, Options
+
+_NAMES = {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
+_AT_ONCE = re.compile(r"[+-]?0+(\.0+)?(ns|us|µs|ms|s|m|h)?")
+
+
+async def chat(host: ApiHost, request: Request) -> Response:
+    """The assistant's next message."""
+    clock = Clock()
+    body = await parse(request, ChatRequest, host.max_body)
+    check_model(host, body.model)
+    if not body.messages:
+        return _loaded(body, Said.as_chat)
+    calls = calls_wanted(body.tools or (), None, True)
+    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    conversation = Conversation(messages, shown_tools(body.tools or ()), calls, _variables(body))
+    asked, _ = await ask(host, conversation, _params(host, body), _ticket(body))
+    return await _answered(host, request, body, asked, clock, Said.as_chat)
+
+
+async def generate(host: ApiHost, request: Request) -> Response:
+    """What follows a prompt: the answer to it, or with `raw` its continuation."""
+    clock = Clock()
+    body = await parse(request, GenerateRequest, host.max_body)
+    check_model(host, body.model)
+    if not body.prompt:
+        return _loaded(body, Said.as_text)
+    asked = await (_continued(host, body, body.prompt) if body.raw else _replied(host, body, body.prompt))
+    return await _answered(host, request, body, asked, clock, Said.as_text)
+
+
+async def _continued(host: ApiHost, body: GenerateRequest, prompt: str) -> ApiRequest:
+    for name in ("system", "think"):
+        if getattr(body, name):
+            raise RequestError(f"{name} needs the chat template, which raw leaves out; give one of them", param=name)
+    ticket, params = _ticket(body), _params(host, body)
+    ids = await host.encode(prompt, add_special_tokens=True)
+    prompts = (Prompt(ids, within_context(host, ids, params)),)
+    return ApiRequest(ticket.rid, prompts, True, ticket.namespace, ticket.priority)
+
+
+async def _replied(host: ApiHost, body: GenerateRequest, prompt: str) -> ApiRequest:
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    conversation = Conversation([*system, {"role": "user", "content": prompt}], variables=_variables(body))
+    asked, _ = await ask(host, conversation, _params(host, body), _ticket(body))
+    return asked
+
+
+async def _answered(
+    host: ApiHost, request: Request, body: AskFields, asked: ApiRequest, clock: Clock, shape: Shape
+) -> Response:
+    clock.submitted = time.perf_counter_ns()
+    outputs = host.submit(asked)
+    formatter = AnswerFormat(body.model, host.tokenizer, outputs, clock, shape, raw=asked.reader is None)
+    if body.stream is not False:
+        return await streamed(request, outputs, formatter)
+    with outputs:
+        await until_disconnect(request.receive, formatter.run())
+        return json_response(formatter.whole(outputs))
+
+
+def _loaded(body: AskFields, shape: Shape) -> Response:
+    """The answer to who wants the model loaded, which it is."""
+    if body.keep_alive is not None and _AT_ONCE.fullmatch(str(body.keep_alive)):
+        raise RequestError(
+            "keep_alive is 0 and there is nothing to answer, which asks for the model to be unloaded: this server keeps it",
+            param="keep_alive",
+        )
+    return json_response({**common(body.model), **shape(Said()), "done": True, "done_reason": "load"})
+
+
+def _ticket(body: AskFields) -> Ticket:
+    return Ticket(new_id("ollama-"), body.cache_salt or "", body.priority or 0)
+
+
+def _variables(body: AskFields) -> dict[str, Any]:
+    """Those of the chat template."""
+    if body.think is None:
+        return {}
+    return thinking(bool(body.think), body.think if isinstance(body.think, str) else None)
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    """As chat templates expect it."""
+    calls = [_past(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message.tool_calls or ())]
+    given = {
+        "role": message.role,
+        "content": message.content,
+        "reasoning_content": message.thinking or None,
+        "name": message.tool_name or None,
+        "tool_call_id": message.tool_call_id or None,
+        "tool_calls": calls or None,
+    }
+    return plain_message(given, index)
+
+
+def _past(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function, call_id = call.get("function"), call.get("id")
+    if not (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), dict)
+        and isinstance(call_id, str | None)
+    ):
+        raise RequestError(
+            f"{where} is {call!r:.80}; allowed: {{'function': {{'name': ..., 'arguments': {{...}}}}}}", param="messages"
+        )
+    return past_call(function["name"], function["arguments"], call_id)
+
+
+def _params(host: ApiHost, body: AskFields) -> SamplingParams:
+    given = validate(body.options or {}, Options)
+    if given.num_ctx is not None and given.num_ctx > host.context_len:
+        raise RequestError(
+            f"num_ctx is {given.num_ctx}; allowed: up to {host.context_len}, the context of this server",
+            param="num_ctx",
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    same = "temperature top_k top_p min_p presence_penalty frequency_penalty"
+    values: dict[str, Any] = {name: getattr(given, name) for name in same.split()}
+    values |= {name: default for name, default in _DEFAULTS.items() if values[name] is None}
+    values |= {
+        "max_new_tokens": given.num_predict if (given.num_predict or 0) > 0 else None,
+        "repetition_penalty": given.repeat_penalty,
+        "seed": None if given.seed == -1 else given.seed,
+        "stop": stop_strings(given.stop),
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "grammar": _grammar(body.format),
+    }
+    return sampling_params(values, _NAMES)
+
+
+def _grammar(given: str | dict[str, Any] | None) -> GrammarSpec | None:
+    if given == "json":
+        return grammar_of({"response_format": {"type": "json_object"}})
+    return grammar_of({"json_schema": given}) if isinstance(given, dict) else None

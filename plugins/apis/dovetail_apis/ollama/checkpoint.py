@@ -1,0 +1,87 @@
+"""What the files of a checkpoint say of it, without reading its weights."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dovetail.config.checkpoint import locate, read_json
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``size`` is that of the weights in bytes, ``parameters`` the number of their elements, ``dtype`` that of most of them.
+    ``digest`` tells checkpoints apart by config.json and the names and sizes of the weights."""
+
+    config: dict[str, Any]
+    family: str
+    size: int
+    parameters: int
+    dtype: str
+    digest: str
+    modified_at: str
+
+    def details(self) -> dict[str, Any]:
+        """As Ollama's API has them."""
+        return {
+            "parent_model": "",
+            "format": "safetensors",
+            "family": self.family,
+            "families": [self.family],
+            "parameter_size": _short(self.parameters),
+            "quantization_level": self.dtype,
+        }
+
+
+@functools.cache
+def read_checkpoint(path: str) -> Checkpoint:
+    """That of ``model.path``, read once. Raises ``ConfigError``."""
+    directory = locate(path)
+    config = read_json(directory, "config.json")
+    config = {**config, **config.get("text_config", {})}
+    files = sorted(directory.glob("*.safetensors"))
+    elements: Counter[str] = Counter()
+    for file in files:
+        elements.update(_elements(file))
+    stats = [file.stat() for file in files]
+    newest = max((stat.st_mtime for stat in stats), default=directory.stat().st_mtime)
+    return Checkpoint(
+        config=config,
+        family=config.get("model_type", ""),
+        size=sum(stat.st_size for stat in stats),
+        parameters=elements.total(),
+        dtype=elements.most_common(1)[0][0] if elements else "",
+        digest=_digest(directory, files),
+        modified_at=datetime.fromtimestamp(newest, UTC).isoformat().replace("+00:00", "Z"),
+    )
+
+
+def _elements(file: Path) -> Counter[str]:
+    """By dtype. A safetensors file begins with the length of its header, in 8 bytes, and the header, in JSON."""
+    with file.open("rb") as stream:
+        header = msgspec.json.decode(stream.read(int.from_bytes(stream.read(8), "little")))
+    found: Counter[str] = Counter()
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            found[tensor["dtype"]] += math.prod(tensor["shape"])
+    return found
+
+
+def _digest(directory: Path, files: list[Path]) -> str:
+    names = "\n".join(f"{file.name} {file.stat().st_size}" for file in files)
+    return hashlib.sha256((directory / "config.json").read_bytes() + names.encode()).hexdigest()
+
+
+def _short(count: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)

@@ -1,0 +1,109 @@
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: the one model that is served."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.api.body import parse
+from dovetail.api.responses import json_response
+from dovetail.errors import RequestError
+from dovetail.interfaces.api import ApiHost
+from dovetail.interfaces.parsers import Tool, ToolRequest
+from dovetail.types import SamplingParams
+from dovetail_apis.ollama.checkpoint import Checkpoint, read_checkpoint
+from dovetail_apis.ollama.types import ShowRequest
+
+SPOKEN = "0.12.11"
+"""The version of Ollama whose API this is: clients look at it to see what they may send."""
+
+_NEVER = "9999-12-31T23:59:59Z"
+_SHAPE = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+"""What Ollama calls the fields of config.json."""
+
+
+def check_model(host: ApiHost, name: str) -> None:
+    """As ``ApiHost.check_model``; a name may end with ``:latest``."""
+    host.check_model(name if name == host.model_name else name.removesuffix(":latest"))
+
+
+async def version(host: ApiHost, request: Request) -> Response:
+    """The version of Ollama whose API this is, and that of Dovetail."""
+    return json_response({"version": SPOKEN, "dovetail": host.version})
+
+
+async def tags(host: ApiHost, request: Request) -> Response:
+    """The model, as a list."""
+    checkpoint = await _checkpoint(host)
+    return json_response({"models": [{**_entry(host, checkpoint), "modified_at": checkpoint.modified_at}]})
+
+
+async def ps(host: ApiHost, request: Request) -> Response:
+    """The model, which is always loaded."""
+    entry = _entry(host, await _checkpoint(host))
+    return json_response({"models": [{**entry, "expires_at": _NEVER, "context_length": host.context_len}]})
+
+
+async def show(host: ApiHost, request: Request) -> Response:
+    """What is known of the model."""
+    body = await parse(request, ShowRequest, host.max_body)
+    name = body.model or body.name
+    if not name:
+        raise RequestError("model is missing", param="model", code="missing_field")
+    check_model(host, name)
+    checkpoint = await _checkpoint(host)
+    template = host.tokenizer.tool_template
+    answer = {
+        "modelfile": f"FROM {host.model_name}\n",
+        "parameters": "",
+        "template": template,
+        "details": checkpoint.details(),
+        "model_info": _model_info(host, checkpoint),
+        "capabilities": _capabilities(host, template),
+        "modified_at": checkpoint.modified_at,
+    }
+    return json_response(answer)
+
+
+async def _checkpoint(host: ApiHost) -> Checkpoint:
+    return await asyncio.to_thread(read_checkpoint, host.config.model.path)
+
+
+def _entry(host: ApiHost, checkpoint: Checkpoint) -> dict[str, Any]:
+    name = host.model_name if ":" in host.model_name else f"{host.model_name}:latest"
+    known = {"size": checkpoint.size, "digest": checkpoint.digest, "details": checkpoint.details()}
+    return {"name": name, "model": name, **known}
+
+
+def _model_info(host: ApiHost, checkpoint: Checkpoint) -> dict[str, Any]:
+    family, config = checkpoint.family, checkpoint.config
+    known = {f"{family}.{theirs}": config[ours] for theirs, ours in _SHAPE.items() if ours in config}
+    return {
+        "general.architecture": family,
+        "general.parameter_count": checkpoint.parameters,
+        f"{family}.context_length": host.context_len,
+        **known,
+    }
+
+
+def _capabilities(host: ApiHost, template: str) -> list[str]:
+    switched = [name for name in ("enable_thinking", "reasoning_effort") if name in template]
+    return ["completion", *(["tools"] if _calls_tools(host) else []), *(["thinking"] if switched else [])]
+
+
+def _calls_tools(host: ApiHost) -> bool:
+    try:
+        host.plan_chat(SamplingParams(), "", ToolRequest((Tool("any", {}),)))
+    except RequestError:
+        return False
+    return True

@@ -1,0 +1,124 @@
+"""The request bodies of Ollama's API that are honoured, and the extra fields that Dovetail adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from dovetail.api.body import ApiModel, Int32, Salt
+from dovetail.chat.requests import ToolSpec
+
+
+class Options(ApiModel):
+    """``options``: how tokens are chosen. None stands for the default."""
+
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = Field(None, ge=-1, description="-1 is none.")
+    num_predict: Int32 | None = Field(None, ge=-2, description="Up to 0: until the context is full.")
+    num_ctx: Int32 | None = Field(None, ge=1, description="At most the context that is served.")
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = Field(None, description="Over the prompt and the whole output.")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    ignored = frozenset(
+        [
+            "numa",
+            "num_batch",
+            "num_gpu",
+            "main_gpu",
+            "low_vram",
+            "f16_kv",
+            "logits_all",
+            "vocab_only",
+            "use_mmap",
+            "use_mlock",
+            "embedding_only",
+            "num_thread",
+            "num_keep",
+            "mirostat_tau",
+            "mirostat_eta",
+        ]
+    )
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "mirostat": (0,),
+        "tfs_z": (1, 1.0),
+        "typical_p": (1, 1.0),
+        "repeat_last_n": (-1,),
+        "penalize_newline": (True,),
+    }
+
+
+class AskFields(ApiModel):
+    """What /api/chat and /api/generate have in common. None stands for the default."""
+
+    model: str = Field(min_length=1)
+    stream: bool | None = Field(None, description="True by default.")
+    format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="`json`, or a JSON schema.")
+    options: dict[str, Any] | None = Field(None, description="See `Options`.")
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+        None, description="Switches the model's reasoning on or off; by default as its chat template does."
+    )
+    keep_alive: float | str | None = Field(None, description="Accepted: the model stays loaded.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    # beyond Ollama's API
+    priority: Int32 | None = None
+    cache_salt: Salt | None = Field(
+        None, description="Requests share cached prefixes only with those of the same salt."
+    )
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncate": (False,), "shift": (False,)}
+
+
+class Message(ApiModel):
+    """One message. ``thinking``, ``tool_name`` and ``tool_call_id`` are for the chat template."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = Field(None, max_length=0, description="None: this server reads text.")
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(AskFields):
+    """POST /api/chat. Without messages, it asks for the model to be loaded."""
+
+    messages: list[Message] | None = Field(None, max_length=4096)
+    tools: list[ToolSpec] | None = Field(None, max_length=256)
+
+
+class GenerateRequest(AskFields):
+    """POST /api/generate. Without a prompt, it asks for the model to be loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = Field(None, description="True: the prompt is continued as it is, without the chat template.")
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **AskFields.refused,
+        "suffix": ("",),
+        "template": ("",),
+        "context": (),
+        "images": (),
+        "width": (0,),
+        "height": (0,),
+        "steps": (0,),
+    }
+
+
+class ShowRequest(ApiModel):
+    """POST /api/show."""
+
+    model: str | None = None
+    name: str | None = Field(None, description="The old name of `model`.")
+
+    ignored = frozenset({"verbose"})
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"template": ("",), "system": ("",), "options": ({},)}
