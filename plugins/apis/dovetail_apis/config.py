@@ -17,3 +17,15 @@ class NativeConfig(PluginConfig):
     """SGLang's native API."""
 
     kind: Literal["native"] = "native"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class AnthropicConfig(PluginConfig):
+    """Anthropic's API."""
+
+    kind: Literal["anthropic"] = "anthropic"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class OllamaConfig(PluginConfig):
+    """Ollama's API."""
+
+    kind: Literal["ollama"] = "ollama"  # pyright: ignore[reportIncompatibleVariableOverride]
