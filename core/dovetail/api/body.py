@@ -60,6 +60,15 @@ async def parse(request: Request, model: type[Model], limit: int) -> Model:
     return validate(decode(await read_body(request, limit)), model)
 
 
+def parse_query(request: Request, model: type[Model]) -> Model:
+    """The query of the URL, where every value is a text. Raises ``RequestError``."""
+    given = {name: value for name, value in request.query_params.items() if name not in model.ignored}
+    try:
+        return model.model_validate_strings(given)
+    except ValidationError as error:
+        raise _explain(error, model) from None
+
+
 def decode(body: bytes) -> dict[str, Any]:
     """A JSON object, strictly: no NaN, no Infinity, valid UTF-8. Raises ``RequestError``."""
     try:

@@ -249,12 +249,14 @@ Handler = Callable[[ApiHost, "Request"], Awaitable["Response"]]
 
 
 class Route(NamedTuple):
-    """One row of an API. The handler's docstring is its summary in /docs, ``body`` its request's schema."""
+    """One row of an API. The handler's docstring is its summary in /docs, ``body`` its request's schema, ``query`` that of what
+    stands behind the question mark."""
 
     methods: Sequence[str]
     path: str
     handler: Handler
     body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
 
 
 @dataclass(frozen=True, slots=True)

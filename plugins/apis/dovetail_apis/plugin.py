@@ -20,6 +20,7 @@ def register_apis() -> Sequence[ComponentSpec]:
     return (
         _api("openai", "openai:OpenAI", "OpenAIConfig", "OpenAI's chat completions, completions and models."),
         _api("native", "native:Native", "NativeConfig", "SGLang's /generate."),
+        _api("responses", "responses:Responses", "ResponsesConfig", "OpenAI's responses."),
         _api("anthropic", "anthropic:Anthropic", "AnthropicConfig", "Anthropic's messages."),
         _api("ollama", "ollama:Ollama", "OllamaConfig", "Ollama's chat, generate, tags, show, version and ps."),
     )

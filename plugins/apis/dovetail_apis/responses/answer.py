@@ -1,0 +1,247 @@
+"""A response as it grows: its output items, and the events that tell of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dovetail.api.requests import new_id
+from dovetail.interfaces.api import ApiHost, ChatDelta, Delta, Generation, Problem
+from dovetail.interfaces.parsers import CallDelta
+from dovetail.types import FinishKind, FinishReason
+from dovetail_apis.openai.format import chat_logprobs
+from dovetail_apis.responses.items import ItemDict, output_text
+from dovetail_apis.responses.types import ResponsesRequest
+
+Event = dict[str, Any]
+"""One event of the stream; ``type`` is its name."""
+
+
+class Answer:
+    """One response. Each method that changes it returns the events which say so, numbered from 0."""
+
+    def __init__(self, host: ApiHost, body: ResponsesRequest, outputs: Generation) -> None:
+        self.id = outputs.rid
+        self._outputs = outputs
+        self._tokenizer = host.tokenizer
+        self._fields = _fields(host, body)
+        self._with_logprobs = body.logprobs is not None
+        self._logprobs: list[Any] = []
+        self._status = "in_progress"
+        self._error: dict[str, Any] | None = None
+        self._completed_at: int | None = None
+        self._items: list[ItemDict] = []
+        self._sequence = 0
+        self._reasoning_tokens = 0
+        self._answering = False
+
+    @property
+    def items(self) -> Sequence[ItemDict]:
+        """The output so far."""
+        return self._items
+
+    def response(self) -> dict[str, Any]:
+        """It as it is now."""
+        incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            **self._fields,
+            "status": self._status,
+            "completed_at": self._completed_at,
+            "error": self._error,
+            "incomplete_details": incomplete,
+            "output": self._items,
+            "usage": None if self._status == "in_progress" else self._usage(),
+        }
+
+    def start(self) -> list[Event]:
+        """The first events."""
+        return [self._lifecycle("created"), self._lifecycle("in_progress")]
+
+    def take(self, deltas: Sequence[Delta]) -> list[Event]:
+        """Add what the engine's steps made."""
+        events: list[Event] = []
+        for delta in deltas:
+            if self._with_logprobs:
+                self._logprobs += chat_logprobs(self._tokenizer, delta.logprobs)["content"]
+            self._count(delta)
+            for part in delta.parts:
+                events += self._part(part)
+        return events
+
+    def end(self, finish: FinishReason | None) -> list[Event]:
+        """The last events, where the output has come to an end."""
+        assert finish is not None
+        if finish.kind is FinishKind.ABORT:
+            return self.fail(Problem(500, f"the response was ended: {finish.message or 'aborted'}"))
+        cut = finish.kind is FinishKind.LENGTH
+        events = self._close("incomplete" if cut else "completed")
+        return [*events, self._settle("incomplete" if cut else "completed")]
+
+    def fail(self, problem: Problem) -> list[Event]:
+        """The last events, where something went wrong."""
+        kind = "server_error" if problem.status >= 500 else "invalid_prompt"
+        self._error = {"code": kind, "message": problem.message}
+        self._close("incomplete")
+        return [self._settle("failed")]
+
+    def cancel(self) -> None:
+        """Its client wants no more of it."""
+        self._close("incomplete")
+        self._settle("cancelled")
+
+    def _settle(self, status: str) -> Event:
+        self._status = status
+        self._completed_at = int(time.time()) if status == "completed" else None
+        return self._lifecycle(status)
+
+    def _part(self, part: ChatDelta) -> list[Event]:
+        events: list[Event] = []
+        if part.reasoning:
+            events += self._text("reasoning", part.reasoning)
+        if part.content:
+            events += self._text("message", part.content)
+        for call in part.calls:
+            events += self._call(call)
+        return events
+
+    def _text(self, kind: str, text: str) -> list[Event]:
+        events = [] if self._growing(kind) else [*self._close("completed"), *self._open_text(kind)]
+        part = self._items[-1]["content"][0]
+        part["text"] += text
+        if kind == "reasoning":
+            return [*events, self._of_content("reasoning_text.delta", delta=text)]
+        logprobs, self._logprobs = self._logprobs, []
+        part["logprobs"] += logprobs
+        return [*events, self._of_content("output_text.delta", delta=text, logprobs=logprobs)]
+
+    def _open_text(self, kind: str) -> list[Event]:
+        part = output_text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
+        head = (
+            {"id": new_id("msg_"), "type": kind, "role": "assistant"}
+            if kind == "message"
+            else {"id": new_id("rs_"), "type": kind, "summary": []}
+        )
+        added = self._add({**head, "content": [], "status": "in_progress"})
+        event = self._of_content("content_part.added", part=_copy(part))
+        self._items[-1]["content"].append(part)
+        return [added, event]
+
+    def _call(self, call: CallDelta) -> list[Event]:
+        events: list[Event] = []
+        if call.id is not None:
+            self._logprobs.clear()
+            head = {"id": new_id("fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
+            events = [*self._close("completed"), self._add({**head, "arguments": "", "status": "in_progress"})]
+        if call.arguments:
+            self._items[-1]["arguments"] += call.arguments
+            events.append(self._of_item("function_call_arguments.delta", delta=call.arguments))
+        return events
+
+    def _growing(self, kind: str) -> bool:
+        return bool(self._items) and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress"
+
+    def _add(self, item: ItemDict) -> Event:
+        self._items.append(item)
+        return self._event("output_item.added", output_index=len(self._items) - 1, item=_copy(item))
+
+    def _close(self, status: str) -> list[Event]:
+        """The last item has ended."""
+        if not (self._items and self._items[-1]["status"] == "in_progress"):
+            return []
+        item = self._items[-1]
+        item["status"] = status
+        events = self._done_call(item) if item["type"] == "function_call" else self._done_text(item)
+        return [*events, self._event("output_item.done", output_index=len(self._items) - 1, item=_copy(item))]
+
+    def _done_call(self, item: ItemDict) -> list[Event]:
+        return [self._of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])]
+
+    def _done_text(self, item: ItemDict) -> list[Event]:
+        part = item["content"][0]
+        if item["type"] == "message":
+            done = self._of_content("output_text.done", text=part["text"], logprobs=part["logprobs"])
+        else:
+            self._logprobs.clear()
+            done = self._of_content("reasoning_text.done", text=part["text"])
+        return [done, self._of_content("content_part.done", part=_copy(part))]
+
+    def _count(self, delta: Delta) -> None:
+        """Tokens that came before the answer began are the reasoning's, where there is any."""
+        if not self._answering:
+            self._answering = any(part.content or part.calls for part in delta.parts)
+            if not self._answering or any(part.reasoning for part in delta.parts):
+                self._reasoning_tokens += len(delta.token_ids)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._outputs.usage
+        reasoned = any(item["type"] == "reasoning" for item in self._items)
+        return {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens if reasoned else 0},
+            "total_tokens": usage.prompt + usage.completion,
+        }
+
+    def _lifecycle(self, name: str) -> Event:
+        return self._event(name, response=_copy(self.response()))
+
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+
+    def _of_content(self, name: str, **fields: Any) -> Event:
+        return self._of_item(name, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return {"type": f"response.{kind}", "sequence_number": number, **fields}
+
+
+def event_bytes(events: Sequence[Event]) -> bytes:
+    """As server-sent events that have names."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
+    )
+
+
+def _copy(value: Any) -> Any:
+    """Dictionaries and lists that no longer change with the answer."""
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _fields(host: ApiHost, body: ResponsesRequest) -> dict[str, Any]:
+    """What the response repeats of its request, with the defaults that hold."""
+    tools = [
+        {"type": "function", "description": None, "parameters": None, "strict": None, **t} for t in body.tools or ()
+    ]
+    choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
+    form = body.text.format.model_dump(by_alias=True) if body.text and body.text.format else {"type": "text"}
+    params = body.params()
+    return {
+        "created_at": int(time.time()),
+        "model": host.model_name,
+        "background": bool(body.background),
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "store": body.stored,
+        "temperature": params.temperature,
+        "text": {"format": form},
+        "tool_choice": choice or "auto",
+        "tools": tools,
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

@@ -1,0 +1,119 @@
+"""What is kept of responses: bounds, age, and whose they are.
+
+.venv/bin/python -m pytest -q tests/plugins/test_responses_store.py
+"""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dovetail.api.problems import NotFoundError
+from dovetail.errors import QueueFullError, RequestError
+from dovetail.types import FinishKind, FinishReason
+from dovetail_apis.config import ResponsesConfig
+from dovetail_apis.responses.answer import Answer
+from dovetail_apis.responses.items import chat_messages, read_items
+from dovetail_apis.responses.store import Record, Store
+from dovetail_apis.responses.types import ResponsesRequest
+
+USAGE = SimpleNamespace(prompt=3, completion=2, cached=1)
+
+
+def record(rid: str, *, running: bool = False, size: int = 10) -> Record:
+    host: Any = SimpleNamespace(tokenizer=None, model_name="tiny")
+    outputs: Any = SimpleNamespace(rid=rid, usage=USAGE)
+    made = Record(Answer(host, ResponsesRequest(input="x"), outputs), read_items("x" * size))
+    if not running:
+        made.answer.end(FinishReason(FinishKind.STOP))
+        made.settle()
+    return made
+
+
+def kept(store: Store, owner: str, *rids: str) -> list[bool]:
+    found = []
+    for rid in rids:
+        try:
+            found.append(store.get(owner, rid).id == rid)
+        except NotFoundError:
+            found.append(False)
+    return found
+
+
+def test_an_owner_sees_its_own_only():
+    store = Store(ResponsesConfig())
+    store.add("ada", record("r1"))
+    store.add("bob", record("r2"))
+    assert kept(store, "ada", "r1", "r2") == [True, False]
+    assert kept(store, "bob", "r1", "r2") == [False, True]
+    assert kept(store, "", "r1", "r2") == [False, False]
+    with pytest.raises(NotFoundError):
+        store.remove("bob", "r1")
+    store.remove("ada", "r1")
+    assert kept(store, "ada", "r1") == [False]
+
+
+def test_the_oldest_goes_first_and_others_keep_theirs():
+    store = Store(ResponsesConfig(max_responses=2))
+    store.add("bob", record("b"))
+    for i in range(4):
+        store.add("ada", record(f"r{i}"))
+    assert kept(store, "ada", "r0", "r1", "r2", "r3") == [False, False, True, True]
+    assert kept(store, "bob", "b") == [True]
+
+
+def test_what_runs_is_never_forgotten():
+    store = Store(ResponsesConfig(max_responses=1, max_age=0.01))
+    store.add("", record("runs", running=True))
+    store.add("", record("done"))
+    time.sleep(0.02)
+    assert kept(store, "", "runs", "done") == [True, False]
+
+
+def test_memory_is_bounded():
+    store = Store(ResponsesConfig(max_mib=0.5))
+    for i in range(8):
+        store.add("", record(f"r{i}", size=2**17))
+    assert kept(store, "", *(f"r{i}" for i in range(8))) == [False] * 5 + [True] * 3
+
+
+def test_the_background_has_room_for_so_many():
+    store = Store(ResponsesConfig(max_background=1))
+    store.check_room("ada")
+    store.add("ada", record("r", running=True))
+    store.check_room("bob")
+    with pytest.raises(QueueFullError, match="max_background"):
+        store.check_room("ada")
+
+
+def test_items_become_turns():
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    items = read_items(
+        [
+            {"role": "user", "content": "hi"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"role": "assistant", "content": "let me see"},
+            call,
+            {**call, "call_id": "c2"},
+            {"type": "function_call_output", "call_id": "c2", "output": "2"},
+            {"role": "assistant", "content": "well"},
+            {"role": "assistant", "content": "done"},
+        ]
+    )
+    function = {"name": "f", "arguments": "{}"}
+    assert chat_messages("be kind", items) == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "reasoning_content": "hm",
+            "content": "let me see",
+            "tool_calls": [{"id": rid, "type": "function", "function": function} for rid in ("c1", "c2")],
+        },
+        {"role": "tool", "tool_call_id": "c2", "name": "f", "content": "2"},
+        {"role": "assistant", "content": "well"},
+        {"role": "assistant", "content": "done"},
+    ]
+    with pytest.raises(RequestError, match="no function_call with call_id 'c1'"):
+        chat_messages(None, read_items([{"type": "function_call_output", "call_id": "c1", "output": ""}]))
