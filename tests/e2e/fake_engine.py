@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from dovetail.config import Config
 from dovetail.config.checkpoint import locate
 from dovetail.messages import (
@@ -42,7 +44,8 @@ class FakeLoop:
         self._answers: list[Answer] = []
         chosen = {"cache": {"name": "fake"}, "attention.decode": {"name": "fake"}, "speculative": None}
         model = {"vocab_size": tokenizer.vocab_size}
-        self.info = {"context_len": 2048, "resolved": {"model": model, "chosen": chosen}}
+        embedding = {"size": 4, "pooling": "last"}
+        self.info = {"context_len": 2048, "embedding": embedding, "resolved": {"model": model, "chosen": chosen}}
 
     def idle(self) -> bool:
         return False
@@ -113,7 +116,17 @@ class FakeLoop:
     def _prefilled(self, msg: GenerateMsg) -> TokenOutput:
         del self._running[msg.rid]
         finish = FinishReason(FinishKind.LENGTH)
-        return TokenOutput(msg.rid, [], finish, len(msg.input_ids), prompt_logprobs=prompt_logprobs(msg))
+        length = len(msg.input_ids)
+        return TokenOutput(msg.rid, [], finish, length, prompt_logprobs=prompt_logprobs(msg), pooled=pooled(msg))
+
+
+def pooled(msg: GenerateMsg) -> bytes | None:
+    """Of labels -0.5 each; of a hidden state [first token, 1, 0, tokens]."""
+    pooling = msg.params.pooling
+    if pooling is None:
+        return None
+    state = [msg.input_ids[0], 1, 0, len(msg.input_ids)]
+    return np.array([-0.5] * len(pooling.token_ids) or state, "<f4").tobytes()
 
 
 def prompt_logprobs(msg: GenerateMsg) -> list[TokenLogprob] | None:

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dovetail_apis.embeddings import EmbeddingsRequest
 from dovetail_apis.native import NativeRequest, NativeSampling
 from dovetail_apis.openai.types import ChatRequest, CompletionRequest
+from dovetail_apis.score.types import RerankRequest, ScoreRequest
+from dovetail_apis.tokenize import DetokenizeRequest, TokenizeRequest
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -33,6 +36,12 @@ REQUESTS = {
     "/generate": st.tuples(bodies(NativeRequest, text="one"), bodies(NativeSampling, max_new_tokens=3)).map(
         lambda pair: {"sampling_params": pair[1], **pair[0]}
     ),
+    "/v1/embeddings": bodies(EmbeddingsRequest, input=["one", "two"]),
+    "/v1/score": bodies(ScoreRequest, query="one", items=["two"], label_token_ids=[5])
+    | bodies(ScoreRequest, text_1="one", text_2=["two"]),
+    "/v1/rerank": bodies(RerankRequest, query="one", documents=["two", {"text": "three"}]),
+    "/tokenize": bodies(TokenizeRequest, prompt="one"),
+    "/detokenize": bodies(DetokenizeRequest, tokens=[5, 6]),
 }
 MESSAGES = st.lists(
     st.fixed_dictionaries(

@@ -25,10 +25,15 @@ def unit(vector: FloatArray) -> FloatArray:
 def embedding(hidden: FloatArray, dimensions: int | None = None, *, normalize: bool = True) -> FloatArray:
     """The first ``dimensions`` numbers of a hidden state (Matryoshka representations, arXiv 2205.13147; None: all), then
     brought to length 1. Raises ``RequestError`` for dimensions that it does not have."""
-    if dimensions is not None and not 1 <= dimensions <= len(hidden):
-        raise RequestError(f"dimensions is {dimensions}; allowed: 1 to {len(hidden)}", param="dimensions")
+    check_dimensions(dimensions, len(hidden))
     vector = hidden[:dimensions]
     return unit(vector) if normalize else vector
+
+
+def check_dimensions(dimensions: int | None, size: int) -> None:
+    """Raises ``RequestError`` where vectors of ``size`` numbers cannot be cut to ``dimensions``; None is as they are."""
+    if dimensions is not None and not 1 <= dimensions <= size:
+        raise RequestError(f"dimensions is {dimensions}; allowed: 1 to {size}", param="dimensions")
 
 
 def cosine(a: FloatArray, b: FloatArray) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,10 +43,13 @@ def build_app(service: Service, apis: Sequence[Api], more: Sequence[Route] = ())
     """The application for a running engine. ``more`` routes take the place of those of the server with the same path. Raises
     ``ConfigError`` where two APIs answer the same path."""
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False)
+    names: dict[str, str] = {}
     replaced = {route.path for route in more}
     own = (*more, *(route for route in ROUTES if route.path not in replaced))
     for route in (*own, *_routes_of(apis, own)):
         name = getattr(route.handler, "__name__", route.path)
+        if names.setdefault(name, route.path) != route.path:  # a handler under several paths
+            name += re.sub(r"\W+", "_", route.path)
         for method in route.methods:
             app.add_api_route(
                 route.path,

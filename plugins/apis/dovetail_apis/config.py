@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dovetail.config.plugin import PluginConfig
 
@@ -41,3 +41,36 @@ class OllamaConfig(PluginConfig):
     """Ollama's API."""
 
     kind: Literal["ollama"] = "ollama"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class EmbeddingsConfig(PluginConfig):
+    """OpenAI's embeddings."""
+
+    kind: Literal["embeddings"] = "embeddings"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class ScoreConfig(PluginConfig):
+    """Scores of pairs of texts: the cosine of their embeddings, or, for a model that was trained to judge, what it says to a
+    question."""
+
+    kind: Literal["score"] = "score"  # pyright: ignore[reportIncompatibleVariableOverride]
+    template: str | None = Field(
+        default=None,
+        description="The prompt that asks whether `{document}` answers `{query}`, special tokens spelled out, up to where the model says yes or no. Pairs are scored by the probability of yes; without it by embeddings.",
+    )
+    yes: str = Field(default="yes", description="The one token that says so.")
+    no: str = Field(default="no", description="The one token that denies it.")
+
+    @field_validator("template")
+    @classmethod
+    def _has_both(cls, template: str | None) -> str | None:
+        missing = [place for place in ("{query}", "{document}") if template is not None and place not in template]
+        if missing:
+            raise ValueError(f"the template has no {' and no '.join(missing)}")
+        return template
+
+
+class TokenizeConfig(PluginConfig):
+    """The tokenizer of the served model."""
+
+    kind: Literal["tokenize"] = "tokenize"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -23,4 +23,14 @@ def register_apis() -> Sequence[ComponentSpec]:
         _api("responses", "responses:Responses", "ResponsesConfig", "OpenAI's responses."),
         _api("anthropic", "anthropic:Anthropic", "AnthropicConfig", "Anthropic's messages."),
         _api("ollama", "ollama:Ollama", "OllamaConfig", "Ollama's chat, generate, tags, show, version and ps."),
+        _api("embeddings", "embeddings:Embeddings", "EmbeddingsConfig", "OpenAI's embeddings."),
+        _api(
+            "score",
+            "score:Score",
+            "ScoreConfig",
+            "Scores of pairs and of labels, and reranking, as vLLM and SGLang have them.",
+        ),
+        _api(
+            "tokenize", "tokenize:Tokenize", "TokenizeConfig", "Text to token ids and back, as vLLM and SGLang have it."
+        ),
     )

@@ -1,0 +1,95 @@
+"""POST /v1/embeddings: OpenAI's shape."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.api.body import ApiModel, Int32, Rid, Salt, parse
+from dovetail.api.requests import new_id
+from dovetail.api.responses import whole
+from dovetail.errors import RequestError
+from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Generation, Problem, Route
+from dovetail.ops.vectors import check_dimensions, embedding, pooling_kind
+from dovetail.types import FloatArray
+from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
+from dovetail_apis.openai.format import error_json
+
+
+class EmbeddingsRequest(ApiModel):
+    """POST /v1/embeddings."""
+
+    input: str | list[str] | list[int] | list[list[int]] = Field(description="A text, token ids, or several of either.")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="`base64`: the bytes of the numbers as little-endian float32, a quarter of the size."
+    )
+    dimensions: Int32 | None = Field(
+        None, description="Keep so many numbers of each vector, and bring it to length 1 again."
+    )
+    # beyond OpenAI's API
+    pooling: Literal["last", "mean"] | None = Field(
+        None,
+        description="The hidden state of the last token, or the mean over all tokens; by default as the model says.",
+    )
+    normalize: bool = Field(True, description="Bring vectors to length 1.")
+    add_special_tokens: bool = Field(True, description="Let the tokenizer add its own to texts.")
+    priority: Int32 | None = None
+    cache_salt: Salt | None = None
+    rid: Rid | None = None
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+
+
+class Embeddings(Api):
+    """https://platform.openai.com/docs/api-reference/embeddings"""
+
+    claims = ("/v1/embeddings",)
+
+    def routes(self) -> Sequence[Route]:
+        """Embeddings."""
+        return (Route(["POST"], "/v1/embeddings", embeddings, EmbeddingsRequest),)
+
+    def error(self, problem: Problem) -> object:
+        """As OpenAI says it."""
+        return error_json(problem)
+
+
+async def embeddings(host: ApiHost, request: Request) -> Response:
+    """A vector for each text, made of the model's last hidden states."""
+    body = await parse(request, EmbeddingsRequest, host.max_body)
+    host.check_model(body.model)
+    params = pooling_params(pooling_kind(body.pooling, host.embedding))
+    assert host.embedding is not None, "pooling_kind refuses a model without embeddings"
+    check_dimensions(body.dimensions, host.embedding["size"])
+    prompts = await as_prompts(host, _inputs(body), params, "input", add_special_tokens=body.add_special_tokens)
+    salt, priority = body.cache_salt or "", body.priority or 0
+    asked = ApiRequest(body.rid or new_id("embd-"), tuple(prompts), True, salt, priority)
+    return await whole(request, host.submit(asked), lambda outputs: _answer(host, body, outputs))
+
+
+def _inputs(body: EmbeddingsRequest) -> Sequence[str | list[int]]:
+    given: Any = body.input
+    if not given:
+        raise RequestError("input is empty; give a text, token ids, or a list of either", param="input")
+    return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+
+
+def _answer(host: ApiHost, body: EmbeddingsRequest, outputs: Generation) -> Mapping[str, Any]:
+    vectors = [embedding(pooled(choice), body.dimensions, normalize=body.normalize) for choice in outputs.choices]
+    shown = _base64 if body.encoding_format == "base64" else _numbers
+    data = [{"object": "embedding", "index": i, "embedding": shown(vector)} for i, vector in enumerate(vectors)]
+    return {"object": "list", "data": data, "model": host.model_name, "usage": input_usage(outputs.usage)}
+
+
+def _base64(vector: FloatArray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _numbers(vector: FloatArray) -> list[float]:
+    return vector.tolist()

@@ -1,0 +1,49 @@
+"""Prompts that are made into vectors instead of being continued."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from dovetail.errors import RequestError
+from dovetail.interfaces.api import ApiHost, Choice, Prompt, Usage
+from dovetail.types import FloatArray, Pooling, PoolingKind, SamplingParams
+
+
+def pooling_params(kind: PoolingKind, token_ids: tuple[int, ...] = ()) -> SamplingParams:
+    """Parameters of such a prompt. Raises ``RequestError``."""
+    return SamplingParams(max_new_tokens=0, pooling=Pooling(kind, token_ids))
+
+
+async def as_prompts(
+    host: ApiHost,
+    texts: Sequence[str | list[int]],
+    params: SamplingParams,
+    param: str,
+    *,
+    add_special_tokens: bool = True,
+) -> list[Prompt]:
+    """Texts, or token ids, as prompts. Raises ``RequestError`` that names ``param`` for one without a token."""
+    prompts: list[Prompt] = []
+    for text in texts:
+        ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text
+        if not ids:
+            raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
+        prompts.append(Prompt(ids, params))
+        await asyncio.sleep(0)  # there may be thousands; other streams go on meanwhile
+    return prompts
+
+
+def pooled(choice: Choice) -> FloatArray:
+    """The vector of a finished prompt. Raises ``RequestError`` where it was aborted before."""
+    if choice.pooled is None:
+        message = choice.finish.message if choice.finish is not None else None
+        raise RequestError(f"the request was aborted: {message}", code="aborted")
+    return choice.pooled
+
+
+def input_usage(usage: Usage) -> dict[str, Any]:
+    """Token counts where nothing is generated, in OpenAI's names."""
+    details = {"cached_tokens": usage.cached}
+    return {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt, "prompt_tokens_details": details}

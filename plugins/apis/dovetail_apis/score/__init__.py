@@ -1,0 +1,150 @@
+"""/v1/score in vLLM's and SGLang's meanings, and /v1/rerank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.api.body import parse
+from dovetail.api.responses import whole
+from dovetail.errors import RequestError
+from dovetail.interfaces.api import Api, ApiHost, Generation, Problem, Route
+from dovetail.types import PoolingKind
+from dovetail_apis.config import ScoreConfig
+from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
+from dovetail_apis.openai.format import error_json
+from dovetail_apis.score.pairs import Pair, Scoring, asked, label_probabilities, score_pairs
+from dovetail_apis.score.types import RerankRequest, ScoreRequest
+
+_PAIRS = ("text_1", "text_2")
+_LABELS = ("query", "items", "label_token_ids")
+
+
+class Score(Api):
+    """Scores of texts; ``config.template`` says how pairs are scored."""
+
+    claims = ("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
+
+    def __init__(self, config: ScoreConfig) -> None:
+        self._config = config
+
+    def routes(self) -> Sequence[Route]:
+        """Each under the paths that clients of vLLM, SGLang, Jina and Cohere know."""
+        score = [Route(["POST"], path, self.score, ScoreRequest) for path in ("/v1/score", "/score")]
+        paths = ("/v1/rerank", "/v2/rerank", "/rerank")
+        return (*score, *(Route(["POST"], path, self.rerank, RerankRequest) for path in paths))
+
+    def error(self, problem: Problem) -> object:
+        """As OpenAI says it."""
+        return error_json(problem)
+
+    async def score(self, host: ApiHost, request: Request) -> Response:
+        """How well pairs of texts go together, or how likely labels are after each item."""
+        body = await parse(request, ScoreRequest, host.max_body)
+        host.check_model(body.model)
+        if _asks_for_labels(body):
+            return await _score_labels(host, request, body)
+        scoring = await score_pairs(host, self._config, _pairs(body), body, "text_1")
+        return await whole(request, host.submit(scoring.request), lambda outputs: _score_answer(host, scoring, outputs))
+
+    async def rerank(self, host: ApiHost, request: Request) -> Response:
+        """Documents in the order of their relevance to the query."""
+        body = await parse(request, RerankRequest, host.max_body)
+        host.check_model(body.model)
+        if not body.documents:
+            raise RequestError("documents is empty; give at least one", param="documents")
+        if body.top_n is not None and body.top_n < 1:
+            raise RequestError(f"top_n is {body.top_n}; allowed: at least 1", param="top_n")
+        texts = [document if isinstance(document, str) else document.text for document in body.documents]
+        scoring = await score_pairs(host, self._config, [(body.query, text) for text in texts], body, "documents")
+        return await whole(
+            request, host.submit(scoring.request), lambda outputs: _rerank_answer(host, body, texts, scoring, outputs)
+        )
+
+
+def _asks_for_labels(body: ScoreRequest) -> bool:
+    """Which of the two meanings the request has. Raises ``RequestError`` where it has parts of both, or not all of one."""
+    pairs, labels = ([name for name in names if getattr(body, name) is not None] for names in (_PAIRS, _LABELS))
+    allowed = "either text_1 and text_2, or query, items and label_token_ids"
+    if pairs and labels:
+        raise RequestError(f"{pairs[0]} and {labels[0]} do not go together; give {allowed}", param=labels[0])
+    missing = [name for name in (_PAIRS if pairs else _LABELS) if name not in pairs + labels]
+    if missing:
+        raise RequestError(f"{missing[0]} is missing; give {allowed}", param=missing[0], code="missing_field")
+    for name in ("apply_softmax", "item_first"):
+        if pairs and getattr(body, name):
+            raise RequestError(f"{name} needs query, items and label_token_ids; text_1 was given", param=name)
+    if labels and body.pooling is not None:
+        raise RequestError("pooling needs text_1 and text_2; query was given", param="pooling")
+    return bool(labels)
+
+
+def _pairs(body: ScoreRequest) -> list[Pair]:
+    first, second = ([text] if isinstance(text, str) else text or [] for text in (body.text_1, body.text_2))
+    for param, texts in zip(_PAIRS, (first, second), strict=True):
+        if not texts or "" in texts:
+            raise RequestError(f"{param} is empty, or one of its texts; give at least one, not empty", param=param)
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"text_1 has {len(first)} texts and text_2 {len(second)}; allowed: one, or as many as text_2",
+            param="text_1",
+        )
+    return list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
+
+
+async def _score_labels(host: ApiHost, request: Request, body: ScoreRequest) -> Response:
+    params = pooling_params(PoolingKind.LABELS, tuple(body.label_token_ids or ()))
+    prompts = await as_prompts(host, _joined(body), params, "items")
+    outputs = host.submit(asked(body, prompts, together=not body.item_first))
+    return await whole(request, outputs, lambda outputs: _label_answer(host, body, outputs))
+
+
+def _joined(body: ScoreRequest) -> list[str] | list[list[int]]:
+    """Query and item in one, for each item: texts are joined before they become tokens."""
+    query: Any = body.query
+    items: Any = [body.items] if isinstance(body.items, str) else body.items
+    if not items:
+        raise RequestError("items is empty; give at least one", param="items")
+    if any(isinstance(item, str) != isinstance(query, str) for item in items):
+        raise RequestError(
+            "query and items are of different kinds; allowed: texts, or lists of token ids", param="items"
+        )
+    return [item + query if body.item_first else query + item for item in items]
+
+
+def _label_answer(host: ApiHost, body: ScoreRequest, outputs: Generation) -> dict[str, Any]:
+    scores = [label_probabilities(pooled(choice), among_labels=body.apply_softmax) for choice in outputs.choices]
+    return {
+        "id": outputs.rid,
+        "object": "scoring",
+        "model": host.model_name,
+        "scores": scores,
+        "usage": input_usage(outputs.usage),
+    }
+
+
+def _score_answer(host: ApiHost, scoring: Scoring, outputs: Generation) -> dict[str, Any]:
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scoring.read(outputs))]
+    return {
+        "id": outputs.rid,
+        "object": "list",
+        "created": int(time.time()),
+        "model": host.model_name,
+        "data": data,
+        "usage": input_usage(outputs.usage),
+    }
+
+
+def _rerank_answer(
+    host: ApiHost, body: RerankRequest, texts: Sequence[str], scoring: Scoring, outputs: Generation
+) -> dict[str, Any]:
+    scores = scoring.read(outputs)
+    order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+    if body.return_documents:
+        results = [{**result, "document": {"text": texts[result["index"]]}} for result in results]
+    return {"id": outputs.rid, "model": host.model_name, "results": results, "usage": input_usage(outputs.usage)}

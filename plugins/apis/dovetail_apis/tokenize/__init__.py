@@ -1,0 +1,106 @@
+"""/tokenize and /detokenize: what vLLM and SGLang have in common, and the fields of either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.api.body import ApiModel, parse
+from dovetail.api.responses import json_response
+from dovetail.chat.requests import ToolSpec, plain_message, shown_tools
+from dovetail.errors import RequestError
+from dovetail.interfaces.api import Api, ApiHost, Route
+from dovetail_apis.openai.types import ChatMessage
+
+
+class TokenizeRequest(ApiModel):
+    """POST /tokenize: a text, several, or a conversation."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
+    tools: list[ToolSpec] | None = None
+    add_generation_prompt: bool = Field(True, description="The assistant's turn is opened behind `messages`.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Let the tokenizer add its own; by default yes for `prompt`, and no for `messages`."
+    )
+    return_token_strs: bool = False
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+
+
+class DetokenizeRequest(ApiModel):
+    """POST /detokenize: token ids, or several lists of them."""
+
+    model: str | None = None
+    tokens: list[int] | list[list[int]]
+    skip_special_tokens: bool = Field(True, description="Of `text`; `prompt` has them always.")
+
+
+class Tokenize(Api):
+    """The tokenizer of the served model."""
+
+    def routes(self) -> Sequence[Route]:
+        """Both directions, below /v1 too."""
+        return (
+            *(Route(["POST"], path, tokenize, TokenizeRequest) for path in ("/tokenize", "/v1/tokenize")),
+            *(Route(["POST"], path, detokenize, DetokenizeRequest) for path in ("/detokenize", "/v1/detokenize")),
+        )
+
+
+async def tokenize(host: ApiHost, request: Request) -> Response:
+    """Token ids of texts, or of a conversation as the model sees it."""
+    body = await parse(request, TokenizeRequest, host.max_body)
+    host.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give one of prompt and messages", param="prompt")
+    return json_response(await asyncio.to_thread(_tokenized, host, body))
+
+
+def _tokenized(host: ApiHost, body: TokenizeRequest) -> dict[str, Any]:
+    given = body.prompt if body.prompt is not None else _rendered(host, body)
+    special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
+    found = [host.tokenizer.encode(text, special) for text in ([given] if isinstance(given, str) else given)]
+    names = [[_name(host, token) for token in ids] for ids in found] if body.return_token_strs else None
+    single = isinstance(given, str)
+    return {
+        "tokens": found[0] if single else found,
+        "count": len(found[0]) if single else [len(ids) for ids in found],
+        "max_model_len": host.context_len,
+        "token_strs": names and (names[0] if single else names),
+    }
+
+
+def _rendered(host: ApiHost, body: TokenizeRequest) -> str:
+    messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages or ())]
+    tools = shown_tools(body.tools or ()) or None
+    extra = body.chat_template_kwargs or {}
+    return host.tokenizer.apply_chat_template(messages, tools, body.add_generation_prompt, extra)
+
+
+def _name(host: ApiHost, token: int) -> str:
+    return host.tokenizer.bytes_of(token).decode("utf-8", "replace")
+
+
+async def detokenize(host: ApiHost, request: Request) -> Response:
+    """The text of token ids."""
+    body = await parse(request, DetokenizeRequest, host.max_body)
+    host.check_model(body.model)
+    return json_response(await asyncio.to_thread(_detokenized, host, body))
+
+
+def _detokenized(host: ApiHost, body: DetokenizeRequest) -> dict[str, Any]:
+    given: Any = body.tokens
+    single = not given or isinstance(given[0], int)
+    lists: list[list[int]] = [given] if single else given
+    if any(not 0 <= token < host.vocab_size for ids in lists for token in ids):
+        raise RequestError(f"tokens has ids outside of [0, {host.vocab_size})", param="tokens")
+    texts = [host.tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
+    prompts = [host.tokenizer.decode(ids, skip_special_tokens=False) for ids in lists]
+    return {"text": texts[0] if single else texts, "prompt": prompts[0] if single else prompts}
