@@ -1,62 +1,128 @@
-"""``dovetail chat``: a conversation in the terminal, without a server."""
+"""``dovetail chat``: a conversation in the terminal, with a model in this process or a running server."""
 
 from __future__ import annotations
 
+import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dovetail.cli.generate import MaxNewTokens, Seed, Temperature
 from dovetail.cli.sources import FileOptions, Model, Sets, load, shortcuts
+from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dovetail.llm import LLM
+    from dovetail.cli.chat_speakers import Message, Speaker
     from dovetail.types import SamplingParams
+
+Url = Annotated[str | None, typer.Option(help="Talk to this server instead, as in http://127.0.0.1:30000.")]
+Key = Annotated[
+    str | None, typer.Option(envvar="DOVETAIL_API_KEY", show_envvar=True, help="The API key that the server asks for.")
+]
+
+PASTE_SECONDS = 0.03
+"""Lines that follow one another faster were pasted, and are one message."""
 
 
 def chat(
     files: FileOptions = None,
     sets: Sets = None,
     model: Model = None,
+    url: Url = None,
+    key: Key = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = None,
 ) -> None:
-    """Talk with the model, offline. One line is one turn; an empty line or Ctrl-D ends it."""
-    config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
-    from dovetail.llm import LLM
+    """Talk with a model: in this process, or with --url on a server. Where someone sits at the terminal, /help lists what can be
+    said to the program itself, and figures stand below each answer. Piped, one line is one turn, and an empty line ends it."""
     from dovetail.types import SamplingParams
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    messages = [{"role": "system", "content": system}] if system else []
-    llm = LLM(config)
+    speaker = _remote(url, key, files, sets, model) if url else _local(files, sets, model)
     try:
-        for line in _lines():
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
-    finally:
-        llm.close()
-
-
-def _lines() -> Iterator[str]:
-    """What the user writes, with a prompt if someone sits at the terminal."""
-    while True:
         if sys.stdin.isatty():
-            typer.secho("> ", fg="cyan", nl=False)
-        line = sys.stdin.readline().strip()
-        if not line:
+            _converse(speaker, params, system)
+        else:
+            _pipe(speaker, params, system)
+    finally:
+        speaker.close()
+
+
+def _local(files: FileOptions, sets: Sets, model: Model) -> Speaker:
+    config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
+    from dovetail.cli.chat_speakers import Local
+    from dovetail.llm import LLM
+
+    return Local(LLM(config), config.model.name)
+
+
+def _remote(url: str, key: str | None, files: FileOptions, sets: Sets, model: Model) -> Speaker:
+    if files or sets or model:
+        raise ConfigError(
+            "--url names a running server, whose config is its own: leave out --config, --set and --model"
+        )
+    from dovetail.cli.chat_speakers import Remote
+
+    return Remote(url, key)
+
+
+def _pipe(speaker: Speaker, params: SamplingParams, system: str | None) -> None:
+    """Text in, text out."""
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for line in iter(lambda: sys.stdin.readline().strip(), ""):
+        messages.append({"role": "user", "content": line})
+        parts: list[str] = []
+        for text in speaker.plain(messages, params):
+            typer.echo(text, nl=False)
+            parts.append(text)
+        typer.echo()
+        messages.append({"role": "assistant", "content": "".join(parts)})
+
+
+def _converse(speaker: Speaker, params: SamplingParams, system: str | None) -> None:
+    """With someone at the terminal."""
+    from dovetail.cli.chat_speakers import Settings
+    from dovetail.cli.chat_talk import Talk
+    from dovetail.cli.chat_view import View
+
+    view = View()
+    view.note(f"talking to {speaker.name}; /help for more, Ctrl-D to end")
+    talk = Talk(speaker, Settings(params), system, view, input)
+    for text in _inputs(view.note):
+        if not talk.say(text):
             return
-        yield line
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Stream one answer to the terminal; returns its whole text."""
-    parts = []
-    for text in llm.stream_chat(messages, params):
-        typer.echo(text, nl=False)
-        parts.append(text)
-    typer.echo()
-    return "".join(parts)
+def _inputs(note: Callable[[str], None]) -> Iterator[str]:
+    """What the user writes, until Ctrl-D. Arrow keys edit and find what was written before; a pasted text is one input."""
+    try:
+        import readline
+    except ImportError:  # not everywhere
+        pass
+    else:
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    while True:
+        try:
+            text = _input()
+        except EOFError:
+            typer.echo()
+            return
+        except KeyboardInterrupt:
+            note("\nCtrl-D or /quit ends the conversation")
+            continue
+        if text.strip():
+            yield text
+
+
+def _input() -> str:
+    lines = [input("> ")]
+    while select.select([sys.stdin], [], [], PASTE_SECONDS)[0]:
+        try:
+            lines.append(input())
+        except EOFError:
+            break
+    return "\n".join(lines)

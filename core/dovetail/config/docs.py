@@ -37,7 +37,7 @@ Later sources win. Mappings merge key by key; anything else is replaced.
 2. Files, left to right; first the one that the environment variable `DOVETAIL_CONFIG` names.
 3. Environment variables: `DOVETAIL_SCHEDULER__MAX_RUNNING=8` sets `scheduler.max_running`. Two underscores step into a
    section; the value is read as YAML. Every variable that begins with `DOVETAIL_` is a setting, and an unknown one is
-   an error.
+   an error; `DOVETAIL_API_KEY`, the key that `dovetail chat` shows to a server, is none.
 4. `--set scheduler.max_running=8`, as often as needed; the value is read as YAML.
 
 `dovetail config show` prints the tree that results, `dovetail config hash` a digest that is equal for equal trees,

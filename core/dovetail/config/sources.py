@@ -21,6 +21,8 @@ from dovetail.errors import ConfigError
 
 PREFIX = "DOVETAIL_"
 FILE_VARIABLE = "DOVETAIL_CONFIG"
+KEY_VARIABLE = "DOVETAIL_API_KEY"
+"""The key that clients show; no setting."""
 Tree = dict[str, Any]
 Path_ = tuple[str | int, ...]
 
@@ -82,7 +84,10 @@ def read_file(file: Path, what: str = "config file") -> Layer:
 def read_env(env: Mapping[str, str]) -> list[Layer]:
     """``DOVETAIL_SCHEDULER__MAX_RUNNING=8`` sets ``scheduler.max_running``. Values are parsed as YAML. Shorter names
     come first, so that a section's variable does not undo those of its keys."""
-    names = sorted((n for n in env if n.startswith(PREFIX) and n != FILE_VARIABLE), key=lambda n: (n.count("__"), n))
+    names = sorted(
+        (n for n in env if n.startswith(PREFIX) and n not in (FILE_VARIABLE, KEY_VARIABLE)),
+        key=lambda n: (n.count("__"), n),
+    )
     return [_assign(n.removeprefix(PREFIX).lower().split("__"), env[n], f"environment variable {n}") for n in names]
 
 

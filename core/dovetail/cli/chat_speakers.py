@@ -1,0 +1,230 @@
+"""Who answers in ``dovetail chat``: a model in this process, or the server at a URL."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from dovetail.errors import DovetailError, EngineError, RequestError
+from dovetail.types import SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+    from dovetail.llm import LLM
+
+Message = Mapping[str, Any]
+"""In OpenAI's form."""
+Pieces = Generator[tuple[str, str], None, None]
+"""Reasoning and content, either of which may be empty. Closing it stops the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How answers are made. ``tools`` are in OpenAI's form."""
+
+    params: SamplingParams
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer while it grows. ``prompt``, ``cached`` and ``output`` count tokens and are None while nobody knows; ``drafts``
+    are those accepted and all; ``begun``, ``first`` and ``last`` are seconds of one clock."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    prompt: int | None = None
+    cached: int | None = None
+    output: int | None = None
+    drafts: tuple[int, int] | None = None
+    finish: str = "none"
+    begun: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float | None = None
+
+    def add(self, reasoning: str, content: str) -> tuple[str, str]:
+        """Take a piece in, and hand it on."""
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        self.reasoning += reasoning
+        self.content += content
+        return reasoning, content
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As a turn of the conversation."""
+        calls = {"tool_calls": self.calls} if self.calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
+
+
+class Speaker(Protocol):
+    """Answers conversations."""
+
+    name: str
+
+    def plain(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
+        """The text of an answer, piece by piece."""
+        ...
+
+    def answer(self, messages: Sequence[Message], settings: Settings, answer: Answer) -> Pieces:
+        """Answer a conversation; ``answer`` grows with the pieces. Raises ``DovetailError``."""
+        ...
+
+    def resolved(self) -> Mapping[str, Any]:
+        """The parts that were chosen, as ``Resolved.to_json`` has them."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+class Local:
+    """A model in this process."""
+
+    def __init__(self, llm: LLM, name: str) -> None:
+        self.name = name
+        self._llm = llm
+
+    def plain(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
+        """All that the model writes, marks of reasoning included."""
+        return self._llm.stream_chat(messages, params)
+
+    def answer(self, messages: Sequence[Message], settings: Settings, answer: Answer) -> Pieces:
+        """See ``Speaker``."""
+        stream = self._llm.chat_stream(messages, settings.params, tools=settings.tools or None)
+        with contextlib.closing(stream):
+            for delta in stream:
+                yield answer.add(delta.reasoning, delta.content)
+            output = stream.output
+            answer.prompt, answer.cached = len(output.prompt_ids), output.cached_tokens
+            answer.output, answer.calls = len(output.token_ids), output.tool_calls
+            answer.drafts = (output.accepted, output.drafted) if output.drafted else None
+            answer.finish = "tool_calls" if answer.calls else output.finish.kind.value if output.finish else "none"
+
+    def resolved(self) -> Mapping[str, Any]:
+        """See ``Speaker``."""
+        return self._llm.resolved.to_json()
+
+    def close(self) -> None:
+        """Free the engine."""
+        self._llm.close()
+
+
+class Remote:
+    """The server at ``url``, by its OpenAI API. Raises ``DovetailError`` where there is none."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        import httpx
+
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(None, connect=10)
+        try:
+            self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise RequestError(f"--url is {url!r}: {error}; give one such as http://127.0.0.1:30000") from error
+        self.name = self._get("/v1/models")["data"][0]["id"]
+
+    def plain(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
+        """The content of an answer."""
+        for _, content in self.answer(messages, Settings(params), Answer()):
+            yield content
+
+    def answer(self, messages: Sequence[Message], settings: Settings, answer: Answer) -> Pieces:
+        """See ``Speaker``."""
+        body = {"model": self.name, "messages": messages, **_fields(settings)}
+        with self._asked("POST", "/v1/chat/completions", body) as response:
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    yield from _take(msgspec.json.decode(line[6:]), answer)
+        raise EngineError("the connection ended before the answer did")
+
+    def resolved(self) -> Mapping[str, Any]:
+        """See ``Speaker``; where the server has tenants, it takes an admin key."""
+        return self._get("/server_info")["engine"]["resolved"]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _get(self, path: str) -> Any:
+        with self._asked("GET", path) as response:
+            return msgspec.json.decode(response.read())
+
+    @contextlib.contextmanager
+    def _asked(self, method: str, path: str, body: object = None) -> Iterator[httpx.Response]:
+        """The answer of the server, not yet read. Raises ``DovetailError`` for a refusal, and for what breaks meanwhile."""
+        import httpx
+
+        try:
+            with self._client.stream(method, path, json=body) as response:
+                if response.is_error:
+                    raise _refusal(response.status_code, response.read())
+                yield response
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise EngineError(
+                f"{self._client.base_url} does not answer as it should: {error or repr(error)}"
+            ) from error
+
+
+_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+SAMPLING = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
+"""The fields of ``SamplingParams`` that a conversation may set."""
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    """The settings as OpenAI's API has them."""
+    params = settings.params
+    given = {_NAMES.get(name, name): getattr(params, name) for name in SAMPLING}
+    schema = {}
+    if params.grammar is not None:
+        named = {"name": "answer", "schema": msgspec.json.decode(params.grammar.text)}
+        schema = {"response_format": {"type": "json_schema", "json_schema": named}}
+    tools = {"tools": settings.tools} if settings.tools else {}
+    return {**given, **schema, **tools, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def _take(chunk: dict[str, Any], answer: Answer) -> Iterator[tuple[str, str]]:
+    if "error" in chunk:
+        raise EngineError(chunk["error"]["message"])
+    if usage := chunk.get("usage"):
+        answer.prompt, answer.output = usage["prompt_tokens"], usage["completion_tokens"]
+        answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if drafts := usage.get("speculation"):
+            answer.drafts = drafts["accepted_tokens"], drafts["drafted_tokens"]
+    for choice in chunk["choices"]:
+        delta = choice["delta"]
+        for call in delta.get("tool_calls") or ():
+            _grow(answer.calls, call)
+        answer.finish = choice["finish_reason"] or answer.finish
+        yield answer.add(delta.get("reasoning_content") or "", delta.get("content") or "")
+
+
+def _grow(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
+    if part["index"] == len(calls):
+        calls.append(
+            {"id": part["id"], "type": "function", "function": {"name": part["function"]["name"], "arguments": ""}}
+        )
+    calls[part["index"]]["function"]["arguments"] += part["function"].get("arguments") or ""
+
+
+def _refusal(status: int, body: bytes) -> DovetailError:
+    try:
+        said = str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        said = body.decode("utf-8", "replace")[:500]
+    hint = "; give a key with --key or DOVETAIL_API_KEY" if status == 401 else ""
+    kind = RequestError if status < 500 else EngineError
+    return kind(f"{said or 'the server refuses'} (status {status}){hint}")

@@ -1,0 +1,110 @@
+"""How a conversation looks in a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from dovetail.cli.tables import add, table
+
+if TYPE_CHECKING:
+    from dovetail.cli.chat_speakers import Answer
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def safe(text: str) -> str:
+    """Text whose control characters are seen and not obeyed: no answer moves the cursor or renames the window."""
+    return _CONTROL.sub(
+        lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 0x20 else "\N{REPLACEMENT CHARACTER}", text
+    )
+
+
+class View:
+    """What is shown between two inputs."""
+
+    def __init__(self) -> None:
+        self.out = Console(highlight=False)
+        self._style: str | None = None
+
+    def piece(self, reasoning: str, content: str) -> None:
+        """A part of an answer, as it comes; reasoning is dim."""
+        if reasoning:
+            self._write(reasoning, "dim italic")
+        if content:
+            if self._style == "dim italic":
+                self._write("\n\n", "")
+                content = content.lstrip("\n")
+            self._write(content, "")
+
+    def end(self, answer: Answer, stopped: bool) -> None:
+        """What stands below an answer."""
+        self.out.print()
+        for call in answer.calls:
+            function = call["function"]
+            self.out.print(Text(f"calls {safe(function['name'])} {safe(function['arguments'])}", "yellow"))
+        self.out.print(figures(answer, stopped), soft_wrap=True)
+        self._style = None
+
+    def error(self, error: object) -> None:
+        """What went wrong."""
+        self.broken_off()
+        self.out.print(Text.assemble(("error: ", "bold red"), (safe(str(error)), "red")), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """A word of the program itself."""
+        self.out.print(Text(text, "dim"), soft_wrap=True)
+
+    def broken_off(self) -> None:
+        """End the line of an answer that came to no end."""
+        if self._style is not None:
+            self.out.print()
+        self._style = None
+
+    def parts(self, resolved: Mapping[str, Any]) -> None:
+        """What was chosen for each part of the engine, and why."""
+        grid = table("part", "chosen", "why")
+        for slot, name, why in _chosen(resolved):
+            add(grid, slot, name, why)
+        self.out.print(grid)
+        self.note("dovetail explain shows the others, and why not those")
+
+    def _write(self, text: str, style: str) -> None:
+        self._style = style
+        self.out.print(Text(safe(text), style), end="", soft_wrap=True)
+        self.out.file.flush()
+
+
+def figures(answer: Answer, stopped: bool = False) -> Text:
+    """One line: tokens of the prompt, those of them that the cache held, output, times, speed, and why it ended."""
+    line: list[tuple[str, str]] = []
+    if answer.prompt is not None:
+        line.append((f"{answer.prompt} prompt", "dim"))
+    if answer.cached is not None:
+        line.append((f"{answer.cached} cached", "green" if answer.cached else "dim"))
+    if answer.output is not None:
+        line.append((f"{answer.output} output", "dim"))
+    if answer.first is not None:
+        line.append((f"{1000 * (answer.first - answer.begun):,.3g} ms to first token", "dim"))
+    if answer.output and answer.first and answer.last and answer.output > 1 and answer.last > answer.first:
+        line.append((f"{(answer.output - 1) / (answer.last - answer.first):,.3g} tokens/s", "dim"))
+    if answer.drafts:
+        line.append((f"{answer.drafts[0]} of {answer.drafts[1]} drafts accepted", "dim"))
+    finish = "stopped by you" if stopped else f"finish {answer.finish}"
+    line.append((finish, "yellow" if stopped or answer.finish == "length" else "dim"))
+    return Text(" · ", "dim").join(Text(*part) for part in line)
+
+
+def _chosen(resolved: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    if "resolutions" not in resolved:
+        return [(slot, part["name"] if part else "none", "") for slot, part in resolved["chosen"].items()]
+    return [(one["slot"], one["chosen"] or "none", _why(one)) for one in resolved["resolutions"]]
+
+
+def _why(resolution: Mapping[str, Any]) -> str:
+    rule = "by priority" if resolution["rule"] == "priority" else resolution["rule"]
+    return "; ".join(filter(None, (rule, resolution["note"])))

@@ -1,0 +1,220 @@
+"""`dovetail chat` at a terminal: turns, commands, what is shown. Run: pytest tests/core/test_cli_chat.py"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from dovetail.cli.chat_speakers import Answer, Settings
+from dovetail.cli.chat_talk import Talk
+from dovetail.cli.chat_view import View, figures, safe
+from dovetail.errors import EngineError
+from dovetail.types import GrammarKind, SamplingParams
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+
+
+class Parrot:
+    """Says the last message back in two pieces, and keeps what it was asked. Messages script it: "fail", "think", "stop"
+    (Ctrl-C after the first piece), "call"."""
+
+    name = "parrot"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list, Settings]] = []
+        self.closed = 0
+
+    def answer(self, messages, settings, answer):
+        self.asked.append((list(messages), settings))
+        text = messages[-1]["content"]
+        try:
+            if text == "fail":
+                raise EngineError("the parrot is out")
+            if text == "think":
+                yield answer.add("hm", "")
+            yield answer.add("", f"<{text}")
+            if text == "stop":
+                raise KeyboardInterrupt
+            yield answer.add("", ">")
+            answer.prompt, answer.cached, answer.output, answer.finish = 9, 4, 2, "stop"
+            if text == "call":
+                answer.calls, answer.finish = [CALL], "tool_calls"
+        finally:
+            self.closed += 1
+
+    def resolved(self):
+        one = {"slot": "cache", "chosen": "radix", "rule": "priority", "note": "as measured", "candidates": []}
+        return {"resolutions": [one, {**one, "slot": "speculative", "chosen": None, "rule": "explicit", "note": ""}]}
+
+
+@pytest.fixture
+def talk():
+    view = View()
+    view.out = Console(file=io.StringIO(), width=100, highlight=False)
+    replies = iter(["5", ""])
+    return Talk(Parrot(), Settings(SamplingParams(temperature=0)), "be brief", view, lambda question: next(replies))
+
+
+def shown(talk: Talk) -> str:
+    """What was printed since the last call."""
+    file = talk._view.out.file
+    text = file.getvalue()
+    file.seek(0)
+    file.truncate()
+    return text
+
+
+def asked(talk: Talk) -> list[str]:
+    """The contents that the last answer was asked with."""
+    return [message["content"] for message in talk._speaker.asked[-1][0]]
+
+
+def test_a_turn_is_streamed_with_its_figures_and_the_next_knows_it(talk):
+    assert talk.say("one\nline")
+    assert shown(talk).startswith("<one\nline>\n9 prompt · 4 cached · 2 output · ")
+    talk.say("two")
+    assert asked(talk) == ["be brief", "one\nline", "<one\nline>", "two"]
+    assert talk._speaker.closed == 2
+
+
+def test_reasoning_stands_before_the_answer_and_is_not_sent_back(talk):
+    talk.say("think")
+    assert shown(talk).startswith("hm\n\n<think>\n")
+    talk.say("on")
+    assert asked(talk) == ["be brief", "think", "<think>", "on"]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(talk):
+    assert talk.say("stop")
+    assert "stopped by you" in shown(talk)
+    assert talk._speaker.closed == 1
+    talk.say("on")
+    assert asked(talk) == ["be brief", "stop", "<stop", "on"]
+
+
+def test_an_error_is_said_and_the_turn_can_be_tried_again(talk):
+    talk.say("one")
+    assert talk.say("fail")
+    assert "error: the parrot is out" in shown(talk)
+    assert [m["content"] for m in talk.messages] == ["one", "<one>"]
+    talk.say("/retry")
+    assert asked(talk) == ["be brief", "one", "<one>", "fail"]
+
+
+def test_retry_takes_the_answer_back(talk):
+    talk.say("/retry")
+    assert "nothing was said yet" in shown(talk)
+    for text in ("one", "two", "/retry"):
+        talk.say(text)
+    assert asked(talk) == ["be brief", "one", "<one>", "two"]
+    assert len(talk.messages) == 4
+
+
+def test_calls_are_shown_and_their_results_sent(talk):
+    talk.say("call")
+    assert 'calls add {"a": 2, "b": 3}' in shown(talk)
+    messages = talk._speaker.asked[-1][0]
+    assert messages[-2] == {"role": "assistant", "content": "<call>", "tool_calls": [CALL]}
+    assert messages[-1] == {"role": "tool", "tool_call_id": "call_1", "content": "5"}
+    talk.say("call")  # no result this time
+    assert len(talk._speaker.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("temperature=0.7", {"temperature": 0.7}),
+        ("max_tokens=5 seed=3", {"max_new_tokens": 5, "seed": 3}),
+        ('stop=["a", "b c"]', {"stop": ("a", "b c")}),
+        ('stop="\\n" top_k=4', {"stop": ("\n",), "top_k": 4}),
+        ("top_p=0.5 top_p=", {}),
+    ],
+)
+def test_set(talk, text, given):
+    talk.say(f"/set {text}")
+    assert talk.settings.params == replace(SamplingParams(temperature=0), **given)
+    talk.say("hello")
+    assert talk._speaker.asked[-1][1].params == talk.settings.params
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("/set temperature", "give name=value"),
+        ("/set heat=1", "allowed: max_new_tokens, temperature"),
+        ("/set temperature=-1", "temperature is -1"),
+        ("/set temperature=warm", "temperature is 'warm'"),
+        ("/schema {not json}", "this is not JSON"),
+        ("/schema absent.json", "No such file"),
+        ('/tools [1', "this is not JSON"),
+        ("/save", "needs a file"),
+        ("/nonsense", "there is no /nonsense; /help"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_and_changes_nothing(talk, command, words):
+    before = talk.settings
+    assert talk.say(command)
+    assert words in shown(talk)
+    assert talk.settings == before
+    assert talk._speaker.asked == []
+
+
+def test_schema_and_tools_from_text_and_files_and_off(talk, tmp_path):
+    schema, tools = {"type": "object"}, [{"type": "function", "function": {"name": "add"}}]
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    for text in (json.dumps(schema), str(tmp_path / "schema.json")):
+        talk.say(f"/schema {text}")
+        assert talk.settings.params.grammar.kind is GrammarKind.JSON_SCHEMA
+        assert json.loads(talk.settings.params.grammar.text) == schema
+        talk.say("/schema off")
+        assert talk.settings.params.grammar is None
+    for text in (json.dumps(tools), str(tmp_path / "tools.json")):
+        talk.say(f"/tools {text}")
+        assert list(talk.settings.tools) == tools
+        talk.say("/tools off")
+        assert talk.settings.tools == ()
+
+
+def test_system_clear_save_and_what_begins_with_two_slashes(talk, tmp_path):
+    talk.say("/system")
+    talk.say("//help")
+    assert asked(talk) == ["/help"]
+    talk.say("/system speak up")
+    talk.say("ü")
+    talk.say(f"/save {tmp_path / 'talk.json'}")
+    saved = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))
+    assert [m["content"] for m in saved] == ["speak up", "/help", "</help>", "ü", "<ü>"]
+    assert [m["role"] for m in saved] == ["system", "user", "assistant", "user", "assistant"]
+    talk.say("/clear")
+    talk.say("new")
+    assert asked(talk) == ["speak up", "new"]
+
+
+def test_plugins_help_and_quit(talk):
+    talk.say("/plugins")
+    text = shown(talk)
+    assert "by priority; as measured" in text
+    assert "none" in text
+    talk.say("/help")
+    text = shown(talk)
+    assert [name for name in talk._commands if f"/{name}" not in text] == []
+    assert talk.say("/quit") is False
+
+
+def test_control_characters_are_seen_and_not_obeyed():
+    assert safe("a\x1b[31mb\x07\tc\nd\x9b2J\x7f") == "a\u241b[31mb\u2407\tc\nd\ufffd2J\ufffd"
+
+
+def test_figures_say_only_what_is_known():
+    assert figures(Answer()).plain == "finish none"
+    answer = Answer(
+        prompt=1200, cached=0, output=11, drafts=(3, 8), finish="length", begun=10.0, first=10.25, last=12.25
+    )
+    assert figures(answer).plain == (
+        "1200 prompt · 0 cached · 11 output · 250 ms to first token · 5 tokens/s · 3 of 8 drafts accepted · finish length"
+    )
