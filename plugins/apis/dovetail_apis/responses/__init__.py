@@ -16,8 +16,9 @@ from dovetail.api.requests import new_id
 from dovetail.api.responses import SSE, json_response, streamed, until_disconnect
 from dovetail.chat.requests import plain_message, shown_tools
 from dovetail.errors import DovetailError, RequestError
-from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Delta, Generation, Problem, Prompt, Route
+from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Delta, Generation, Problem, Route
 from dovetail_apis.config import ResponsesConfig
+from dovetail_apis.conversation import Conversation, Ticket, ask
 from dovetail_apis.openai.format import error_json
 from dovetail_apis.responses.answer import Answer, event_bytes
 from dovetail_apis.responses.items import ItemDict, chat_messages, read_items
@@ -197,9 +198,6 @@ async def _asked(host: ApiHost, body: ResponsesRequest, items: Sequence[ItemDict
     messages = [plain_message(message, i) for i, message in enumerate(chat_messages(body.instructions, items))]
     tools = read_tools(body.tools or ())
     calls = wanted(tools, body.tool_choice, body.parallel_tool_calls is not False)
-    shown = shown_tools(tools) if calls is not None else []
-    text = await host.render_chat(messages, shown, body.template_variables())
-    plan = host.plan_chat(body.params(), text, calls)
-    prompt = Prompt(await host.encode(text, add_special_tokens=False), plan.params)
-    salt, priority = body.cache_salt or "", body.priority or 0
-    return ApiRequest(new_id("resp_"), (prompt,), False, salt, priority, plan.reader)
+    conversation = Conversation(messages, shown_tools(tools), calls, body.template_variables())
+    ticket = Ticket(new_id("resp_"), body.cache_salt or "", body.priority or 0)
+    return (await ask(host, conversation, body.params(), ticket))[0]
