@@ -36,7 +36,8 @@ class Running:
 
 
 class FakeLoop:
-    """``namespace`` scripts it: "slow" sleeps 20 ms a step, "status:N" refuses, "exit" ends the process, "raise" raises."""
+    """``namespace``, without that of a tenant before it, scripts it: "slow" sleeps 20 ms a step, "status:N" refuses, "exit" ends
+    the process, "raise" raises."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -72,18 +73,19 @@ class FakeLoop:
 
     def step(self) -> list[Answer]:
         answers, self._answers = self._answers, []
-        if any(running.msg.namespace == "slow" for running in self._running.values()):
+        if any(script_of(running.msg) == "slow" for running in self._running.values()):
             time.sleep(0.02)
         for running in list(self._running.values()):
             answers.append(self._advance(running))
         return answers
 
     def _add(self, msg: GenerateMsg) -> None:
-        if msg.namespace.startswith("status:"):
-            self._answers.append(RequestFailed(msg.rid, int(msg.namespace[7:]), "scripted refusal", param="prompt"))
-        elif msg.namespace == "exit":
+        script = script_of(msg)
+        if script.startswith("status:"):
+            self._answers.append(RequestFailed(msg.rid, int(script[7:]), "scripted refusal", param="prompt"))
+        elif script == "exit":
             os._exit(9)
-        elif msg.namespace == "raise":
+        elif script == "raise":
             raise RuntimeError("scripted failure")
         else:
             params = msg.params
@@ -133,6 +135,10 @@ def prompt_logprobs(msg: GenerateMsg) -> list[TokenLogprob] | None:
     top = msg.params.prompt_logprobs
     start = msg.params.prompt_logprobs_start
     return None if top is None else [logprob(t, i, top) for i, t in enumerate(msg.input_ids)][start:]
+
+
+def script_of(msg: GenerateMsg) -> str:
+    return msg.namespace.rpartition("/")[2]
 
 
 def logprob(token: int, index: int, top: int) -> TokenLogprob:

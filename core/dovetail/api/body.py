@@ -121,4 +121,4 @@ def _json_type(value: object) -> str:
 
 
 def _too_large(limit: int) -> HTTPException:
-    return HTTPException(413, f"the body is larger than {limit / 2**20:g} MiB (server.max_body_mib)")
+    return HTTPException(413, f"the body is larger than {limit / 2**20:g} MiB (max_body_mib)")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 
-from dovetail.errors import DovetailError, EngineDeadError, QueueFullError, RequestError
+from dovetail.errors import (
+    AuthenticationError,
+    DovetailError,
+    EngineDeadError,
+    PermissionDeniedError,
+    QueueFullError,
+    RateLimitError,
+    RequestError,
+    TimeLimitError,
+)
 from dovetail.interfaces.api import Problem
 
 
@@ -26,11 +35,16 @@ class DrainingError(DovetailError):
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-_UNAVAILABLE: dict[type[DovetailError], str] = {
-    QueueFullError: "queue_full",
-    DrainingError: "draining",
-    EngineDeadError: "engine_dead",
+_KINDS: dict[type[DovetailError], tuple[int, str]] = {
+    AuthenticationError: (401, "invalid_api_key"),
+    PermissionDeniedError: (403, "permission_denied"),
+    RateLimitError: (429, "rate_limit_exceeded"),
+    QueueFullError: (503, "queue_full"),
+    DrainingError: (503, "draining"),
+    EngineDeadError: (503, "engine_dead"),
+    TimeLimitError: (504, "time_limit_exceeded"),
 }
+"""Errors that are not about what the request says, with their status and code."""
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -40,7 +54,7 @@ def problem_of(error: BaseException) -> Problem:
     if not isinstance(error, DovetailError | HTTPException):
         message = "internal error; the server's log has the details"
     param = error.param if isinstance(error, RequestError) else None
-    return Problem(status, message, _code_of(error, status), param, 1 if status == 503 else None)
+    return Problem(status, message, _code_of(error, status), param, _retry_after(error, status))
 
 
 def status_of(error: BaseException) -> int:
@@ -51,10 +65,16 @@ def status_of(error: BaseException) -> int:
         return 404
     if isinstance(error, RequestError):
         return 400
-    return 503 if isinstance(error, tuple(_UNAVAILABLE)) else 500
+    return next((status for kind, (status, _) in _KINDS.items() if isinstance(error, kind)), 500)
 
 
 def _code_of(error: BaseException, status: int) -> str | None:
     if isinstance(error, RequestError):
         return error.code
-    return next((code for kind, code in _UNAVAILABLE.items() if isinstance(error, kind)), _CODES.get(status))
+    return next((code for kind, (_, code) in _KINDS.items() if isinstance(error, kind)), _CODES.get(status))
+
+
+def _retry_after(error: BaseException, status: int) -> float | None:
+    if isinstance(error, RateLimitError):
+        return error.retry_after
+    return 1 if status == 503 else None

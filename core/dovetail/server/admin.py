@@ -15,7 +15,7 @@ from dovetail.api.requests import new_id
 from dovetail.api.responses import json_response
 from dovetail.config import dump
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import ApiRequest, Prompt
+from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
 from dovetail.server.service import Service
 from dovetail.types import SamplingParams
 
@@ -33,7 +33,7 @@ async def health(service: Service, request: Request) -> Response:
     return PlainTextResponse("ok")
 
 
-async def health_generate(service: Service, request: Request) -> Response:
+async def health_generate(service: ApiHost, request: Request) -> Response:
     """200 if the engine makes a token within ``server.health_seconds``, else 503."""
     token = next(i for i, data in enumerate(service.tokenizer.token_bytes) if data)
     prompt = Prompt([token], SamplingParams(max_new_tokens=1, temperature=0.0))
@@ -46,7 +46,7 @@ async def health_generate(service: Service, request: Request) -> Response:
     return PlainTextResponse("ok")
 
 
-async def model_info(service: Service, request: Request) -> Response:
+async def model_info(service: ApiHost, request: Request) -> Response:
     """Where the model came from, and its sizes."""
     tokenizer = service.tokenizer
     info = {
@@ -59,6 +59,10 @@ async def model_info(service: Service, request: Request) -> Response:
         "textless_token_ids": [i for i, data in enumerate(tokenizer.token_bytes) if not data],
         "eos_token_ids": tokenizer.eos_token_ids,
         "has_chat_template": tokenizer.has_chat_template,
+        "chat_template": tokenizer.chat_template or None,
+        "special_tokens": tokenizer.named_tokens,
+        "bos_token_id": tokenizer.bos_token_id,
+        "adds_bos": tokenizer.adds_bos,
     }
     return json_response(info)
 

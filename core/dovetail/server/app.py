@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,35 +18,46 @@ from dovetail.interfaces.api import Route as ApiRoute
 from dovetail.server import admin
 from dovetail.server.errors import Formats, add_error_handlers
 from dovetail.server.service import Service
+from dovetail.server.tenants.gate import Gate
+from dovetail.server.tenants.tenancy import Tenancy
 
 
 class Route(NamedTuple):
-    """A route of the server itself, or of an API: what is an ``ApiHost`` to those is the whole ``Service`` to these."""
+    """A route of the server itself, whose handler sees all of it. Where the server has keys it is for admins, unless it is
+    ``open`` to everybody."""
 
     methods: Sequence[str]
     path: str
     handler: Callable[[Service, Request], Awaitable[Response]]
     body: type[BaseModel] | None = None
+    open: bool = False
 
 
 ROUTES = (
-    Route(["GET"], "/health", admin.health),
-    Route(["GET"], "/health_generate", admin.health_generate),
+    Route(["GET"], "/health", admin.health, open=True),
     Route(["GET"], "/server_info", admin.server_info),
-    Route(["GET"], "/model_info", admin.model_info),
     Route(["GET", "POST"], "/flush_cache", admin.flush_cache),
     Route(["POST"], "/abort_request", admin.abort_request, admin.AbortRequest),
     Route(["GET"], "/metrics", admin.metrics),
 )
 
+TENANT_ROUTES = (
+    ApiRoute(["GET"], "/health_generate", admin.health_generate),
+    ApiRoute(["GET"], "/model_info", admin.model_info),
+)
+"""Of the server as well, for whoever has a key."""
 
-def build_app(service: Service, apis: Sequence[Api], more: Sequence[Route] = ()) -> FastAPI:
-    """The application for a running engine. ``more`` routes take the place of those of the server with the same path. Raises
-    ``ConfigError`` where two APIs answer the same path."""
+
+def build_app(
+    service: Service, apis: Sequence[Api], more: Sequence[Route] = (), tenancy: Tenancy | None = None
+) -> FastAPI:
+    """The application for a running engine. ``more`` routes take the place of those of the server with the same path; with a
+    ``tenancy`` every request needs a key. Raises ``ConfigError`` where two APIs answer the same path."""
+    gate = Gate(service, tenancy)
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False)
     names: dict[str, str] = {}
     replaced = {route.path for route in more}
-    own = (*more, *(route for route in ROUTES if route.path not in replaced))
+    own = (*more, *(route for route in ROUTES if route.path not in replaced), *TENANT_ROUTES)
     for route in (*own, *_routes_of(apis, own)):
         name = getattr(route.handler, "__name__", route.path)
         if names.setdefault(name, route.path) != route.path:  # a handler under several paths
@@ -53,7 +65,7 @@ def build_app(service: Service, apis: Sequence[Api], more: Sequence[Route] = ())
         for method in route.methods:
             app.add_api_route(
                 route.path,
-                _endpoint(service, route.handler),
+                _endpoint(service, gate, route),
                 methods=[method],
                 response_model=None,
                 summary=(route.handler.__doc__ or "").strip(),
@@ -62,10 +74,11 @@ def build_app(service: Service, apis: Sequence[Api], more: Sequence[Route] = ())
                 operation_id=f"{name}_{method.lower()}",
             )
     add_error_handlers(app, Formats(apis))
+    _allow_origins(app, service.config.server.cors_origins)
     return app
 
 
-def _routes_of(apis: Sequence[Api], own: Sequence[Route]) -> list[ApiRoute]:
+def _routes_of(apis: Sequence[Api], own: Sequence[Route | ApiRoute]) -> list[ApiRoute]:
     """Those of the APIs, each method and path once."""
     owners = {(method, route.path): "the server" for route in own for method in route.methods}
     routes: list[ApiRoute] = []
@@ -82,13 +95,30 @@ def _routes_of(apis: Sequence[Api], own: Sequence[Route]) -> list[ApiRoute]:
     return routes
 
 
-def _endpoint(
-    service: Service, handler: Callable[[Service, Request], Awaitable[Response]]
-) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return await handler(service, request)
+def _endpoint(service: Service, gate: Gate, route: Route | ApiRoute) -> Callable[[Request], Awaitable[Response]]:
+    async def for_tenants(request: Request) -> Response:
+        assert isinstance(route, ApiRoute)
+        return await route.handler(gate.host(request), request)
 
-    return endpoint
+    async def for_admins(request: Request) -> Response:
+        assert isinstance(route, Route)
+        if not route.open:
+            gate.check_admin(request)
+        return await route.handler(service, request)
+
+    return for_tenants if isinstance(route, ApiRoute) else for_admins
+
+
+def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Cross-origin resource sharing (WHATWG Fetch, section 3.2); without ``origins`` there is none."""
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["retry-after"],
+        )
 
 
 def _described(body: type[BaseModel] | None) -> dict[str, Any] | None:

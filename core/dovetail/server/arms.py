@@ -244,6 +244,11 @@ class ArmStream:
         """Ids of the requests that have not finished."""
         return self._stream.open
 
+    @property
+    def unread(self) -> int:
+        """Tokens that have arrived since the last read."""
+        return self._stream.unread
+
     async def __anext__(self) -> list[TokenOutput]:
         """The next batch."""
         try:

@@ -16,6 +16,11 @@ class Stream(Protocol):
         """Ids of the requests that have not finished."""
         ...
 
+    @property
+    def unread(self) -> int:
+        """Tokens that have arrived since the last read."""
+        ...
+
     async def __anext__(self) -> list[TokenOutput]:
         """The next batch. Raises what ended a request otherwise."""
         ...

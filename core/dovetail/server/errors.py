@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 import msgspec
 from fastapi import FastAPI
@@ -13,6 +14,11 @@ from starlette.responses import Response
 from dovetail.api.problems import problem_of
 from dovetail.errors import DovetailError
 from dovetail.interfaces.api import Api, Problem
+
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    504: {"x-should-retry": "false"},  # the clients of OpenAI and Anthropic would send it again, twice
+}
 
 
 class Formats:
@@ -32,9 +38,9 @@ class Formats:
     def answer(self, path: str, error: BaseException) -> Response:
         """An error at ``path`` as an answer."""
         problem = problem_of(error)
-        headers = dict(getattr(error, "headers", None) or {})
+        headers = {**_HEADERS.get(problem.status, {}), **(getattr(error, "headers", None) or {})}
         if problem.retry_after is not None:
-            headers["retry-after"] = f"{problem.retry_after:.0f}"
+            headers["retry-after"] = str(max(ceil(problem.retry_after), 1))
         content = msgspec.json.encode(self.body(path, problem))
         return Response(content, problem.status, headers, media_type="application/json")
 

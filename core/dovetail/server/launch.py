@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
+import os
 import signal
 import socket
 import sys
@@ -30,6 +32,7 @@ from dovetail.server.engine_process import Endpoints, run_engine
 from dovetail.server.engines import Engine
 from dovetail.server.metrics import Metrics
 from dovetail.server.service import Service, info_labels, package_version
+from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -157,6 +160,7 @@ async def _serve(
     announce: Callable[[DrainingServer], None] = lambda server: None,
 ) -> str | None:
     """Serve until told to stop. Returns why the engine process has ended by itself, if it has."""
+    tenancy = Tenancy(config.server, os.environ) if config.server.keys else None
     tokenizer = load_tokenizer(config)
     if config.experiment.arms:
         from dovetail.server.online import Online
@@ -170,6 +174,8 @@ async def _serve(
         plugins = registry or load_plugins(config.plugins)
         parsers = load_parsers(engine.info, config, tokenizer, plugins)
         service = Service(config, engine, tokenizer, _metrics(config, engine, registry), parsers)
+        if tenancy is not None:
+            service.tenants = tenancy.start(service.metrics.registry)
 
         def on_started(server: DrainingServer) -> None:
             seconds = time.perf_counter() - started
@@ -177,11 +183,13 @@ async def _serve(
             announce(server)
 
         apis = load_apis(config, plugins)
-        app = online.app(service, apis) if online else build_app(service, apis)
+        app = online.app(service, apis, tenancy) if online else build_app(service, apis, tenancy=tenancy)
         await DrainingServer(_uvicorn_config(config, app), service, on_started).serve(sockets=[listener])
         return engine.failure
     finally:
         await engine.stop()
+        if tenancy is not None:
+            tenancy.stop()
 
 
 def url_of(listener: socket.socket) -> str:
@@ -223,7 +231,20 @@ def _bind(config: Config) -> socket.socket:
     except OSError as error:
         listener.close()
         raise _cannot_listen(host, port, error) from error
+    if not (config.server.keys or config.server.allow_public_without_keys):
+        _refuse_public(listener)
     return listener
+
+
+def _refuse_public(listener: socket.socket) -> None:
+    """Other machines could reach it, and everybody there could use it. Raises ``ConfigError``."""
+    address = listener.getsockname()[0]
+    if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        listener.close()
+        raise ConfigError(
+            f"server.host is {address!r}, which other machines can reach, and there are no keys; give server.keys (docs/tenants.md), "
+            "or listen on 127.0.0.1, or let everybody in with server.allow_public_without_keys=true"
+        )
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

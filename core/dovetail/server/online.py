@@ -29,6 +29,7 @@ from dovetail.server.arms import Arm, ArmsClient
 from dovetail.server.engine_process import Endpoints
 from dovetail.server.routing import RememberRequest
 from dovetail.server.service import Service
+from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.tokenizer import Tokenizer
 
 REFRESH_SECONDS = 5
@@ -91,17 +92,17 @@ class Online:
         await asyncio.to_thread(check_arms, arms)
         return cls(config, ArmsClient(config, arms, target, lambda ids: tokenizer.decode(list(ids))), judge)
 
-    def app(self, service: Service, apis: Sequence[Api]) -> ASGIApp:
-        """The application; the engines have been started."""
+    def app(self, service: Service, apis: Sequence[Api], tenancy: Tenancy | None = None) -> ASGIApp:
+        """The application (``app.build_app``); the engines have been started."""
         registry = service.metrics.registry
         self.engine.log.register(registry, self.engine.standings)
         if self.engine.shadow is not None:
             registry.register(self.engine.shadow.results)
-        return RememberRequest(build_app(service, apis, self._routes()), self._section.key)
+        return RememberRequest(build_app(service, apis, self._routes(), tenancy), self._section.key)
 
     def _routes(self) -> tuple[Route, ...]:
         return (
-            Route(["GET"], "/health", self.health),
+            Route(["GET"], "/health", self.health, open=True),
             Route(["GET"], "/experiment", self.page),
             Route(["GET"], "/experiment.json", self.json),
             Route(["POST"], "/experiment/stop", self.stop, ArmRequest),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dovetail.errors import EngineError
+from dovetail.errors import DovetailError, EngineError, TimeLimitError
 from dovetail.interfaces.api import ApiRequest, ChatDelta, Choice, Delta, Usage
 from dovetail.ops.vectors import from_bytes
 from dovetail.tokenizer import IncrementalDetokenizer
@@ -52,8 +54,18 @@ class GrowingChoice(Choice):
         return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], self.finish, parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Under which a request runs: ``name`` is how the engine knows it where that is not its public id, ``max_seconds`` how long
+    it may take. ``on_close`` is called once, at its end."""
+
+    name: str | None = None
+    max_seconds: float | None = None
+    on_close: Callable[[Outputs], None] | None = None
+
+
 class Outputs:
-    """The outputs of one request: an ``interfaces.api.Generation``."""
+    """The outputs of one request: an ``interfaces.api.Generation``. ``error`` is what it ended with, where it failed."""
 
     def __init__(
         self,
@@ -62,8 +74,10 @@ class Outputs:
         stream: Stream,
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
+        terms: Terms,
     ) -> None:
         self.rid = parsed.rid
+        self.error: DovetailError | None = None
         self.choices = [
             GrowingChoice(tokenizer, i, msg, parsed.continues, parsed.reader and parsed.reader())
             for i, msg in enumerate(msgs)
@@ -72,6 +86,12 @@ class Outputs:
         self._by_rid = {msg.rid: choice for msg, choice in zip(msgs, self.choices, strict=True)}
         self._stream = stream
         self._metrics = metrics
+        self._terms = terms
+        self._closed = False
+        self._late = False
+        self._timer: asyncio.TimerHandle | None = None
+        if terms.max_seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(terms.max_seconds, self._time_is_over)
 
     def __enter__(self) -> Outputs:
         return self
@@ -84,9 +104,13 @@ class Outputs:
 
     async def __anext__(self) -> list[Delta]:
         """The deltas of the engine's steps since the last call. Raises what ended a request otherwise."""
-        batch = [output for output in await self._stream.__anext__() if self._by_rid[output.rid].finish is None]
-        self._metrics.observe(batch)
-        deltas = [self._by_rid[output.rid].add(output) for output in batch]
+        try:
+            batch = [output for output in await self._next() if self._by_rid[output.rid].finish is None]
+            self._metrics.observe(batch)
+            deltas = [self._by_rid[output.rid].add(output) for output in batch]
+        except DovetailError as error:
+            self.error = error
+            raise
         for output, delta in zip(batch, deltas, strict=True):
             if delta.finish is not None and output.finish is None:  # its reader has found a stop string
                 self._stream.end(output.rid)
@@ -100,8 +124,41 @@ class Outputs:
 
     def close(self) -> None:
         """Abort what still runs."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._stream.close()
         self._metrics.close(finished=not self._stream.open)
+        if self._terms.on_close is not None:
+            self._terms.on_close(self)
+
+    async def _next(self) -> list[TokenOutput]:
+        try:
+            return await self._stream.__anext__()
+        except StopAsyncIteration:
+            if self._late:
+                raise TimeLimitError(
+                    f"the request ran longer than {self._terms.max_seconds:g} s (max_seconds); ask for fewer tokens"
+                ) from None
+            raise
+
+    def _time_is_over(self) -> None:
+        """What still runs ends now, whether somebody reads its tokens or not."""
+        if self._stream.open:
+            self._late = True
+            self._stream.close()
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing runs on."""
+        return not self._stream.open
+
+    @property
+    def unread(self) -> int:
+        """Tokens that were made and are in no choice yet."""
+        return self._stream.unread
 
     @property
     def elapsed(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,7 +19,7 @@ from dovetail.messages import EngineStats
 from dovetail.server.engines import Engine
 from dovetail.server.expansion import messages
 from dovetail.server.metrics import Metrics, RequestMetrics
-from dovetail.server.outputs import Outputs
+from dovetail.server.outputs import Outputs, Terms
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import SamplingParams
 
@@ -31,7 +31,7 @@ _LARGE = 16_384
 
 
 class Service(ApiHost):
-    """One server's shared state. ``draining`` refuses new requests while the running ones finish."""
+    """One server's shared state. ``draining`` refuses new requests while the running ones finish; ``tenants`` are their names."""
 
     def __init__(
         self, config: Config, engine: Engine, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
@@ -42,6 +42,7 @@ class Service(ApiHost):
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.parsers = parsers
+        self.tenants: Collection[str] = ()
         self.created = int(time.time())
         self.draining = False
         self.version = package_version()
@@ -55,8 +56,9 @@ class Service(ApiHost):
         """Bytes that a request body may have."""
         return int(self.config.server.max_body_mib * 2**20)
 
-    def submit(self, request: ApiRequest) -> Outputs:
-        """Send a request to the engine. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
+    def submit(self, request: ApiRequest, terms: Terms | None = None) -> Outputs:
+        """Send a request to the engine, by default under the server's own terms. Raises ``DrainingError``, ``EngineDeadError``
+        or ``RequestError``."""
         self.check_ready()
         most = self.config.scheduler.max_waiting
         if request.num_outputs > most:
@@ -66,8 +68,9 @@ class Service(ApiHost):
         for prompt in request.prompts:
             self._check_ids(prompt.ids, prompt.params)
         msgs = messages(request)
-        stream = self.engine.open(request.rid, msgs)
-        return Outputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics))
+        terms = terms or Terms(max_seconds=self.config.server.max_seconds)
+        stream = self.engine.open(terms.name or request.rid, msgs)
+        return Outputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
 
     def check_ready(self) -> None:
         """Raises ``DrainingError`` or ``EngineDeadError`` where no request can be taken."""
@@ -110,8 +113,8 @@ class Service(ApiHost):
         return self.parsers.plan(params, prompt, tools, separate_reasoning)
 
     def abort(self, rid: str) -> bool:
-        """End the request with this public id; False if there is none."""
-        return self.engine.abort(rid)
+        """End the request with this public id, whoever sent it; False if there is none."""
+        return self.engine.abort(rid) or any(self.engine.abort(own_rid(name, rid)) for name in self.tenants)
 
     def room(self, ids: Sequence[int], default: int) -> int:
         """The output length where the request sets none: ``default``, or what is left of the context."""
@@ -144,6 +147,11 @@ class Service(ApiHost):
 
 async def _in_thread(large: bool, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return await asyncio.to_thread(call, *args, **kwargs) if large else call(*args, **kwargs)
+
+
+def own_rid(owner: str, rid: str) -> str:
+    """How the engine knows the request ``rid`` of a tenant: two tenants may choose one id, and see nothing of it."""
+    return f"{owner}:{rid}"
 
 
 def package_version() -> str:

@@ -70,6 +70,11 @@ class OutputStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def unread(self) -> int:
+        """Tokens that have arrived since the last read."""
+        return sum(len(output.token_ids) for output in self._arrived)
+
     def end(self, rid: str) -> None:
         """Abort one request; what it still sends is no longer waited for."""
         self.open.discard(rid)

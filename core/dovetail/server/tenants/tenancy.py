@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from dovetail.config.sections import ServerSection
 from dovetail.config.tenants import ENVIRONMENT, KeyFile, Limits, load_keys
 from dovetail.errors import AuthenticationError, ConfigError, PermissionDeniedError
@@ -32,6 +34,7 @@ class Tenancy:
         self._stamp = self._read_stamp()
         self._use(load_keys(self._source, env))
         self.log = UsageLog(Path(section.usage_log).expanduser()) if section.usage_log else None
+        self._watch: asyncio.Task[None] | None = None
         self.log_texts = section.usage_log_texts
 
     def caller(self, headers: Headers) -> Caller:
@@ -49,9 +52,19 @@ class Tenancy:
             raise PermissionDeniedError("this needs the key of an admin; the key that was given is a tenant's")
         return caller
 
-    def collector(self) -> TenantCollector:
-        """For /metrics."""
-        return TenantCollector(self.tenants, lambda: self.unknown)
+    def start(self, registry: CollectorRegistry) -> Mapping[str, Tenant]:
+        """Count in ``registry``, and watch the key file until ``stop``. Returns the tenants by name, also those to come."""
+        registry.register(TenantCollector(self.tenants, lambda: self.unknown))
+        logger.info("every request needs a key: %s", self.summary)
+        self._watch = asyncio.ensure_future(self.watch())
+        return self.tenants
+
+    def stop(self) -> None:
+        """Nothing follows."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self.log is not None:
+            self.log.close()
 
     async def watch(self, seconds: float = 1.0) -> None:
         """Read the key file again whenever it has changed; one that is wrong leaves the keys as they are. Never returns."""

@@ -86,7 +86,6 @@ class Tenant:
         if self._requests is not None:
             self._requests.take(outputs - 1, self._clock())
         self.running += outputs
-        self.used.requests += 1
         return Lease(self, outputs, reserved)
 
     def settle(self, outputs: int, reserved: int, used: int) -> None:

@@ -35,10 +35,13 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     return counts
 
 
+_KINDS = {403: "permission_error", 429: "rate_limit_error", 503: "service_unavailable"}
+
+
 def error_json(problem: Problem) -> dict[str, Any]:
     """An error in OpenAI's format."""
     status = problem.status
-    kind = "invalid_request_error" if status < 500 else "service_unavailable" if status == 503 else "server_error"
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 

@@ -1,0 +1,131 @@
+"""The server as one tenant sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dovetail.errors import QueueFullError, RequestError
+from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
+from dovetail.interfaces.parsers import ToolRequest
+from dovetail.server.outputs import Outputs, Terms
+from dovetail.server.service import Service, own_rid
+from dovetail.server.tenants.keys import Caller
+from dovetail.server.tenants.tenancy import Tenancy
+from dovetail.server.tenants.tenant import Lease
+from dovetail.server.tenants.usage import Entry, timestamp
+from dovetail.types import SamplingParams
+
+
+class TenantHost(ApiHost):
+    """The ``Service``, for one request of one tenant: it is let in under the tenant's limits, computed in the tenant's
+    namespace, and accounted for at its end, however it ends."""
+
+    def __init__(self, service: Service, tenancy: Tenancy, caller: Caller, path: str) -> None:
+        """``path`` of the HTTP request, for the usage log."""
+        self.config = service.config
+        self.tokenizer = service.tokenizer
+        self.version = service.version
+        self.model_name = service.model_name
+        self.created = service.created
+        self.context_len = service.context_len
+        self.vocab_size = service.vocab_size
+        self.embedding = service.embedding
+        self.owner = caller.name
+        self._service = service
+        self._tenancy = tenancy
+        self._tenant = tenancy.tenants[caller.name]
+        self._caller = caller
+        self._path = path
+
+    @property
+    def max_body(self) -> int:
+        """Bytes that a request body may have: the tenant's limit, else the server's."""
+        own = self._tenant.limits.max_body_mib
+        return self._service.max_body if own is None else int(own * 2**20)
+
+    def submit(self, request: ApiRequest) -> Outputs:
+        """As the service's; raises ``RateLimitError`` as well."""
+        tenant, server = self._tenant, self.config.server
+        prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)
+        new_tokens = sum(self._most_new(prompt) for prompt in request.prompts)
+        own = replace(
+            request, namespace=tenant.namespace(request.namespace), priority=tenant.priority(request.priority)
+        )
+        lease = tenant.admit(request.num_outputs, prompt_tokens, new_tokens)
+        seconds = server.max_seconds if tenant.limits.max_seconds is None else tenant.limits.max_seconds
+        terms = Terms(own_rid(tenant.name, request.rid), seconds, lambda outputs: self._closed(outputs, lease, request))
+        try:
+            return self._service.submit(own, terms)
+        except BaseException:
+            lease.settle(0)
+            raise
+
+    def _most_new(self, prompt: Prompt) -> int:
+        room = max(self.context_len - len(prompt.ids), 0)
+        asked = prompt.params.max_new_tokens
+        return prompt.params.n * (room if asked is None else min(asked, room))
+
+    def _closed(self, outputs: Outputs, lease: Lease, request: ApiRequest) -> None:
+        usage = outputs.usage
+        made = usage.completion + outputs.unread
+        refused = isinstance(outputs.error, RequestError | QueueFullError) and not made
+        lease.settle(0 if refused else usage.prompt + made)
+        if not refused:
+            used = self._tenant.used
+            used.requests += 1
+            used.prompt_tokens += usage.prompt
+            used.cached_tokens += usage.cached
+            used.completion_tokens += made
+        if self._tenancy.log is not None:
+            self._tenancy.log.write(self._entry(outputs, made, request))
+
+    def _entry(self, outputs: Outputs, made: int, request: ApiRequest) -> Entry:
+        usage, texts = outputs.usage, self._tenancy.log_texts
+        left = None if outputs.finished else "ClientDisconnect"
+        return Entry(
+            time=timestamp(time.time()),
+            tenant=self._tenant.name,
+            key=self._caller.key,
+            rid=outputs.rid,
+            path=self._path,
+            outputs=len(outputs.choices),
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            completion_tokens=made,
+            seconds=round(outputs.elapsed, 6),
+            finish=[choice.finish.kind.value for choice in outputs.choices if choice.finish is not None],
+            error=type(outputs.error).__name__ if outputs.error is not None else left,
+            prompts=[self.tokenizer.decode(prompt.ids) for prompt in request.prompts] if texts else None,
+            texts=[choice.text for choice in outputs.choices] if texts else None,
+        )
+
+    def abort(self, rid: str) -> bool:
+        """End a request of this tenant."""
+        return self._service.engine.abort(own_rid(self._tenant.name, rid))
+
+    def check_model(self, name: str | None) -> None:
+        """As the service's."""
+        self._service.check_model(name)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As the service's."""
+        return await self._service.encode(text, add_special_tokens)
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+    ) -> str:
+        """As the service's."""
+        return await self._service.render_chat(messages, tools, extra)
+
+    def plan_chat(
+        self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
+    ) -> ChatPlan:
+        """As the service's."""
+        return self._service.plan_chat(params, prompt, tools, separate_reasoning)
+
+    def room(self, ids: Sequence[int], default: int) -> int:
+        """As the service's."""
+        return self._service.room(ids, default)
