@@ -74,6 +74,18 @@ def test_other_architectures(tmp_path, config):
         close(found, reference.pooled(prompt, pooling))
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "Qwen3ForCausalLM"])
+def test_a_checkpoint_saved_without_its_head(tmp_path, architecture):
+    models.save(tmp_path / "whole", Qwen3Config)
+    bare = tmp_path / "bare"
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(bare, max_shard_size="60KB")
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    (prompt,) = prompts_of([33])
+    (found,) = make_llm(bare).embed(prompt, normalize=False)
+    close(found, HiddenStates(bare).pooled(prompt, "last"))
+
+
 def test_a_cached_prefix_is_used_for_the_last_token_and_read_again_for_the_mean(llm, reference):
     first, second = prompts_of([20, 50], seed=2, shared=64)
     llm.embed(first)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,9 @@ SINGLE = "model.safetensors"
 DUMMY_RANGE = 1e-3
 """Dummy weights are uniform in this range around 0, as SGLang's and vLLM's are: how much power a GPU draws, and with it the
 clock of large matrix products, depends on the numbers that are multiplied."""
+
+BODY = "model."
+"""What the names of a language model's tensors begin with, other than those of its head."""
 
 MAX_READERS = 8
 """Threads that read a checkpoint for a GPU. A CPU has one: the conversion of dtypes is itself done by several."""
@@ -106,13 +110,20 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
     """All that is to be read, in the order of the files. Raises ``WeightsError`` for what does not fit the model."""
     seen: dict[str, Path] = {}
     moves: list[_Move] = []
-    for tensor in (tensor for file in files for tensor in stored_tensors(file)):
+    for tensor in (_as_known(tensor, filler) for file in files for tensor in stored_tensors(file)):
         if tensor.name in seen:
             raise WeightsError(f"tensor {tensor.name} is in {seen[tensor.name].name} and again in {tensor.file.name}")
         seen[tensor.name] = tensor.file
         if filler.wants(tensor.name):
             moves.append(_Move(tensor, filler.place_for(tensor.name, tensor.shape, tensor.dtype)))
     return moves
+
+
+def _as_known(tensor: StoredTensor, filler: WeightFiller) -> StoredTensor:
+    """``tensor`` under the name that the model knows: models saved without their head, as those for embeddings often are, lack
+    the prefix."""
+    name = BODY + tensor.name
+    return replace(tensor, name=name) if tensor.name not in filler.targets and name in filler.targets else tensor
 
 
 def _read_all(moves: Sequence[_Move], device: torch.device, advance: Advance, arrived: Callable[[_Move], None]) -> None:

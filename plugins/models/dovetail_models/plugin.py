@@ -15,7 +15,7 @@ def _dense(name: str, config: str, architecture: str, summary: str) -> Component
         target="dovetail_models.dense:DenseModel",
         config=f"dovetail_models.config:{config}",
         describe=f"dovetail_models.describe:describe_{name}",
-        aliases=(architecture,),
+        aliases=(architecture, architecture.replace("ForCausalLM", "Model")),  # the latter: saved without the head
         summary=summary,
     )
 
