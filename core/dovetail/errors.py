@@ -16,6 +16,7 @@
     │   └── PermissionDeniedError         the key does not open this; the server answers 403
     ├── RateLimitError                    a tenant's limit; the server answers 429 and says when to come again
     ├── TimeLimitError                    the request ran longer than it may; the server answers 504
+    ├── ProgramError                      a part of a program failed: names its line, the cause is chained
     └── EngineError                       the engine failed, not the request
         ├── WeightsError                  a checkpoint does not fit its architecture
         └── EngineDeadError               the engine process has ended
@@ -111,6 +112,10 @@ class RateLimitError(DovetailError):
 
 class TimeLimitError(DovetailError):
     """The request ran longer than ``max_seconds`` (504). To send it again would cost as much."""
+
+
+class ProgramError(DovetailError):
+    """A part of a program (``dovetail.lang``) failed. The message names the program's line; ``__cause__`` is what happened."""
 
 
 class EngineError(DovetailError):

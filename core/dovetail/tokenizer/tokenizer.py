@@ -90,6 +90,21 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty without one."""
+        return self._template.source if self._template else ""
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """``bos_token`` and the like, which chat templates may use, by their names."""
+        return dict(self._names)
+
+    @property
+    def adds_bos(self) -> bool:
+        """True if ``encode`` puts a BOS before a text."""
+        return self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
+
+    @property
     def tool_template(self) -> str:
         """The source of the chat template for conversations with tools; empty without one."""
         return self._tool_template.source if self._tool_template else ""

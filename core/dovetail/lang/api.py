@@ -1,0 +1,194 @@
+"""The words of programs: ``gen``, ``select``, messages, pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.lang.choices import ChoicesMethod, token_length_normalized
+from dovetail.lang.ir import (
+    Expr,
+    Gen,
+    Image,
+    RoleBegin,
+    RoleEnd,
+    Sampling,
+    Select,
+    SeparateReasoning,
+    joined,
+    stop_strings,
+)
+from dovetail.lang.ir import expression as _expression
+from dovetail.lang.reasoning import marks_of
+
+_DTYPES = {
+    "int": r"[+-]?[0-9]{1,18}",
+    "float": r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?",
+    "bool": "(True|False)",
+    "str": r'"[^"\\\n]{0,1000}"',
+}
+
+
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: type | str | None = None,
+    choices: Sequence[str] | None = None,
+    choices_method: ChoicesMethod | None = None,
+    regex: str | None = None,
+    json_schema: str | Mapping[str, Any] | None = None,
+    seed: int | None = None,
+) -> Expr:
+    """Let the model go on; what it says becomes the variable ``name``. What is None is left to ``run``.
+
+    ``regex``, ``json_schema`` (a schema, or its JSON) and ``dtype`` (``int``, ``float``, ``bool``, ``str``: a string in quotes)
+    constrain the text, which stays text: ``int(s["x"])``. With ``choices`` it is ``select``. With ``n > 1`` the variable is a list,
+    and the prompt goes on with the first. Raises ``ValueError``.
+    """
+    if choices is not None:
+        return select(name, choices, choices_method=choices_method)
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=n,
+        stop=stop_strings(stop),
+        stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        ignore_eos=ignore_eos,
+        seed=seed,
+        return_logprob=return_logprob,
+        logprob_start_len=logprob_start_len,
+        top_logprobs_num=top_logprobs_num,
+        return_text_in_logprobs=return_text_in_logprobs,
+        constraint=_constraint(dtype, regex, json_schema),
+    )
+    return Gen(name, sampling)
+
+
+def gen_int(name: str | None = None, **settings: Any) -> Expr:
+    """``gen`` of an integer."""
+    return gen(name, dtype=int, **settings)
+
+
+def gen_string(name: str | None = None, **settings: Any) -> Expr:
+    """``gen`` of a string in quotes."""
+    return gen(name, dtype=str, **settings)
+
+
+def select(
+    name: str | None = None,
+    choices: Sequence[str] | None = None,
+    temperature: float = 0.0,
+    choices_method: ChoicesMethod | None = None,
+) -> Expr:
+    """Let the model take one of ``choices``: the best by ``choices_method``, by default the highest log-probability per token.
+    The prompt is computed once for all of them. ``temperature`` is taken for programs that give it, and must be 0. Raises
+    ``ValueError``."""
+    if not choices or isinstance(choices, str) or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError(f"choices is {choices!r:.80}; allowed: a list of at least one text, none of them empty")
+    if temperature > 0:
+        raise ValueError(f"temperature of select is {temperature}; allowed: 0, as the best choice is taken")
+    return Select(name, tuple(choices), choices_method or token_length_normalized)
+
+
+def role(name: str, expr: object = None) -> Expr:
+    """A message of the role ``name``."""
+    return joined(RoleBegin(name), "" if expr is None else expr, RoleEnd(name))
+
+
+def system(expr: object = None) -> Expr:
+    """A system message."""
+    return role("system", expr)
+
+
+def user(expr: object = None) -> Expr:
+    """A user's message."""
+    return role("user", expr)
+
+
+def assistant(expr: object = None) -> Expr:
+    """An assistant's message; ``gen(...)`` inside is what the model says."""
+    return role("assistant", expr)
+
+
+def system_begin() -> Expr:
+    """A system message begins."""
+    return RoleBegin("system")
+
+
+def system_end() -> Expr:
+    """It ends."""
+    return RoleEnd("system")
+
+
+def user_begin() -> Expr:
+    """A user's message begins."""
+    return RoleBegin("user")
+
+
+def user_end() -> Expr:
+    """It ends."""
+    return RoleEnd("user")
+
+
+def assistant_begin() -> Expr:
+    """An assistant's message begins."""
+    return RoleBegin("assistant")
+
+
+def assistant_end() -> Expr:
+    """It ends."""
+    return RoleEnd("assistant")
+
+
+def image(expr: str | bytes | os.PathLike[str]) -> Expr:
+    """A picture: its path, address or bytes. Backends of models that see take it; others refuse the call that follows."""
+    return Image(expr)
+
+
+def separate_reasoning(expr: object = None, model_type: str | None = None) -> Expr:
+    """``gen("x")`` inside: ``s["x"]`` is the answer, ``s["x_reasoning_content"]`` what the model thought before it, and only
+    the answer stays in the prompt. ``model_type`` names whose marks there are; None stands for ``<think>``."""
+    begin, end = marks_of(model_type)
+    return SeparateReasoning(_expression("" if expr is None else expr), begin, end)
+
+
+def _constraint(
+    dtype: type | str | None, regex: str | None, schema: str | Mapping[str, Any] | None
+) -> tuple[str, str] | None:
+    given = {"dtype": dtype, "regex": regex, "json_schema": schema}
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise ValueError(f"gen(...) has {' and '.join(asked)}; only one constraint can hold")
+    if dtype is not None:
+        name = dtype if isinstance(dtype, str) else dtype.__name__
+        if name not in _DTYPES:
+            raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}")
+        return "regex", _DTYPES[name]
+    if regex is not None:
+        return "regex", regex
+    if schema is not None:
+        return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
+    return None

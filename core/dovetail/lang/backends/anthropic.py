@@ -1,0 +1,91 @@
+"""Anthropic's API, and whatever speaks it, through the official client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.errors import RequestError
+from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText
+from dovetail.lang.backends.sdk import client_package, messages_of, picture, settings, told
+from dovetail.lang.conversation import Conversation, Message, Template, labelled
+from dovetail.lang.ir import Sampling
+
+_NAMES = {
+    "max_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+}
+
+
+class Anthropic(Backend):
+    """A model of Anthropic's API: ``Anthropic("claude-...")``. Further arguments are those of the official client."""
+
+    features = Features(images=True)
+
+    def __init__(self, model_name: str, *args: Any, **kwargs: Any) -> None:
+        self._package = client_package("anthropic")
+        self.model_name = model_name
+        self._client = self._package.Anthropic(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Anthropic({self.model_name!r})"
+
+    def template(self) -> Template:
+        """For showing a conversation."""
+        return labelled
+
+    def generate(
+        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+    ) -> list[Generated]:
+        """As ``Backend.generate``; one output."""
+        self.check(conversation, sampling)
+        if (sampling.n or 1) > 1:
+            raise RequestError(f"{self!r} makes one output at a time, and n is {sampling.n}; fork the state", param="n")
+        messages = messages_of(conversation)
+        body = settings(sampling, {**_NAMES, "n": "n"}, repr(self)) | {"model": self.model_name}
+        body.pop("n", None)
+        body["messages"] = [_message(m) for m in messages if m.role != "system"]
+        if system := "\n\n".join(m.text for m in messages if m.role == "system"):
+            body["system"] = system
+        with told(self._package, repr(self)):
+            if on_text is None:
+                answer = self._client.messages.create(**body)
+            else:
+                with self._client.messages.stream(**body) as stream:
+                    for piece in stream.text_stream:
+                        on_text(piece)
+                    answer = stream.get_final_message()
+        text = "".join(block.text for block in answer.content if block.type == "text")
+        return [Generated(text, _meta(answer))]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+def _message(message: Message) -> dict[str, Any]:
+    if not message.images:
+        return {"role": message.role, "content": message.text}
+    content: list[dict[str, Any]] = []
+    for part in message.parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        else:
+            kind, data = picture(part)
+            source = (
+                {"type": "url", "url": data} if kind == "url" else {"type": "base64", "media_type": kind, "data": data}
+            )
+            content.append({"type": "image", "source": source})
+    return {"role": message.role, "content": content}
+
+
+def _meta(answer: Any) -> dict[str, Any]:
+    usage = answer.usage
+    return {
+        "finish_reason": {"type": answer.stop_reason},
+        "prompt_tokens": usage.input_tokens,
+        "completion_tokens": usage.output_tokens,
+        "cached_tokens": usage.cache_read_input_tokens or 0,
+    }

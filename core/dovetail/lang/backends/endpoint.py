@@ -1,0 +1,218 @@
+"""A Dovetail server, through its native API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import httpx
+
+from dovetail.errors import EngineError, QueueFullError, RequestError
+from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText, joined_scores
+from dovetail.lang.backends.params import CONSTRAINTS, native_params
+from dovetail.lang.choices import Scored
+from dovetail.lang.conversation import Conversation, Template
+from dovetail.lang.ir import Sampling
+from dovetail.tokenizer.chat_template import ChatTemplate
+
+_PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
+_LOOK_BACK = 2  # tokens before a choice that may be cut otherwise with it
+
+
+class RuntimeEndpoint(Backend):
+    """The server at ``base_url``. ``timeout`` is what a request may take, in seconds; ``verify`` is httpx's. The chat template
+    comes from the server, unless ``chat_template`` is one (Jinja)."""
+
+    features = Features(scores=True, prefills=True, constraints=CONSTRAINTS)
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        verify: Any = None,
+        chat_template: str | None = None,
+        *,
+        timeout: float = 600.0,
+    ) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self.base_url = base_url.rstrip("/")
+        self._given = chat_template
+        self._client = httpx.Client(
+            base_url=self.base_url,
+            headers=headers,
+            verify=True if verify is None else verify,
+            timeout=httpx.Timeout(timeout, connect=10.0),
+            limits=limits,
+        )
+
+    def __repr__(self) -> str:
+        return f"RuntimeEndpoint({self.base_url!r})"
+
+    @cached_property
+    def model_info(self) -> dict[str, Any]:
+        """What the server says of its model."""
+        return self._ask("GET", "/model_info")
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        source = self._given or self.model_info.get("chat_template")
+        return ChatTemplate(source, self.model_info.get("special_tokens") or {}) if source else None
+
+    def template(self) -> Template:
+        """The served model's chat template."""
+
+        def written(messages: Sequence[dict[str, Any]], opened: bool) -> str:
+            if self._template is None:
+                raise RequestError(
+                    f"the model at {self.base_url} has no chat template; give RuntimeEndpoint(..., chat_template=...), or "
+                    "a program without system, user and assistant"
+                )
+            return self._template.render(messages, None, opened, {})
+
+        return written
+
+    def generate(
+        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+    ) -> list[Generated]:
+        """As ``Backend.generate``."""
+        self.check(conversation, sampling)
+        body = {"text": self._text(conversation), "sampling_params": native_params(sampling), **_hinted(hints)}
+        names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
+        body |= {name: value for name in names if (value := getattr(sampling, name)) is not None}
+        if on_text is not None and (sampling.n or 1) == 1:
+            answers = [self._streamed(body, on_text)]
+        else:
+            answer = self._ask("POST", "/generate", body)
+            answers = answer if isinstance(answer, list) else [answer]
+            if on_text is not None:
+                on_text(answers[0]["text"])
+        return [Generated(each["text"], each["meta_info"]) for each in answers]
+
+    def score(
+        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: Hints
+    ) -> tuple[list[Scored], Mapping[str, Any]]:
+        """As ``Backend.score``: the prompt once, then the choices together on top of it."""
+        self.check(conversation, Sampling())
+        text = self._text(conversation)
+        first = self._ask("POST", "/generate", {"text": text, "sampling_params": _PREFILL, **_hinted(hints)})
+        meta = {name: first["meta_info"][name] for name in ("prompt_tokens", "cached_tokens")}
+        start = max(meta["prompt_tokens"] - _LOOK_BACK, 1)
+        found = self._logprobs({"text": [text + choice for choice in choices]}, start)
+        scored = joined_scores([[(t, p or 0.0) for t, p in each] for each in found], meta["prompt_tokens"] - start)
+        if unconditional:
+            scored = self._with_unconditional(scored)
+        return scored, meta
+
+    def prefill(self, text: str, chat: bool) -> None:
+        """As ``Backend.prefill``."""
+        self._ask("POST", "/generate", {"text": self._without_bos(text, chat), "sampling_params": _PREFILL})
+
+    def flush_cache(self) -> None:
+        """As ``Backend.flush_cache``."""
+        self._ask("POST", "/flush_cache")
+
+    def server_info(self) -> dict[str, Any]:
+        """What /server_info says."""
+        return self._ask("GET", "/server_info")
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _text(self, conversation: Conversation) -> str:
+        text = self._without_bos(conversation.text(self.template()), conversation.chat)
+        if not text:
+            raise RequestError("the prompt is empty; append text before the first gen(...)", param="prompt")
+        return text
+
+    def _without_bos(self, text: str, chat: bool) -> str:
+        """The server adds a BOS to texts, which a chat template has written already."""
+        info = self.model_info if chat else {}
+        bos = (info.get("special_tokens") or {}).get("bos_token")
+        return text.removeprefix(bos) if bos and info.get("adds_bos") else text
+
+    def _logprobs(self, prompts: Mapping[str, Any], start: int) -> list[list[tuple[int, float | None]]]:
+        body = {**prompts, "sampling_params": _PREFILL, "return_logprob": True, "logprob_start_len": start}
+        answers = self._ask("POST", "/generate", body)
+        return [[(token, p) for p, token, _ in each["meta_info"]["input_token_logprobs"]] for each in answers]
+
+    def _with_unconditional(self, scored: Sequence[Scored]) -> list[Scored]:
+        bos = self.model_info.get("bos_token_id")
+        before = [] if bos is None else [bos]
+        found = self._logprobs({"input_ids": [[*before, *each.tokens] for each in scored]}, 0)
+        return [
+            replace(each, unconditional=tuple(p for _, p in alone[len(before) :]))
+            for each, alone in zip(scored, found, strict=True)
+        ]
+
+    # -- HTTP --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        response = self._reached(lambda: self._client.request(method, path, json=body))
+        _raise_for(response)
+        return response.json() if "json" in response.headers.get("content-type", "") else response.text
+
+    def _streamed(self, body: Mapping[str, Any], on_text: OnText) -> dict[str, Any]:
+        """One output, heard as it grows: every event has the whole text so far."""
+        return self._reached(lambda: self._read_stream(body, on_text))
+
+    def _read_stream(self, body: Mapping[str, Any], on_text: OnText) -> dict[str, Any]:
+        answer: dict[str, Any] | None = None
+        with self._client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+            if response.status_code != 200:
+                response.read()
+                _raise_for(response)
+            for event in _events(response):
+                if "error" in event:
+                    raise EngineError(_message(event))
+                on_text(event["text"][len(answer["text"]) if answer else 0 :])
+                answer = event
+        if answer is None or answer["meta_info"]["finish_reason"] is None:
+            raise EngineError(f"{self.base_url} ended a stream before its output was complete")
+        return answer
+
+    def _reached(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self.base_url} did not answer: {type(error).__name__}: {error}") from error
+        except RuntimeError as error:  # httpx's word for a client that was closed
+            raise EngineError(f"{self!r} was closed; make a new one") from error
+
+
+def _hinted(hints: Hints) -> dict[str, Any]:
+    body: dict[str, Any] = {"group": hints.group, "group_size": hints.group_size} if hints.group else {}
+    return {**body, "session": hints.session} if hints.session else body
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        data = line.removeprefix("data: ")
+        if data is not line and data != "[DONE]":
+            yield json.loads(data)
+
+
+def _raise_for(response: httpx.Response) -> None:
+    status = response.status_code
+    if status < 400:
+        return
+    message = f"{response.request.url} answered {status}: {_message(_json(response))}"
+    if status in (429, 503):
+        raise QueueFullError(message)
+    raise RequestError(message) if status < 500 else EngineError(message)
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return response.text
+
+
+def _message(answer: Any) -> str:
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,0 +1,198 @@
+"""The engine in this process."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import EngineError, RequestError
+from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText, joined_scores
+from dovetail.lang.backends.params import CONSTRAINTS, finish_shown, logprobs_shown, sampling_params
+from dovetail.lang.choices import Scored
+from dovetail.lang.conversation import Conversation, Template
+from dovetail.lang.ir import Sampling
+from dovetail.messages import GenerateMsg
+from dovetail.ops.random import derive_seed
+from dovetail.types import SamplingParams
+
+if TYPE_CHECKING:
+    from dovetail.llm import LLM, Output
+
+_PREFILL = SamplingParams(max_new_tokens=0, temperature=0.0)
+
+
+class Runtime(Backend):
+    """A model in this process: ``Runtime("tiny")``, ``Runtime(model_path="tiny", memory={...})``, or around an ``LLM``.
+
+    Keywords are those of ``LLM``. From then on a thread of the runtime owns the engine: do not call the ``LLM`` until the
+    runtime is closed. Threads may call the runtime at the same time; their requests share the engine's steps.
+    """
+
+    features = Features(scores=True, prefills=True, constraints=CONSTRAINTS)
+
+    def __init__(self, model: str | LLM | None = None, /, *, model_path: str | None = None, **sections: Any) -> None:
+        from dovetail.lang.backends.pump import Pump
+        from dovetail.llm import LLM
+
+        if isinstance(model, LLM):
+            if model_path is not None or sections:
+                raise RequestError("an LLM has its config already; give the LLM alone, or a model's path with settings")
+            self.llm, self._owns = model, False
+        else:
+            self.llm, self._owns = LLM(model or model_path, **sections), True
+        self.tokenizer = self.llm.tokenizer
+        self._ids = itertools.count()
+        self._pump = Pump(self.llm.loop, self.tokenizer)
+        self._closed = False
+        _close_at_exit(self)
+
+    @property
+    def endpoint(self) -> Runtime:
+        """Itself: what a program runs on."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"Runtime({self.llm.resolved.config.model.path!r})"
+
+    def template(self) -> Template:
+        """The model's own chat template."""
+        tokenizer = self._text()
+        return lambda messages, opened: tokenizer.apply_chat_template(messages, None, opened)
+
+    def generate(
+        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+    ) -> list[Generated]:
+        """As ``Backend.generate``; several outputs are a group of their own."""
+        self.check(conversation, sampling)
+        params = sampling_params(sampling)
+        ids = self._ids_of(conversation.text(self.template()), conversation.chat)
+        if params.n > 1 and hints.group_size == 1:
+            hints = replace(hints, group=f"n-{secrets.token_hex(8)}", group_size=params.n)
+        one, seed = replace(params, n=1), secrets.randbits(63) if params.seed is None else params.seed
+        calls = self._pump.submit([self._msg(ids, one, hints, derive_seed(seed, i)) for i in range(params.n)])
+        outputs = [call.output(None if i else on_text) for i, call in enumerate(calls)]
+        return [Generated(output.text, _meta(output, sampling)) for output in outputs]
+
+    def score(
+        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: Hints
+    ) -> tuple[list[Scored], Mapping[str, Any]]:
+        """As ``Backend.score``: the prompt once, then the choices together on top of it."""
+        self.check(conversation, Sampling())
+        text = conversation.text(self.template())
+        ids = self._ids_of(text, conversation.chat)
+        (first,) = self._pump.submit([self._msg(ids, _PREFILL, hints)])
+        cached = first.output().cached_tokens
+        longer = [self._ids_of(text + choice, conversation.chat) for choice in choices]
+        start = min(_same(ids, each) for each in longer)
+        scored = self._scored(longer, max(start, 1), Hints())
+        if unconditional:
+            scored = [replace(each, unconditional=self._alone(each)) for each in scored]
+        return scored, {"prompt_tokens": len(ids), "cached_tokens": cached}
+
+    def prefill(self, text: str, chat: bool) -> None:
+        """Compute ``text``, short of a token that could go on differently."""
+        if ids := self._ids_of(text, chat, may_be_empty=True)[:-1]:
+            (call,) = self._pump.submit([self._msg(ids, _PREFILL, Hints())])
+            call.output()
+
+    def flush_cache(self) -> None:
+        """Forget every prefix. Raises ``EngineError`` while requests are running."""
+        reply = self._pump.flush_cache()
+        if not reply.ok:
+            raise EngineError(f"the cache was not flushed: {reply.message}")
+
+    def server_info(self) -> dict[str, Any]:
+        """What /server_info shows of an engine."""
+        return self._pump.ask(lambda loop: loop.info)
+
+    def stats(self) -> Any:
+        """``EngineStats`` now."""
+        return self._pump.ask(lambda loop: loop.stats())
+
+    def close(self) -> None:
+        """End what is running; an engine that the runtime has made is closed with it."""
+        if not self._closed:
+            self._closed = True
+            self._pump.close()
+            if self._owns:
+                self.llm.close()
+
+    def shutdown(self) -> None:
+        """``close`` by another name."""
+        self.close()
+
+    def _scored(self, ids: Sequence[list[int]], start: int, hints: Hints) -> list[Scored]:
+        """The tokens of each of ``ids`` from ``start`` on. ``start`` is at least 1: nothing tells of a first token."""
+        params = replace(_PREFILL, prompt_logprobs=0, prompt_logprobs_start=start)
+        group = Hints(f"select-{secrets.token_hex(8)}", len(ids)) if len(ids) > 1 else hints
+        calls = self._pump.submit([self._msg(each, params, group) for each in ids])
+        found = [call.output().prompt_logprobs or [] for call in calls]
+        return joined_scores([[(e.token_id, e.logprob or 0.0) for e in entries] for entries in found], 0)
+
+    def _alone(self, scored: Scored) -> tuple[float | None, ...]:
+        """The log-probabilities of a choice's tokens without a prompt."""
+        bos = self._text().bos_token_id
+        before = [] if bos is None else [bos]
+        known = (
+            self._scored([before + list(scored.tokens)], 1, Hints())[0].logprobs if before or scored.tokens[1:] else ()
+        )
+        return known if before else (None, *known)
+
+    def _msg(self, ids: list[int], params: SamplingParams, hints: Hints, seed: int = 0) -> GenerateMsg:
+        rid = f"program-{next(self._ids)}"
+        return GenerateMsg(
+            rid, ids, params, seed, group=hints.group, group_size=hints.group_size, session=hints.session
+        )
+
+    def _ids_of(self, text: str, chat: bool, may_be_empty: bool = False) -> list[int]:
+        ids = self._text().encode(text, add_special_tokens=not chat)
+        if not ids and not may_be_empty:
+            raise RequestError("the prompt is empty; append text before the first gen(...)", param="prompt")
+        return ids
+
+    def _text(self) -> Any:
+        if self.tokenizer is None:
+            raise RequestError("this model was loaded without a tokenizer; programs need text")
+        return self.tokenizer
+
+
+def _meta(output: Output, sampling: Sampling) -> dict[str, Any]:
+    count = len(output.token_ids)
+    meta: dict[str, Any] = {
+        "finish_reason": finish_shown(output.finish, count),
+        "prompt_tokens": len(output.prompt_ids),
+        "completion_tokens": count,
+        "cached_tokens": output.cached_tokens,
+    }
+    if sampling.return_logprob:
+        top = bool(sampling.top_logprobs_num)
+        start = max(sampling.logprob_start_len or 0, 0)
+        meta |= logprobs_shown((output.prompt_logprobs or [])[start:], "input", top)
+        meta |= logprobs_shown(output.logprobs, "output", top)
+    return meta
+
+
+def _same(first: list[int], second: list[int]) -> int:
+    """How many tokens two texts have in common from their beginning on."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def _close_at_exit(runtime: Runtime) -> None:
+    """The thread must not run kernels while the interpreter is taken down."""
+    pump = weakref.ref(runtime._pump)
+    pid = os.getpid()
+
+    def close() -> None:
+        if (alive := pump()) is not None and os.getpid() == pid:
+            alive.close()
+
+    atexit.register(close)
+    weakref.finalize(runtime, atexit.unregister, close)

@@ -1,0 +1,199 @@
+"""One thread that owns an engine, and takes requests from many."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from dovetail.errors import EngineDeadError, EngineError
+from dovetail.llm.runs import Output, Run
+from dovetail.messages import AbortAllMsg, CommandReply, FlushCacheMsg, GenerateMsg, RequestFailed, TokenOutput
+
+if TYPE_CHECKING:
+    from dovetail.loop import Loop
+    from dovetail.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+CLOSED = "the backend was closed"
+
+
+class Call:
+    """One sequence on its way: the pump writes, one thread reads."""
+
+    def __init__(self, msg: GenerateMsg, tokenizer: Tokenizer | None) -> None:
+        self.run = Run(msg, tokenizer)
+        self.pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: it has ended
+
+    def output(self, on_text: Callable[[str], None] | None = None) -> Output:
+        """Wait for the output; ``on_text`` hears its text as it grows. Raises what ended it."""
+        while (piece := self.pieces.get()) is not None:
+            if on_text is not None and piece:
+                on_text(piece)
+        if self.run.error is not None:
+            raise self.run.error
+        return self.run.output
+
+    def end(self, error: Exception | None = None) -> None:
+        """It has ended: whoever reads hears of it."""
+        self.run.error = error or self.run.error
+        self.pieces.put(None)
+
+
+class Pump:
+    """Drives a ``Loop`` in a thread of its own, which alone touches it.
+
+    Every call that ``submit`` has taken is answered: with its output, with the engine's error, or, when the pump is closed
+    or dies, with ``EngineError``.
+    """
+
+    def __init__(self, loop: Loop, tokenizer: Tokenizer | None) -> None:
+        self._loop = loop
+        self._tokenizer = tokenizer
+        self._inbox: queue.SimpleQueue[Sequence[Call] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._held: deque[Call] = deque()  # beyond what may wait in the engine
+        self._calls: dict[str, Call] = {}
+        self._replies: dict[str, queue.SimpleQueue[CommandReply]] = {}
+        self._gate = threading.Lock()
+        self._refusal: Exception | None = None  # once set, nothing is put into the inbox any more
+        self._thread = threading.Thread(target=self._work, name="dovetail-pump", daemon=True)
+        self._thread.start()
+
+    def submit(self, msgs: Sequence[GenerateMsg]) -> list[Call]:
+        """Send requests, together; wait with ``Call.output``. Raises ``EngineError`` once the pump is closed."""
+        calls = [Call(msg, self._tokenizer) for msg in msgs]
+        self._put(calls)
+        return calls
+
+    def ask(self, question: Callable[[Loop], T]) -> T:
+        """What ``question`` finds between two steps, in the pump's thread."""
+        answer: queue.SimpleQueue[tuple[bool, object]] = queue.SimpleQueue()
+
+        def look() -> None:
+            try:
+                answer.put((True, question(self._loop)))
+            except Exception as error:
+                answer.put((False, error))
+
+        self._put(look)
+        good, value = answer.get()
+        if isinstance(value, Exception) and not good:
+            raise value
+        return value  # type: ignore[return-value]
+
+    def flush_cache(self) -> CommandReply:
+        """Forget every prefix; refused while requests are running."""
+        call_id, answer = secrets.token_hex(8), queue.SimpleQueue[CommandReply]()
+
+        def send(loop: Loop) -> None:
+            self._replies[call_id] = answer
+            loop.handle(FlushCacheMsg(call_id))
+
+        self.ask(send)
+        return answer.get()
+
+    def close(self) -> None:
+        """End every call with an error, and the thread. May be called twice, and from any thread but the pump's."""
+        with self._gate:
+            if self._refusal is None:
+                self._refusal = EngineError(f"{CLOSED}; make a new one")
+                self._inbox.put(None)
+        self._thread.join()
+
+    def _put(self, item: Sequence[Call] | Callable[[], None]) -> None:
+        with self._gate:
+            if self._refusal is not None:
+                raise _again(self._refusal)
+            self._inbox.put(item)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while self._take():
+                self._admit()
+                if self._loop.has_work:
+                    self._step()
+        except Exception as error:
+            self._stop(error)
+        else:
+            self._stop(EngineError(CLOSED))
+            self._empty()
+
+    def _take(self) -> bool:
+        """Read the inbox, waiting where there is nothing else to do; False once it says to stop."""
+        while True:
+            idle = not self._loop.has_work and not self._held
+            if idle and self._inbox.empty() and self._loop.idle():
+                continue
+            try:
+                item = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            if callable(item):
+                item()
+            else:
+                self._held.extend(item)
+
+    def _admit(self) -> None:
+        scheduler = self._loop.scheduler
+        while self._held and len(scheduler.waiting) < scheduler.limits.max_waiting:
+            call = self._held.popleft()
+            self._calls[call.run.msg.rid] = call
+            self._loop.handle(call.run.msg)
+
+    def _step(self) -> None:
+        for answer in self._loop.step():
+            if isinstance(answer, TokenOutput | RequestFailed):
+                self._answer(answer)
+            elif isinstance(answer, CommandReply):
+                self._replies.pop(answer.call_id).put(answer)
+
+    def _answer(self, answer: TokenOutput | RequestFailed) -> None:
+        call = self._calls.get(answer.rid)
+        if call is not None:
+            call.run.take(answer)
+            call.pieces.put(call.run.take_fresh())
+            if call.run.error is not None or call.run.output.finish is not None:
+                del self._calls[answer.rid]
+                call.end()
+
+    def _stop(self, error: Exception) -> None:
+        """No call is taken any more; those that were are ended with ``error``."""
+        with self._gate:
+            self._refusal = self._refusal or error
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if callable(item):
+                item()
+            else:
+                self._held.extend(item or ())
+        for call in (*self._calls.values(), *self._held):
+            call.end(_again(error))
+        for call_id, reply in self._replies.items():
+            reply.put(CommandReply(call_id, False, str(error)))
+        self._calls.clear()
+        self._held.clear()
+        self._replies.clear()
+
+    def _empty(self) -> None:
+        """Leave the engine without requests, for whoever owns it."""
+        if self._loop.dead is None:
+            self._loop.handle(AbortAllMsg(CLOSED))
+            while self._loop.has_work:
+                self._loop.step()
+
+
+def _again(error: Exception) -> EngineError:
+    """``error`` for one more caller: an exception that several threads raise would collect all their tracebacks."""
+    if isinstance(error, EngineError):
+        return type(error)(*error.args)
+    again = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}; make a new one")
+    again.__cause__ = error
+    return again

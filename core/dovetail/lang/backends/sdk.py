@@ -1,0 +1,104 @@
+"""What OpenAI's and Anthropic's official clients have in common: how they are imported, fail, and take pictures."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib
+import mimetypes
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import EngineError, QueueFullError, RequestError
+from dovetail.lang.conversation import Conversation, Message
+from dovetail.lang.ir import Image, Sampling
+
+_NEUTRAL = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "ignore_eos": False,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "top_p": 1.0,
+}
+
+
+def client_package(name: str) -> Any:
+    """The official client. Raises ``ImportError`` that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"this backend needs the package {name}: pip install 'dovetail[{name}]'") from error
+
+
+@contextlib.contextmanager
+def told(package: Any, where: str) -> Iterator[None]:
+    """Failures of the official client, as errors of this house."""
+    try:
+        yield
+    except package.APIStatusError as error:
+        message = f"{where} answered {error.status_code}: {error.message}"
+        if error.status_code in (429, 503, 529):
+            raise QueueFullError(message) from error
+        raise (RequestError(message) if error.status_code < 500 else EngineError(message)) from error
+    except package.APIError as error:
+        raise EngineError(f"{where} did not answer: {type(error).__name__}: {error}") from error
+    except RuntimeError as error:  # a client that was closed
+        raise EngineError(f"{where}: {error}; make a new backend") from error
+
+
+def settings(sampling: Sampling, names: Mapping[str, str], where: str) -> dict[str, Any]:
+    """The values that ``sampling`` sets, under an API's own names. Raises ``RequestError`` for what the API does not have, unless
+    it is set to what changes nothing."""
+    given = {name: value for name, value in sampling.given().items() if _NEUTRAL.get(name) != value}
+    given.pop("constraint", None)
+    unknown = sorted(name for name, value in given.items() if name not in names and value not in (None, False, 0))
+    if unknown:
+        raise RequestError(f"{where} has no {', '.join(unknown)}; leave it out", param=unknown[0])
+    return {names[name]: list(v) if isinstance(v, tuple) else v for name, v in given.items() if name in names}
+
+
+def messages_of(conversation: Conversation) -> list[Message]:
+    """The messages to send; text outside of messages alone is what a user says. Raises ``RequestError`` for both."""
+    messages = list(conversation.all_messages)
+    if messages and conversation.before:
+        raise RequestError(
+            f"{conversation.before!r:.60} stands outside of messages, and a chat API takes only messages"
+        )
+    if messages and messages[-1].role == "assistant" and not messages[-1].parts:
+        messages.pop()  # the one that is asked for
+    if not messages:
+        parts = (*conversation.pictures, conversation.before)
+        messages = [Message("user", tuple(part for part in parts if part))]
+    if not any(message.parts for message in messages):
+        raise RequestError("the prompt is empty; append text before the first gen(...)", param="prompt")
+    return messages
+
+
+def picture(image: Image) -> tuple[str, str]:
+    """A picture as its kind and base64, or as ``url`` and its address. Raises ``RequestError``."""
+    source = image.source
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        return "url", source
+    if isinstance(source, str) and source.startswith("data:"):
+        kind, _, data = source[5:].partition(";base64,")
+        return kind, data
+    return (_kind(source), base64.b64encode(source).decode()) if isinstance(source, bytes) else _read(source)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[str, str]:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise RequestError(f"image({os.fspath(path)!r:.120}) cannot be read: {error}") from error
+    return mimetypes.guess_type(os.fspath(path))[0] or _kind(data), base64.b64encode(data).decode()
+
+
+def _kind(data: bytes) -> str:
+    marks = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+    found = next((kind for mark, kind in marks.items() if data.startswith(mark)), None)
+    if found is None:
+        raise RequestError("image(...) has bytes of no known kind; allowed: PNG, JPEG, GIF, WebP")
+    return found

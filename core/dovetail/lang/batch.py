@@ -1,0 +1,117 @@
+"""A program over many rows of arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import RequestError
+from dovetail.lang.state import ProgramState
+from dovetail.lang.tracing import symbols, trace
+
+if TYPE_CHECKING:
+    from dovetail.lang.backends.base import Backend
+    from dovetail.lang.ir import Sampling
+    from dovetail.lang.program import Function
+
+MOST_THREADS = 128
+"""Rows that run at a time where nothing else is said."""
+
+
+def run_batch(
+    program: Function,
+    rows: Sequence[inspect.BoundArguments],
+    backend: Backend,
+    num_threads: int | str,
+    progress_bar: bool,
+    sampling: Sampling,
+    traced: bool,
+) -> Iterator[ProgramState]:
+    """The states of the rows, in their order, as they come."""
+    count = threads_for(num_threads, len(rows))
+    send_common_prefix(program, rows, backend)
+    with ThreadPoolExecutor(count, "dovetail-row") as pool, _progress(progress_bar, len(rows)) as advance:
+        running = [pool.submit(_one, program, row, backend, sampling, traced) for row in rows]
+        for future in running:
+            future.add_done_callback(advance)
+        try:
+            for future in running:
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def threads_for(asked: int | str, rows: int) -> int:
+    """Rows that run at a time. Raises ``ValueError``."""
+    if asked == "auto":
+        return max(min(rows, MOST_THREADS), 1)
+    if not isinstance(asked, int) or asked < 1:
+        raise ValueError(f"num_threads is {asked!r}; allowed: 'auto', or 1 and more")
+    return max(min(asked, rows), 1)
+
+
+def send_common_prefix(program: Function, rows: Sequence[inspect.BoundArguments], backend: Backend) -> str:
+    """Let the backend compute what all prompts begin with, before the rows come; returns it. It is found by tracing the
+    program up to its first call, with the arguments that all rows share and symbols for the others."""
+    if len(rows) < 2 or not backend.features.prefills:
+        return ""
+    found = trace(program.func, shared_arguments(program, rows), until_call=True).prefix()
+    try:
+        text = found.text(backend.template())
+    except RequestError:  # the template refuses a conversation that has only begun: rows will have more of it
+        return ""
+    if text:
+        backend.prefill(text, found.chat)
+    return text
+
+
+def shared_arguments(program: Function, rows: Sequence[inspect.BoundArguments]) -> dict[str, Any]:
+    """The arguments that are the same in all rows; symbols in place of the others."""
+    by_name = []
+    for row in rows:
+        row.apply_defaults()
+        by_name.append(dict(list(row.arguments.items())[1:]))
+    first = by_name[0]
+    same = {n: v for n, v in first.items() if all(n in row and (row[n] is v or _equal(row[n], v)) for row in by_name)}
+    return {**symbols([n for n in program.arg_names if n not in same]), **same}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # arrays have no truth
+        return False
+
+
+def _one(
+    program: Function, row: inspect.BoundArguments, backend: Backend, sampling: Sampling, traced: bool
+) -> ProgramState:
+    state = ProgramState(backend, sampling)
+    program.guarded(state, row, traced)
+    return state
+
+
+@contextlib.contextmanager
+def _progress(shown: bool, count: int) -> Iterator[Any]:
+    """A bar on stderr; yields what is called with each row that is done."""
+    if not shown:
+        yield _nothing
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("rows", total=count)
+
+        def advance(done: Future[Any]) -> None:
+            progress.advance(task)
+
+        yield advance
+
+
+def _nothing(done: Future[Any]) -> None:
+    pass

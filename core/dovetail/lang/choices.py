@@ -1,0 +1,99 @@
+"""How ``select`` chooses: rules over the log-probabilities of the choices' tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One choice: the log-probability (natural log) of each of its tokens after the prompt. ``unconditional`` are those
+    without the prompt, where the rule asks for them; the first is None where the model has no start token."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    unconditional: tuple[float | None, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """The log-probability of a token on average."""
+        return sum(self.logprobs) / max(len(self.logprobs), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The index of the choice taken, and what the rule computed besides the token log-probabilities."""
+
+    index: int
+    scores: tuple[float, ...]
+    details: Mapping[str, Any]
+
+
+class ChoicesMethod(ABC):
+    """A rule. ``unconditional`` asks for the log-probabilities of the choices without the prompt."""
+
+    name: ClassVar[str]
+    unconditional: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, scored: Sequence[Scored]) -> Decision:
+        """Choose among at least one. Of equals the first is taken."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class TokenLengthNormalized(ChoicesMethod):
+    """The highest log-probability per token: longer choices are not worse for being longer."""
+
+    name = "token_length_normalized"
+
+    def __call__(self, scored: Sequence[Scored]) -> Decision:
+        """Choose by ``Scored.mean``."""
+        return _best([each.mean for each in scored], {})
+
+
+class GreedyTokenSelection(ChoicesMethod):
+    """What greedy decoding among the choices would take: token by token, those that are not the most likely drop out. A
+    choice that has ended stands for its mean from there on."""
+
+    name = "greedy_token_selection"
+
+    def __call__(self, scored: Sequence[Scored]) -> Decision:
+        """Choose position by position."""
+        width = max(len(each.logprobs) for each in scored)
+        rows = [[*each.logprobs, *[each.mean] * (width - len(each.logprobs))] for each in scored]
+        left = list(range(len(rows)))
+        for at in range(width):
+            top = max(rows[i][at] for i in left)
+            left = [i for i in left if rows[i][at] == top]
+        return Decision(left[0], tuple(map(_mean, rows)), {"greedy_logprob_matrix": rows})
+
+
+class UnconditionalLikelihoodNormalized(ChoicesMethod):
+    """How much likelier the prompt makes the choice, per token: what is likely anywhere does not win for that."""
+
+    name = "unconditional_likelihood_normalized"
+    unconditional = True
+
+    def __call__(self, scored: Sequence[Scored]) -> Decision:
+        """Choose by the mean difference of the log-probabilities with and without the prompt."""
+        without = [_mean([value or 0.0 for value in each.unconditional]) for each in scored]
+        scores = [each.mean - base for each, base in zip(scored, without, strict=True)]
+        return _best(scores, {"normalized_unconditional_prompt_logprobs": without})
+
+
+def _best(scores: list[float], details: Mapping[str, Any]) -> Decision:
+    return Decision(max(range(len(scores)), key=scores.__getitem__), tuple(scores), details)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
+
+
+token_length_normalized = TokenLengthNormalized()
+greedy_token_selection = GreedyTokenSelection()
+unconditional_likelihood_normalized = UnconditionalLikelihoodNormalized()

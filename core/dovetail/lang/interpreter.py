@@ -1,0 +1,265 @@
+"""Carries parts out on the values of one state: text, messages, calls of the model, joins."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dovetail.errors import ProgramError
+from dovetail.lang.backends.base import Backend, Generated, Hints
+from dovetail.lang.conversation import Conversation
+from dovetail.lang.face import GATHER, State
+from dovetail.lang.ir import (
+    Assign,
+    Expr,
+    Gen,
+    Image,
+    Join,
+    Ref,
+    RoleBegin,
+    RoleEnd,
+    Sampling,
+    ScopeBegin,
+    ScopeEnd,
+    Select,
+    SeparateReasoning,
+    Seq,
+    Text,
+    calls_of,
+    leaves,
+    names_of,
+    reasoning_name,
+)
+from dovetail.lang.reasoning import split_reasoning
+
+
+class Interpreter:
+    """The values of a state, and what each kind of part does to them. One thread at a time carries out; others read, holding
+    ``changed``. After an error every further part is left out."""
+
+    def __init__(self, backend: Backend, defaults: Sampling, changed: threading.Condition, streaming: bool) -> None:
+        self.backend = backend
+        self.conversation = Conversation()
+        self.values: dict[str, Any] = {}
+        self.metas: dict[str, Any] = {}
+        self.error: ProgramError | None = None
+        self.hints = Hints()
+        self.log: list[str] = []
+        self.logs: dict[str, list[str]] = {}
+        self._logged = ""
+        self.pending: Counter[str] = Counter()  # what was appended will set them, that many times
+        self._defaults = defaults
+        self._changed = changed
+        self._streaming = streaming
+        self._scopes: list[tuple[str, int]] = []  # open scopes, and how long the text was where they began
+
+    def take_over(self, other: Interpreter) -> None:
+        """Begin where ``other`` stands."""
+        self.conversation = other.conversation
+        self.values, self.metas = dict(other.values), dict(other.metas)
+        self._scopes, self._logged = list(other._scopes), other._logged
+
+    def text(self) -> str:
+        """The text so far. Raises ``RequestError`` where the chat template refuses the conversation."""
+        return self.conversation.text(self.backend.template()) if self.conversation.chat else self.conversation.before
+
+    def expect(self, expr: Expr) -> None:
+        """``expr`` will be carried out: its variables have their values once it was."""
+        with self._changed:
+            self.pending.update(names_of(expr))
+
+    def has(self, name: str) -> bool:
+        """True if ``name`` has a value that nothing appended so far will change. Hold ``changed``."""
+        return name in self.values and not self.pending[name]
+
+    def raise_error(self) -> None:
+        """Raise what has gone wrong, each time as an exception of its own."""
+        if self.error is not None:
+            raise ProgramError(*self.error.args) from self.error.__cause__
+
+    def carry_out(self, expr: Expr, line: str) -> None:
+        """Carry ``expr`` out, unless something before it has failed. Raises nothing: an error is kept."""
+        if self.error is not None:
+            return
+        try:
+            for part in leaves(expr):
+                self._part(part)
+                self._log_text()
+        except ProgramError as error:  # of another state: it has its line already
+            self._fail(error)
+        except BaseException as error:  # whoever waits must hear of it, whatever it is
+            self._fail(failure(error, line, _named(expr)))
+
+    def _fail(self, error: ProgramError) -> None:
+        with self._changed:
+            self.error = error
+            self._changed.notify_all()
+
+    def _part(self, part: Expr) -> None:
+        match part:
+            case Text(text):
+                self._plus(text)
+            case RoleBegin(role):
+                self.conversation = self.conversation.begin(role)
+            case RoleEnd(role):
+                self.conversation = self.conversation.end(role)
+            case Gen():
+                self._generate(part)
+            case Select():
+                self._select(part)
+            case Image():
+                self.conversation = self.conversation.plus(part, self.backend.template)
+            case Assign(name, value):
+                self._set(name, value)
+            case Ref(state, name):
+                self._plus(_as_text(self._value_of(state, name), name))
+            case SeparateReasoning():
+                self._separate(part)
+            case ScopeBegin(name):
+                self._scopes.append((name, len(self.text())))
+            case ScopeEnd(name):
+                opened, at = self._scopes.pop()
+                assert opened == name, "scopes are context managers, which end in turn"
+                self._set(name, self.text()[at:])
+            case Join(forks, mode):
+                self._take_back(forks, mode)
+            case Seq(parts):
+                for each in parts:
+                    self._part(each)
+            case _:
+                raise TypeError(f"{part!r} is no part of a prompt")
+
+    def _value_of(self, state: State, name: str) -> Any:
+        own = getattr(state, "interpreter", None) is self  # this thread cannot wait for itself
+        return self.values[name] if own else state.get_var(name)
+
+    def _plus(self, text: str) -> None:
+        self.conversation = self.conversation.plus(text, self.backend.template)
+
+    def _set(self, name: str | None, value: Any, meta: Any = None) -> None:
+        if name is None:
+            return
+        with self._changed:
+            if meta is not None:
+                self.metas[name] = meta
+            self.values[name] = value
+            self.pending[name] = max(self.pending[name] - 1, 0)
+            self._changed.notify_all()
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def _next_hints(self) -> Hints:
+        """The hints of this call; a group is for the first call only."""
+        hints, self.hints = self.hints, Hints(session=self.hints.session)
+        return hints
+
+    def _generate(self, part: Gen) -> None:
+        outputs = self._outputs(part)
+        self._plus(outputs[0].text)
+        single = (part.sampling.n or self._defaults.n or 1) == 1
+        texts, metas = [o.text for o in outputs], [o.meta for o in outputs]
+        self._set(part.name, texts[0] if single else texts, metas[0] if single else metas)
+
+    def _outputs(self, part: Gen) -> list[Generated]:
+        sampling = part.sampling.over(self._defaults)
+        if self._streaming:
+            return self.backend.generate(self.conversation, sampling, self._next_hints(), self._hearer(part.name))
+        outputs = self.backend.generate(self.conversation, sampling, self._next_hints())
+        self._hear(part.name, outputs[0].text)
+        return outputs
+
+    def _select(self, part: Select) -> None:
+        method, choices = part.method, part.choices
+        scored, meta = self.backend.score(self.conversation, choices, method.unconditional, self._next_hints())
+        decision = method(scored)
+        shown = [[[p, t, None] for t, p in zip(each.tokens, each.logprobs, strict=True)] for each in scored]
+        self._plus(choices[decision.index])
+        details = {
+            "normalized_prompt_logprobs": [each.mean for each in scored],
+            "input_token_logprobs": shown,
+            "output_token_logprobs": [[] for _ in scored],
+            "scores": list(decision.scores),
+        }
+        self._hear(part.name, choices[decision.index])
+        self._set(part.name, choices[decision.index], {**meta, **details, **decision.details})
+
+    def _separate(self, part: SeparateReasoning) -> None:
+        for inner in leaves(part.inner):
+            if not isinstance(inner, Gen):
+                self._part(inner)
+                continue
+            opened = self.conversation.chat and self.text().rstrip().endswith(part.begin)
+            output = self._outputs(inner)[0]
+            reasoning, answer = split_reasoning(output.text, part.begin, part.end, opened)
+            self._plus(answer)
+            if inner.name is not None:
+                self._hear(reasoning_name(inner.name), reasoning)
+                self._set(reasoning_name(inner.name), reasoning, output.meta)
+            self._set(inner.name, answer, output.meta)
+
+    def _take_back(self, forks: Sequence[Any], mode: str) -> None:
+        if mode == GATHER:
+            own, found = set(self.values), dict[str, list[Any]]()
+            for fork in forks:
+                for name, value in fork.values().items():
+                    if name not in own:
+                        found.setdefault(name, []).append(value)
+            for name, values in found.items():
+                self._set(name, values)
+            return
+        for fork in forks:
+            messages, text = fork.added()
+            self._plus(text)
+            if messages:
+                self.conversation = replace(self.conversation, messages=(*self.conversation.messages, *messages))
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    def _hear(self, name: str | None, text: str) -> None:
+        if name is not None:
+            self.logs.setdefault(name, []).append(text)
+
+    def _hearer(self, name: str | None) -> Any:
+        own = self.logs.setdefault(name, []) if name is not None else []
+
+        def hear(piece: str) -> None:
+            with self._changed:
+                own.append(piece)
+                self.log.append(piece)
+                self._logged += piece
+                self._changed.notify_all()
+
+        return hear
+
+    def _log_text(self) -> None:
+        if not self._streaming:
+            return
+        text = self.text()
+        with self._changed:
+            if text.startswith(self._logged) and len(text) > len(self._logged):
+                self.log.append(text[len(self._logged) :])
+                self._logged = text
+                self._changed.notify_all()
+
+
+def failure(error: BaseException, line: str, what: str) -> ProgramError:
+    """``error``, with the program's line."""
+    failed = ProgramError(f"{what} at {line} failed: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+def _named(expr: Expr) -> str:
+    calls = calls_of(expr)
+    if not calls:
+        return type(expr).__name__.lower() if not isinstance(expr, Seq) else "the prompt"
+    return " and ".join(f"{type(call).__name__.lower()}({call.name!r})" for call in calls)
+
+
+def _as_text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"variable {name!r} is {value!r:.80}; only text can be a part of a prompt")
+    return value

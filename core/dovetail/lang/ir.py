@@ -1,0 +1,239 @@
+"""What programs are made of: frozen expressions that are appended to a state one after another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from dovetail.lang.choices import ChoicesMethod
+
+if TYPE_CHECKING:
+    from dovetail.lang.face import State
+
+
+class Expr:
+    """A part of a prompt. Texts and expressions are joined with ``+``."""
+
+    __slots__ = ()
+
+    def __add__(self, other: object) -> Expr:
+        return joined(self, other)
+
+    def __radd__(self, other: object) -> Expr:
+        return joined(other, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Expr):
+    """Text as it stands."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seq(Expr):
+    """Expressions one after another."""
+
+    parts: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleBegin(Expr):
+    """A message of ``role`` begins."""
+
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEnd(Expr):
+    """The message ends."""
+
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Image(Expr):
+    """A picture, by its path, ``http`` address, ``data:`` address or bytes, for backends that take pictures."""
+
+    source: str | bytes | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a call chooses its tokens; None leaves it to the run, and what the run leaves open to the backend.
+
+    ``seed`` makes sampling reproducible. ``constraint`` is ``(kind, text)`` with the kinds ``regex`` and ``json_schema``.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    constraint: tuple[str, str] | None = None
+
+    def over(self, defaults: Sampling) -> Sampling:
+        """These values, and those of ``defaults`` where there are none."""
+        missing = {f.name: getattr(defaults, f.name) for f in fields(self) if getattr(self, f.name) is None}
+        return replace(self, **missing)
+
+    def given(self) -> dict[str, Any]:
+        """What is set, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Gen(Expr):
+    """A generation; its text becomes the variable ``name``."""
+
+    name: str | None
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Select(Expr):
+    """The best of ``choices`` by ``method``; it becomes the variable ``name``."""
+
+    name: str | None
+    choices: tuple[str, ...]
+    method: ChoicesMethod
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateReasoning(Expr):
+    """``inner``, whose generations have their reasoning (``begin`` ... ``end``) put into ``<name>_reasoning_content``."""
+
+    inner: Expr
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeBegin(Expr):
+    """What follows, up to its end, becomes the variable ``name``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeEnd(Expr):
+    """The text of the variable ``name`` ends."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ref(Expr):
+    """The value that ``name`` will have in ``state``."""
+
+    state: State
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arg(Expr):
+    """An argument that a trace does not know."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assign(Expr):
+    """``name`` becomes ``value``, without being part of the prompt."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Join(Expr):
+    """What forks have found comes back: their variables as lists (``gather``) or their text (``concatenate``)."""
+
+    forks: tuple[State, ...]
+    mode: str
+
+
+def joined(*parts: object) -> Expr:
+    """One expression of texts and expressions, flat. Raises ``TypeError``."""
+    flat: list[Expr] = []
+    for part in map(expression, parts):
+        flat += part.parts if isinstance(part, Seq) else (part,)
+    return flat[0] if len(flat) == 1 else Seq(tuple(flat))
+
+
+def expression(part: object) -> Expr:
+    """``part`` as an expression: text, an expression, or a list of them. Raises ``TypeError``."""
+    if isinstance(part, Expr):
+        return part
+    if isinstance(part, str):
+        return Text(part)
+    if isinstance(part, list | tuple):
+        return joined(*part) if part else Text("")
+    as_expr = getattr(type(part), "as_expr", None)
+    if as_expr is not None:
+        return as_expr(part)
+    raise TypeError(
+        f"{part!r:.80} ({type(part).__name__}) cannot be a part of a prompt; give text, gen(...) and the like, or str(it)"
+    )
+
+
+def leaves(expr: Expr) -> tuple[Expr, ...]:
+    """The expressions of ``expr`` in their order."""
+    return expr.parts if isinstance(expr, Seq) else (expr,)
+
+
+def waits(expr: Expr) -> bool:
+    """True if carrying ``expr`` out waits for the model or another state."""
+    return any(isinstance(part, Ref | Join) for part in leaves(expr)) or bool(calls_of(expr))
+
+
+def names_of(expr: Expr) -> list[str]:
+    """The variables that ``expr`` sets, in their order."""
+    match expr:
+        case Seq(parts):
+            return [name for part in parts for name in names_of(part)]
+        case SeparateReasoning(inner):
+            return [each for name in names_of(inner) for each in (name, reasoning_name(name))]
+        case Gen(str(name)) | Select(str(name)) | ScopeBegin(name) | Assign(name):
+            return [name]
+    return []
+
+
+def calls_of(expr: Expr) -> list[Gen | Select]:
+    """The calls of the model that ``expr`` makes, in their order."""
+    match expr:
+        case Seq(parts):
+            return [call for part in parts for call in calls_of(part)]
+        case SeparateReasoning(inner):
+            return calls_of(inner)
+        case Gen() | Select():
+            return [expr]
+    return []
+
+
+def reasoning_name(name: str) -> str:
+    """The variable that has the reasoning of ``name``."""
+    return f"{name}_reasoning_content"
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """One stop string or several."""
+    return None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+Meta = Mapping[str, Any]
+"""What a backend says of one call: finish_reason, prompt_tokens, completion_tokens, cached_tokens, ..."""

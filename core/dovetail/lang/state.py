@@ -1,0 +1,213 @@
+"""A state that runs: every part that is appended is carried out in its order, calls of the model in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Self
+
+from dovetail.errors import ProgramError
+from dovetail.lang.backends.base import Backend, Hints
+from dovetail.lang.conversation import Conversation
+from dovetail.lang.face import State, program_line
+from dovetail.lang.interpreter import Interpreter
+from dovetail.lang.ir import Assign, Expr, Join, Sampling, waits
+from dovetail.lang.strand import Strand
+
+
+class ProgramState(State):
+    """What a program's first argument is. ``s += gen("x")`` returns at once; ``s["x"]`` waits.
+
+    After a part has failed, those behind it are left out; reading what is missing raises ``ProgramError`` with the program's
+    line. Reading may be done from any thread.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        defaults: Sampling | None = None,
+        *,
+        streaming: bool = False,
+        threaded: bool = True,
+        session: str = "",
+    ) -> None:
+        self.backend = backend
+        self.ret_value: Any = None
+        self._defaults = defaults or Sampling()
+        self._threaded, self._streaming = threaded, streaming
+        self._strand = Strand(threaded)
+        self.interpreter = Interpreter(backend, self._defaults, self._strand.changed, streaming)
+        self.interpreter.hints = Hints(session=session)
+        self._ended = not streaming
+        self._owner = threading.get_ident()
+        self._forked_from = Conversation()
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def append(self, expr: Expr) -> None:
+        """Carry ``expr`` out after what was appended before it."""
+        self.append_at(expr, program_line())
+
+    def append_at(self, expr: Expr, line: str) -> None:
+        """Carry ``expr`` out, which is on that line of the program."""
+        self.interpreter.expect(expr)
+        self._strand.submit(lambda: self.interpreter.carry_out(expr, line), quick=not waits(expr))
+
+    def set_var(self, name: str, value: Any) -> None:
+        """Give ``name`` a value, after what was appended before."""
+        self.append(Assign(name, value))
+
+    def _children(self, size: int) -> Sequence[Self]:
+        return self.fork_for([True] * size)
+
+    def fork_for(self, calling: Sequence[bool]) -> Sequence[Self]:
+        """A copy for each entry, which says whether that copy will call the model: those that do are a group."""
+        self.sync()
+        self.interpreter.raise_error()
+        group = f"fork-{secrets.token_hex(8)}"
+        children = [self._copy() for _ in calling]
+        for child, calls in zip(children, calling, strict=True):
+            if calls and sum(calling) > 1:
+                child.interpreter.hints = Hints(group, sum(calling))
+        return children
+
+    def _copy(self) -> Self:
+        child = type(self)(self.backend, self._defaults, streaming=self._streaming, threaded=self._threaded)
+        child.interpreter.take_over(self.interpreter)
+        child._forked_from, child._ended = self.interpreter.conversation, True
+        return child
+
+    def _join(self, forks: Sequence[State], mode: str) -> None:
+        self.append(Join(tuple(forks), mode))
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def get_var(self, name: str) -> Any:
+        """As ``State.get_var``."""
+        self._wait_for(name)
+        return self.interpreter.values[name]
+
+    def get_meta_info(self, name: str) -> Any:
+        """As ``State.get_meta_info``."""
+        self._wait_for(name)
+        if name not in self.interpreter.metas:
+            raise KeyError(f"{name!r} was not made by a call of the model")
+        return self.interpreter.metas[name]
+
+    def text(self) -> str:
+        """As ``State.text``. Raises ``ProgramError`` where a part has failed."""
+        self.sync()
+        self.interpreter.raise_error()
+        return self.interpreter.text()
+
+    def messages(self) -> list[dict[str, Any]]:
+        """As ``State.messages``. Raises ``ProgramError`` where a part has failed."""
+        self.sync()
+        self.interpreter.raise_error()
+        return [message.shown() for message in self.interpreter.conversation.all_messages]
+
+    def conversation(self) -> Conversation:
+        """The messages and texts so far. Raises ``ProgramError`` where a part has failed."""
+        self.sync()
+        self.interpreter.raise_error()
+        return self.interpreter.conversation
+
+    def added(self) -> tuple[Any, str]:
+        """What was appended since the fork: messages, or text."""
+        return self.conversation().since(self._forked_from)
+
+    def values(self) -> dict[str, Any]:
+        """All variables, once they are there. Raises ``ProgramError`` where a part has failed."""
+        self.sync()
+        self.interpreter.raise_error()
+        return dict(self.interpreter.values)
+
+    def sync(self) -> None:
+        """Wait for all that was appended."""
+        with self._strand.changed:
+            self._strand.changed.wait_for(self._settled)
+
+    def error(self) -> ProgramError | None:
+        """What has gone wrong, once all that was appended is done; None if nothing has."""
+        self.sync()
+        return self.interpreter.error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.interpreter.values or self.interpreter.pending[str(name)] > 0
+
+    def __repr__(self) -> str:
+        with self._strand.changed:
+            shown = ", ".join(f"{name}={value!r:.60}" for name, value in self.interpreter.values.items())
+            what = "failed" if self.interpreter.error else "done" if self._settled() else "running"
+        return f"<ProgramState {what}: {shown}>"
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    def text_iter(self, var_name: str | None = None) -> Iterator[str]:
+        """The text as it grows, or that of one variable. In pieces where the program runs with ``stream=True``. Raises
+        ``ProgramError`` after the last piece where a part has failed."""
+        if var_name is None and not self._streaming:
+            yield self.text()
+            return
+        at = 0
+        while pieces := self._pieces_from(at, var_name):
+            at += len(pieces)
+            yield from pieces
+        if var_name is None:
+            self.interpreter.raise_error()
+        else:
+            self._wait_for(var_name)
+
+    def stream(self, var_name: str | None = None) -> Iterator[str]:
+        """``text_iter`` by another name."""
+        return self.text_iter(var_name)
+
+    async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
+        """``text_iter`` for an event loop; with ``return_meta_data`` pairs of a piece and the variable's meta info, which is
+        empty before the end."""
+        pieces = self.text_iter(var_name)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            meta = self.interpreter.metas.get(var_name or "", {})
+            yield (piece, meta) if return_meta_data else piece
+
+    def _pieces_from(self, at: int, name: str | None) -> list[str]:
+        """What has come since the first ``at`` pieces, at least one; empty at the end."""
+
+        def come() -> bool:
+            return len(self._pieces(name)) > at or self._settled() or (name is not None and self.interpreter.has(name))
+
+        with self._strand.changed:
+            self._strand.changed.wait_for(come)
+            return self._pieces(name)[at:]
+
+    def _pieces(self, name: str | None) -> list[str]:
+        return self.interpreter.log if name is None else self.interpreter.logs.get(name, [])
+
+    # -- the program's end -------------------------------------------------------------------------------------------
+
+    def end(self, error: ProgramError | None = None) -> None:
+        """The program's function has returned, or raised ``error``."""
+        with self._strand.changed:
+            self._ended = True
+            self.interpreter.error = self.interpreter.error or error
+            self._strand.changed.notify_all()
+
+    def _settled(self) -> bool:
+        """True if nothing more comes, as far as the calling thread can wait for it."""
+        return self._strand.idle and (self._ended or threading.get_ident() == self._owner)
+
+    def own(self) -> None:
+        """The calling thread is the one that runs the program."""
+        self._owner = threading.get_ident()
+
+    def _wait_for(self, name: str) -> None:
+        run = self.interpreter
+        with self._strand.changed:
+            self._strand.changed.wait_for(lambda: run.has(name) or self._settled())
+            if run.has(name):
+                return
+        run.raise_error()
+        known = ", ".join(sorted(run.values)) or "none so far"
+        raise KeyError(f"there is no variable {name!r}; known: {known}")

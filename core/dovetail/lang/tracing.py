@@ -1,0 +1,280 @@
+"""Running a program on symbols: what it appends is written down, no model is called.
+
+A symbol stands for what is not known yet: the text that a call will have made, an argument that rows of a batch differ in.
+It can be appended to a prompt. A program that wants to look into it (an ``if``, an f-string, ``len``) ends the trace there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Self
+
+from dovetail.lang.conversation import Conversation, Template
+from dovetail.lang.face import State, program_line
+from dovetail.lang.ir import (
+    Arg,
+    Assign,
+    Expr,
+    Gen,
+    Image,
+    Join,
+    Ref,
+    RoleBegin,
+    RoleEnd,
+    SeparateReasoning,
+    Seq,
+    Text,
+    calls_of,
+    joined,
+    leaves,
+    names_of,
+)
+
+
+class TraceStop(BaseException):
+    """The trace ends here; no ``except Exception`` of the program takes it for a failure of its own."""
+
+
+class Symbol:
+    """What is not known yet. ``made`` is the expression that it stands for."""
+
+    def __init__(self, made: Expr) -> None:
+        self._made = made
+
+    def as_expr(self) -> Expr:
+        """What is appended in its place."""
+        return self._made
+
+    def __add__(self, other: object) -> Expr:
+        return joined(self, other)
+
+    def __radd__(self, other: object) -> Expr:
+        return joined(other, self)
+
+    def __repr__(self) -> str:
+        return f"<unknown: {self._made!r:.80}>"
+
+
+def _wanted(symbol: Symbol, *_: object) -> NoReturn:
+    raise TraceStop(f"{program_line()} needs the value of {symbol!r}")
+
+
+_OPERATIONS = """getattr str format bool len iter next contains getitem call int float index hash eq ne lt le gt ge
+    mul rmul mod rmod sub rsub truediv and or reversed bytes enter exit"""
+for _name in _OPERATIONS.split():
+    setattr(Symbol, f"__{_name}__", _wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """``expr`` was appended to a state."""
+
+    state: TracedState
+    expr: Expr
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A state was forked."""
+
+    parent: TracedState
+    children: tuple[TracedState, ...]
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """One call of the model: ``kind`` (``gen`` or ``select``), the variable it makes, and the number of its state (0 is the
+    program's own; forks are numbered as they are made)."""
+
+    kind: str
+    name: str | None
+    state: int
+    line: str
+
+
+@dataclass(slots=True)
+class Tape:
+    """What is written down. ``until_call`` ends the trace at the first call or symbol."""
+
+    until_call: bool = False
+    steps: list[Appended | Forked] = field(default_factory=list)
+    count: int = 0
+
+
+class TracedState(State):
+    """A state that only writes down."""
+
+    def __init__(self, tape: Tape, names: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> None:
+        self._tape = tape
+        self.number = tape.count
+        tape.count += 1
+        self._names = set(names)
+        self._values = dict(values or {})  # those that were set and not generated
+
+    def append(self, expr: Expr) -> None:
+        """Write it down."""
+        self._tape.steps.append(Appended(self, expr, program_line()))
+        self._names.update(names := names_of(expr))
+        for name in names:
+            self._values.pop(name, None)
+        if self._tape.until_call and not all(map(_is_static, leaves(expr))):
+            raise TraceStop("the static prefix ends")
+
+    def get_var(self, name: str) -> Any:
+        """A symbol, or the value that the program has set itself."""
+        if name in self._values:
+            return self._values[name]
+        return Symbol(Ref(self, name))
+
+    def set_var(self, name: str, value: Any) -> None:
+        """Write it down."""
+        if isinstance(value, Symbol):
+            raise TraceStop(f"{program_line()} gives {name!r} the value of {value!r}")
+        self.append(Assign(name, value))
+        self._values[name] = value
+
+    def get_meta_info(self, name: str) -> Any:
+        """Ends the trace."""
+        raise TraceStop(f"{program_line()} needs the meta info of {name!r}")
+
+    def text(self) -> str:
+        """Ends the trace."""
+        raise TraceStop(f"{program_line()} needs the text")
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Ends the trace."""
+        raise TraceStop(f"{program_line()} needs the messages")
+
+    def error(self) -> Any:
+        """Ends the trace."""
+        raise TraceStop(f"{program_line()} asks for an error")
+
+    def stream(self, var_name: str | None = None) -> NoReturn:
+        """Ends the trace."""
+        raise TraceStop(f"{program_line()} reads a stream")
+
+    text_iter = text_async_iter = stream
+
+    def sync(self) -> None:
+        """Nothing is running."""
+
+    def _children(self, size: int) -> Sequence[Self]:
+        children = [type(self)(self._tape, tuple(self._names), self._values) for _ in range(size)]
+        self._tape.steps.append(Forked(self, tuple(children), program_line()))
+        return children
+
+    def _join(self, forks: Sequence[State], mode: str) -> None:
+        self.append(Join(tuple(forks), mode))
+        self._names.update(*(fork._names for fork in forks if isinstance(fork, TracedState)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a program does before it needs what a model has said. ``stopped`` says where it did; None: nowhere, so that the
+    whole program is known. ``returned`` is what its function returned."""
+
+    root: TracedState
+    steps: tuple[Appended | Forked, ...]
+    stopped: str | None
+    returned: Any = None
+
+    @property
+    def complete(self) -> bool:
+        """True if the whole program is known."""
+        return self.stopped is None
+
+    @property
+    def calls(self) -> tuple[TracedCall, ...]:
+        """The calls of the model, in the order in which the program makes them."""
+        return tuple(
+            TracedCall("gen" if isinstance(call, Gen) else "select", call.name, step.state.number, step.line)
+            for step in self.steps
+            if isinstance(step, Appended)
+            for call in calls_of(step.expr)
+        )
+
+    @property
+    def forks(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The number of each state that forks, and those of its copies."""
+        forked = (step for step in self.steps if isinstance(step, Forked))
+        return tuple((fork.parent.number, tuple(child.number for child in fork.children)) for fork in forked)
+
+    def prefix(self) -> Conversation:
+        """The static prefix: what the program's state has before anything that is not known."""
+        found = Conversation()
+        for step in self.steps:
+            if not isinstance(step, Appended) or step.state is not self.root:
+                continue
+            for part in leaves(step.expr):
+                match part:
+                    case Text(text):
+                        found = found.plus(text, _no_template)
+                    case Image():
+                        found = found.plus(part, _no_template)
+                    case RoleBegin(role):
+                        found = found.begin(role)
+                    case RoleEnd(role):
+                        found = found.end(role)
+                    case _ if not _is_static(part):
+                        return found
+        return found
+
+
+def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_call: bool = False) -> Trace:
+    """Run ``function`` with a state that writes down and ``arguments`` by name, some of which may be symbols. An exception
+    of the program ends the trace as well: the run itself will raise it."""
+    tape, returned, stopped = Tape(until_call), None, None
+    root = TracedState(tape)
+    try:
+        returned = function(root, **arguments)
+    except TraceStop as stop:
+        stopped = str(stop)
+    except Exception as error:
+        stopped = f"{type(error).__name__}: {error}"
+    return Trace(root, tuple(tape.steps), stopped, returned)
+
+
+def symbols(names: Sequence[str]) -> dict[str, Symbol]:
+    """Unknown arguments."""
+    return {name: Symbol(Arg(name)) for name in names}
+
+
+def translated(expr: Expr, states: Mapping[State, State]) -> Expr:
+    """``expr`` with the states of a trace replaced by ``states``."""
+    match expr:
+        case Seq(parts):
+            return Seq(tuple(translated(part, states) for part in parts))
+        case SeparateReasoning(inner=inner):
+            return replace(expr, inner=translated(inner, states))
+        case Ref(state, name):
+            return Ref(states[state], name)
+        case Join(forks, mode):
+            return Join(tuple(states[fork] for fork in forks), mode)
+    return expr
+
+
+def known(value: Any, states: Mapping[State, State]) -> Any:
+    """What a function returned, symbols replaced by their values. Waits for them."""
+    if isinstance(value, Symbol):
+        expr = value.as_expr()
+        assert isinstance(expr, Ref)
+        return states[expr.state].get_var(expr.name)
+    if isinstance(value, list | tuple):
+        return type(value)([known(each, states) for each in value])
+    if isinstance(value, dict):
+        return {key: known(each, states) for key, each in value.items()}
+    return states.get(value, value) if isinstance(value, State) else value
+
+
+def _is_static(part: Expr) -> bool:
+    return isinstance(part, Text | Image | RoleBegin | RoleEnd)
+
+
+def _no_template() -> Template:
+    raise TraceStop("text stands between messages, which the model's template is needed for")
