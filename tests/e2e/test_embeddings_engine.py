@@ -5,6 +5,7 @@
 
 import json
 
+import drafter_checkpoints as checkpoints
 import engine_models as models
 import numpy as np
 import pytest
@@ -132,6 +133,32 @@ def test_beside_requests_with_drafts(llm, checkpoint, reference):
     for i in (0, 3):
         assert outputs[i].token_ids == tokens.greedy(tuple(prompts[i]), 12)
     assert sum(output.accepted for output in outputs) > 0
+    check_idle(llm)
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory):
+    """A target, heads for it that live on its hidden states, and what it makes of prompts without them."""
+    directory = checkpoints.save_target(tmp_path_factory.mktemp("drafted"))
+    checkpoints.save_eagle(directory / "eagle")
+    checkpoints.save_eagle3(directory / "eagle3")
+    prompts = prompts_of([30, 70, 5, 60, 100], seed=4)
+    return directory, prompts, beside(make_llm(directory), prompts)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_beside_drafters_that_watch_hidden_states(drafted, kind):
+    directory, prompts, plain = drafted
+    scheduler = {"draft": "always", "chunk_size": 48}
+    llm = make_llm(directory, speculative={"kind": kind, "path": str(directory / kind)}, scheduler=scheduler)
+    for _ in range(2):
+        for found, wanted in zip(beside(llm, prompts), plain, strict=True):
+            if wanted.pooled is None:
+                assert found.token_ids == wanted.token_ids
+            else:
+                close(found.pooled, wanted.pooled)
+    assert llm.loop.stats().draft_steps > 0
+    assert llm.loop.drafter_errors == 0
     check_idle(llm)
 
 
