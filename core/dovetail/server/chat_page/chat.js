@@ -57,6 +57,7 @@ async function answer(turn, shown, body) {
       if (follow) toEnd();
     }
   } catch (error) {
+    turn.calls = []; // they may not be whole
     if (error.name === "AbortError") turn.stopped = true;
     else turn.error = error instanceof Failure ? error.message : `The page has failed: ${error.message}`;
   }
