@@ -1,0 +1,250 @@
+"""Many streaming clients of every API at once, some of whom leave and some of whom send nonsense.
+
+    python benchmarks/load_apis.py --clients 256 --seconds 60 --json load.json
+
+Each request must write a text of its own, which its constraint gives away, so that an answer that reaches another client is
+seen. Fails (exit status 1) if a request is lost or answered with another's text, if nonsense is not refused in its API's own
+format, if in the end a request is open, a page is in use or one is missing, or if the memory of the server's processes grows:
+from the second third of the time to the last by more than 16 MiB, medians each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from dovetail.bench.own_server import own_server
+from dovetail.config import Config
+from load_protocols import PROTOCOLS, Protocol
+
+console = Console(stderr=True)
+MIB = 1 << 20
+MOST_GROWTH_MIB = 16.0
+LEAVES, NONSENSE = 0.10, 0.05
+SETTLE_SECONDS = 20.0
+WORDS = [
+    "amber",
+    "birch",
+    "cedar",
+    "delta",
+    "ember",
+    "flint",
+    "grove",
+    "hazel",
+    "indigo",
+    "jade",
+    "koral",
+    "lilac",
+    "maple",
+    "north",
+    "ochre",
+    "pearl",
+]
+TEXTS = [" ".join(random.Random(i).choices(WORDS, k=2 + i % 5)) for i in range(64)]
+"""What requests are asked to write: few enough that their constraints are compiled once."""
+
+
+@dataclass
+class Tally:
+    """What was sent, what came of it, and what was wrong."""
+
+    answered: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    memory_mib: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> int:
+        """Requests of which it is known what became of them."""
+        return self.answered.total() + self.left.total() + self.refused.total() + len(self.wrong)
+
+
+class Load:
+    """The clients of one server."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        protocols: Sequence[Protocol] = PROTOCOLS,
+        texts: Sequence[str] = TEXTS,
+        seed: int = 0,
+    ) -> None:
+        """``texts`` are what requests are asked to write."""
+        self.tally = Tally()
+        self._texts = texts
+        self._model = model
+        self._protocols = protocols
+        self._seed = seed
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
+
+    async def run(self, clients: int, seconds: float) -> None:
+        """``clients`` at a time for so long; those that have begun finish."""
+        end = time.monotonic() + seconds
+        async with self._http:
+            await asyncio.gather(*(self._client(random.Random(self._seed + i), end) for i in range(clients)))
+
+    async def _client(self, source: random.Random, end: float) -> None:
+        while time.monotonic() < end:
+            protocol, chance = source.choice(self._protocols), source.random()
+            self.tally.sent += 1
+            try:
+                if chance < NONSENSE:
+                    await self._nonsense(protocol, source)
+                else:
+                    await self._ask(protocol, source, leaves=chance < NONSENSE + LEAVES)
+            except Exception as error:
+                self.tally.wrong.append(f"{protocol.name}: {type(error).__name__}: {error}")
+
+    async def _nonsense(self, protocol: Protocol, source: random.Random) -> None:
+        body = source.choice(protocol.nonsense(self._model))
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await self._http.post(protocol.path, content=content, headers=protocol.headers)
+        if answer.status_code not in (400, 404, 422) or not protocol.is_error(answer.json()):
+            self.tally.wrong.append(
+                f"{protocol.name}: {content!r:.80} is answered {answer.status_code} {answer.text:.120}"
+            )
+        else:
+            self.tally.refused[protocol.name] += 1
+
+    async def _ask(self, protocol: Protocol, source: random.Random, leaves: bool) -> None:
+        text = source.choice(self._texts)
+        prompt = f"{source.choice(WORDS)} " * source.randint(4, 60) + text
+        body = protocol.body(self._model, prompt, text)
+        started, patience, pieces, ended = time.perf_counter(), source.randint(0, 4), list[str](), False
+        async with self._http.stream("POST", protocol.path, json=body, headers=protocol.headers) as answer:
+            if answer.status_code != 200:
+                raise ValueError(f"{answer.status_code} {(await answer.aread())[:160]!r}")
+            async for piece, last in protocol.pieces(_lines(answer)):
+                if not pieces:
+                    self.tally.ttft_ms.append(1e3 * (time.perf_counter() - started))
+                pieces.append(piece)
+                ended = ended or last
+                patience -= 1
+                if leaves and patience < 0:
+                    self.tally.left[protocol.name] += 1
+                    return
+        written = protocol.written("".join(pieces))
+        if not ended or written != text:
+            raise ValueError(f"asked for {text!r}, answered {written!r}{'' if ended else ', cut off'}")
+        self.tally.answered[protocol.name] += 1
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    async for line in answer.aiter_lines():
+        if line:
+            yield line
+
+
+async def settled(url: str) -> list[str]:
+    """What is left of the load; a server may take a moment to notice that clients have gone."""
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while left := await _left(client):
+            if time.monotonic() > deadline:
+                return [f"left behind: {left}"]
+            await asyncio.sleep(0.1)
+        flushed = await client.post("/flush_cache")
+        stats = (await client.get("/server_info")).json()["stats"]
+        if flushed.status_code != 200 or stats["pages_cached"]:
+            return [f"after a flush {stats['pages_cached']} pages are cached still ({flushed.text})"]
+    return []
+
+
+async def _left(client: httpx.AsyncClient) -> dict[str, int]:
+    info = (await client.get("/server_info")).json()
+    found = {name: info["stats"][name] for name in ("running", "waiting", "pages_used")}
+    return {name: count for name, count in {"open": info["open_requests"], **found}.items() if count}
+
+
+async def watch(pid: int, into: list[float]) -> None:
+    """Once a second the resident memory of a process and its children, in MiB."""
+    while True:
+        into.append(sum(_resident(each) for each in _family(pid)))
+        await asyncio.sleep(1.0)
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(one for child in children for one in _family(int(child)))]
+
+
+def _resident(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / MIB
+    except OSError:  # it has ended meanwhile
+        return 0.0
+
+
+def growth(samples: list[float]) -> float:
+    """From the second third to the last."""
+    third = len(samples) // 3
+    return statistics.median(samples[2 * third :]) - statistics.median(samples[third : 2 * third]) if third else 0.0
+
+
+def report(tally: Tally, seconds: float) -> dict[str, Any]:
+    """The numbers of a run."""
+    ttft = sorted(tally.ttft_ms)
+    return {
+        "sent": tally.sent,
+        "answered": tally.answered,
+        "left": tally.left,
+        "refused": tally.refused,
+        "per_second": tally.sent / seconds,
+        "ttft_ms": {"median": statistics.median(ttft), "p99": ttft[int(0.99 * (len(ttft) - 1))]} if ttft else None,
+        "memory_mib": {"first": tally.memory_mib[0], "last": tally.memory_mib[-1], "growth": growth(tally.memory_mib)}
+        if tally.memory_mib
+        else None,
+        "wrong": tally.wrong[:20],
+        "wrong_count": len(tally.wrong),
+    }
+
+
+async def _main(args: argparse.Namespace) -> int:
+    config = Config.model_validate({"server": {"log_level": "error"}})
+    with own_server(config) as server:
+        load = Load(server.url, config.model.name)
+        watching = asyncio.create_task(watch(server.pid, load.tally.memory_mib))
+        await load.run(args.clients, args.seconds)
+        watching.cancel()
+        tally = load.tally
+        if tally.sent != tally.ended:
+            tally.wrong.append(f"{tally.sent} requests were sent, of {tally.ended} it is known how they ended")
+        tally.wrong += await settled(server.url)
+    if (grown := growth(tally.memory_mib)) > MOST_GROWTH_MIB:
+        tally.wrong.append(f"memory grew by {grown:.1f} MiB")
+    found = report(tally, args.seconds)
+    print(json.dumps(found, indent=2))
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=2), encoding="utf-8")
+    console.print("FAIL" if tally.wrong else "PASS")
+    return 1 if tally.wrong else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--json", help="Write the numbers there.")
+    sys.exit(asyncio.run(_main(parser.parse_args())))
