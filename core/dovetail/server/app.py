@@ -16,6 +16,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.api import Api
 from dovetail.interfaces.api import Route as ApiRoute
 from dovetail.server import admin
+from dovetail.server.chat_page.routes import add_pages
 from dovetail.server.errors import Formats, add_error_handlers
 from dovetail.server.service import Service
 from dovetail.server.tenants.gate import Gate
@@ -54,7 +55,7 @@ def build_app(
     """The application for a running engine. ``more`` routes take the place of those of the server with the same path; with a
     ``tenancy`` every request needs a key. Raises ``ConfigError`` where two APIs answer the same path."""
     gate = Gate(service, tenancy)
-    app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False)
+    app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False, docs_url=None, redoc_url=None)
     names: dict[str, str] = {}
     replaced = {route.path for route in more}
     own = (*more, *(route for route in ROUTES if route.path not in replaced), *TENANT_ROUTES)
@@ -73,6 +74,7 @@ def build_app(
                 openapi_extra=_described(route.body),
                 operation_id=f"{name}_{method.lower()}",
             )
+    add_pages(app)
     add_error_handlers(app, Formats(apis))
     _allow_origins(app, service.config.server.cors_origins)
     return app

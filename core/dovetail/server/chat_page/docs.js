@@ -2,7 +2,7 @@
 
 import { $, el } from "./dom.js";
 
-const METHODS = ["get", "put", "post", "delete", "patch"];
+const METHODS = ["get", "head", "put", "post", "delete", "patch"];
 
 /** What a schema allows, in a few words. `root` is the schema that holds the definitions. */
 function type(schema, root) {
