@@ -111,7 +111,7 @@ def test_a_cached_prefix_is_counted(tiny):
         ({"input": ["a", ""]}, "input", "empty text"),
         ({"input": [[]]}, "input", "empty text"),
         ({"input": ["a", 1]}, "input", "string"),
-        ({"input": [10**6]}, "prompt", "outside of"),
+        ({"input": [10**6]}, "input", "outside of"),
         ({"dimensions": 0}, "dimensions", "allowed: 1 to 256"),
         ({"dimensions": 257}, "dimensions", "allowed: 1 to 256"),
         ({"encoding_format": "int8"}, "encoding_format", "float"),

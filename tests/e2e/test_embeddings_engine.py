@@ -162,15 +162,16 @@ def test_beside_drafters_that_watch_hidden_states(drafted, kind):
     check_idle(llm)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_request_that_was_retracted_between_its_chunks_begins_anew(checkpoint, reference, overlap):
+@pytest.mark.parametrize(("overlap", "after"), [(True, 1), (True, 3), (False, 1)])
+def test_a_request_that_was_retracted_between_its_chunks_begins_anew(checkpoint, reference, overlap, after):
+    """Or ends, where the last of them was on its way."""
     llm = make_llm(checkpoint, scheduler={"chunk_size": 32, "overlap": overlap})
     (prompt,) = prompts_of([100], seed=5)
     loop, answers = llm.loop, []
     loop.handle(GenerateMsg("a", prompt, asking("mean"), 0))
     for step in range(20):
         answers += loop.step()
-        if step == 1:
+        if step == after:
             assert loop.scheduler.prefilling
             loop.scheduler._retract_one()
     (answer,) = answers

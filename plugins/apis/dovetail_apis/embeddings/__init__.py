@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, parse
+from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples, parse
 from dovetail.api.requests import new_id
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
@@ -23,6 +23,8 @@ from dovetail_apis.openai.format import error_json
 
 class EmbeddingsRequest(ApiModel):
     """POST /v1/embeddings."""
+
+    model_config = examples({"model": "tiny", "input": ["A text", "Another one"]}, {"input": "A text", "dimensions": 4})
 
     input: str | list[str] | list[int] | list[list[int]] = Field(description="A text, token ids, or several of either.")
     model: str | None = None

@@ -24,12 +24,15 @@ async def as_prompts(
     *,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
-    """Texts, or token ids, as prompts. Raises ``RequestError`` that names ``param`` for one without a token."""
+    """Texts, or token ids, as prompts. Raises ``RequestError`` that names ``param`` for one without a token, and for
+    ids that are none."""
     prompts: list[Prompt] = []
     for text in texts:
         ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text
         if not ids:
             raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
+        if not (min(ids) >= 0 and max(ids) < host.vocab_size):
+            raise RequestError(f"{param} has token ids outside of [0, {host.vocab_size})", param=param)
         prompts.append(Prompt(ids, params))
         await asyncio.sleep(0)  # there may be thousands; other streams go on meanwhile
     return prompts
