@@ -123,7 +123,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0
-    pages_pinned: int = 0  # of those cached and used, what groups and sessions hold
+    pages_pinned: int = 0  # of those cached, what groups and sessions hold
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -95,6 +95,14 @@ class Traffic(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
             assert self.scheduler.pins.pages <= self.bound
+            self.pins_beside_requests_are_counted()
+
+    def pins_beside_requests_are_counted(self):
+        """What cannot be evicted is read by somebody who runs, or pinned beside that."""
+        ledger, running = self.scheduler.ledger, self.scheduler.running
+        read = {page for r in running for page in ledger.table.pages[0, r.slot, : r.shared_pages].tolist()}
+        locked = ledger.cache.total_pages - ledger.cache.evictable_pages
+        assert locked - len(read) == self.scheduler.pins.beside(running)
 
     def teardown(self):
         """All end. What is left is pinned, and only for a while."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from dovetail.memory.ledger import PageLedger
     from dovetail.scheduler.limits import Limits, Totals
-    from dovetail.types import IntArray
+    from dovetail.types import IntArray, Req
 
 Clock = Callable[[], float]
 """Seconds that never go back."""
@@ -44,7 +44,7 @@ class Pins:
         self.clock = clock
         self.pages = 0  # that one pin or more holds
         self._seconds, self._bound = limits.pin_seconds, limits.pin_pages
-        self._cache, self._allocator, self._totals = ledger.cache, ledger.allocator, totals
+        self._cache, self._allocator, self._table, self._totals = ledger.cache, ledger.allocator, ledger.table, totals
         self._pins: OrderedDict[PinKey, _Pin] = OrderedDict()  # the one to expire first comes first
         self._holders = np.zeros(ledger.allocator.num_total + 1, np.int32)  # of each page, the pins
 
@@ -104,6 +104,15 @@ class Pins:
             return False
         self._drop_oldest()
         return True
+
+    def beside(self, running: Iterable[Req]) -> int:
+        """Pinned pages that no running request reads. Linear in the pool and in the pages that are shared, where there are pins."""
+        if not self.pages:
+            return 0
+        held = self._holders > 0
+        for req in running:
+            held[self._table.pages[0, req.slot, : req.shared_pages]] = False
+        return int(np.count_nonzero(held))
 
     def _fits(self, pages: IntArray) -> bool:
         """Let go of older pins until ``pages`` fit within the bound; of none if they never will."""

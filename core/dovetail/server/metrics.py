@@ -20,7 +20,7 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "running": ("requests_running", "Requests that are being computed."),
     "waiting": ("requests_waiting", "Requests in the waiting queue."),
     "pages_total": ("kv_pages_total", "Pages of the KV pool."),
-    "pages_used": ("kv_pages_used", "Pages that running requests, groups and sessions hold."),
+    "pages_used": ("kv_pages_used", "Pages that running requests hold."),
     "pages_cached": ("kv_pages_cached", "Pages that the prefix cache holds."),
     "pages_pinned": ("kv_pages_pinned", "Pages of the prefix cache that groups and sessions hold."),
     "grammar_cached_bytes": ("grammar_cached_bytes", "Memory of the compiled constraints that are kept."),
@@ -169,7 +169,7 @@ class _EngineCollector(Collector):
         yield by_backend
         usage = stats.pages_used / max(stats.pages_total, 1)
         yield GaugeMetricFamily(
-            "dovetail_kv_usage", "Share of the KV pool that running requests, groups and sessions hold.", value=usage
+            "dovetail_kv_usage", "Share of the KV pool that running requests hold.", value=usage
         )
         hit_rate = stats.cached_tokens / max(stats.prompt_tokens, 1)
         yield GaugeMetricFamily("dovetail_prefix_hit_rate", "Cached share of all prompt tokens.", value=hit_rate)
