@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,13 @@ def program_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(error: Exception) -> str:
+    """Where in the program an exception came from, as ``file:line``."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_PROGRAM)]
+    own = [f for f in frames if f.filename == frames[0].filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"
 
 
 def join_mode(mode: str) -> str:

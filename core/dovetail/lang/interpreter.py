@@ -112,6 +112,8 @@ class Interpreter:
                 self._select(part)
             case Image():
                 self.conversation = self.conversation.plus(part, self.backend.template)
+            case Assign(name, Ref(state, source)):
+                self._set(name, self._value_of(state, source))
             case Assign(name, value):
                 self._set(name, value)
             case Ref(state, name):

@@ -153,7 +153,7 @@ class Arg(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Assign(Expr):
-    """``name`` becomes ``value``, without being part of the prompt."""
+    """``name`` becomes ``value``, or what a ``Ref`` will be, without being part of the prompt."""
 
     name: str
     value: Any
@@ -198,7 +198,11 @@ def leaves(expr: Expr) -> tuple[Expr, ...]:
 
 def waits(expr: Expr) -> bool:
     """True if carrying ``expr`` out waits for the model or another state."""
-    return any(isinstance(part, Ref | Join) for part in leaves(expr)) or bool(calls_of(expr))
+    waiting = Ref | Join
+    found = (
+        isinstance(part, waiting) or (isinstance(part, Assign) and isinstance(part.value, Ref)) for part in leaves(expr)
+    )
+    return any(found) or bool(calls_of(expr))
 
 
 def names_of(expr: Expr) -> list[str]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dovetail.lang.batch import run_batch
 from dovetail.lang.defaults import backend_of
-from dovetail.lang.face import State
+from dovetail.lang.face import State, line_of
 from dovetail.lang.interpreter import failure
 from dovetail.lang.ir import Sampling, stop_strings
 from dovetail.lang.replay import replay
 from dovetail.lang.state import ProgramState
 from dovetail.lang.tracing import Trace, symbols, trace
-
-_HERE = __file__.rpartition("/")[0]
 
 
 class Function:
@@ -127,7 +124,7 @@ class Function:
         try:
             self.execute(state, arguments, traced)
         except Exception as error:
-            state.end(failure(error, _line_of(error), f"program {self.__name__}"))
+            state.end(failure(error, line_of(error), f"program {self.__name__}"))
 
     def _split(self, kwargs: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
         """Settings, and the rest: a name that the program has as an argument is the program's."""
@@ -199,9 +196,3 @@ def _by_name(arguments: inspect.BoundArguments) -> bool:
         inspect.Parameter.VAR_KEYWORD,
         inspect.Parameter.POSITIONAL_ONLY,
     }
-
-
-def _line_of(error: Exception) -> str:
-    """Where in the program an exception came from."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_HERE)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self
 
 from dovetail.lang.conversation import Conversation, Template
-from dovetail.lang.face import State, program_line
+from dovetail.lang.face import State, line_of, program_line
 from dovetail.lang.ir import (
     Arg,
     Assign,
@@ -132,7 +132,10 @@ class TracedState(State):
     def set_var(self, name: str, value: Any) -> None:
         """Write it down."""
         if isinstance(value, Symbol):
-            raise TraceStop(f"{program_line()} gives {name!r} the value of {value!r}")
+            self.append(Assign(name, value.as_expr()))
+            return
+        if _has_symbol(value):
+            raise TraceStop(f"{program_line()} gives {name!r} a value that is made of unknown ones")
         self.append(Assign(name, value))
         self._values[name] = value
 
@@ -236,7 +239,7 @@ def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_c
     except TraceStop as stop:
         stopped = str(stop)
     except Exception as error:
-        stopped = f"{type(error).__name__}: {error}"
+        stopped = f"{line_of(error)} raises {type(error).__name__}: {error}"
     return Trace(root, tuple(tape.steps), stopped, returned)
 
 
@@ -256,6 +259,8 @@ def translated(expr: Expr, states: Mapping[State, State]) -> Expr:
             return Ref(states[state], name)
         case Join(forks, mode):
             return Join(tuple(states[fork] for fork in forks), mode)
+        case Assign(name, Ref() as source):
+            return Assign(name, translated(source, states))
     return expr
 
 
@@ -270,6 +275,12 @@ def known(value: Any, states: Mapping[State, State]) -> Any:
     if isinstance(value, dict):
         return {key: known(each, states) for key, each in value.items()}
     return states.get(value, value) if isinstance(value, State) else value
+
+
+def _has_symbol(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_symbol, value.values()))
+    return isinstance(value, Symbol) or (isinstance(value, list | tuple | set) and any(map(_has_symbol, value)))
 
 
 def _is_static(part: Expr) -> bool:
