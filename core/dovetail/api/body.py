@@ -37,6 +37,12 @@ class ApiModel(BaseModel):
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
+def examples(*bodies: Mapping[str, Any]) -> ConfigDict:
+    """The ``model_config`` of a request whose schema has ``bodies`` as examples: they are tried by its suite, and begun with in
+    /docs, where ``model`` is replaced by the name that is served."""
+    return ConfigDict(json_schema_extra={"examples": [dict(body) for body in bodies]})
+
+
 Model = TypeVar("Model", bound=ApiModel)
 
 
