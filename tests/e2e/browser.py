@@ -34,12 +34,10 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Page:
-    """One page. ``trouble`` are its uncaught errors and what its policy has blocked, ``paused`` the requests that wait for an
-    answer of the test."""
+    """One page. ``trouble`` are its uncaught errors and what its policy has blocked."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.trouble: list[str] = []
-        self.paused: list[dict[str, Any]] = []
         self._to, self._from = to_browser, from_browser
         self._rest = b""
         self._calls = 0
@@ -123,8 +121,6 @@ class Page:
     def _note(self, event: dict[str, Any]) -> None:
         if event.get("method") == "Runtime.exceptionThrown":
             self.trouble.append(str(event["params"]["exceptionDetails"]))
-        if event.get("method") == "Fetch.requestPaused":
-            self.paused.append(event["params"])
         if event.get("method") == "Log.entryAdded" and event["params"]["entry"]["source"] == "security":
             self.trouble.append(event["params"]["entry"]["text"])
 

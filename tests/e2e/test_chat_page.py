@@ -3,7 +3,6 @@
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_chat_page.py
 """
 
-import base64
 import json
 import re
 import time
@@ -14,7 +13,11 @@ import httpx
 import pytest
 from browser import CHROMIUM, Page, browser
 
+from conftest import config_with
+from dovetail.config.tenants import key_digest
 from dovetail.server.chat_page.routes import FOLDER, HEADERS, PAGES
+from dovetail.server.launch import running_server
+from dovetail.server.tenants.keys import new_key
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 WEATHER = {
@@ -25,6 +28,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+KEYS = {name: new_key() for name in ("somebody", "boss")}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script> <b>bold</b>"
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
@@ -74,6 +78,18 @@ def page(chromium: Page) -> Iterator[Page]:
     chromium.trouble.clear()
     yield chromium
     assert chromium.trouble == []
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that asks for keys, whose engine says the prompt back."""
+    from fake_engine import run_fake_engine
+
+    somebody, boss = ([key_digest(key.encode())] for key in KEYS.values())
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    file.write_text(json.dumps({"tenants": {"somebody": {"keys": somebody}}, "admins": {"boss": {"keys": boss}}}))
+    with running_server(config_with(keys=str(file), drain_seconds=1), target=run_fake_engine) as url:
+        yield url
 
 
 def visit(page: Page, url: str) -> None:
@@ -198,20 +214,30 @@ def test_the_panel_shows_each_part_and_why(page: Page, tiny_url: str) -> None:
     assert "by priority" in cache
     text = page.run("document.getElementById('plugins').textContent")
     assert "device is cpu" in text  # why a backend for GPUs was not taken
-    fill(page, key="secret")
-    page.call("Fetch.enable", patterns=[{"urlPattern": "*server_info"}])
-    page.run("document.getElementById('parts').open = false")
+
+
+@needs_browser
+def test_a_server_with_keys(page: Page, keyed: str) -> None:
+    page.open(f"{keyed}/docs")
+    page.run("sessionStorage.clear()")
+    page.open(f"{keyed}/")
+    page.until("!document.getElementById('problem').hidden")
+    assert "(status 401) Give an API key" in page.run("document.getElementById('problem').textContent")
+    assert page.run("document.getElementById('key').checkVisibility()")
+    say(page, "hello")
+    assert "status 401" in last(page, ".error")
+    fill(page, key=KEYS["somebody"])
+    page.until("document.title !== 'Dovetail' && document.getElementById('problem').hidden")
+    click(page, "Retry")
+    settled(page)
+    assert "hello" in last(page)
     page.run("document.getElementById('parts').open = true")
-    while not page.paused:
-        page.run("1")
-    asked = page.paused.pop()
-    assert asked["request"]["headers"]["authorization"] == "Bearer secret"
-    body = base64.b64encode(b'{"error": {"message": "an admin key is needed"}}').decode()
-    page.call("Fetch.fulfillRequest", requestId=asked["requestId"], responseCode=403, body=body)
     page.until("document.querySelector('#plugins .error') !== null")
-    assert "an admin key is needed" in page.run("document.getElementById('plugins').textContent")
-    page.call("Fetch.disable")
+    assert "needs an admin key" in page.run("document.getElementById('plugins').textContent")
+    fill(page, key=KEYS["boss"])
+    page.until("document.querySelector('.part') !== null")
     assert page.run("Object.values(localStorage).length + document.cookie.length") == 0
+    assert KEYS["boss"] not in page.run("document.documentElement.outerHTML + location.href")
 
 
 @needs_browser

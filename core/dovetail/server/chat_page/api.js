@@ -2,8 +2,13 @@
 
 import { $ } from "./dom.js";
 
-/** A failure in words. */
-export class Failure extends Error {}
+/** A failure in words; `status` is the server's, where it has refused. */
+export class Failure extends Error {
+  constructor(message, status = null) {
+    super(message);
+    this.status = status;
+  }
+}
 
 async function call(path, options = {}) {
   const key = $("key").value.trim();
@@ -15,7 +20,7 @@ async function call(path, options = {}) {
     if (error.name === "AbortError") throw error;
     throw new Failure("The server cannot be reached. Is it still running?");
   }
-  if (!response.ok) throw new Failure(await refusal(response));
+  if (!response.ok) throw new Failure(await refusal(response), response.status);
   return response;
 }
 

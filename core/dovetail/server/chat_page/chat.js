@@ -160,6 +160,7 @@ async function meet() {
   } catch (error) {
     $("problem").textContent = error.message;
     $("problem").hidden = false;
+    $("more").open ||= error.status === 401;
   }
   if ($("parts").open) showParts();
 }
