@@ -279,7 +279,7 @@ def test_the_model(client: ollama.Client, tiny: httpx.Client):
     assert shown.modelinfo["llama.context_length"] == 2048
     assert shown.modelinfo["general.parameter_count"] == 4_722_176  # MODEL_CARD.md
     assert "im_start" in shown.template
-    assert set(shown.capabilities) == {"completion", "tools", "thinking"}
+    assert set(shown.capabilities) == {"completion", "tools", "thinking", "embedding"}
     assert shown.modified_at == listed.modified_at
     assert tiny.post("/api/show", json={"name": "tiny"}).json()["details"] == listed.details.model_dump()
     for answer, model in (("/api/tags", ollama.ListResponse), ("/api/ps", ollama.ProcessResponse)):
@@ -299,6 +299,34 @@ def test_nothing_to_answer(client: ollama.Client):
         with pytest.raises(ollama.ResponseError, match="unloaded"):
             client.generate("tiny", keep_alive=keep_alive)
     assert client.generate("tiny", "x", keep_alive=0, options={"num_predict": 1}).done
+
+
+def test_embeddings(client: ollama.Client, tiny: httpx.Client):
+    texts = ["A text", "Another one"]
+    reference = [entry["embedding"] for entry in tiny.post("/v1/embeddings", json={"input": texts}).json()["data"]]
+    answer = client.embed("tiny", texts)
+    assert [list(vector) for vector in answer.embeddings] == [pytest.approx(vector, abs=1e-6) for vector in reference]
+    assert client.embed("tiny", texts[0]).embeddings == [pytest.approx(reference[0], abs=1e-6)]
+    assert [len(vector) for vector in client.embed("tiny", texts, dimensions=4).embeddings] == [4, 4]
+    assert (
+        answer.prompt_eval_count == tiny.post("/v1/embeddings", json={"input": texts}).json()["usage"]["prompt_tokens"]
+    )
+    assert (answer.total_duration or 0) > 0
+    old = client.embeddings("tiny", texts[0]).embedding
+    length = sum(x * x for x in old) ** 0.5
+    assert [x / length for x in old] == pytest.approx(reference[0], abs=1e-6)
+    assert (client.embed("tiny").embeddings, client.embeddings("tiny").embedding) == ([], [])
+    raw = tiny.post("/api/embed", json={"model": "tiny", "input": "x"})
+    only_known(ollama.EmbedResponse, raw.json())
+
+
+def test_texts_that_are_too_long_to_embed(client: ollama.Client):
+    for words in (2500, 30_000):
+        assert client.embed("tiny", "word " * words).prompt_eval_count == 2047
+        with pytest.raises(ollama.ResponseError, match="2048"):
+            client.embed("tiny", "word " * words, truncate=False)
+    with pytest.raises(ollama.ResponseError, match="2048"):
+        client.embeddings("tiny", "word " * 2500)
 
 
 @pytest.mark.parametrize(

@@ -43,17 +43,29 @@ class Ticket:
     priority: int = 0
 
 
+async def plan(
+    host: ApiHost,
+    conversation: Conversation,
+    params: SamplingParams,
+    ticket: Ticket,
+    *,
+    separate_reasoning: bool = True,
+) -> tuple[ApiRequest, ChatPlan]:
+    """The request for the next turn, and how its answer is read. Raises ``RequestError``."""
+    text = await conversation.prompt(host)
+    how = host.plan_chat(params, text, conversation.calls, separate_reasoning)
+    prompt = Prompt(await host.encode(text, add_special_tokens=False), how.params)
+    continues = bool(conversation.opening)
+    return ApiRequest(ticket.rid, (prompt,), continues, ticket.namespace, ticket.priority, how.reader), how
+
+
 async def ask(
     host: ApiHost, conversation: Conversation, params: SamplingParams, ticket: Ticket
 ) -> tuple[ApiRequest, ChatPlan]:
-    """The request for the next turn, and how its answer is read. ``params.max_new_tokens`` is an upper bound: an output ends
-    where the context does. Raises ``RequestError``."""
-    text = await conversation.prompt(host)
-    plan = host.plan_chat(params, text, conversation.calls)
-    ids = await host.encode(text, add_special_tokens=False)
-    prompt = Prompt(ids, within_context(host, ids, plan.params))
-    continues = bool(conversation.opening)
-    return ApiRequest(ticket.rid, (prompt,), continues, ticket.namespace, ticket.priority, plan.reader), plan
+    """As ``plan``, where ``params.max_new_tokens`` is an upper bound: an output ends where the context does."""
+    asked, how = await plan(host, conversation, params, ticket)
+    (prompt,) = asked.prompts
+    return replace(asked, prompts=(Prompt(prompt.ids, within_context(host, prompt.ids, prompt.params)),)), how
 
 
 def within_context(host: ApiHost, ids: Sequence[int], params: SamplingParams) -> SamplingParams:

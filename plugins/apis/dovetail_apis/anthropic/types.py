@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, Int32, Salt
+from dovetail.api.body import ApiModel, Int32, Salt, examples
 
 _IGNORED = frozenset(
     [
@@ -79,6 +79,10 @@ class OutputConfig(ApiModel):
 class CountRequest(ApiModel):
     """POST /v1/messages/count_tokens."""
 
+    model_config = examples(
+        {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "system": "Be brief."}
+    )
+
     model: str
     messages: list[MessageParam] = Field(min_length=1, max_length=4096)
     system: str | list[dict[str, Any]] | None = None
@@ -93,6 +97,16 @@ class CountRequest(ApiModel):
 
 class MessagesRequest(CountRequest):
     """POST /v1/messages."""
+
+    model_config = examples(
+        {
+            "model": "tiny",
+            "max_tokens": 16,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+        },
+        {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}], "stream": True},
+    )
 
     max_tokens: Int32 = Field(ge=0, description="0 computes and caches the prompt.")
     stream: bool | None = None

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from dovetail.interfaces.api import Api, Problem, Route
 from dovetail_apis.ollama.chat import chat, generate
+from dovetail_apis.ollama.embed import embed, embeddings
 from dovetail_apis.ollama.model import ps, show, tags, version
-from dovetail_apis.ollama.types import ChatRequest, GenerateRequest, ShowRequest
+from dovetail_apis.ollama.types import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
 
 
 class Ollama(Api):
@@ -16,10 +17,12 @@ class Ollama(Api):
     claims = ("/api",)
 
     def routes(self) -> Sequence[Route]:
-        """Chat and generate, and what is asked about the model."""
+        """Chat, generate and embed, and what is asked about the model."""
         return (
             Route(["POST"], "/api/chat", chat, ChatRequest),
             Route(["POST"], "/api/generate", generate, GenerateRequest),
+            Route(["POST"], "/api/embed", embed, EmbedRequest),
+            Route(["POST"], "/api/embeddings", embeddings, EmbeddingsRequest),
             Route(["POST"], "/api/show", show, ShowRequest),
             Route(["GET", "HEAD"], "/api/tags", tags),
             Route(["GET"], "/api/ps", ps),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import parse, validate
+from dovetail.api.body import parse
 from dovetail.api.requests import grammar_of, new_id, sampling_params, stop_strings
 from dovetail.api.responses import json_response, streamed, until_disconnect
 from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
@@ -18,12 +17,11 @@ from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
 from dovetail.types import GrammarSpec, SamplingParams
 from dovetail_apis.conversation import Conversation, Ticket, ask, past_call, thinking, within_context
 from dovetail_apis.ollama.format import AnswerFormat, Clock, Said, Shape, common
-from dovetail_apis.ollama.model import check_model
-from dovetail_apis.ollama.types import AskFields, ChatRequest, GenerateRequest, Message, Options
+from dovetail_apis.ollama.model import check_model, check_options, refuse_unload
+from dovetail_apis.ollama.types import AskFields, ChatRequest, GenerateRequest, Message
 
 _NAMES = {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
-_AT_ONCE = re.compile(r"[+-]?0+(\.0+)?(ns|us|µs|ms|s|m|h)?")
 
 
 async def chat(host: ApiHost, request: Request) -> Response:
@@ -83,11 +81,7 @@ async def _answered(
 
 def _loaded(body: AskFields, shape: Shape) -> Response:
     """The answer to who wants the model loaded, which it is."""
-    if body.keep_alive is not None and _AT_ONCE.fullmatch(str(body.keep_alive)):
-        raise RequestError(
-            "keep_alive is 0 and there is nothing to answer, which asks for the model to be unloaded: this server keeps it",
-            param="keep_alive",
-        )
+    refuse_unload(body.keep_alive)
     return json_response({**common(body.model), **shape(Said()), "done": True, "done_reason": "load"})
 
 
@@ -131,12 +125,7 @@ def _past(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _params(host: ApiHost, body: AskFields) -> SamplingParams:
-    given = validate(body.options or {}, Options)
-    if given.num_ctx is not None and given.num_ctx > host.context_len:
-        raise RequestError(
-            f"num_ctx is {given.num_ctx}; allowed: up to {host.context_len}, the context of this server",
-            param="num_ctx",
-        )
+    given = check_options(host, body.options)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     same = "temperature top_k top_p min_p presence_penalty frequency_penalty"

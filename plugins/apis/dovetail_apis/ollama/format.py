@@ -53,11 +53,15 @@ class Clock:
         self.last = time.perf_counter_ns()
         self.first = self.first or self.last
 
+    def passed(self) -> int:
+        """Nanoseconds since the request arrived."""
+        return time.perf_counter_ns() - self.arrived
+
     def durations(self, prompt: int, output: int) -> dict[str, int]:
         """The times of an answer in nanoseconds, and its token counts. The time of the prompt is that to the first token, with
         the wait for other requests; the output's is that of the others. The model was loaded before."""
         return {
-            "total_duration": time.perf_counter_ns() - self.arrived,
+            "total_duration": self.passed(),
             "load_duration": 0,
             "prompt_eval_count": prompt,
             "prompt_eval_duration": self.first - self.submitted,

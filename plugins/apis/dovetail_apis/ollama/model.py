@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import parse
+from dovetail.api.body import parse, validate
 from dovetail.api.responses import json_response
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost
 from dovetail.interfaces.parsers import Tool, ToolRequest
 from dovetail.types import SamplingParams
 from dovetail_apis.ollama.checkpoint import Checkpoint, read_checkpoint
-from dovetail_apis.ollama.types import ShowRequest
+from dovetail_apis.ollama.types import Options, ShowRequest
 
 SPOKEN = "0.12.11"
 """The version of Ollama whose API this is: clients look at it to see what they may send."""
 
+_AT_ONCE = re.compile(r"[+-]?0+(\.0+)?(ns|us|µs|ms|s|m|h)?")
 _NEVER = "9999-12-31T23:59:59Z"
 _SHAPE = {
     "embedding_length": "hidden_size",
@@ -35,6 +37,26 @@ _SHAPE = {
 def check_model(host: ApiHost, name: str) -> None:
     """As ``ApiHost.check_model``; a name may end with ``:latest``."""
     host.check_model(name if name == host.model_name else name.removesuffix(":latest"))
+
+
+def refuse_unload(keep_alive: float | str | None) -> None:
+    """For a request that has nothing to answer: raises ``RequestError`` where it asks for the model to be unloaded."""
+    if keep_alive is not None and _AT_ONCE.fullmatch(str(keep_alive)):
+        raise RequestError(
+            "keep_alive is 0 and there is nothing to answer, which asks for the model to be unloaded: this server keeps it",
+            param="keep_alive",
+        )
+
+
+def check_options(host: ApiHost, given: dict[str, Any] | None) -> Options:
+    """``options``, validated. Raises ``RequestError``."""
+    options = validate(given or {}, Options)
+    if options.num_ctx is not None and options.num_ctx > host.context_len:
+        raise RequestError(
+            f"num_ctx is {options.num_ctx}; allowed: up to {host.context_len}, the context of this server",
+            param="num_ctx",
+        )
+    return options
 
 
 async def version(host: ApiHost, request: Request) -> Response:
@@ -97,8 +119,13 @@ def _model_info(host: ApiHost, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _capabilities(host: ApiHost, template: str) -> list[str]:
-    switched = [name for name in ("enable_thinking", "reasoning_effort") if name in template]
-    return ["completion", *(["tools"] if _calls_tools(host) else []), *(["thinking"] if switched else [])]
+    offered = {
+        "completion": True,
+        "tools": _calls_tools(host),
+        "thinking": "enable_thinking" in template or "reasoning_effort" in template,
+        "embedding": host.embedding is not None,
+    }
+    return [name for name, offers in offered.items() if offers]
 
 
 def _calls_tools(host: ApiHost) -> bool:

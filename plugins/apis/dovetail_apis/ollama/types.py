@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, Int32, Salt
+from dovetail.api.body import ApiModel, Int32, Salt, examples
 from dovetail.chat.requests import ToolSpec
 
 
@@ -91,12 +91,33 @@ class Message(ApiModel):
 class ChatRequest(AskFields):
     """POST /api/chat. Without messages, it asks for the model to be loaded."""
 
+    model_config = examples(
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "options": {"num_predict": 8},
+            "stream": False,
+        },
+        {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "options": {"num_predict": 8}},
+    )
+
     messages: list[Message] | None = Field(None, max_length=4096)
     tools: list[ToolSpec] | None = Field(None, max_length=256)
 
 
 class GenerateRequest(AskFields):
     """POST /api/generate. Without a prompt, it asks for the model to be loaded."""
+
+    model_config = examples(
+        {
+            "model": "tiny",
+            "prompt": "The capital of France is",
+            "raw": True,
+            "options": {"num_predict": 8},
+            "stream": False,
+        },
+        {"model": "tiny", "prompt": "Hello", "options": {"num_predict": 8}},
+    )
 
     prompt: str | None = None
     system: str | None = None
@@ -114,8 +135,39 @@ class GenerateRequest(AskFields):
     }
 
 
+class EmbedFields(ApiModel):
+    """What /api/embed and /api/embeddings have in common."""
+
+    model: str = Field(min_length=1)
+    options: dict[str, Any] | None = Field(None, description="See `Options`; nothing is sampled.")
+    keep_alive: float | str | None = Field(None, description="Accepted: the model stays loaded.")
+    # beyond Ollama's API
+    priority: Int32 | None = None
+    cache_salt: Salt | None = None
+
+
+class EmbedRequest(EmbedFields):
+    """POST /api/embed. Without a text, it asks for the model to be loaded."""
+
+    model_config = examples({"model": "tiny", "input": ["A text", "Another one"]})
+
+    input: str | list[str] = ""
+    truncate: bool | None = Field(None, description="Leave out the end of texts that are too long; true by default.")
+    dimensions: Int32 | None = Field(None, description="Keep so many numbers of each vector.")
+
+
+class EmbeddingsRequest(EmbedFields):
+    """POST /api/embeddings, the old form of /api/embed."""
+
+    model_config = examples({"model": "tiny", "prompt": "A text"})
+
+    prompt: str | None = None
+
+
 class ShowRequest(ApiModel):
     """POST /api/show."""
+
+    model_config = examples({"model": "tiny"})
 
     model: str | None = None
     name: str | None = Field(None, description="The old name of `model`.")

@@ -1,0 +1,79 @@
+"""POST /api/embed and /api/embeddings."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.api.body import parse
+from dovetail.api.requests import new_id
+from dovetail.api.responses import json_response, until_disconnect
+from dovetail.errors import ContextLengthError
+from dovetail.interfaces.api import ApiHost, ApiRequest
+from dovetail.ops.vectors import check_dimensions, embedding, pooling_kind
+from dovetail_apis.embeddings.pooling import as_prompts, pooled, pooling_params
+from dovetail_apis.ollama.format import Clock
+from dovetail_apis.ollama.model import check_model, check_options, refuse_unload
+from dovetail_apis.ollama.types import EmbeddingsRequest, EmbedFields, EmbedRequest
+
+
+async def embed(host: ApiHost, request: Request) -> Response:
+    """A vector of length 1 for each text."""
+    clock = Clock()
+    body = await parse(request, EmbedRequest, host.max_body)
+    check_model(host, body.model)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    if texts in ([], [""]):
+        refuse_unload(body.keep_alive)
+        return json_response({"model": body.model, "embeddings": []})
+    vectors, count = await _vectors(host, request, body, texts, body.dimensions, body.truncate is not False)
+    counts = {"prompt_eval_count": count, "total_duration": clock.passed(), "load_duration": 0}
+    return json_response({"model": body.model, "embeddings": vectors, **counts})
+
+
+async def embeddings(host: ApiHost, request: Request) -> Response:
+    """The vector of one text, of whatever length it has."""
+    body = await parse(request, EmbeddingsRequest, host.max_body)
+    check_model(host, body.model)
+    if not body.prompt:
+        refuse_unload(body.keep_alive)
+        return json_response({"embedding": []})
+    ((vector,), _) = await _vectors(host, request, body, [body.prompt], None, False, normalize=False)
+    return json_response({"embedding": vector})
+
+
+async def _vectors(
+    host: ApiHost,
+    request: Request,
+    body: EmbedFields,
+    texts: list[str],
+    dimensions: int | None,
+    truncate: bool,
+    *,
+    normalize: bool = True,
+) -> tuple[list[list[float]], int]:
+    """One for each text, and the number of their tokens. Raises ``RequestError``."""
+    check_options(host, body.options)
+    params = pooling_params(pooling_kind(None, host.embedding))
+    assert host.embedding is not None, "pooling_kind refuses a model without embeddings"
+    check_dimensions(dimensions, host.embedding["size"])
+    given = [await _shortened(host, text) for text in texts] if truncate else texts
+    prompts = await as_prompts(host, given, params, "input")
+    asked = ApiRequest(new_id("ollama-"), tuple(prompts), True, body.cache_salt or "", body.priority or 0)
+    with host.submit(asked) as outputs:
+        await until_disconnect(request.receive, outputs.wait())
+        found = [embedding(pooled(choice), dimensions, normalize=normalize) for choice in outputs.choices]
+        return [vector.tolist() for vector in found], outputs.usage.prompt
+
+
+async def _shortened(host: ApiHost, text: str) -> list[int]:
+    """The token ids of ``text``, without what the context has no room for; a special token at its end stays."""
+    try:
+        ids = await host.encode(text, add_special_tokens=True)
+    except ContextLengthError:  # by far: half of it is too long as well
+        return await _shortened(host, text[: len(text) // 2])
+    most = host.context_len - 1
+    if len(ids) <= most:
+        return ids
+    last = [i for i in ids[-1:] if i in host.tokenizer.special_token_ids]
+    return ids[: most - len(last)] + last
