@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
+import mutants_api
 import mutants_attention
 import mutants_cache
 import mutants_drafter
@@ -19,6 +20,7 @@ import mutants_policy
 import mutants_registration
 from mutant import Mutant
 
+from dovetail.testing.api import ApiSuite
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.cache import PrefixCacheSuite
 from dovetail.testing.component import ComponentSuite
@@ -37,6 +39,7 @@ SUITES: tuple[type[ComponentSuite], ...] = (
     PolicySuite,
     ToolParserSuite,
     ReasoningParserSuite,
+    ApiSuite,
 )
 MUTANTS: list[Mutant] = [
     *mutants_registration.MUTANTS,
@@ -47,6 +50,7 @@ MUTANTS: list[Mutant] = [
     *mutants_model.MUTANTS,
     *mutants_policy.MUTANTS,
     *mutants_parsers.MUTANTS,
+    *mutants_api.MUTANTS,
 ]
 _GPU = "keeps the lengths of its capture: tried where there is a GPU, in tests/gpu"
 _ENGINE = "nothing here: it breaks each drafter itself, and tries the engine"

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, parse, validate
+from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples, parse, validate
 from dovetail.api.requests import (
     CONSTRAINTS,
     grammar_of,
@@ -76,6 +76,12 @@ class NativeSampling(ApiModel):
 
 class NativeRequest(ApiModel):
     """POST /generate: one prompt or several, as text or token ids."""
+
+    model_config = examples(
+        {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8, "temperature": 0}},
+        {"input_ids": [[5, 6, 7], [8, 9]], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True},
+        {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8}, "stream": True},
+    )
 
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt
+from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
 from dovetail.api.requests import CONSTRAINTS, grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.chat.requests import NamedTool, ToolSpec
 from dovetail.types import SamplingParams
@@ -121,6 +121,12 @@ class SamplingFields(ApiModel):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
+    model_config = examples(
+        {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+        {"prompt": ["One", "Two"], "max_tokens": 4, "echo": True, "logprobs": 1},
+        {"prompt": "Once upon a time", "max_tokens": 8, "stream": True},
+    )
+
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
     logprobs: int | None = None
@@ -139,6 +145,17 @@ class ChatMessage(BaseModel):
 
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
+
+    model_config = examples(
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_completion_tokens": 16,
+            "temperature": 0,
+        },
+        {"messages": [{"role": "user", "content": "Hello"}], "n": 2, "max_tokens": 4, "logprobs": True},
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "stream": True},
+    )
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
     max_completion_tokens: Int32 | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from dovetail.api.body import ApiModel, Int32, Salt
+from dovetail.api.body import ApiModel, Int32, Salt, examples
 from dovetail.api.requests import grammar_of, sampling_params
 from dovetail.errors import RequestError
 from dovetail.types import GrammarSpec, SamplingParams
@@ -116,6 +116,12 @@ ToolObject = Annotated[dict[str, Any], WithJsonSchema(FunctionTool.model_json_sc
 
 class ResponsesRequest(ApiModel):
     """POST /v1/responses."""
+
+    model_config = examples(
+        {"model": "tiny", "input": "What is the capital of France?", "max_output_tokens": 16, "temperature": 0},
+        {"input": [{"role": "user", "content": "Hello"}], "instructions": "Be brief.", "store": False},
+        {"input": "Hello", "max_output_tokens": 8, "stream": True},
+    )
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1, max_length=4096)]

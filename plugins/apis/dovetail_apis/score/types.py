@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt
+from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
 
 
 class ScoreFields(ApiModel):
@@ -25,6 +25,11 @@ class ScoreFields(ApiModel):
 
 class ScoreRequest(ScoreFields):
     """POST /v1/score: pairs of texts, or items with label tokens. Not both."""
+
+    model_config = examples(
+        {"model": "tiny", "text_1": "A question", "text_2": ["An answer", "Another one"]},
+        {"query": "Is it so? ", "items": ["Yes", "No"], "label_token_ids": [5, 6], "apply_softmax": True},
+    )
 
     text_1: str | list[str] | None = Field(None, description="One text, or as many as `text_2`.")
     text_2: str | list[str] | None = None
@@ -45,6 +50,8 @@ class Document(ApiModel):
 
 class RerankRequest(ScoreFields):
     """POST /v1/rerank: documents in the order of their relevance to a query."""
+
+    model_config = examples({"model": "tiny", "query": "A question", "documents": ["An answer", "Another one"]})
 
     query: str
     documents: list[str | Document]

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, parse
+from dovetail.api.body import ApiModel, examples, parse
 from dovetail.api.responses import json_response
 from dovetail.chat.requests import ToolSpec, plain_message, shown_tools
 from dovetail.errors import RequestError
@@ -20,6 +20,10 @@ from dovetail_apis.openai.types import ChatMessage
 
 class TokenizeRequest(ApiModel):
     """POST /tokenize: a text, several, or a conversation."""
+
+    model_config = examples(
+        {"model": "tiny", "prompt": "The capital of France"}, {"messages": [{"role": "user", "content": "Hello"}]}
+    )
 
     model: str | None = None
     prompt: str | list[str] | None = None
@@ -37,6 +41,8 @@ class TokenizeRequest(ApiModel):
 
 class DetokenizeRequest(ApiModel):
     """POST /detokenize: token ids, or several lists of them."""
+
+    model_config = examples({"model": "tiny", "tokens": [5, 6, 7]})
 
     model: str | None = None
     tokens: list[int] | list[list[int]]

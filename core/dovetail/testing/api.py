@@ -1,0 +1,316 @@
+"""Conformance suite of APIs."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+
+from dovetail.api.problems import DrainingError
+from dovetail.errors import (
+    AuthenticationError,
+    EngineDeadError,
+    PermissionDeniedError,
+    QueueFullError,
+    RateLimitError,
+    TimeLimitError,
+)
+from dovetail.interfaces.api import Api, Problem, Route
+from dovetail.plugins.specs import ComponentKind
+from dovetail.plugins.targets import load_attribute
+from dovetail.testing.api_server import STREAMS, Answer, EchoServer
+from dovetail.testing.component import ComponentSuite
+
+
+class Example(NamedTuple):
+    """A request that is answered: as a stream or whole, with or without the engine."""
+
+    method: str
+    path: str
+    body: Mapping[str, Any]
+    streams: bool
+    submits: bool
+
+    async def ask(self, server: EchoServer, body: object = None, **how: Any) -> Answer:
+        """Send it, or another ``body`` in its place. Fails where there is no end."""
+        try:
+            return await server.ask(self.method, self.path, self.body if body is None else body, **how)
+        except TimeoutError as error:
+            pytest.fail(str(error))
+
+
+_UNKNOWN = "no_field_of_this_name"
+_ODD: tuple[object, ...] = (None, True, -1, 2**70, 1.5, "", "\ud7ff", [], [[]], [None], {}, {"a": [1]}, "x" * 2000)
+_MALFORMED = (b"", b"{", b"[1]", b"null", b'"text"', b"\xff\xfe", b'{"a": NaN}', b'{"a":' * 5000)
+_REFUSALS: Mapping[int, Sequence[Exception]] = {
+    401: [AuthenticationError("no key that is known")],
+    403: [PermissionDeniedError("not with this key")],
+    429: [RateLimitError("too many requests", 7.0)],
+    500: [RuntimeError("a secret of the server")],
+    503: [QueueFullError("the queue is full"), DrainingError("it shuts down"), EngineDeadError("the engine is dead")],
+    504: [TimeLimitError("it took too long")],
+}
+
+
+class ApiSuite(ComponentSuite):
+    """``class TestMine(ApiSuite): name = "mine"`` is a whole test file, where the schema of each body has ``examples``: bodies
+    that are answered with 200, by an engine that says the prompt back. Override ``examples`` to give others.
+
+    The API runs in the server's own application, without a network.
+    """
+
+    kind: ClassVar[ComponentKind] = ComponentKind.API
+    path_values: ClassVar[Mapping[str, str]] = {}
+    """What stands for the parameters of paths, where it is not ``x``."""
+
+    def make(self) -> Api:
+        """A new instance. Override it to test a class that no plugin registers."""
+        return load_attribute(self.spec.target, self.component.label)(self.config())
+
+    def examples(self, route: Route) -> Sequence[Mapping[str, Any]]:
+        """Bodies for a route that has a body."""
+        assert route.body is not None
+        return route.body.model_json_schema().get("examples", ())
+
+    def server(self) -> EchoServer:
+        """A new one, that speaks this API."""
+        return EchoServer(self.make())
+
+    def test_routes_are_well_formed(self) -> None:
+        """Methods and paths are such, none stands twice, handlers say what they do, bodies have schemas; errors of an own format
+        are claimed for every route."""
+        api = self.make()
+        seen: set[tuple[str, str]] = set()
+        for route in api.routes():
+            where = f"{'/'.join(route.methods)} {route.path}"
+            assert re.fullmatch(r"(/[\w.{}:-]+)+", route.path), f"{route.path!r} is no path"
+            assert route.methods, f"{where} has no method"
+            for method in route.methods:
+                assert re.fullmatch("GET|HEAD|POST|PUT|PATCH|DELETE", method), f"{where}: {method!r} is no method"
+                assert (method, route.path) not in seen, f"{where} stands twice"
+                seen.add((method, route.path))
+            assert inspect.iscoroutinefunction(route.handler), f"the handler of {where} is not async"
+            assert inspect.getdoc(route.handler), f"the handler of {where} has no docstring; /docs shows it"
+            for schema in filter(None, (route.body, route.query)):
+                assert schema.model_json_schema()["type"] == "object", f"what {where} takes is no object"
+        assert seen, "there is no route"
+        if type(api).error is not Api.error:
+            for _, path in seen:
+                assert _claimed(api, path), f"errors at {path} do not have this API's format: no claim is above it"
+
+    def test_examples_are_answered(self) -> None:
+        """Each body has at least one, each is answered with 200, as JSON or as a stream, and nothing runs on behind it."""
+        for route in self.make().routes():
+            assert route.body is None or self.examples(route), (
+                f"the body of {route.path} has no examples: give its schema some (json_schema_extra), or override examples"
+            )
+
+        async def check(server: EchoServer, example: Example) -> None:
+            answer = await example.ask(server)
+            shown = f"{example.path} answers {answer.status} to its example {example.body}: {answer.body[:500]!r}"
+            assert answer.status == 200, shown
+            assert answer.media_type in ("application/json", *STREAMS), f"{shown} ({answer.media_type})"
+            if not answer.streamed:
+                answer.json()
+            await _check_idle(server, example.path)
+
+        self._each(check)
+
+    def test_malformed_bodies_are_refused(self) -> None:
+        """What is no JSON object is answered with 400, whatever it is."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            for data in _MALFORMED:
+                self._check_error(await example.ask(server, data), 400, example.path, f"{data[:20]!r}")
+
+        self._each(check)
+
+    def test_unknown_fields_are_refused_by_name(self) -> None:
+        """A field that would change nothing is a mistake of the client's, who is told."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            answer = await example.ask(server, {**example.body, _UNKNOWN: 1})
+            self._check_error(answer, 400, example.path, f"the field {_UNKNOWN}")
+            assert _UNKNOWN.encode() in answer.body, f"{example.path} does not name the field that it refuses"
+
+        self._each(check)
+
+    def test_fields_may_hold_anything(self) -> None:
+        """A field of an example that holds something odd is answered with 200 or an error of the client's, never with 500."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            for name in example.body:
+                for odd in _ODD:
+                    answer = await example.ask(server, {**example.body, name: odd})
+                    if answer.status not in (200, 400, 404):
+                        pytest.fail(f"{example.path} answers {answer.status} where {name} is {odd!r:.40}")
+
+        self._each(check)
+
+    def test_a_large_body_is_refused(self) -> None:
+        """One beyond ``ApiHost.max_body`` is answered with 413."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            data = json.dumps(example.body).encode() + b" " * server.service.max_body
+            self._check_error(await example.ask(server, data), 413, example.path, "a body that is too large")
+
+        self._each(check)
+
+    def test_what_is_not_there_is_told(self) -> None:
+        """Unknown paths below the claims are answered with 404, other methods with 405, both in this API's format."""
+
+        async def check(server: EchoServer) -> None:
+            api = self.make()
+            for claim in api.claims:
+                answer = await server.ask("POST", f"{claim}/no/such/path")
+                self._check_error(answer, 404, claim, "an unknown path")
+            for path in {route.path for route in api.routes()}:
+                self._check_error(await server.ask("PATCH", self._filled(path)), 405, path, "an unknown method")
+
+        asyncio.run(check(self.server()))
+
+    def test_every_error_has_its_format(self) -> None:
+        """What a server may have to say, as a JSON object that holds the message; of each status with and without details."""
+        api = self.make()
+        details = {"code": "a_code", "param": "a_param", "retry_after": 3.0}
+        for status in (400, 404, 405, 413, *_REFUSALS):
+            for problem in (Problem(status, "so it is"), Problem(status, "so it is", **details)):
+                said = api.error(problem)
+                assert isinstance(said, dict), f"the error for {status} is no object"
+                assert "so it is" in json.dumps(said), f"the error for {status} does not hold the message"
+
+    def test_errors_of_the_server_pass(self) -> None:
+        """What is raised where a request is handed to the engine has its own status and this API's format, with retry-after where
+        there is one; of other exceptions nothing is shown."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            for status, refusals in _REFUSALS.items() if example.submits else ():
+                for refusal in refusals:
+                    server.service.refusal = refusal
+                    answer = await example.ask(server)
+                    self._check_error(answer, status, example.path, repr(refusal))
+                    assert b"secret" not in answer.body, f"{example.path} shows {refusal!r} to its client"
+                    if status in (429, 503):
+                        wait = answer.headers.get("retry-after", "")
+                        assert wait.isdigit(), f"{example.path} answers {status} without retry-after"
+
+        self._each(check)
+
+    def test_a_client_that_leaves_frees_its_request(self) -> None:
+        """Before the first token and in the midst of a stream: the engine is told at once."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            for steps in (0, 2):
+                server.engine.most_steps = steps
+                leave = 1 if steps and example.streams else 0
+                await example.ask(server, leave_after=leave, seconds=3)
+                await _check_idle(server, example.path)
+
+        self._each(check)
+
+    def test_streams_end(self) -> None:
+        """Every event or line of a stream is whole, and JSON but for an end mark; it comes in several parts, and is closed."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            if example.streams:
+                answer = await example.ask(server)
+                assert answer.ended, f"the stream of {example.path} is not closed"
+                assert len(answer.parts) > 2, f"the stream of {example.path} comes in {len(answer.parts)} parts"
+                assert len(_said(answer, example.path)) > 2, f"the stream of {example.path} says nothing"
+
+        self._each(check)
+
+    def test_a_stream_tells_of_its_failure(self) -> None:
+        """Where the engine dies in the midst of it, the stream says so, and ends; an answer that is no stream has status 503."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            server.engine.death = EngineDeadError("the engine process has ended: it is lost")
+            server.engine.most_steps = 2 if example.streams else 0
+            answer = await example.ask(server)
+            if example.streams:
+                assert answer.ended, f"the stream of {example.path} is not closed"
+                told = json.dumps(_said(answer, example.path))
+                assert "it is lost" in told, f"the stream of {example.path} does not say that the engine has died"
+            elif example.submits:
+                self._check_error(answer, 503, example.path, "the engine's death")
+            await _check_idle(server, example.path)
+
+        self._each(check)
+
+    def test_requests_run_at_the_same_time(self) -> None:
+        """One that waits for its tokens holds up no other."""
+
+        async def check(server: EchoServer, example: Example) -> None:
+            server.engine.most_steps = 0
+            waiting = asyncio.ensure_future(server.ask(example.method, example.path, example.body))
+            await asyncio.sleep(0.01)
+            server.engine.most_steps = None
+            try:
+                await server.ask(example.method, example.path, example.body, seconds=2)
+            except TimeoutError:
+                pytest.fail(f"{example.path} answers one request at a time")
+            finally:
+                waiting.cancel()
+                await asyncio.wait((waiting,))
+
+        self._each(check)
+
+    def _each(self, check: Callable[[EchoServer, Example], Coroutine[Any, Any, None]]) -> None:
+        """Try every example."""
+
+        async def run() -> None:
+            server = self.server()
+            for example in await self._examples(server):
+                server.reset()
+                await check(server, example)
+
+        asyncio.run(run())
+
+    async def _examples(self, server: EchoServer) -> list[Example]:
+        found: list[Example] = []
+        for route in self.make().routes():
+            for body in self.examples(route) if route.body else ():
+                method, path = route.methods[0], self._filled(route.path)
+                server.reset()
+                answer = await server.ask(method, path, body)
+                server.service.refusal = QueueFullError("asked to refuse")
+                refused = await server.ask(method, path, body)
+                found.append(Example(method, path, body, answer.streamed, refused.status != answer.status))
+        return found
+
+    def _filled(self, path: str) -> str:
+        """``path`` with values for its parameters."""
+        return re.sub(r"\{(\w+)(:\w+)?\}", lambda found: self.path_values.get(found[1], "x"), path)
+
+    def _check_error(self, answer: Answer, status: int, path: str, given: str) -> None:
+        """It has the status, and the shape that ``Api.error`` gives it."""
+        assert answer.status == status, f"{path} answers {answer.status} to {given}; it should be {status}"
+        assert answer.media_type == "application/json", f"the error {status} of {path} is {answer.media_type!r}"
+        found, api = answer.json(), self.make()
+        expected = api.error(Problem(status, "")) if _claimed(api, path) else {"error": {"message": ""}}
+        assert _shape(found) == _shape(expected), f"the error {status} of {path} is {found}"
+
+
+def _claimed(api: Api, path: str) -> bool:
+    return any(path == claim or path.startswith(claim + "/") for claim in api.claims)
+
+
+def _shape(value: object) -> object:
+    """The names of the fields of an object, and of those in it."""
+    return {key: _shape(inner) for key, inner in value.items()} if isinstance(value, dict) else None
+
+
+async def _check_idle(server: EchoServer, path: str) -> None:
+    assert await server.is_idle(), f"{path} leaves a request behind that nobody waits for"
+
+
+def _said(answer: Answer, path: str) -> list[Any]:
+    try:
+        return answer.said()
+    except ValueError as error:
+        pytest.fail(f"the stream of {path} cannot be read: {error}")
