@@ -69,6 +69,7 @@ function complain({ field, message: words }) {
   openAside(true);
   if ($("more").contains(field)) $("more").open = true;
   field.focus();
+  field.reportValidity();
 }
 
 /** Draw the conversation. While an answer runs, only that one changes. */
@@ -189,7 +190,10 @@ $("toggle").onclick = () => openAside(!document.body.classList.contains("setting
 $("close").onclick = () => openAside(false);
 $("parts").addEventListener("toggle", () => $("parts").open && showParts());
 
-openSettings((id) => id === "key" && meet());
+openSettings((id) => {
+  $("problem").hidden = true;
+  if (id === "key") meet();
+});
 openAside(WIDE.matches);
 show();
 meet();

@@ -36,7 +36,7 @@ function fields(schema) {
 
 function route(path, method, { summary, description, requestBody, parameters = [] }) {
   const schema = requestBody?.content?.["application/json"]?.schema;
-  const head = el("summary", {}, el("b", { textContent: method.toUpperCase() }), " ", el("code", { textContent: path }), " ", el("span", { textContent: summary ?? "" }));
+  const head = el("summary", {}, el("b", { textContent: method.toUpperCase() }), " ", el("code", { textContent: path }), " ", el("span", { textContent: (summary ?? "").replaceAll("``", "`") }));
   const rows = parameters.map(({ name, in: place, description: said }) => el("p", {}, el("code", { textContent: name }), ` in the ${place}. ${said ?? ""}`));
   const body = schema ? fields(schema) : el("p", { textContent: parameters.length ? "" : "It takes nothing." });
   const more = description && description !== summary ? el("p", { textContent: description }) : null;
