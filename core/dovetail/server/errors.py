@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from math import ceil
 
@@ -12,13 +13,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from dovetail.api.problems import problem_of
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, RateLimitError
 from dovetail.interfaces.api import Api, Problem
 
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
     504: {"x-should-retry": "false"},  # the clients of OpenAI and Anthropic would send it again, twice
 }
+
+
+_PAUSE = 0.2
+"""Seconds before a client is told that it has to wait: what is sent again at once, over and over, would take the time of others
+even if all of it was refused."""
 
 
 class Formats:
@@ -53,6 +59,8 @@ def add_error_handlers(app: FastAPI, formats: Formats) -> None:
             return Response(status_code=499)  # nobody reads it
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error.detail = f"there is no {request.method} {request.url.path}; /docs lists what there is"
+        if isinstance(error, RateLimitError):
+            await asyncio.sleep(min(error.retry_after, _PAUSE))
         return formats.answer(request.url.path, error)
 
     for kind in (DovetailError, HTTPException, ClientDisconnect, Exception):

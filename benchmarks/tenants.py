@@ -1,0 +1,260 @@
+"""Do the tenants of a server disturb each other, or learn of each other? On the embedded model, with a server of its own.
+
+    python benchmarks/tenants.py timing --trials 200
+    python benchmarks/tenants.py flood --rounds 6
+
+``timing``: one tenant sends a prompt, another then sends the same one, or one that nobody has sent; a Kolmogorov-Smirnov test
+says whether the other could tell by its times to the first token. It must not (p > 0.05) where each has its own salt, and must
+where they share one (p < 0.001), or the test would show nothing.
+
+``flood``: a tenant sends a request now and then; another sends as fast as it can, over many connections, and does not wait when it
+is refused. The p99 of the first one's times to the first token must not be more than twice what it is on its own, while the other
+is held by its limits. The same is measured without limits.
+
+Rounds of both kinds alternate, so that what else the machine does counts for both. Prints what was measured, then the verdict
+as its last line; exit status 1 if it is FAIL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+from scipy.stats import ks_2samp
+
+from dovetail.bench.client.wire import Wires
+from dovetail.config.tenants import key_digest
+from dovetail.server.tenants.keys import new_key
+
+VOCAB = 256
+"""Token ids below it are in every vocabulary."""
+
+KEYS = {name: new_key() for name in ("victim", "spy", "friend", "guest", "quiet", "held", "free", "ops")}
+LIMITS: dict[str, dict[str, object]] = {
+    "friend": {"salt": "both"},
+    "guest": {"salt": "both"},
+    "held": {"requests_per_minute": 60, "tokens_per_minute": 20_000, "max_concurrency": 1},
+}
+FLOOD = {"clients": 16, "prompt": 256, "output": 64}
+
+
+def key_file() -> dict[str, object]:
+    """What the server is told."""
+    keys = {name: [key_digest(key.encode())] for name, key in KEYS.items()}
+    tenants = {name: {"keys": keys[name], **LIMITS.get(name, {})} for name in KEYS if name != "ops"}
+    return {"tenants": tenants, "admins": {"ops": {"keys": keys["ops"]}}}
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """A server in processes of its own; yields its URL."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    sets = ("model=tiny", "threads=1", f"server.port={port}", "server.keys=env:BENCH_KEYS", "server.log_level=warning")
+    command = [
+        str(Path(sys.executable).with_name("dovetail")),
+        "serve",
+        *(word for one in sets for word in ("--set", one)),
+    ]
+    process = subprocess.Popen(command, env={**os.environ, "BENCH_KEYS": json.dumps(key_file())})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            if process.poll() is not None:
+                sys.exit(f"the server ended with status {process.returncode}")
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+class Caller:
+    """Sends the requests of one tenant to /generate."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.wires = Wires(url, 60, {"authorization": f"Bearer {key}"})
+
+    async def ask(self, ids: Sequence[int], tokens: int = 1) -> tuple[int, float]:
+        """The status, and seconds to the first token."""
+        params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({"input_ids": list(ids), "sampling_params": params, "stream": True}).encode()
+        arrivals: list[float] = []
+        began = time.perf_counter()
+        reply = await self.wires.post("/generate", body, lambda _: arrivals.append(time.perf_counter()))
+        return reply.status, arrivals[0] - began if arrivals else 0.0
+
+
+def random_ids(source: random.Random, count: int) -> list[int]:
+    """A prompt that nobody has sent."""
+    return [source.randrange(8, VOCAB) for _ in range(count)]
+
+
+# timing
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds to the first token of what the other had sent, and of what nobody had."""
+
+    sent: list[float]
+    cold: list[float]
+
+    @property
+    def p(self) -> float:
+        """Of the two-sample Kolmogorov-Smirnov test: how likely such a difference is where there is none."""
+        return float(ks_2samp(self.sent, self.cold).pvalue)
+
+
+async def timing(url: str, keys: tuple[str, str], trials: int, length: int, seed: int) -> Timing:
+    """``trials`` prompts of either kind, in random order. ``keys``: of who sends first, and of who watches the time."""
+    source = random.Random(seed)
+    first, spy = (Caller(url, key) for key in keys)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    order = [True, False] * trials
+    source.shuffle(order)
+    for warm in (True, False, *order):
+        prompt, other = random_ids(source, length), random_ids(source, length)
+        await first.ask(prompt if warm else other)
+        times[warm].append((await spy.ask(prompt))[1])
+    for caller in (first, spy):
+        caller.wires.close()
+    return Timing(times[True][1:], times[False][1:])
+
+
+def run_timing(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
+    """Own salts, then a common one."""
+    results = {}
+    with server() as url:
+        for name, pair in (("own salts", ("victim", "spy")), ("a common salt", ("friend", "guest"))):
+            keys = (KEYS[pair[0]], KEYS[pair[1]])
+            results[name] = found = asyncio.run(timing(url, keys, options.trials, options.length, options.seed))
+            medians = [1e3 * float(np.median(times)) for times in (found.sent, found.cold)]
+            print(
+                f"{name}: median {medians[0]:.2f} ms where the other had sent it, {medians[1]:.2f} ms cold; p = {found.p:.3g}"
+            )
+    ok = results["own salts"].p > 0.05 and results["a common salt"].p < 0.001
+    return {name: {"p": found.p, **asdict(found)} for name, found in results.items()}, ok
+
+
+# flood
+
+
+async def flood(url: str, key: str, clients: int, prompt: int, output: int) -> None:
+    """As many requests as can be sent, until this process is ended. Who is refused tries again at once."""
+    source = random.Random()
+
+    async def one() -> None:
+        caller = Caller(url, key)
+        while True:
+            await caller.ask(random_ids(source, prompt), output)
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+
+
+@contextlib.contextmanager
+def flooding(url: str, key: str) -> Iterator[None]:
+    """Somebody else sends as fast as it can, from a process of its own."""
+    command = [sys.executable, __file__, "flooder", url, *map(str, FLOOD.values())]
+    process = subprocess.Popen(command, env={**os.environ, "FLOOD_KEY": key}, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        time.sleep(1)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def quiet(url: str, key: str, requests: int, gap: float, length: int, source: random.Random) -> list[float]:
+    """Seconds to the first token of requests that come at random times, ``gap`` seconds apart on average."""
+    caller = Caller(url, key)
+
+    async def one() -> float:
+        status, seconds = await caller.ask(random_ids(source, length), 4)
+        assert status == 200
+        return seconds
+
+    running = []
+    for _ in range(requests):
+        await asyncio.sleep(source.expovariate(1 / gap))
+        running.append(asyncio.ensure_future(one()))
+    times = list(await asyncio.gather(*running))
+    caller.wires.close()
+    return times
+
+
+def measure_flood(url: str, flooder: str | None, options: argparse.Namespace, source: random.Random) -> list[float]:
+    """One round."""
+    with flooding(url, KEYS[flooder]) if flooder else contextlib.nullcontext():
+        return asyncio.run(quiet(url, KEYS["quiet"], options.requests, options.gap, options.length, source))
+
+
+def run_flood(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
+    """Alone, beside a flood under limits, beside a flood without, in turns."""
+    source = random.Random(options.seed)
+    times: dict[str, list[float]] = {"alone": [], "held": [], "free": []}
+    with server() as url:
+        measure_flood(url, None, options, source)  # warm up
+        for _ in range(options.rounds):
+            for name, values in times.items():
+                values += measure_flood(url, None if name == "alone" else name, options, source)
+        refused = httpx.get(f"{url}/metrics", headers={"x-api-key": KEYS["ops"]}).text
+    print("\n".join(line for line in refused.splitlines() if line.startswith("dovetail_tenant") and "held" in line))
+    p99 = {name: 1e3 * float(np.quantile(values, 0.99)) for name, values in times.items()}
+    for name, values in times.items():
+        print(
+            f"{name}: {len(values)} requests, median {1e3 * float(np.median(values)):.1f} ms, p99 {p99[name]:.1f} ms "
+            f"({p99[name] / p99['alone']:.2f} x alone)"
+        )
+    return {"p99_ms": p99, "seconds": times}, p99["held"] <= 2 * p99["alone"]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("timing", "flood"):
+        command = commands.add_parser(name)
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--length", type=int, default=512 if name == "timing" else 128, help="tokens of a prompt")
+        command.add_argument("--json", type=Path, help="write all times there")
+    commands.choices["timing"].add_argument("--trials", type=int, default=200, help="of either kind")
+    commands.choices["flood"].add_argument("--rounds", type=int, default=6)
+    commands.choices["flood"].add_argument("--requests", type=int, default=100, help="a round")
+    commands.choices["flood"].add_argument("--gap", type=float, default=0.4, help="seconds between two, on average")
+    hidden = commands.add_parser("flooder")
+    for name in ("url", *FLOOD):
+        hidden.add_argument(name, type=str if name == "url" else int)
+    options = parser.parse_args()
+    if options.command == "flooder":
+        print("ready", flush=True)
+        asyncio.run(flood(options.url, os.environ["FLOOD_KEY"], options.clients, options.prompt, options.output))
+    found, ok = run_timing(options) if options.command == "timing" else run_flood(options)
+    if options.json:
+        options.json.write_text(json.dumps(found))
+    print("PASS" if ok else "FAIL")
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == "__main__":
+    main()
