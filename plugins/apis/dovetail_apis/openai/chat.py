@@ -16,7 +16,8 @@ from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.chat.calls import call_json, whole_calls
 from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import ApiHost, ApiRequest, ChatDelta, ChatPlan, Choice, Delta, Generation, Problem, Prompt
+from dovetail.interfaces.api import ApiHost, ApiRequest, ChatDelta, ChatPlan, Choice, Delta, Generation, Problem
+from dovetail_apis.conversation import Conversation, Ticket, plan
 from dovetail_apis.openai.format import chat_logprobs, error_json, finish_name, usage_json
 from dovetail_apis.openai.types import ChatRequest
 
@@ -25,9 +26,9 @@ async def chat_completions(host: ApiHost, request: Request) -> Response:
     """Answer one chat request."""
     body = await parse(request, ChatRequest, host.max_body)
     host.check_model(body.model)
-    parsed, plan = await _parsed(host, body)
+    parsed, how = await _parsed(host, body)
     outputs = host.submit(parsed)
-    formatter = ChatFormat(host, body, outputs, plan)
+    formatter = ChatFormat(host, body, outputs, how)
     if body.stream:
         return await streamed(request, outputs, formatter)
     return await whole(request, outputs, formatter.whole)
@@ -40,14 +41,10 @@ async def _parsed(host: ApiHost, body: ChatRequest) -> tuple[ApiRequest, ChatPla
         _max_tokens(body), (body.top_logprobs or 0) if body.logprobs else None, None, {"logprobs": "top_logprobs"}
     )
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages)]
-    request = calls_wanted(body.tools or (), body.tool_choice, body.parallel_tool_calls is not False)
-    shown = shown_tools(body.tools or ()) if request is not None else []
-    text = await host.render_chat(messages, shown, body.chat_template_kwargs or {})
-    plan = host.plan_chat(params, text, request, body.separate_reasoning is not False)
-    ids = await host.encode(text, add_special_tokens=False)
-    rid = body.rid or new_id("chatcmpl-")
-    prompt = Prompt(ids, plan.params)
-    return ApiRequest(rid, (prompt,), False, body.cache_salt or "", body.priority or 0, plan.reader), plan
+    calls = calls_wanted(body.tools or (), body.tool_choice, body.parallel_tool_calls is not False)
+    conversation = Conversation(messages, shown_tools(body.tools or ()), calls, body.chat_template_kwargs or {})
+    ticket = Ticket(body.rid or new_id("chatcmpl-"), body.cache_salt or "", body.priority or 0)
+    return await plan(host, conversation, params, ticket, separate_reasoning=body.separate_reasoning is not False)
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
