@@ -12,7 +12,9 @@ import typer
 def new(
     kind: Annotated[
         str,
-        typer.Argument(help="attention, cache, grammar, speculative, policy, model, tool_parser, reasoning_parser."),
+        typer.Argument(
+            help="attention, cache, grammar, speculative, policy, model, tool_parser, reasoning_parser, api."
+        ),
     ],
     name: Annotated[str, typer.Argument(help="What config will call it, as in page_tree.")],
     directory: Annotated[

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from dovetail.types import Acceptance
-
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from starlette.requests import Request
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from dovetail.config import Config
     from dovetail.interfaces.parsers import CallDelta, ToolRequest
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import FinishReason, FloatArray, SamplingParams, TokenLogprob
+    from dovetail.types import Acceptance, FinishReason, FloatArray, SamplingParams, TokenLogprob
 
 
 class ChatDelta(NamedTuple):
@@ -73,6 +71,12 @@ class ApiRequest:
         return sum(prompt.params.n for prompt in self.prompts)
 
 
+def _nothing_drafted() -> Acceptance:
+    from dovetail.types import Acceptance  # which imports numpy: the registry shows APIs without it
+
+    return Acceptance()
+
+
 @dataclass(slots=True, eq=False)
 class Choice:
     """One output, which grows. ``text`` and ``token_ids`` are all of it so far; ``logprobs`` has an entry per token, where
@@ -92,7 +96,7 @@ class Choice:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     grammar_backend: str | None = None
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance = field(default_factory=_nothing_drafted)
     parts: list[ChatDelta] = field(default_factory=list)
     calls: int = 0
     keeps_stop: bool = False

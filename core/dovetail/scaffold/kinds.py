@@ -117,4 +117,13 @@ FACTS: Mapping[ComponentKind, KindFacts] = {
         "A parser of reasoning for Dovetail: lines that begin with `#` are reasoning.",
         setting={"mark": "//"},
     ),
+    ComponentKind.API: KindFacts(
+        "protocol",
+        "Api",
+        "Api",
+        "One route: a text goes on, whole or line by line.",
+        "A protocol for Dovetail's server: one route that lets a text go on, whole or line by line. Every API that is "
+        "installed is served, unless the config names some.",
+        setting={"tokens": 16},
+    ),
 }

@@ -101,7 +101,7 @@ def _used_by(names: Names) -> str:
         return f'dovetail generate "The capital of France is" --set model.arch={names.name}'
     sets = {"kind": names.name, **FACTS[names.kind].setting}
     options = " ".join(f"--set {names.kind}.{key}={value}" for key, value in sets.items())
-    if names.kind in (ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER):
+    if names.kind in (ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER, ComponentKind.API):
         return f"dovetail serve {options}"
     return f'dovetail generate "The capital of France is" {options}'
 
