@@ -158,6 +158,11 @@ class Forks(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.states[index]
 
+    def __setitem__(self, index: int, state: State) -> None:
+        """What ``forks[i] += part`` ends with; another state is refused."""
+        if self.states[index] is not state:
+            raise TypeError(f"forks[{index}] cannot be replaced; append to it with forks[{index}] += ...")
+
     def __iadd__(self, part: object) -> Forks:
         for state, own in zip(self.states, self._each(part), strict=True):
             state += own
