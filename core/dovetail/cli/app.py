@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli import ab, bench, chat, config, explain, generate, plugins, serve
+from dovetail.cli import ab, bench, chat, config, explain, generate, keys, plugins, serve
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
@@ -28,6 +28,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     app.command("ab")(ab.ab)
     app.add_typer(bench.app, name="bench")
     app.add_typer(config.app, name="config")
+    app.add_typer(keys.app, name="keys")
     app.add_typer(plugins.app, name="plugins")
     known = {entry.name for entry in (*app.registered_commands, *app.registered_groups)}
     if not known.intersection(arguments):

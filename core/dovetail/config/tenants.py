@@ -140,8 +140,13 @@ def load_keys(source: str, env: Mapping[str, str]) -> KeyFile:
         layer, plain = _from_env(source.removeprefix(ENVIRONMENT), env), True
     else:
         layer, plain = read_file(Path(source), "key file"), False
-    tree = _digested(layer.tree, layer.origin, plain)
-    raw = Raw((Layer(layer.origin, tree),), tree)
+    return check_keys(layer.tree, layer.origin, plain)
+
+
+def check_keys(given: Mapping[str, Any], origin: str, plain: bool = False) -> KeyFile:
+    """The keys of a file that has been read, ``origin``; ``plain``: they need not be digests. Raises ``ConfigError``."""
+    tree = _digested(given, origin, plain)
+    raw = Raw((Layer(origin, tree),), tree)
     try:
         return KeyFile.model_validate(tree)
     except ValidationError as error:
