@@ -120,7 +120,7 @@ def _inputs(note: Callable[[str], None]) -> Iterator[str]:
 
 def _input() -> str:
     lines = [input("> ")]
-    while select.select([sys.stdin], [], [], PASTE_SECONDS)[0]:
+    while sys.platform != "win32" and select.select([sys.stdin], [], [], PASTE_SECONDS)[0]:
         try:
             lines.append(input())
         except EOFError:
