@@ -213,8 +213,8 @@ def test_control_characters_are_seen_and_not_obeyed():
 def test_figures_say_only_what_is_known():
     assert figures(Answer()).plain == "finish none"
     answer = Answer(
-        prompt=1200, cached=0, output=11, drafts=(3, 8), finish="length", begun=10.0, first=10.25, last=12.25
+        prompt=1200, cached=0, output=11, drafts=(3, 8), finish="length", begun=10.0, first=11.25, last=13.25
     )
     assert figures(answer).plain == (
-        "1200 prompt · 0 cached · 11 output · 250 ms to first token · 5 tokens/s · 3 of 8 drafts accepted · finish length"
+        "1200 prompt · 0 cached · 11 output · 1,250 ms to first token · 5 tokens/s · 3 of 8 drafts accepted · finish length"
     )

@@ -89,14 +89,18 @@ def figures(answer: Answer, stopped: bool = False) -> Text:
     if answer.output is not None:
         line.append((f"{answer.output} output", "dim"))
     if answer.first is not None:
-        line.append((f"{1000 * (answer.first - answer.begun):,.3g} ms to first token", "dim"))
+        line.append((f"{_number(1000 * (answer.first - answer.begun))} ms to first token", "dim"))
     if answer.output and answer.first and answer.last and answer.output > 1 and answer.last > answer.first:
-        line.append((f"{(answer.output - 1) / (answer.last - answer.first):,.3g} tokens/s", "dim"))
+        line.append((f"{_number((answer.output - 1) / (answer.last - answer.first))} tokens/s", "dim"))
     if answer.drafts:
         line.append((f"{answer.drafts[0]} of {answer.drafts[1]} drafts accepted", "dim"))
     finish = "stopped by you" if stopped else f"finish {answer.finish}"
     line.append((finish, "yellow" if stopped or answer.finish == "length" else "dim"))
     return Text(" · ", "dim").join(Text(*part) for part in line)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _chosen(resolved: Mapping[str, Any]) -> list[tuple[str, str, str]]:
