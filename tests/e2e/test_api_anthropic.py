@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -475,3 +476,20 @@ def test_when_the_engine_dies():
         assert failed[0].status_code == 503
         with pytest.raises(anthropic.APIStatusError, match="engine process has ended"):
             client.messages.create(model="tiny", max_tokens=5, messages=FRANCE)
+
+
+def test_the_page_s_examples_work(tiny_url: str, capsys: pytest.CaptureFixture[str]):
+    """docs/apis.md: the Python blocks of the section run, and print what the blocks behind them show."""
+    page = (Path(__file__).parents[2] / "docs" / "apis.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Anthropic\n")[2].partition("\n## ")[0]
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```(python|text)\n(.*?)```", section, re.DOTALL)
+    assert [kind for kind, _ in blocks].count("python") == 2
+    try:
+        for kind, block in blocks:
+            if kind == "python":
+                exec(block.replace("http://127.0.0.1:30000", tiny_url), names)
+            else:
+                assert capsys.readouterr().out == block
+    finally:
+        names["client"].close()

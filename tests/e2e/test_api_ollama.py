@@ -7,11 +7,13 @@ models, with no field beyond theirs unnoticed, and compared with what OpenAI's A
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -440,3 +442,20 @@ def test_when_the_engine_dies(own: httpx.Client):
     assert len(lines.text.splitlines()) > 1
     with ollama.Client(str(own.base_url)) as client, pytest.raises(ollama.ResponseError, match="has ended"):
         client.generate("tiny", "x")
+
+
+def test_the_page_s_examples_work(tiny_url: str, capsys: pytest.CaptureFixture[str]):
+    """docs/apis.md: the Python blocks of the section run, and print what the blocks behind them show."""
+    page = (Path(__file__).parents[2] / "docs" / "apis.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Ollama\n")[2].partition("\n## ")[0]
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```(python|text)\n(.*?)```", section, re.DOTALL)
+    assert [kind for kind, _ in blocks].count("python") == 1
+    try:
+        for kind, block in blocks:
+            if kind == "python":
+                exec(block.replace("http://127.0.0.1:30000", tiny_url), names)
+            else:
+                assert capsys.readouterr().out == block
+    finally:
+        names["client"].close()
