@@ -22,7 +22,7 @@ def register_apis() -> Sequence[ComponentSpec]:
         _api("native", "native:Native", "NativeConfig", "SGLang's /generate."),
         _api("responses", "responses:Responses", "ResponsesConfig", "OpenAI's responses."),
         _api("anthropic", "anthropic:Anthropic", "AnthropicConfig", "Anthropic's messages."),
-        _api("ollama", "ollama:Ollama", "OllamaConfig", "Ollama's chat, generate, tags, show, version and ps."),
+        _api("ollama", "ollama:Ollama", "OllamaConfig", "Ollama's chat, generate, embed, tags, show, version and ps."),
         _api("embeddings", "embeddings:Embeddings", "EmbeddingsConfig", "OpenAI's embeddings."),
         _api(
             "score",
