@@ -139,7 +139,7 @@ class Run:
 
     def check_rows(self):
         """What is kept of the decode rows from step to step is what their requests say."""
-        rows = self.scheduler._rows
+        rows = self.scheduler._rows.rows
         if rows is not None and not self.lag:
             assert rows.lens.tolist() == [r.device_len for r in rows.reqs]
             assert rows.remain.tolist() == [r.remain_len for r in rows.reqs]

@@ -91,7 +91,7 @@ def lengths_in_order(drafts, draft_width):
     run.step()
     seen = []
     while len(scheduler.decoding) == 4:
-        rows = scheduler._decode_rows().reqs
+        rows = scheduler._rows.current().reqs
         seen.append(([r.rid for r in rows], [r.device_len for r in rows]))
         run.step()
     return seen

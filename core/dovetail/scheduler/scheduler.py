@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
 from dovetail.scheduler.compiling import Compiling
+from dovetail.scheduler.decoding import Decoding
 from dovetail.scheduler.drafts import checked
 from dovetail.scheduler.gated import FreeTokens
 from dovetail.scheduler.groups import Groups
@@ -37,7 +35,7 @@ from dovetail.scheduler.outcome import (
     take_tokens,
 )
 from dovetail.scheduler.pins import Clock, PinKey, Pins
-from dovetail.scheduler.rows import DecodeRows, decode_batch, mixed_batch, prefilled
+from dovetail.scheduler.rows import DecodeRows, mixed_batch, prefilled
 from dovetail.scheduler.sharing import Sharing
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
 
@@ -71,8 +69,8 @@ class Scheduler:
         self.waiting: list[Req] = []
         self.prefilling: list[Req] = []
         self.decoding: list[Req] = []
-        self._rows: DecodeRows | None = None  # None: someone has joined or left, or reads other pages of the cache
-        self._sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
+        sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
+        self._rows = Decoding(ledger, self.decoding, sharing)
         self._jumper = Jumper(tokenizer) if limits.jump_forward and tokenizer is not None else None
         self.pins = Pins(limits, ledger, self.totals, clock)
         ledger.give_way = self.pins.give_way
@@ -134,84 +132,24 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step's work, with pages reserved and cursors advanced; None if nothing can run now."""
         self.expire()
-        rows = self._reserve_decodes()
+        rows = self._rows.reserve(self.limits.draft_width, self._retract_one)
         extend = self._admission.fill(self.waiting, self.prefilling, self.decoding)
         if extend:
             return self._mixed_batch(extend, rows if self.limits.mixed else DecodeRows([], self.ledger.page_size))
-        return self._decode_batch(rows) if rows.reqs else None
+        return self._rows.batch(rows, self.limits.draft_width) if rows.reqs else None
 
     def expire(self) -> None:
         """Let go of what was kept in the cache for groups and sessions that have not come in time."""
         self.pins.expire()
         self.groups.expire()
 
-    def _reserve_decodes(self) -> DecodeRows:
-        """Decode rows, with pages for their next tokens (retracts until they fit), and for drafts as far as there are any."""
-        rows, width = self._decode_rows(), self.limits.draft_width
-        if width:
-            rows.wish(width)
-        if not rows.short_of_pages(drafts=width > 0):
-            return rows
-        while not self._reserve_next(rows):
-            self._retract_one()
-            rows = self._decode_rows()
-        if width:
-            self._reserve_drafts(rows)
-        return rows
-
-    def _decode_rows(self) -> DecodeRows:
-        """All that can take another token, the longest first: attention kernels start rows in their order, and whoever
-        starts last should not take the longest. Where lengths cross later, that is not worth another order."""
-        if self._rows is None or self._rows.steps_left < 1:
-            reqs = sorted(self.decoding, key=attrgetter("device_len"), reverse=True)
-            self._rows = DecodeRows([r for r in reqs if r.remain_len > 0], self.ledger.page_size)
-        return self._rows
-
-    def _reserve_next(self, rows: DecodeRows) -> bool:
-        """A page for the next token of each row that needs one, if need be one that was reserved for drafts. False if a row is
-        left without: one must go."""
-        short = rows.short_of_pages()
-        reqs = [rows.reqs[row] for row in short]
-        if reqs and not self.ledger.reserve_one_each(reqs):
-            for req in rows.reqs:
-                self.ledger.trim(req, req.device_len)
-            if not all(self.ledger.reserve(r, r.device_len) for r in reqs):
-                self._rows = None
-                return False
-            short = list(range(len(rows.reqs)))
-        rows.hold(short)
-        return True
-
-    def _reserve_drafts(self, rows: DecodeRows) -> None:
-        """Pages for the drafts of each row. Where there are too few left, it gets as many drafts as its pages hold."""
-        rows.wish(self.limits.draft_width)
-        short = rows.short_of_pages(drafts=True)
-        for row in short:
-            req = rows.reqs[row]
-            most = (req.num_pages + self.ledger.available) * self.ledger.page_size
-            self.ledger.reserve(req, min(req.device_len + int(rows.draft_room[row]), most))
-        rows.hold(short)
-        rows.draft_room = np.minimum(rows.draft_room, rows.capacity - rows.lens)
-
     def reserve_ahead(self) -> None:
-        """Reserve pages for the drafts of the step after the one that computes now, however many of its own are accepted: what
-        is done meanwhile does not delay that step. Where pages are short nothing is evicted for it."""
-        rows, width = self._rows, self.limits.draft_width
-        if rows is None or not width:
-            return
-        rows.wish(width)
-        short = rows.short_of_pages(drafts=True)
-        for row in short:
-            req, length = rows.reqs[row], int(rows.lens[row] + rows.draft_room[row])
-            if self.ledger.pages_for(length) - req.num_pages <= self.ledger.allocator.num_free:
-                self.ledger.reserve(req, length)
-        if short:
-            rows.hold(short)
-            self.ledger.table.settle()
+        """Reserve pages for drafts while a step computes, so that the next one need not wait for it."""
+        self._rows.reserve_ahead(self.limits.draft_width)
 
     def _retract_one(self) -> None:
         """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""
-        self._rows = None
+        self._rows.changed()
         victim = max(self.running, key=lambda r: r.uid)
         (self.prefilling if victim in self.prefilling else self.decoding).remove(victim)
         self._release(victim)
@@ -219,14 +157,6 @@ class Scheduler:
         victim.num_retractions += 1
         self.totals.retractions += 1
         self.waiting.insert(0, victim)
-
-    def _decode_batch(self, rows: DecodeRows) -> Batch:
-        if self._sharing is not None and rows.grouping is None:
-            grouping = self._sharing.group(rows.reqs)
-            self._rows = rows = DecodeRows(grouping.reqs, self.ledger.page_size, grouping)
-        batch = decode_batch(rows, self.ledger.table.take_updates(), self.limits.draft_width)
-        rows.advance()
-        return batch
 
     def _mixed_batch(self, extend: list[tuple[Req, int]], decode: DecodeRows) -> Batch:
         batch = mixed_batch(extend, decode, self.ledger.table.take_updates(), self.limits.draft_width)
@@ -243,7 +173,7 @@ class Scheduler:
         req.device_len += 1
         self.prefilling.remove(req)
         self.decoding.append(req)
-        self._rows = None
+        self._rows.changed()
         return True
 
     def attach(self, batch: Batch, drafts: DraftTree) -> None:
@@ -254,8 +184,7 @@ class Scheduler:
             return
         batch.drafts = drafts = tree
         batch.extend_lens = batch.extend_lens + drafts.lens
-        if self._rows is not None:
-            self._rows.draft(drafts.lens[batch.num_extend :])
+        self._rows.draft(drafts.lens[batch.num_extend :])
         for req, count in zip(batch.reqs, drafts.lens.tolist(), strict=True):
             req.cached_len += count
             req.device_len += count
@@ -266,7 +195,7 @@ class Scheduler:
         self.ledger.table.put_back(batch.page_updates)
         for req, count in zip(batch.reqs, batch.extend_lens.tolist(), strict=True):
             req.cached_len -= count
-        self._rows = None
+        self._rows.changed()
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
@@ -280,8 +209,7 @@ class Scheduler:
             add_pooled(batch.reqs[row], int(batch.prefix_lens[row]), vector)
         if batch.drafts is not None:
             settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
-            if self._rows is not None:
-                self._rows.settle()
+            self._rows.settle()
         logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
         jump = self._jump if self._jumper is not None else None
         answers = [
@@ -312,7 +240,7 @@ class Scheduler:
         if len(tokens) <= min(req.in_flight, 1):
             return []
         if req.slot >= 0:
-            self._rows = None
+            self._rows.changed()
             if not self.ledger.reserve(req, req.known_len + len(tokens)):
                 return []
         tokens = take_forced(req, tokens, self.eos_token_ids)
@@ -328,8 +256,7 @@ class Scheduler:
         """A part of its prompt is in the pool: others may read it."""
         self.ledger.share(req)
         self.groups.computed(req)
-        if self._sharing is not None:
-            self._rows = None
+        self._rows.read_others()
 
     # -- leave -------------------------------------------------------------------------------------------------------
 
@@ -370,7 +297,7 @@ class Scheduler:
     def _leave(self, reqs: list[Req], *, keep: bool = True) -> None:
         """Requests that have just finished leave queues, table and books: one pass, however many they are."""
         if any(req.slot >= 0 for req in reqs):
-            self._rows = None
+            self._rows.changed()
             self.decoding[:] = [r for r in self.decoding if r.finish is None]
             self.prefilling[:] = [r for r in self.prefilling if r.finish is None]
         if any(req.slot < 0 for req in reqs):
