@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -39,10 +40,14 @@ LIMITS = {
 }
 KEYS = {name: new_key() for name in (*LIMITS, "ops")}
 SLOW = {"prompt": "one two", "max_tokens": 2000, "cache_salt": "slow"}  # 20 ms a token: 40 s
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 FORMATS = {  # a request of each API, and where its errors have their message
     "/v1/completions": ({"prompt": "one"}, lambda body: body["error"]["message"]),
-    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "hi"}]}, lambda body: body["error"]["message"]),
+    "/v1/chat/completions": (CHAT, lambda body: body["error"]["message"]),
     "/generate": ({"text": "one"}, lambda body: body["error"]["message"]),
+    "/v1/responses": ({"input": "one"}, lambda body: body["error"]["message"]),
+    "/v1/messages": ({"model": "tiny", "max_tokens": 2, **CHAT}, lambda body: body["error"]["message"]),
+    "/api/chat": ({"model": "tiny", "stream": False, **CHAT}, lambda body: body["error"]),
 }
 OPEN = {"/health"}
 ADMINS = {"/server_info", "/flush_cache", "/abort_request", "/metrics"}
@@ -158,6 +163,32 @@ def test_openais_client_has_its_own_errors_for_that(url: str):
     assert 1 <= int(limited.value.response.headers["retry-after"]) <= 12
 
 
+def test_anthropics_client_has_too(url: str):
+    def ask(key: str) -> None:
+        client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
+        client.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": "hi"}])
+
+    ask(KEYS["free"])
+    with pytest.raises(anthropic.AuthenticationError) as unknown:
+        ask("nobody's")
+    assert unknown.value.body["error"]["type"] == "authentication_error"
+    with contextlib.suppress(anthropic.RateLimitError):
+        for _ in range(5):
+            ask(KEYS["wild"])
+    with pytest.raises(anthropic.RateLimitError) as limited:
+        ask(KEYS["wild"])
+    assert limited.value.body["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(limited.value.response.headers["retry-after"]) <= 12
+
+
+def test_what_an_api_keeps_is_the_tenants_own(clients: dict[str, httpx.Client]):
+    kept = clients["free"].post("/v1/responses", json={"input": "one"}).json()["id"]
+    assert clients["free"].get(f"/v1/responses/{kept}").status_code == 200
+    assert clients["other"].get(f"/v1/responses/{kept}").status_code == 404
+    assert clients["other"].post("/v1/responses", json={"input": "b", "previous_response_id": kept}).status_code == 404
+    assert clients["ops"].delete(f"/v1/responses/{kept}").status_code == 404
+
+
 def test_a_tenants_view_has_all_that_a_host_has(clients: dict[str, httpx.Client]):
     assert not TenantHost.__abstractmethods__
     source = Path(TenantHost.__init__.__code__.co_filename).read_text()
@@ -171,14 +202,16 @@ def test_a_tenants_view_has_all_that_a_host_has(clients: dict[str, httpx.Client]
 @pytest.mark.parametrize("path", FORMATS)
 def test_too_many_requests_are_answered_in_the_format_of_the_api(clients: dict[str, httpx.Client], path: str):
     body, message = FORMATS[path]
-    answers = [clients["few"].post(path, json=body) for _ in range(3)]
-    answer = answers[-1]
-    assert answer.status_code == 429
+    answer = next(a for a in (clients["few"].post(path, json=body) for _ in range(3)) if a.status_code == 429)
     assert 1 <= int(answer.headers["retry-after"]) <= 30
     assert "2 requests a minute" in message(answer.json())
-    assert clients["few"].post(path, content=b"x" * 2_000_000).status_code == 429  # before the body is read
     assert clients["few"].get("/v1/models").status_code == 200  # what costs nothing is not counted
-    assert metric(clients, "refused_total", "few")['limit="requests"'] >= 2
+
+
+def test_the_limit_of_requests_holds_before_the_body_is_read(clients: dict[str, httpx.Client]):
+    answers = [clients["few"].post("/generate", content=b"x" * 2_000_000).status_code for _ in range(3)]
+    assert answers[-1] == 429
+    assert metric(clients, "refused_total", "few")['limit="requests"'] >= 1
 
 
 def test_a_malformed_request_counts(clients: dict[str, httpx.Client]):
