@@ -316,7 +316,7 @@ def test_other_tasks_are_not_held_up_by_a_request_that_is_given_up():
 def test_a_server_that_goes_away_tells_no_totals_and_is_named_where_it_is_needed():
     async def ask():
         async with open_client("http://127.0.0.1:9", 5.0) as client:
-            target = DovetailTarget(client, NativeApi("m"), "m", "cpu", None, {})
+            target = DovetailTarget(client=client, api=NativeApi("m"), name="m", vocabulary=None)
             assert await target.counters() is None  # what was measured is kept
             with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9.* no longer answers"):
                 await target.flush()

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from dovetail.bench.html import render
 from dovetail.bench.metrics import Distribution, values
 from dovetail.bench.records import RunRecord
 from dovetail.bench.report import BenchReport, Point
 from dovetail.bench.svg import Series, chart
 
-_TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATE = Path(__file__).parent / "templates" / "bench.html"
 _STEPS = 200
 """Points of a distribution's curve."""
 
@@ -38,16 +38,10 @@ def write_page(report: BenchReport, file: Path) -> None:
 
 def page(report: BenchReport) -> str:
     """The page as text."""
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=select_autoescape(("html",)),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"ms": _ms, "json": lambda data: json.dumps(data, indent=1)}
     rates = len(report.points) > 1
-    return environment.get_template("bench.html").render(
+    return render(
+        _TEMPLATE,
+        {"ms": _ms, "json": lambda data: json.dumps(data, indent=1)},
         report=report,
         headline=_headline(report),
         figures=_by_rate(report) if rates else _of_run(report.points[0].record),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,12 +11,14 @@ import typer
 
 from dovetail.cli.outputs import check_writable
 from dovetail.cli.sources import FileOptions, Json, Model, Sets, load, shortcuts
+from dovetail.cli.spread import spread
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
     from dovetail.bench.report import BenchReport
     from dovetail.bench.session import Asked, Rates, Reached
     from dovetail.bench.specs import ArrivalSpec
+    from dovetail.config import Config
 
 WorkloadOption = Annotated[
     str,
@@ -55,21 +58,68 @@ SaveOption = Annotated[
 HtmlOption = Annotated[Path | None, typer.Option(help="Write a page with plots, one file.", show_default=False)]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What is measured and what is asked, when, how often; what becomes of the report."""
+
+    more: MoreBounds = None
+    files: FileOptions = None
+    sets: Sets = None
+    model: Model = None
+    workload: WorkloadOption = "random"
+    arrivals: ArrivalsOption = None
+    rate: RateOption = None
+    concurrency: ConcurrencyOption = None
+    goodput: GoodputOption = None
+    share: ShareOption = 0.9
+    seed: SeedOption = 0
+    warmup: WarmupOption = 4
+    save: SaveOption = None
+    html: HtmlOption = None
+    as_json: Json = False
+
+    def asked(self) -> Asked:
+        """The load. Raises ``ConfigError``, also where the report could not be written."""
+        from dovetail.bench.metrics import parse_slo
+        from dovetail.bench.session import Asked
+        from dovetail.bench.specs import parse_workload
+
+        check_writable({"--save": self.save, "--html": self.html})
+        bounds = [*(self.goodput or ()), *(self.more or ())]
+        slo = parse_slo(bounds) if bounds else None
+        when = _arrivals(self.arrivals, self.rate, self.concurrency)
+        return Asked(parse_workload(self.workload), when, self.seed, self.warmup, slo, self.share)
+
+    def config(self) -> Config:
+        """Of the engine, or of the server that is started."""
+        return load(self.files, [*(self.sets or ()), *shortcuts({"model.path": self.model})])[0]
+
+    def show(self, report: BenchReport) -> None:
+        """Write it where that was asked for, and print it. Exit status 1 if it has failed."""
+        from dovetail.bench.records import write_json
+        from dovetail.cli.bench_tables import print_report
+
+        if self.save is not None:
+            write_json(report, self.save)
+        if self.html is not None:
+            from dovetail.bench.page import write_page
+
+            write_page(report, self.html)
+        if self.as_json:
+            typer.echo(json.dumps(report.without_measurements(), indent=2))
+        else:
+            print_report(report)
+        if report.failed:
+            raise typer.Exit(1)
+
+
+@spread
 def serve(
-    more: MoreBounds = None,
+    load_options: LoadOptions,
     url: Annotated[
         str | None,
         typer.Option(help="Of the server. Without it one is started with the config, and stopped.", show_default=False),
     ] = None,
-    files: FileOptions = None,
-    sets: Sets = None,
-    model: Model = None,
-    workload: WorkloadOption = "random",
-    arrivals: ArrivalsOption = None,
-    rate: RateOption = None,
-    concurrency: ConcurrencyOption = None,
-    goodput: GoodputOption = None,
-    share: ShareOption = 0.9,
     sweep: Annotated[str | None, typer.Option(help="Rates, by commas: a run at each.", show_default=False)] = None,
     find_rate: Annotated[
         bool, typer.Option("--find-rate", help="Look for the highest rate at which the SLO is met.")
@@ -78,8 +128,6 @@ def serve(
     seconds: Annotated[
         float, typer.Option(min=0.1, help="How long calls arrive in each run of --sweep and --find-rate.")
     ] = 20.0,
-    seed: SeedOption = 0,
-    warmup: WarmupOption = 4,
     flush: Annotated[bool, typer.Option(help="Empty the server's prefix cache before each run.")] = True,
     api: Annotated[
         str, typer.Option(help="native (Dovetail's /generate), or openai for any server with OpenAI's API.")
@@ -93,20 +141,16 @@ def serve(
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without a byte that fail a call.")] = 600.0,
-    save: SaveOption = None,
-    html: HtmlOption = None,
-    as_json: Json = False,
 ) -> None:
     """A server under load: latencies, throughput, goodput. Calls are sent when they are due, however slow the answers are.
     Exit status 1 if no call succeeded, or no rate met the SLO."""
     from dovetail.bench.session import Rates, Reached
 
-    check_writable({"--save": save, "--html": html})
-    asked = _asked(workload, arrivals, rate, concurrency, [*(goodput or ()), *(more or ())], share, seed, warmup)
+    asked, rate = load_options.asked(), load_options.rate
     if sweep is not None and (find_rate or rate is not None):
         raise ConfigError("--sweep says itself which rates are measured; leave out --rate and --find-rate, or --sweep")
     rates = Rates(_rates(sweep), find_rate, rate or 1.0, tolerance, seconds)
-    if url is not None and (files or sets or model):
+    if url is not None and (load_options.files or load_options.sets or load_options.model):
         raise ConfigError(
             "--url measures a server that runs already, with its own config; leave out --config, --set, --model"
         )
@@ -119,41 +163,23 @@ def serve(
     if report is None:
         from dovetail.bench.own_server import own_server
 
-        config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
-        with own_server(config) as server:
+        with own_server(load_options.config()) as server:
             report = _serve(reached(server.url), asked, rates)
             started, peak = server.startup_seconds, server.peak_memory()
         report = report.of_own_server(started, peak)
-    _show(report, save, html, as_json)
+    load_options.show(report)
 
 
-def offline(
-    more: MoreBounds = None,
-    files: FileOptions = None,
-    sets: Sets = None,
-    model: Model = None,
-    workload: WorkloadOption = "random",
-    arrivals: ArrivalsOption = None,
-    rate: RateOption = None,
-    concurrency: ConcurrencyOption = None,
-    goodput: GoodputOption = None,
-    share: ShareOption = 0.9,
-    seed: SeedOption = 0,
-    warmup: WarmupOption = 4,
-    save: SaveOption = None,
-    html: HtmlOption = None,
-    as_json: Json = False,
-) -> None:
+@spread
+def offline(load_options: LoadOptions) -> None:
     """The engine in this process, without a server: tokens per second. All calls are there at once, unless said otherwise."""
-    check_writable({"--save": save, "--html": html})
-    asked = _asked(workload, arrivals, rate, concurrency, [*(goodput or ()), *(more or ())], share, seed, warmup)
-    config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
+    asked, config = load_options.asked(), load_options.config()
     from dovetail.bench.session import bench_offline
     from dovetail.cli.bench_tables import watching
 
     with watching() as on_run:
         report = bench_offline(config, asked, on_run)
-    _show(report, save, html, as_json)
+    load_options.show(report)
 
 
 def _serve(reached: Reached, asked: Asked, rates: Rates) -> BenchReport:
@@ -163,24 +189,6 @@ def _serve(reached: Reached, asked: Asked, rates: Rates) -> BenchReport:
 
     with watching() as on_run:
         return run(bench_server(reached, asked, rates, on_run))
-
-
-def _asked(
-    workload: str,
-    arrivals: str | None,
-    rate: float | None,
-    concurrency: int | None,
-    bounds: list[str],
-    share: float,
-    seed: int,
-    warmup: int,
-) -> Asked:
-    from dovetail.bench.metrics import parse_slo
-    from dovetail.bench.session import Asked
-    from dovetail.bench.specs import parse_workload
-
-    slo = parse_slo(bounds) if bounds else None
-    return Asked(parse_workload(workload), _arrivals(arrivals, rate, concurrency), seed, warmup, slo, share)
 
 
 def _arrivals(text: str | None, rate: float | None, concurrency: int | None) -> ArrivalSpec | None:
@@ -215,21 +223,3 @@ def _api(name: str) -> Literal["native", "openai"]:
     if name == "native" or name == "openai":
         return name
     raise ConfigError(f"--api is {name!r}; allowed: native, openai")
-
-
-def _show(report: BenchReport, save: Path | None, html: Path | None, as_json: bool) -> None:
-    from dovetail.bench.records import write_json
-    from dovetail.cli.bench_tables import print_report
-
-    if save is not None:
-        write_json(report, save)
-    if html is not None:
-        from dovetail.bench.page import write_page
-
-        write_page(report, html)
-    if as_json:
-        typer.echo(json.dumps(report.without_measurements(), indent=2))
-    else:
-        print_report(report)
-    if report.failed:
-        raise typer.Exit(1)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from dovetail.bench.html import render
 from dovetail.experiment import words
 from dovetail.experiment.plots import plots
 from dovetail.experiment.result import Experiment
 
-_TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATE = Path(__file__).parent / "templates" / "report.html"
 _FORMATTERS: tuple[Callable[..., Any], ...] = (
     words.number,
     words.change,
@@ -31,15 +31,9 @@ def write_html(experiment: Experiment, file: Path) -> None:
 
 def html(experiment: Experiment) -> str:
     """The page as text."""
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=select_autoescape(("html",)),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update({formatter.__name__: formatter for formatter in _FORMATTERS})
-    return environment.get_template("report.html").render(
+    return render(
+        _TEMPLATE,
+        {formatter.__name__: formatter for formatter in _FORMATTERS},
         e=experiment,
         tone=words.tone(experiment),
         headline=words.headline(experiment),

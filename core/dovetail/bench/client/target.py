@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import json
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import httpx
 
@@ -22,34 +23,30 @@ ApiName = Literal["native", "openai"]
 _FLUSH_SECONDS = 10.0
 
 
-class Target(Protocol):
+@dataclass(kw_only=True)
+class Target(ABC):
     """A server and the API through which it is called. ``vocabulary`` is None where nothing tells it."""
 
     api: Api
     name: str
-    device: str
     vocabulary: Vocabulary | None
-    config: dict[str, Any] | None
+    device: str = "not told"
+    config: dict[str, Any] | None = None
 
+    @abstractmethod
     async def counters(self) -> dict[str, float] | None:
         """The engine's totals now; None where the server does not tell, or is no longer there."""
-        ...
 
+    @abstractmethod
     async def flush(self) -> bool:
         """Empty the prefix cache; False where that cannot be asked for. Raises ``EngineError`` if the server refuses."""
-        ...
 
 
-@dataclass
-class DovetailTarget:
+@dataclass(kw_only=True)
+class DovetailTarget(Target):
     """A Dovetail server."""
 
     client: httpx.AsyncClient
-    api: Api
-    name: str
-    device: str
-    vocabulary: Vocabulary | None
-    config: dict[str, Any] | None
 
     async def counters(self) -> dict[str, float] | None:
         """/server_info's."""
@@ -74,15 +71,8 @@ class DovetailTarget:
             await asyncio.sleep(0.05)
 
 
-@dataclass
-class OpenAITarget:
+class OpenAITarget(Target):
     """Any server with OpenAI's API."""
-
-    api: Api
-    name: str
-    vocabulary: Vocabulary | None
-    device: str = "not told"
-    config: dict[str, Any] | None = None
 
     async def counters(self) -> dict[str, float] | None:
         """Not told."""
@@ -101,13 +91,20 @@ async def find_target(
     given = Vocabulary.of(Tokenizer.from_dir(tokenizer)) if tokenizer is not None else None
     name = model or await _first_model(client)
     if api == "openai":
-        return OpenAITarget(OpenAIApi(name), name, given)
+        return OpenAITarget(api=OpenAIApi(name), name=name, vocabulary=given)
     try:
         about, info = await _get(client, "/model_info"), await _get(client, "/server_info")
     except ConfigError as error:
         raise ConfigError(f"{error}; if this is no Dovetail server, use --api openai") from error
     told = Vocabulary.of_size(about["tokenizer_size"], about["textless_token_ids"])
-    return DovetailTarget(client, NativeApi(name), name, info["engine"]["device"], given or told, info["config"])
+    return DovetailTarget(
+        client=client,
+        api=NativeApi(name),
+        name=name,
+        vocabulary=given or told,
+        device=info["engine"]["device"],
+        config=info["config"],
+    )
 
 
 def hash_of(config: dict[str, Any]) -> str:

@@ -1,0 +1,112 @@
+"""The options of ``dovetail ab``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.cli.sources import Model, Sets
+
+if TYPE_CHECKING:
+    from dovetail.experiment.runner import Settings
+
+_ARM = "KEY=VALUE, or a config file, over the base. Repeatable."
+_LEAST_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AbOptions:
+    """As they are given."""
+
+    base: Annotated[
+        list[Path] | None, typer.Argument(metavar="[BASE]...", show_default=False, help="Config files of both arms.")
+    ] = None
+    a: Annotated[list[str] | None, typer.Option("--a", metavar="SETTING", help=f"Arm A: {_ARM}")] = None
+    b: Annotated[list[str] | None, typer.Option("--b", metavar="SETTING", help=f"Arm B: {_ARM}")] = None
+    sets: Sets = None
+    model: Model = None
+    workload: Annotated[
+        str, typer.Option("--workload", "-w", help="As in `dovetail bench`: a kind, YAML, or a .jsonl file.")
+    ] = "chat"
+    arrivals: Annotated[
+        str | None, typer.Option(help="As in `dovetail bench`: all_at_once, {kind: poisson, rate: 4}, ...")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload and of the statistics.")] = 0
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=_LEAST_BLOCKS,
+            show_default=False,
+            help="So many blocks of four runs, ABBA. By default as many as it takes, up to --max-blocks.",
+        ),
+    ] = None
+    max_blocks: Annotated[int, typer.Option(min=_LEAST_BLOCKS, help="The most blocks; it stops once it knows.")] = 12
+    delta: Annotated[float, typer.Option(min=0.0, help="Less than this does not matter: 0.02 is 2 %.")] = 0.02
+    alpha: Annotated[float, typer.Option(min=0.0001, max=0.5, help="The chance of a false alarm.")] = 0.05
+    primary: Annotated[
+        str | None, typer.Option(help="Metrics that the verdict rests on, by commas.", show_default=False)
+    ] = None
+    slo: Annotated[str | None, typer.Option(help="For goodput: ttft:200 tpot:20 e2e:4000, milliseconds.")] = None
+    compare: Annotated[int, typer.Option(min=1, help="Calls whose outputs are compared, at most.")] = 64
+    near_tie: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Nats up to which outputs may part; by default what A against itself shows.",
+            show_default=False,
+        ),
+    ] = None
+    allow_different_outputs: Annotated[
+        bool, typer.Option("--allow-different-outputs", help="Measure all the same. Every report says so.")
+    ] = False
+    warm_up: Annotated[int, typer.Option(min=0, help="Calls before each run that are not counted.")] = 8
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder of report.html, experiment.json and all runs.", show_default=False),
+    ] = None
+    write_tuning: Annotated[
+        bool, typer.Option("--write-tuning", help="Keep the winner for `auto` (tuning.path), if there is one.")
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the experiment as JSON, and nothing else.")] = False
+
+    def settings(self) -> Settings:
+        """How the experiment is run and judged. Raises ``ConfigError``."""
+        from dovetail.bench.metrics import parse_slo
+        from dovetail.experiment.runner import Settings
+        from dovetail.experiment.verdict import Rules
+
+        bounds = parse_slo([self.slo]) if self.slo else None
+        return Settings(
+            rules=Rules(self.alpha, self.delta, peeking=self.blocks is None),
+            max_blocks=self.blocks or self.max_blocks,
+            primary=_metrics(self.primary, goodput=bounds is not None),
+            slo=bounds,
+            compared=self.compare,
+            near_tie=self.near_tie,
+            allow=self.allow_different_outputs,
+            warm_up=self.warm_up,
+            seed=self.seed,
+            command=shlex.join(["dovetail", *sys.argv[1:]]),
+            arrivals=self.arrivals or "as the workload has them",
+        )
+
+
+def _metrics(text: str | None, *, goodput: bool) -> tuple[str, ...]:
+    """What ``--primary`` names, or the usual ones. Raises ``ConfigError``."""
+    from dovetail.errors import ConfigError
+    from dovetail.experiment.samples import METRICS, PRIMARY
+
+    if text is None:
+        return PRIMARY
+    known = [metric.name for metric in METRICS if goodput or metric.name != "goodput"]
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names or (text,):
+        if name not in known:
+            hint = "; goodput needs --slo" if name == "goodput" else ""
+            raise ConfigError(f"--primary names {name!r}; allowed: {', '.join(known)}{hint}")
+    return names
