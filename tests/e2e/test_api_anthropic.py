@@ -18,14 +18,23 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import pydantic
 import pytest
+from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.beta_error_response import BetaErrorResponse
 from fake_engine import run_fake_engine
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dovetail.config import Config
+from dovetail.interfaces.api import ChatDelta, Choice, Delta, Usage
+from dovetail.interfaces.parsers import CallDelta
 from dovetail.server.launch import running_server
+from dovetail.types import Acceptance, FinishKind, FinishReason
+from dovetail_apis.anthropic.format import MessageFormat
+from dovetail_apis.anthropic.types import MessageParam, MessagesRequest
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -149,6 +158,61 @@ def test_the_events_of_a_stream(tiny: httpx.Client):
     last = events[-2]
     assert last["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
     assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+PARTS = st.one_of(
+    st.builds(ChatDelta, reasoning=st.text()),
+    st.builds(ChatDelta, content=st.text()),
+    st.tuples(st.integers(0, 3), st.text("ab")),
+)
+
+
+class Ended:
+    """What a generation is at its end: one choice, cut into steps as it came."""
+
+    rid, usage = "msg_1", Usage(7, 5, 3, Acceptance())
+
+    def __init__(self, parts: list[ChatDelta]) -> None:
+        calls = sum(call.id is not None for part in parts for call in part.calls)
+        finish = FinishReason(FinishKind.STOP)
+        self.choices = [Choice(0, [1] * 7, token_ids=[1] * 5, finish=finish, parts=parts, calls=calls)]
+
+
+def chat_parts(drawn: list[Any]) -> list[ChatDelta]:
+    """Calls have the index of their place, and their arguments in as many fragments as was drawn."""
+    parts: list[ChatDelta] = []
+    calls = itertools.count()
+    for one in drawn:
+        if isinstance(one, ChatDelta):
+            parts.append(one)
+            continue
+        index, (fragments, value) = next(calls), one
+        text = json.dumps({"key": value * fragments})
+        cuts = [text[i : i + 4] for i in range(0, len(text), 4)]
+        parts.append(ChatDelta(calls=(CallDelta(index, f"call_{index}", "f"),)))
+        parts += [ChatDelta(calls=(CallDelta(index, arguments=cut),)) for cut in cuts]
+    return parts
+
+
+@given(st.lists(PARTS), st.integers(1, 5))
+def test_a_stream_adds_up_to_the_whole_as_the_client_adds_it(drawn: list[Any], size: int):
+    parts = chat_parts(drawn)
+    ended: Any = Ended(parts)
+    body = MessagesRequest(model="tiny", max_tokens=9, messages=[MessageParam(role="user", content="x")])
+    formatter = MessageFormat("tiny", body, ended)
+    steps = [parts[i : i + size] for i in range(0, len(parts), size)]
+    data = formatter.head() + b"".join(formatter.deltas([Delta(ended.choices[0], "", [], [], None, s)]) for s in steps)
+    snapshot, buffers = None, {}
+    for line in (data + formatter.tail()).decode().split("\n"):
+        if line.startswith("data: ") and "ping" not in line[:20]:
+            event = EVENTS.validate_json(line[6:], strict=True)
+            snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+    whole = Message.model_validate_json(
+        msgspec.json.encode(MessageFormat("tiny", body, ended).whole(ended)), strict=True
+    )
+    assert told(snapshot) == told(whole)
+    assert "".join(b.text for b in whole.content if b.type == "text") == "".join(part.content for part in parts)
+    assert [b.id for b in whole.content if b.type == "tool_use"] == [c.id for p in parts for c in p.calls if c.id]
 
 
 @each_way
@@ -278,8 +342,8 @@ def test_max_tokens_0_fills_the_cache(client: anthropic.Anthropic, stream: bool)
 @each_way
 def test_thinking(client: anthropic.Anthropic, tiny: httpx.Client, stream: bool):
     reference = openai_chat(tiny, SUM, chat_template_kwargs={"enable_thinking": True})["choices"][0]["message"]
-    for given in (THINK, {"type": "adaptive"}):
-        thought, said = ask(client, stream, SUM, thinking=given).content
+    for how in (THINK, {"type": "adaptive"}):
+        thought, said = ask(client, stream, SUM, thinking=how).content
         assert (thought.type, thought.thinking) == ("thinking", reference["reasoning_content"])
         assert (said.type, said.text) == ("text", reference["content"])
         assert thought.signature
@@ -323,9 +387,9 @@ def test_an_answer_that_was_begun(client: anthropic.Anthropic):
 
 
 def test_counting(client: anthropic.Anthropic, tiny: httpx.Client):
-    for given in ({}, {"system": "Be brief."}, {"tools": TOOLS}, {"thinking": THINK}):
-        counted = client.messages.count_tokens(model="tiny", messages=FRANCE, **given)
-        assert counted.input_tokens == told(ask(client, False, FRANCE, max_tokens=1, **given))["tokens"][0]
+    for more in ({}, {"system": "Be brief."}, {"tools": TOOLS}, {"thinking": THINK}):
+        counted = client.messages.count_tokens(model="tiny", messages=FRANCE, **more)
+        assert counted.input_tokens == told(ask(client, False, FRANCE, max_tokens=1, **more))["tokens"][0]
     raw = tiny.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": FRANCE})
     MessageTokensCount.model_validate_json(raw.content, strict=True)
 

@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import ollama
 import pytest
 from fake_engine import run_fake_engine
 from pydantic import BaseModel
+from safetensors.numpy import save_file
 
 from dovetail.config import Config
 from dovetail.server.launch import running_server
+from dovetail_apis.ollama.checkpoint import read_checkpoint
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -180,7 +183,7 @@ def test_tools(client: ollama.Client, tiny: httpx.Client, stream: bool):
     (call,) = made.message.tool_calls or []
     assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
     assert (made.message.content, made.done_reason) == ("", "stop")
-    result = {"role": "tool", "tool_name": "get_weather", "content": '{"weather": "sunny"}'}
+    result = {"role": "tool", "tool_name" if stream else "name": "get_weather", "content": '{"weather": "sunny"}'}
     answer = chat(client, stream, [*PARIS, made.message, result], tools=[WEATHER])
     called = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
     reference = openai_chat(
@@ -290,6 +293,25 @@ def test_the_model(client: ollama.Client, tiny: httpx.Client):
     version = tiny.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 9, 0)  # from which on clients send think
     assert tiny.head("/api/tags").status_code == tiny.head("/api/version").status_code == 200
+
+
+def test_a_checkpoint_in_shards(tmp_path: Path):
+    """Files that its index does not name are not part of it."""
+    config = {"model_type": "outer", "text_config": {"model_type": "inner", "hidden_size": 8}}
+    (tmp_path / "none").mkdir()
+    for directory in (tmp_path, tmp_path / "none"):
+        (directory / "config.json").write_text(json.dumps(config))
+    none = read_checkpoint(str(tmp_path / "none"))
+    assert (none.parameters, none.size, none.dtype) == (0, 0, "")
+    save_file({"a": np.zeros((3, 4), np.float16)}, tmp_path / "one.safetensors")
+    save_file({"b": np.zeros(5, np.float32), "c": np.zeros((), np.float32)}, tmp_path / "two.safetensors")
+    save_file({"a": np.zeros((300, 4), np.float64)}, tmp_path / "consolidated.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = read_checkpoint(str(tmp_path))
+    assert (found.parameters, found.dtype, found.family) == (18, "F16", "inner")
+    assert found.config["hidden_size"] == 8
+    assert found.size == sum((tmp_path / f"{name}.safetensors").stat().st_size for name in ("one", "two"))
 
 
 def test_nothing_to_answer(client: ollama.Client):

@@ -103,7 +103,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
         "role": message.role,
         "content": message.content,
         "reasoning_content": message.thinking or None,
-        "name": message.tool_name or None,
+        "name": message.tool_name or message.name or None,
         "tool_call_id": message.tool_call_id or None,
         "tool_calls": calls or None,
     }

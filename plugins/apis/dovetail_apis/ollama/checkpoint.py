@@ -46,8 +46,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     """That of ``model.path``, read once. Raises ``ConfigError``."""
     directory = locate(path)
     config = read_json(directory, "config.json")
-    config = {**config, **config.get("text_config", {})}
-    files = sorted(directory.glob("*.safetensors"))
+    config = {**config, **(config.get("text_config") or {})}
+    files = _weights(directory)
     elements: Counter[str] = Counter()
     for file in files:
         elements.update(_elements(file))
@@ -62,6 +62,16 @@ def read_checkpoint(path: str) -> Checkpoint:
         digest=_digest(directory, files),
         modified_at=datetime.fromtimestamp(newest, UTC).isoformat().replace("+00:00", "Z"),
     )
+
+
+def _weights(directory: Path) -> list[Path]:
+    """One file, or the shards that the index names, as the engine reads them; none where the weights are made up."""
+    single, index = directory / "model.safetensors", "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not (directory / index).is_file():
+        return []
+    return [directory / name for name in sorted(set(read_json(directory, index)["weight_map"].values()))]
 
 
 def _elements(file: Path) -> Counter[str]:

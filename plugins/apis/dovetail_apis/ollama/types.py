@@ -77,7 +77,7 @@ class AskFields(ApiModel):
 
 
 class Message(ApiModel):
-    """One message. ``thinking``, ``tool_name`` and ``tool_call_id`` are for the chat template."""
+    """One message. ``thinking``, ``tool_name`` (once ``name``) and ``tool_call_id`` are for the chat template."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -85,6 +85,7 @@ class Message(ApiModel):
     images: list[Any] | None = Field(None, max_length=0, description="None: this server reads text.")
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
+    name: str | None = None
     tool_call_id: str | None = None
 
 
