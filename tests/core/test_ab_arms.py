@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dovetail.cli.ab_view import View
 from dovetail.errors import ConfigError, PluginError
 from dovetail.experiment.arms import axes, differences, make_arm
 from dovetail.experiment.runner import check_alike, difference_of, warnings
@@ -55,6 +56,13 @@ def test_what_moved_along_is_warned_of_and_so_are_two_axes():
     ]
     assert axes(differences(*pair)) == ["model", "cache"]
     assert warnings(*arms([], ["cache=none"]), []) == []
+
+
+def test_it_is_said_when_nothing_differs(capsys):
+    View(quiet=False).explain(*arms([], ["attention=torch_native"]))
+    assert "the arms are the same: what follows is noise (A/A)" in capsys.readouterr().out
+    View(quiet=False).explain(*arms([], ["cache=none"]))
+    assert "the arms are the same" not in capsys.readouterr().out
 
 
 def test_two_files_differ_where_they_say_so(tmp_path):

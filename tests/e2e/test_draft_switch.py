@@ -18,17 +18,26 @@ def ask(llm, count=1, **params):
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return LLM("tiny", device="cpu")
+def said():
+    """What is said without drafts; asked for once."""
+    plain, answers = LLM("tiny", device="cpu"), {}
+
+    def answer(count=1, **params):
+        key = (count, *sorted(params.items()))
+        if key not in answers:
+            answers[key] = ask(plain, count, **params)
+        return answers[key]
+
+    return answer
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("draft", ["adaptive", "always"])
-def test_texts_are_the_same_with_overlap_and_drafts(plain, overlap, draft):
+def test_texts_are_the_same_with_overlap_and_drafts(said, overlap, draft):
     llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"overlap": overlap, "draft": draft})
     for _ in range(3):
-        assert ask(llm) == ask(plain)
-        assert ask(llm, 5, temperature=0.9) == ask(plain, 5, temperature=0.9)
+        assert ask(llm) == said()
+        assert ask(llm, 5, temperature=0.9) == said(5, temperature=0.9)
     assert llm.loop.stats().drafted_tokens > 0
     assert llm.loop.drafter_errors == 0
     llm.loop.scheduler.check_integrity()
@@ -36,7 +45,7 @@ def test_texts_are_the_same_with_overlap_and_drafts(plain, overlap, draft):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_switching_in_the_middle_of_texts_changes_none(plain, overlap, monkeypatch):
+def test_switching_in_the_middle_of_texts_changes_none(said, overlap, monkeypatch):
     llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"overlap": overlap})
     asked = []
 
@@ -45,13 +54,13 @@ def test_switching_in_the_middle_of_texts_changes_none(plain, overlap, monkeypat
         return len(asked) // 3 % 2 == 0
 
     monkeypatch.setattr(llm.loop._pace, "drafts", in_turns)
-    assert ask(llm, 4, temperature=0.9) == ask(plain, 4, temperature=0.9)
+    assert ask(llm, 4, temperature=0.9) == said(4, temperature=0.9)
     assert len(asked) > 12
     assert llm.loop.stats().drafted_tokens > 0
     llm.loop.scheduler.check_integrity()
 
 
-def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(plain, monkeypatch):
+def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(said, monkeypatch):
     """A step launched before their end was read is the first that the drafter sees again, after it has forgotten them."""
     llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"overlap": True})
     drafter, asked, gone, late = llm.loop.drafter, [], set(), []
@@ -74,21 +83,21 @@ def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(plain, monkey
     monkeypatch.setattr(drafter, "forget", note)
     for _ in range(4):
         stops = {"temperature": 2.0, "stop": ("9", "a")}
-        assert ask(llm, 12, **stops) == ask(plain, 12, **stops)
+        assert ask(llm, 12, **stops) == said(12, **stops)
     assert late
     assert not drafter._states
     assert not drafter._shared._running
 
 
-def test_a_request_may_decline_drafts(plain):
+def test_a_request_may_decline_drafts(said):
     llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"draft": "always"})
-    assert ask(llm, speculative=False) == ask(plain)
+    assert ask(llm, speculative=False) == said()
     assert llm.loop.stats().drafted_tokens == 0
     ask(llm)
     assert llm.loop.stats().drafted_tokens > 0
 
 
-def test_requests_that_accept_little_get_few_drafts(plain):
+def test_requests_that_accept_little_get_few_drafts(said):
     llm = LLM("tiny", device="cpu", speculative={"kind": "ngram", "num_draft_tokens": 8})
     widths = []
     propose = llm.loop.drafter.propose
@@ -99,7 +108,7 @@ def test_requests_that_accept_little_get_few_drafts(plain):
 
     llm.loop.drafter.propose = watch
     llm.loop._pace._always = True
-    assert ask(llm, temperature=5.0, ignore_eos=True) == ask(plain, temperature=5.0, ignore_eos=True)
+    assert ask(llm, temperature=5.0, ignore_eos=True) == said(temperature=5.0, ignore_eos=True)
     drafted = llm.loop.stats().drafted_tokens
     assert widths[0] == 8
     assert not drafted or widths[-2] < 8

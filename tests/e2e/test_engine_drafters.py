@@ -54,24 +54,26 @@ def varied_jobs(count):
     return prompts, [varied_params(rng) for _ in range(count)]
 
 
+def jobs():
+    """Requests of every sort at once; then, when their prompts are cached, greedy ones alone."""
+    prompts, params = varied_jobs(12)
+    several = SamplingParams(max_new_tokens=20, n=3, seed=5, temperature=0.9)
+    greedy = SamplingParams(max_new_tokens=30, temperature=0, ignore_eos=True)
+    return (prompts + prompts[:2], [*params, several, several]), (prompts[:8], greedy)
+
+
 @pytest.fixture(scope="module")
 def expected(target):
-    prompts, params = varied_jobs(14)
-    greedy = SamplingParams(max_new_tokens=50, temperature=0, ignore_eos=True)
-    several = SamplingParams(max_new_tokens=20, n=3, seed=5, temperature=0.9)
     llm = make_llm(target, **paged(16, 20000))
-    return [results(llm.generate(*job)) for job in ((prompts, params), (prompts, greedy), (prompts[:2], several))]
+    return [results(llm.generate(*job)) for job in jobs()]
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_texts_are_those_without_a_drafter(target, expected, monkeypatch, name, cut):
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
-    prompts, params = varied_jobs(14)
-    greedy = SamplingParams(max_new_tokens=50, temperature=0, ignore_eos=True)
-    several = SamplingParams(max_new_tokens=20, n=3, seed=5, temperature=0.9)
     llm = make_llm(target, **with_drafts(CUTS[cut], DRAFTERS[name]))
-    for job, texts in zip(((prompts, params), (prompts, greedy), (prompts[:2], several)), expected, strict=True):
+    for job, texts in zip(jobs(), expected, strict=True):
         assert results(llm.generate(*job)) == texts
     stats = llm.loop.stats()
     assert llm.loop.drafter_errors == 0
@@ -85,14 +87,16 @@ def test_some_drafts_are_accepted_and_some_are_not(target):
     """Otherwise the tests here would say little."""
     for name, most in (("draft_model", 0.95), ("eagle", 0.5), ("eagle3_tree", 0.5)):
         llm = make_llm(target, **with_drafts(paged(16), DRAFTERS[name]))
-        llm.generate(prompts_of([3, 20, 30]), SamplingParams(max_new_tokens=150, temperature=0, ignore_eos=True))
+        llm.generate(
+            prompts_of([3, 20, 30, 7, 12, 41]), SamplingParams(max_new_tokens=75, temperature=0, ignore_eos=True)
+        )
         stats = llm.loop.stats()
         assert 0 < stats.accepted_tokens < most * stats.drafted_tokens
 
 
 @pytest.fixture(scope="module")
 def said_alone(target):
-    prompts, params = varied_jobs(50)
+    prompts, params = varied_jobs(32)
     return [o.token_ids for o in make_llm(target, **paged(16, 20000)).generate(prompts, params)]
 
 
@@ -100,7 +104,7 @@ def said_alone(target):
 def test_random_traffic(target, said_alone, monkeypatch, name):
     """Requests of every sort in little memory, aborted at random, switched off for some: each ends once, and nothing is lost."""
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
-    prompts, params = varied_jobs(50)
+    prompts, params = varied_jobs(32)
     rng = random.Random(name)
     scheduler = {"chunk_size": rng.choice([11, 50]), "max_running": 8}
     llm = make_llm(target, **with_drafts(paged(4, 200, scheduler=scheduler), DRAFTERS[name]))

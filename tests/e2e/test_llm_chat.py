@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import re
 import shutil
@@ -18,7 +20,7 @@ import pytest
 from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import EMBEDDED
 from dovetail.errors import RequestError
-from dovetail.llm import ChatOutput
+from dovetail.llm import ChatOutput, ChatStream
 from dovetail.types import FinishKind
 
 INTEGER = {"type": "integer"}
@@ -175,25 +177,28 @@ def test_enforced_calls_are_valid_in_every_format(parser: str, tmp_path: Path):
     assert llm.tokenizer is not None
     ends = llm.tokenizer.eos_token_ids  # likely, as are quotes and brackets: texts end sooner, and more calls are whole
     ends = [*ends, *(token for end in '"}])' for token in llm.tokenizer.encode(end, add_special_tokens=False))]
-    calls_by_mode = []
+    likely = llm.tokenizer.encode(LIKELY[parser], add_special_tokens=False) if parser in LIKELY else []
+    streams: list[list[ChatStream]] = []
     for mode in modes:
-        found = 0
+        strict = mode["tool_choice"] == "auto"
+        streams.append([])
         for seed in range(6):
-            strict = mode["tool_choice"] == "auto"
-            likely = llm.tokenizer.encode(LIKELY[parser], add_special_tokens=False) if parser in LIKELY else []
-            wanted = likely and seed % 2 and (strict or parser == "gpt_oss")
             bias = dict.fromkeys(ends, 4.0)
-            bias |= {likely[0]: 25.0 if parser == "gpt_oss" else 60.0} if wanted else {}
+            if likely and seed % 2 and (strict or parser == "gpt_oss"):
+                bias |= {likely[0]: 25.0 if parser == "gpt_oss" else 60.0}
             params = SamplingParams(temperature=1.5, max_new_tokens=300, seed=seed, logit_bias=bias)
-            output = llm.chat(PARIS, params, **{"tools": tools(strict=False), **mode})
+            streams[-1].append(llm.chat_stream(PARIS, params, **{"tools": tools(strict=False), **mode}))
+    collections.deque(itertools.zip_longest(*itertools.chain(*streams)), maxlen=0)  # all of them in the same steps
+    calls_by_mode = []
+    for mode, outputs in zip(modes, ([stream.output for stream in some] for some in streams), strict=True):
+        for output in outputs:
             whole = output.finish.kind is FinishKind.STOP
-            assert output.tool_calls or not whole or strict, output.text
+            assert output.tool_calls or not whole or mode["tool_choice"] == "auto", output.text
             check(output.tool_calls if whole else output.tool_calls[:-1])
             if mode["tool_choice"] == named:
                 assert {call["function"]["name"] for call in output.tool_calls} <= {"get_weather"}
             assert len(output.tool_calls) <= 1 or mode.get("parallel_tool_calls") is None
-            found += whole and bool(output.tool_calls)
-        calls_by_mode.append(found)
+        calls_by_mode.append(sum(o.finish.kind is FinishKind.STOP and bool(o.tool_calls) for o in outputs))
     llm.close()
     assert min(calls_by_mode[:3]) >= 2, f"too few calls came to an end to say anything: {calls_by_mode}"
     assert parser not in ("hermes", "llama3_json", "pythonic") or calls_by_mode[3] >= 1, calls_by_mode
