@@ -7,10 +7,14 @@ import itertools
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dovetail.errors import RequestError
-from dovetail.types import FinishKind
+from dovetail.scheduler.groups import together
+from dovetail.types import FinishKind, Req, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pretended import Run, build, half_right
@@ -94,6 +98,35 @@ def test_those_that_do_not_fit_come_in_the_next_step():
         ask(run, f"g{i}", [*SHARED, *[i] * 20], group="g", group_size=6)
     entered = prompts_entered(run)
     assert entered == [["g0"], ["g0", "g1", "g2"], ["g3", "g4", "g5"], ["g5"]]
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from("xab"), st.sampled_from(["", "tenant"]))))
+def test_groups_stand_where_their_first_stands(asked):
+    """Whatever order a policy gives; ``x`` stands for no group."""
+    reqs = []
+    for i, (name, namespace) in enumerate(asked):
+        reqs.append(Req(str(i), np.zeros(1, np.int32), 1, SamplingParams(), namespace=namespace, uid=i))
+        reqs[-1].group = "" if name == "x" else name
+    keys = [(r.group, r.namespace) if r.group else r.uid for r in reqs]
+    firsts = list(dict.fromkeys(keys))
+    ordered = together(reqs)
+    assert [r.uid for r in ordered] == [i for first in firsts for i, key in enumerate(keys) if key == first]
+
+
+def test_a_group_without_end_holds_nobody_up():
+    """Members go before others that came after their first, but only as far as one step takes them."""
+    run, _, _ = service(max_running=1)
+    for i in range(3):
+        ask(run, f"g{i}", [*SHARED, i], new=1, group="g", group_size=1000)
+    ask(run, "o", [5] * 20, new=1)
+    for i in range(3, 20):
+        ask(run, f"g{i}", [*SHARED, i], new=1, group="g", group_size=1000)
+        run.step()
+        if "o" in run.ends:
+            break
+    assert i < 10, "it has starved"
+    run.finish()
 
 
 @each_lag
