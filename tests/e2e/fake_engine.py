@@ -107,7 +107,7 @@ class FakeLoop:
             finish = FinishReason(FinishKind.STOP, running.detokenizer.matched)
         elif token in params.stop_token_ids:
             finish = FinishReason(FinishKind.STOP, token)
-        elif running.done == (params.max_new_tokens or len(msg.input_ids)):
+        elif running.done >= min(params.max_new_tokens or len(msg.input_ids), self.info["context_len"]):
             finish = FinishReason(FinishKind.LENGTH)
         if finish:
             del self._running[msg.rid]

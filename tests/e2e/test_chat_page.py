@@ -350,4 +350,6 @@ def test_docs_show_every_route(page: Page, fake_url: str) -> None:
         "[...document.querySelectorAll('.part')].find((one) => one.textContent.includes('/v1/chat/completions')).innerHTML"
     )
     assert "response_format" in chat
+    assert "Answers with application/json or text/event-stream. Errors: 400, 401" in chat
+    assert "What is the capital of France?" in chat
     assert "required" in chat

@@ -55,7 +55,7 @@ class Tiny(Api):
         pass
 
     def routes(self) -> Sequence[Route]:
-        return (Route(["POST"], "/tiny/say", self.say, self.body),)
+        return (Route(["POST"], "/tiny/say", self.say, self.body, answers=("application/json", SSE)),)
 
     def error(self, problem: Problem) -> object:
         return {"wrong": problem.message}
@@ -99,6 +99,11 @@ class RefusesItsExample(Tiny):
         body = await self.read(host, request)
         assert not body.stream
         return await whole(request, await self.submit(host, body), lambda outputs: {"text": outputs.choices[0].text})
+
+
+class StreamsUnannounced(Tiny):
+    def routes(self) -> Sequence[Route]:
+        return (Route(["POST"], "/tiny/say", self.say, Ask),)
 
 
 class RunsOn(Tiny):
@@ -241,6 +246,7 @@ MUTANTS = [
     _wrong("has a route twice", HasARouteTwice, "routes_are_well_formed", "twice"),
     _wrong("claims less than it answers", ClaimsTooLittle, "routes_are_well_formed", "no claim is above it"),
     _wrong("fails for its own example", RefusesItsExample, "examples_are_answered", "answers 500"),
+    _wrong("streams unannounced", StreamsUnannounced, "examples_are_answered", SSE),
     _wrong("leaves a request behind", RunsOn, "examples_are_answered", "nobody waits for"),
     _wrong("reads JSON by itself", ReadsJsonItself, "malformed_bodies_are_refused", "answers 500"),
     _wrong("takes fields that it does not know", TakesAnyField, "unknown_fields_are_refused_by_name"),

@@ -54,6 +54,9 @@ def event(data: bytes) -> bytes:
 SSE = "text/event-stream"
 """The media type of server-sent events (WHATWG HTML, section 9.2)."""
 
+NDJSON = "application/x-ndjson"
+"""The media type of streams that have a line of JSON for each step."""
+
 
 def json_response(content: object, status: int = 200) -> Response:
     """``content`` as JSON."""

@@ -254,13 +254,14 @@ Handler = Callable[[ApiHost, "Request"], Awaitable["Response"]]
 
 class Route(NamedTuple):
     """One row of an API. The handler's docstring is its summary in /docs, ``body`` its request's schema, ``query`` that of what
-    stands behind the question mark."""
+    stands behind the question mark. ``answers`` are the media types of its answers, that of a stream among them."""
 
     methods: Sequence[str]
     path: str
     handler: Handler
     body: type[BaseModel] | None = None
     query: type[BaseModel] | None = None
+    answers: Sequence[str] = ("application/json",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -18,6 +18,7 @@ from dovetail.interfaces.api import Route as ApiRoute
 from dovetail.server import admin
 from dovetail.server.chat_page.routes import add_pages
 from dovetail.server.errors import Formats, add_error_handlers
+from dovetail.server.openapi import Describer
 from dovetail.server.service import Service
 from dovetail.server.tenants.gate import Gate
 from dovetail.server.tenants.tenancy import Tenancy
@@ -25,25 +26,30 @@ from dovetail.server.tenants.tenancy import Tenancy
 
 class Route(NamedTuple):
     """A route of the server itself, whose handler sees all of it. Where the server has keys it is for admins, unless it is
-    ``open`` to everybody."""
+    ``open`` to everybody. ``answers`` and ``query`` are those of ``interfaces.api.Route``."""
 
     methods: Sequence[str]
     path: str
     handler: Callable[[Service, Request], Awaitable[Response]]
     body: type[BaseModel] | None = None
     open: bool = False
+    answers: Sequence[str] = ("application/json",)
+    query: type[BaseModel] | None = None
+
+
+_TEXT = ("text/plain",)
 
 
 ROUTES = (
-    Route(["GET"], "/health", admin.health, open=True),
+    Route(["GET"], "/health", admin.health, open=True, answers=_TEXT),
     Route(["GET"], "/server_info", admin.server_info),
-    Route(["GET", "POST"], "/flush_cache", admin.flush_cache),
+    Route(["GET", "POST"], "/flush_cache", admin.flush_cache, answers=_TEXT),
     Route(["POST"], "/abort_request", admin.abort_request, admin.AbortRequest),
-    Route(["GET"], "/metrics", admin.metrics),
+    Route(["GET"], "/metrics", admin.metrics, answers=_TEXT),
 )
 
 TENANT_ROUTES = (
-    ApiRoute(["GET"], "/health_generate", admin.health_generate),
+    ApiRoute(["GET"], "/health_generate", admin.health_generate, answers=_TEXT),
     ApiRoute(["GET"], "/model_info", admin.model_info),
 )
 """Of the server as well, for whoever has a key."""
@@ -56,6 +62,8 @@ def build_app(
     ``tenancy`` every request needs a key. Raises ``ConfigError`` where two APIs answer the same path."""
     gate = Gate(service, tenancy)
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False, docs_url=None, redoc_url=None)
+    formats = Formats(apis)
+    describer = Describer(formats, service.model_name)
     names: dict[str, str] = {}
     replaced = {route.path for route in more}
     own = (*more, *(route for route in ROUTES if route.path not in replaced), *TENANT_ROUTES)
@@ -71,11 +79,13 @@ def build_app(
                 response_model=None,
                 summary=(route.handler.__doc__ or "").strip(),
                 name=name,
-                openapi_extra=_described(route.body),
+                openapi_extra=describer.takes(route),
+                responses=describer.answers(route),
                 operation_id=f"{name}_{method.lower()}",
             )
     add_pages(app)
-    add_error_handlers(app, Formats(apis))
+    describer.publish(app)
+    add_error_handlers(app, formats)
     _allow_origins(app, service.config.server.cors_origins)
     return app
 
@@ -121,10 +131,3 @@ def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
             allow_headers=["*"],
             expose_headers=["retry-after"],
         )
-
-
-def _described(body: type[BaseModel] | None) -> dict[str, Any] | None:
-    """The body's schema for /docs; bodies are read and validated by ``api.body``, not by FastAPI."""
-    if body is None:
-        return None
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}

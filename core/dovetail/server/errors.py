@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from dovetail.api.problems import problem_of
 from dovetail.errors import DovetailError, RateLimitError
@@ -59,9 +60,17 @@ def add_error_handlers(app: FastAPI, formats: Formats) -> None:
             return Response(status_code=499)  # nobody reads it
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error.detail = f"there is no {request.method} {request.url.path}; /docs lists what there is"
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            error.headers = {"allow": ", ".join(_methods(app, request))}
         if isinstance(error, RateLimitError):
             await asyncio.sleep(min(error.retry_after, _PAUSE))
         return formats.answer(request.url.path, error)
 
     for kind in (DovetailError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _methods(app: FastAPI, request: Request) -> list[str]:
+    """Those that the path of a request is answered for, by whichever routes."""
+    found = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in found for method in getattr(route, "methods", None) or ()})

@@ -102,8 +102,8 @@ class Online:
 
     def _routes(self) -> tuple[Route, ...]:
         return (
-            Route(["GET"], "/health", self.health, open=True),
-            Route(["GET"], "/experiment", self.page),
+            Route(["GET"], "/health", self.health, open=True, answers=("text/plain",)),
+            Route(["GET"], "/experiment", self.page, answers=("text/html",)),
             Route(["GET"], "/experiment.json", self.json),
             Route(["POST"], "/experiment/stop", self.stop, ArmRequest),
             Route(["POST"], "/experiment/promote", self.promote, ArmRequest),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
+from dovetail.api.responses import NDJSON, SSE
 from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.config.checkpoint import locate
@@ -29,7 +30,7 @@ from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 MOST_TOKENS = 12
 """Tokens that the engine says where the request sets no lower bound."""
-STREAMS = ("text/event-stream", "application/x-ndjson")
+STREAMS = (SSE, NDJSON)
 _HIDDEN = 8
 
 
@@ -189,7 +190,7 @@ class Answer:
     def said(self) -> list[Any]:
         """The JSON of a stream's events or lines, without end marks. Raises ``ValueError`` for one that is not whole, or no
         JSON."""
-        lines = self.media_type == "application/x-ndjson"
+        lines = self.media_type == NDJSON
         end = b"\n" if lines else b"\n\n"
         if not self.body.endswith(end):
             raise ValueError(f"the last event is not whole: {self.body[-80:]!r}")

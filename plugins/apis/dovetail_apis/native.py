@@ -34,7 +34,7 @@ class Native(Api):
 
     def routes(self) -> Sequence[Route]:
         """Generate."""
-        return (Route(["POST"], "/generate", generate, NativeRequest),)
+        return (Route(["POST"], "/generate", generate, NativeRequest, answers=("application/json", SSE)),)
 
 
 class NativeSampling(ApiModel):

@@ -34,13 +34,25 @@ function fields(schema) {
   return el("table", {}, el("tbody", {}, ...names.map(row)));
 }
 
-function route(path, method, { summary, description, requestBody, parameters = [] }) {
+/** What comes back: the media types of an answer, and the statuses of errors. */
+function answers(responses) {
+  const good = Object.keys(responses["200"]?.content ?? {}).join(" or ");
+  const errors = Object.keys(responses).filter((status) => status !== "200").join(", ");
+  return el("p", { textContent: [good && `Answers with ${good}.`, errors && `Errors: ${errors}.`].filter(Boolean).join(" ") });
+}
+
+function example(schema) {
+  const [first] = (schema.$ref ? target(schema, api) : schema).examples ?? [];
+  return first ? el("pre", {}, el("code", { textContent: JSON.stringify(first, null, 2) })) : "";
+}
+
+function route(path, method, { summary, description, requestBody, parameters = [], responses = {} }) {
   const schema = requestBody?.content?.["application/json"]?.schema;
   const head = el("summary", {}, el("b", { textContent: method.toUpperCase() }), " ", el("code", { textContent: path }), " ", el("span", { textContent: (summary ?? "").replaceAll("``", "`") }));
   const rows = parameters.map(({ name, in: place, description: said }) => el("p", {}, el("code", { textContent: name }), ` in the ${place}. ${said ?? ""}`));
   const body = schema ? fields(schema) : el("p", { textContent: parameters.length ? "" : "It takes nothing." });
   const more = description && description !== summary ? el("p", { textContent: description }) : null;
-  return el("details", { className: "part" }, head, more, ...rows, body);
+  return el("details", { className: "part" }, head, more, ...rows, body, schema ? example(schema) : "", answers(responses));
 }
 
 let api = {};

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dovetail.api.responses import SSE
 from dovetail.interfaces.api import Api, Problem, Route
 from dovetail_apis.anthropic.format import error_json
 from dovetail_apis.anthropic.messages import count_tokens, messages
@@ -18,7 +19,7 @@ class Anthropic(Api):
     def routes(self) -> Sequence[Route]:
         """Messages, and the counting of their tokens."""
         return (
-            Route(["POST"], "/v1/messages", messages, MessagesRequest),
+            Route(["POST"], "/v1/messages", messages, MessagesRequest, answers=("application/json", SSE)),
             Route(["POST"], "/v1/messages/count_tokens", count_tokens, CountRequest),
         )
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dovetail.api.responses import NDJSON
 from dovetail.interfaces.api import Api, Problem, Route
 from dovetail_apis.ollama.chat import chat, generate
 from dovetail_apis.ollama.embed import embed, embeddings
 from dovetail_apis.ollama.model import ps, show, tags, version
 from dovetail_apis.ollama.types import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, ShowRequest
+
+_ANSWERS = ("application/json", NDJSON)
 
 
 class Ollama(Api):
@@ -19,8 +22,8 @@ class Ollama(Api):
     def routes(self) -> Sequence[Route]:
         """Chat, generate and embed, and what is asked about the model."""
         return (
-            Route(["POST"], "/api/chat", chat, ChatRequest),
-            Route(["POST"], "/api/generate", generate, GenerateRequest),
+            Route(["POST"], "/api/chat", chat, ChatRequest, answers=_ANSWERS),
+            Route(["POST"], "/api/generate", generate, GenerateRequest, answers=_ANSWERS),
             Route(["POST"], "/api/embed", embed, EmbedRequest),
             Route(["POST"], "/api/embeddings", embeddings, EmbeddingsRequest),
             Route(["POST"], "/api/show", show, ShowRequest),

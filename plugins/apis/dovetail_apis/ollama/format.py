@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dovetail.api.responses import NDJSON
 from dovetail.interfaces.api import ChatDelta, Choice, Delta, Generation, Problem
 from dovetail.interfaces.parsers import CallDelta
 from dovetail.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ def common(model: str) -> dict[str, Any]:
 class AnswerFormat:
     """The answer to one request, whole or in lines."""
 
-    media_type = "application/x-ndjson"
+    media_type = NDJSON
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, outputs: Generation, clock: Clock, shape: Shape, raw: bool = False

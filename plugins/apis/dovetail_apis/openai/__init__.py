@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dovetail.api.responses import SSE
 from dovetail.interfaces.api import Api, Problem, Route
 from dovetail_apis.openai.chat import chat_completions
 from dovetail_apis.openai.completions import completions
 from dovetail_apis.openai.format import error_json
 from dovetail_apis.openai.models import model, models
 from dovetail_apis.openai.types import ChatRequest, CompletionRequest
+
+_ANSWERS = ("application/json", SSE)
 
 
 class OpenAI(Api):
@@ -20,8 +23,8 @@ class OpenAI(Api):
     def routes(self) -> Sequence[Route]:
         """Chat completions, completions, and the model."""
         return (
-            Route(["POST"], "/v1/chat/completions", chat_completions, ChatRequest),
-            Route(["POST"], "/v1/completions", completions, CompletionRequest),
+            Route(["POST"], "/v1/chat/completions", chat_completions, ChatRequest, answers=_ANSWERS),
+            Route(["POST"], "/v1/completions", completions, CompletionRequest, answers=_ANSWERS),
             Route(["GET"], "/v1/models", models),
             Route(["GET"], "/v1/models/{name:path}", model),
         )

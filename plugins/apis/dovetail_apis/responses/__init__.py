@@ -29,6 +29,8 @@ from dovetail_apis.responses.types import ResponsesRequest
 
 logger = logging.getLogger("dovetail.server")
 
+_ANSWERS = ("application/json", SSE)
+
 
 class Responses(Api):
     """https://platform.openai.com/docs/api-reference/responses"""
@@ -42,8 +44,8 @@ class Responses(Api):
     def routes(self) -> Sequence[Route]:
         """Make, fetch, cancel and delete responses; list what they were made from."""
         return (
-            Route(["POST"], "/v1/responses", self.create, ResponsesRequest),
-            Route(["GET"], "/v1/responses/{response_id}", self.get, query=GetQuery),
+            Route(["POST"], "/v1/responses", self.create, ResponsesRequest, answers=_ANSWERS),
+            Route(["GET"], "/v1/responses/{response_id}", self.get, query=GetQuery, answers=_ANSWERS),
             Route(["DELETE"], "/v1/responses/{response_id}", self.delete),
             Route(["POST"], "/v1/responses/{response_id}/cancel", self.cancel),
             Route(["GET"], "/v1/responses/{response_id}/input_items", self.input_items, query=ItemsQuery),
