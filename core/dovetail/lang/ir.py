@@ -177,15 +177,15 @@ def joined(*parts: object) -> Expr:
 
 def expression(part: object) -> Expr:
     """``part`` as an expression: text, an expression, or a list of them. Raises ``TypeError``."""
+    as_expr = getattr(type(part), "as_expr", None)  # first: such an object does not like to be asked what it is
+    if as_expr is not None:
+        return as_expr(part)
     if isinstance(part, Expr):
         return part
     if isinstance(part, str):
         return Text(part)
     if isinstance(part, list | tuple):
         return joined(*part) if part else Text("")
-    as_expr = getattr(type(part), "as_expr", None)
-    if as_expr is not None:
-        return as_expr(part)
     raise TypeError(
         f"{part!r:.80} ({type(part).__name__}) cannot be a part of a prompt; give text, gen(...) and the like, or str(it)"
     )

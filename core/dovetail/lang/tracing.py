@@ -30,6 +30,7 @@ from dovetail.lang.ir import (
     leaves,
     names_of,
 )
+from dovetail.lang.watching import Watch
 
 
 class TraceStop(BaseException):
@@ -42,18 +43,27 @@ class Symbol:
     def __init__(self, made: Expr) -> None:
         self._made = made
 
+    @property  # isinstance(symbol, str) asks for it
+    def __class__(self) -> NoReturn:  # pyright: ignore
+        _wanted(self)
+
     def as_expr(self) -> Expr:
         """What is appended in its place."""
         return self._made
 
-    def __add__(self, other: object) -> Expr:
-        return joined(self, other)
+    def __add__(self, other: object) -> Expr | Symbol:
+        return _sum(joined(self, other), other)
 
-    def __radd__(self, other: object) -> Expr:
-        return joined(other, self)
+    def __radd__(self, other: object) -> Expr | Symbol:
+        return _sum(joined(other, self), other)
 
     def __repr__(self) -> str:
         return f"<unknown: {self._made!r:.80}>"
+
+
+def _sum(made: Expr, other: object) -> Expr | Symbol:
+    """What a symbol and ``other`` make: with text it is text, of which a program may want to know more."""
+    return Symbol(made) if type(other) in (str, Symbol) else made
 
 
 def _wanted(symbol: Symbol, *_: object) -> NoReturn:
@@ -61,7 +71,7 @@ def _wanted(symbol: Symbol, *_: object) -> NoReturn:
 
 
 _OPERATIONS = """getattr str format bool len iter next contains getitem call int float index hash eq ne lt le gt ge
-    mul rmul mod rmod sub rsub truediv and or reversed bytes enter exit"""
+    mul rmul mod rmod sub rsub truediv and or reversed bytes enter exit fspath complex round"""
 for _name in _OPERATIONS.split():
     setattr(Symbol, f"__{_name}__", _wanted)
 
@@ -113,11 +123,15 @@ class TracedState(State):
         tape.count += 1
         self._names = set(names)
         self._values = dict(values or {})  # those that were set and not generated
+        self._read: set[str] = set()  # of which the program has symbols
 
     def append(self, expr: Expr) -> None:
-        """Write it down."""
+        """Write it down. Ends the trace where a variable changes whose symbol the program has: that stands for what it was."""
+        names = names_of(expr)
+        if changed := self._read.intersection(names):
+            raise TraceStop(f"{program_line()} changes {min(changed)!r}, whose value the program has read")
         self._tape.steps.append(Appended(self, expr, program_line()))
-        self._names.update(names := names_of(expr))
+        self._names.update(names)
         for name in names:
             self._values.pop(name, None)
         if self._tape.until_call and not all(map(_is_static, leaves(expr))):
@@ -127,11 +141,12 @@ class TracedState(State):
         """A symbol, or the value that the program has set itself."""
         if name in self._values:
             return self._values[name]
+        self._read.add(name)
         return Symbol(Ref(self, name))
 
     def set_var(self, name: str, value: Any) -> None:
         """Write it down."""
-        if isinstance(value, Symbol):
+        if type(value) is Symbol and isinstance(value.as_expr(), Ref):
             self.append(Assign(name, value.as_expr()))
             return
         if _has_symbol(value):
@@ -234,13 +249,14 @@ def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_c
     of the program ends the trace as well: the run itself will raise it."""
     tape, returned, stopped = Tape(until_call), None, None
     root = TracedState(tape)
-    try:
-        returned = function(root, **arguments)
-    except TraceStop as stop:
-        stopped = str(stop)
-    except Exception as error:
-        stopped = f"{line_of(error)} raises {type(error).__name__}: {error}"
-    return Trace(root, tuple(tape.steps), stopped, returned)
+    with Watch(TraceStop, Symbol.__name__) as watch:
+        try:
+            returned = function(root, **arguments)
+        except TraceStop as stop:
+            stopped = str(stop)
+        except Exception as error:
+            stopped = f"{line_of(error)} raises {type(error).__name__}: {error}"
+    return Trace(root, tuple(tape.steps), watch.seen or stopped, returned)
 
 
 def symbols(names: Sequence[str]) -> dict[str, Symbol]:
@@ -266,10 +282,9 @@ def translated(expr: Expr, states: Mapping[State, State]) -> Expr:
 
 def known(value: Any, states: Mapping[State, State]) -> Any:
     """What a function returned, symbols replaced by their values. Waits for them."""
-    if isinstance(value, Symbol):
-        expr = value.as_expr()
-        assert isinstance(expr, Ref)
-        return states[expr.state].get_var(expr.name)
+    if type(value) is Symbol:
+        found = [_known_part(part, states) for part in leaves(value.as_expr())]
+        return found[0] if len(found) == 1 else "".join(found)
     if isinstance(value, list | tuple):
         return type(value)([known(each, states) for each in value])
     if isinstance(value, dict):
@@ -277,10 +292,19 @@ def known(value: Any, states: Mapping[State, State]) -> Any:
     return states.get(value, value) if isinstance(value, State) else value
 
 
+def _known_part(part: Expr, states: Mapping[State, State]) -> Any:
+    if isinstance(part, Ref):
+        return states[part.state].get_var(part.name)
+    assert isinstance(part, Text), "nothing else is joined to a symbol"
+    return part.text
+
+
 def _has_symbol(value: Any) -> bool:
+    if type(value) is Symbol:
+        return True
     if isinstance(value, dict):
         return any(map(_has_symbol, value.values()))
-    return isinstance(value, Symbol) or (isinstance(value, list | tuple | set) and any(map(_has_symbol, value)))
+    return isinstance(value, list | tuple | set) and any(map(_has_symbol, value))
 
 
 def _is_static(part: Expr) -> bool:

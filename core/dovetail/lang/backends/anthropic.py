@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from dovetail.errors import RequestError
@@ -17,12 +18,14 @@ _NAMES = {
     "top_p": "top_p",
     "top_k": "top_k",
 }
+_TYPED = ("max_tokens", "stop_sequences")
+_SAMPLING = ("temperature", "top_p", "top_k")  # not every model takes them, and the client has no arguments for them
 
 
 class Anthropic(Backend):
     """A model of Anthropic's API: ``Anthropic("claude-...")``. Further arguments are those of the official client."""
 
-    features = Features(images=True)
+    features = Features(images=True, constraints=frozenset({"json_schema"}))
 
     def __init__(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         self._package = client_package("anthropic")
@@ -44,9 +47,12 @@ class Anthropic(Backend):
         if (sampling.n or 1) > 1:
             raise RequestError(f"{self!r} makes one output at a time, and n is {sampling.n}; fork the state", param="n")
         messages = messages_of(conversation)
-        body = settings(sampling, {**_NAMES, "n": "n"}, repr(self)) | {"model": self.model_name}
-        body.pop("n", None)
-        body["messages"] = [_message(m) for m in messages if m.role != "system"]
+        given = settings(sampling, {**_NAMES, "n": "n"}, repr(self))
+        body: dict[str, Any] = {name: given[name] for name in _TYPED if name in given}
+        body["extra_body"] = {name: given[name] for name in _SAMPLING if given.get(name, 1.0) != 1.0}
+        body |= {"model": self.model_name, "messages": [_message(m) for m in messages if m.role != "system"]}
+        if sampling.constraint is not None:
+            body["output_config"] = {"format": {"type": "json_schema", "schema": json.loads(sampling.constraint[1])}}
         if system := "\n\n".join(m.text for m in messages if m.role == "system"):
             body["system"] = system
         with told(self._package, repr(self)):
@@ -83,9 +89,10 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _meta(answer: Any) -> dict[str, Any]:
     usage = answer.usage
+    cached = usage.cache_read_input_tokens or 0
     return {
         "finish_reason": {"type": answer.stop_reason},
-        "prompt_tokens": usage.input_tokens,
+        "prompt_tokens": usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0),
         "completion_tokens": usage.output_tokens,
-        "cached_tokens": usage.cache_read_input_tokens or 0,
+        "cached_tokens": cached,
     }

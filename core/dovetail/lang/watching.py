@@ -1,0 +1,41 @@
+"""What a program's own ``except`` would hide from its trace."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class Watch:
+    """While it is entered, exceptions that Python code of this thread raises are seen: ``stop``, however it is caught, and the
+    ``TypeError`` of a function that was given an object of the class called ``name`` in place of text, which becomes a
+    ``stop``. ``seen`` is the first of them. A debugger's or coverage's own function sees nothing meanwhile.
+    """
+
+    def __init__(self, stop: type[BaseException], name: str) -> None:
+        self.seen: str | None = None
+        self._stop, self._name = stop, name
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        frame.f_trace_lines = False
+        return self._look
+
+    def _look(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event != "exception":
+            return self._look
+        kind, error, _ = arg
+        if issubclass(kind, TypeError) and self._name in str(error):
+            self.seen = self.seen or f"{frame.f_code.co_filename}:{frame.f_lineno} needs the value of a symbol: {error}"
+            raise self._stop(self.seen)
+        if issubclass(kind, self._stop):
+            self.seen = self.seen or str(error)
+        return self._look
