@@ -56,6 +56,17 @@ def test_groups_and_sessions_of_the_native_api(server: httpx.Client):
     assert metric(server, "kv_pages_used") == 0
 
 
+def test_a_stream_without_new_tokens_has_an_end(server: httpx.Client):
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "stream": True}
+    first, done = [line for line in server.post("/generate", json=body).text.split("\n") if line]
+    assert '"finish_reason":{"type":"length","length":0}' in first.replace(" ", "")
+    assert done == "data: [DONE]"
+    body = {"prompt": "The sky", "max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}
+    *_, usage, done = [line for line in server.post("/v1/completions", json=body).text.split("\n") if line]
+    assert '"completion_tokens":0' in usage.replace(" ", "")
+    assert done == "data: [DONE]"
+
+
 def test_prompts_of_one_request_may_be_a_group(server: httpx.Client):
     answers = generate(server, prompts_of([5] * 4, seed=78, shared=64), 2, group="all")
     assert sorted(a["meta_info"]["cached_tokens"] for a in answers) == [0, 64, 64, 64]
