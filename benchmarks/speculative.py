@@ -118,10 +118,10 @@ class Bench:
         tpots = [(each[-1][0] - each[0][0]) / sum(count for _, count in each[1:]) for each in times.values()]
         return statistics.mean(tpots) * 1e3, list(outputs.values())
 
-    def tpot(self, llm: dovetail.LLM, prompts: Sequence[list[int]], rounds: int = 3) -> float:
+    def tpot(self, llm: dovetail.LLM, prompts: Sequence[list[int]], length: int, rounds: int = 3) -> float:
         """The best of some runs, prompts cached."""
-        self.run(llm, prompts, self.output)
-        return min(self.run(llm, prompts, self.output)[0] for _ in range(rounds))
+        self.run(llm, prompts, length)
+        return min(self.run(llm, prompts, length)[0] for _ in range(rounds))
 
     # -- verify ------------------------------------------------------------------------------------------------------
 
@@ -134,11 +134,11 @@ class Bench:
         for errors in ERRORS:
             oracle = Oracle(futures, WIDTH, errors, self.target["vocab_size"])
             attach(llm, None)
-            plain = self.tpot(llm, prompts)
+            plain = self.tpot(llm, prompts, self.output)
             attach(llm, oracle)
             self.run(llm, prompts, self.output)
             before = llm.loop.stats(), llm.loop._seconds["draft"]
-            drafted = self.tpot(llm, prompts)
+            drafted = self.tpot(llm, prompts, self.output)
             after = llm.loop.stats(), llm.loop._seconds["draft"]
             assert llm.loop.drafter_errors == 0
             with_drafts = self.run(llm, prompts, self.output)[1][0]
@@ -146,6 +146,7 @@ class Bench:
             attach(llm, None)
             self.found["verify"].append(self.row(errors, plain, drafted, before, after, same))
             console.print(self.found["verify"][-1])
+        llm.close()
 
     def row(self, errors: float, plain: float, drafted: float, before: Any, after: Any, same: bool) -> dict[str, Any]:
         """One error rate."""
@@ -173,15 +174,15 @@ class Bench:
         """Every drafter at a full batch: engines in turns, so that each stands beside one without."""
         prompts = self.prompts(self.many)
         self.temperature = 1.0  # nearly every token is as likely as any other: nobody can draft it
-        self.output = min(self.output, SHORT_OUTPUT)
+        length = min(self.output, SHORT_OUTPUT)
         plain = self.engine()
         for name in self.args.methods:
             with_drafts = self.engine(self.sections[name])
             for _ in range(6):
-                self.run(with_drafts, prompts, self.output)  # drafts are tried, and found not to pay
+                self.run(with_drafts, prompts, length)  # drafts are tried, and found not to pay
             ratios, times = [], []
             for _ in range(3):
-                a, b = self.tpot(plain, prompts, 1), self.tpot(with_drafts, prompts, 1)
+                a, b = self.tpot(plain, prompts, length, 1), self.tpot(with_drafts, prompts, length, 1)
                 ratios.append(a / b)
                 times.append((a, b))
             stats = with_drafts.loop.stats()
@@ -193,6 +194,8 @@ class Bench:
             with_drafts.close()
             del with_drafts
             console.print(self.found["methods"][-1])
+        plain.close()
+        self.temperature = 0.0
 
     def show(self) -> None:
         """Tables."""

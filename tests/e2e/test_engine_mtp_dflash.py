@@ -67,8 +67,8 @@ CUTS = {
 def requests():
     rng = random.Random(1)
     prompts = [*prompts_of([1, 9, 17, 30, 6, 40], seed=2, shared=10), [3], [5, 7]]
-    params = [varied_params(rng, most=50) for _ in prompts]
-    params[0] = params[3] = params[6] = SamplingParams(max_new_tokens=50, temperature=0)
+    params = [varied_params(rng, most=32) for _ in prompts]
+    params[0] = params[3] = params[6] = SamplingParams(max_new_tokens=36, temperature=0)
     return prompts, params
 
 

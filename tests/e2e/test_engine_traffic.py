@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """What each request says when there is room for all, and its neighbours are others."""
-    llm, jobs = make_llm(checkpoint, **paged(16, 20000)), list(jobs_of(120))
+    llm, jobs = make_llm(checkpoint, **paged(16, 20000)), list(jobs_of(80))
     outputs = llm.generate([p for p, _ in jobs], [p for _, p in jobs])
     return [o.token_ids for o in outputs]
 

@@ -93,8 +93,8 @@ def _config(files: list[Path] | None, sets: list[str], method: str) -> Config:
 def _print(rows: list[SpecRow]) -> None:
     from dovetail.cli.tables import add, console, table
 
-    titles = "method", "workload", "accepted length", "accepted rate", "tokens/step", "tokens/s", "speed-up", "same"
-    grid = table(*titles)
+    titles = "method", "workload", "length", "accepted", "per step", "tokens/s", "speed-up", "same"
+    grid = table(*titles)  # no title wraps in 80 columns
     for index, row in enumerate(rows):
         drafted = row.drafted > 0
         if index and rows[index - 1].method != row.method:
