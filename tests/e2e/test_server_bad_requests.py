@@ -143,9 +143,21 @@ def test_bad_chats(fake: httpx.Client, body: dict, param: str, words: list[str])
     refused(fake.post("/v1/chat/completions", json=body), 400, param, *words)
 
 
-@pytest.mark.parametrize("change", [{"suffix": "end"}, {"best_of": 3}])
+@pytest.mark.parametrize("change", [{"suffix": "end"}])
 def test_completion_fields_that_are_not_supported(fake: httpx.Client, change: dict):
     refused(fake.post("/v1/completions", json=COMPLETION | change), 400, next(iter(change)), "not supported")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"best_of": 3, "stream": True}, "best_of: 1"),
+        ({"best_of": 2, "n": 3}, "at least n"),
+        ({"best_of": 0}, "greater than"),
+    ],
+)
+def test_the_best_of_how_many(fake: httpx.Client, change: dict, words: str):
+    refused(fake.post("/v1/completions", json=COMPLETION | change), 400, "best_of", words)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +178,28 @@ def test_n_and_seed(client: openai.OpenAI):
     assert texts(5, 1) == three[:1], "the first of n is what n=1 gives"
     assert len(set(three)) > 1
     assert texts(6, 3) != three
+
+
+def test_best_of_answers_with_the_likeliest(client: openai.OpenAI):
+    """The best of those that the same seed makes with n, by the mean log-probability of their tokens."""
+    asked = {
+        "model": "tiny",
+        "prompt": ["Once upon a time", "One and"],
+        "temperature": 1.5,
+        "seed": 5,
+        "max_tokens": 12,
+    }
+    all_of_them = client.completions.create(**asked, n=5, logprobs=0).choices
+    chosen = client.completions.create(**asked, n=2, best_of=5)
+    expected = []
+    for outputs in (all_of_them[:5], all_of_them[5:]):
+        means = [statistics.fmean(one.logprobs.token_logprobs) for one in outputs if one.logprobs]
+        expected += [outputs[i].text for i in sorted(range(5), key=lambda i: -means[i])[:2]]
+    assert [choice.text for choice in chosen.choices] == expected
+    assert [choice.index for choice in chosen.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in chosen.choices)
+    assert chosen.usage
+    assert chosen.usage.completion_tokens > 2 * 2 * 12
 
 
 def test_stop(client: openai.OpenAI, tiny: httpx.Client):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ from dovetail.api.requests import new_id, with_room
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt
-from dovetail.types import TokenLogprob
+from dovetail.types import SamplingParams, TokenLogprob
 from dovetail_apis.openai.format import CompletionLogprobs, error_json, finish_name, usage_json
 from dovetail_apis.openai.types import CompletionRequest
 
@@ -40,7 +42,7 @@ def _many(prompt: object) -> bool:
 
 
 async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) -> ApiRequest:
-    params = body.params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None, {})
+    params = _with_rivals(body, body.params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None, {}))
     prompts: list[Prompt] = []
     for text in texts:
         if not text:
@@ -49,6 +51,29 @@ async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) 
         prompts.append(Prompt(ids, with_room(params, host.room(ids, _DEFAULT_MAX_TOKENS))))
     rid = body.rid or new_id("cmpl-")
     return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0)
+
+
+def _with_rivals(body: CompletionRequest, params: SamplingParams) -> SamplingParams:
+    """``params`` that make ``best_of`` outputs and tell how likely they are. Raises ``RequestError``."""
+    if body.best_of is None or body.best_of == params.n:
+        return params
+    if body.best_of < params.n:
+        raise RequestError(f"best_of is {body.best_of} and n {params.n}; allowed: at least n", param="best_of")
+    if body.stream:
+        raise RequestError(
+            f"best_of is {body.best_of} and stream true: which are the best is known at the end; give best_of: {params.n}",
+            param="best_of",
+        )
+    return replace(params, n=body.best_of, logprobs=params.logprobs or 0)
+
+
+def best(choices: Sequence[Choice], n: int) -> list[Choice]:
+    """The ``n`` whose tokens have the highest log-probability on the average, the best first."""
+
+    def unlikely(choice: Choice) -> float:
+        return -fmean(one.logprob or 0.0 for one in choice.logprobs) if choice.logprobs else 0.0
+
+    return sorted(choices, key=unlikely)[:n]
 
 
 class CompletionFormat:
@@ -61,6 +86,7 @@ class CompletionFormat:
         self._tokenizer = host.tokenizer
         self._echo = [self._text(text) for text in texts] if body.echo else None
         self._n = body.n or 1
+        self._made = max(body.best_of or 1, self._n)
         self._with_logprobs = body.logprobs is not None
         self._logprobs = [CompletionLogprobs(host.tokenizer) for _ in outputs.choices]
         self._started: set[int] = set()
@@ -78,14 +104,21 @@ class CompletionFormat:
         """The answer at once."""
         choices = [
             {
-                "index": choice.index,
+                "index": index,
                 "text": self._echoed(choice) + choice.text,
                 "logprobs": self._lists(choice, [*choice.prompt_logprobs, *choice.visible_logprobs]),
                 "finish_reason": finish_name(choice.finish),
             }
-            for choice in outputs.choices
+            for index, choice in enumerate(self._chosen(outputs.choices))
         ]
         return {**self._common, "choices": choices, "usage": usage_json(outputs.usage)}
+
+    def _chosen(self, choices: Sequence[Choice]) -> list[Choice]:
+        if self._made == self._n:
+            return list(choices)
+        return [
+            choice for i in range(0, len(choices), self._made) for choice in best(choices[i:][: self._made], self._n)
+        ]
 
     def head(self) -> bytes:
         """Nothing: the prompt comes with the first token, whose step knows its logprobs."""
@@ -128,7 +161,7 @@ class CompletionFormat:
         return self._logprobs[choice.index].add(entries) if self._with_logprobs else None
 
     def _echoed(self, choice: Choice) -> str:
-        return self._echo[choice.index // self._n] if self._echo else ""
+        return self._echo[choice.index // self._made] if self._echo else ""
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)

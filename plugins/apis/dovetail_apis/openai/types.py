@@ -130,8 +130,13 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
     logprobs: int | None = None
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        description="Make so many outputs, and answer with the `n` whose tokens are the likeliest on the average.",
+    )
 
-    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": ("",), "best_of": (1,)}
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": ("",)}
 
 
 class ChatMessage(BaseModel):
