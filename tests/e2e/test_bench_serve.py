@@ -6,6 +6,7 @@ Run: python -m pytest -q tests/e2e/test_bench_serve.py
 from __future__ import annotations
 
 import json
+import signal
 from html.parser import HTMLParser
 
 import jsonschema
@@ -64,6 +65,28 @@ def check(workload, record):
     for call in workload.calls:
         if call.parent is not None:
             assert before[call.id].sent >= before[call.parent].end + call.think
+
+
+def test_ctrl_c_ends_an_offline_run_between_two_steps(monkeypatch):
+    """In the middle of a step it would leave the engine in pieces, and a traceback of them on the terminal."""
+    llm, ended = LLM("tiny", threads=1, grammar="none"), []
+    forward, step = llm.loop.engine.model.forward, llm.loop.step
+
+    def interrupted(batch):
+        signal.raise_signal(signal.SIGINT)
+        return forward(batch)
+
+    def watched():
+        answers = step()
+        ended.append(True)
+        return answers
+
+    monkeypatch.setattr(llm.loop, "step", watched)
+    monkeypatch.setattr(llm.loop.engine.model, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure_offline(llm, make_workload(parse_workload(SHARED), 0, Vocabulary.of(llm.tokenizer)))
+    assert len(ended) == 2, "the one that empties the cache, and the one that was interrupted"
+    llm.close()
 
 
 @pytest.mark.parametrize("text", [AGENT, SHARED])

@@ -20,6 +20,7 @@ from dovetail.bench.prompts import Prompt, encoded, first_prompt, next_prompt
 from dovetail.bench.records import Call, Measurement, RunRecord, Workload
 from dovetail.config import config_hash, dump
 from dovetail.errors import ConfigError, RequestError
+from dovetail.llm.interrupts import Held
 from dovetail.llm.runs import Run
 from dovetail.messages import FlushCacheMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
@@ -108,10 +109,11 @@ class OfflineRun:
         self._start = time.perf_counter()
         self._begin()
         while self._waiting or self._open:
-            self._submit()
-            if self._open:
-                self._step()
-            elif self._waiting:
+            with Held():  # Ctrl-C ends it between two steps
+                self._submit()
+                if self._open:
+                    self._step()
+            if self._waiting and not self._open:
                 time.sleep(max(self._waiting[0].due - self._clock(), 0.0))
         return self._book.measurements()
 

@@ -8,18 +8,21 @@ import traceback
 from dovetail.errors import ConfigError, DovetailError, PluginError
 
 USER_ERROR = 2
+INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run ``dovetail``. An error of the user, the config or a plugin is one message on stderr, not a traceback, and
-    exit status 2; any other error of Dovetail exits with 1."""
+    exit status 2; any other error of Dovetail exits with 1, and Ctrl-C with 130, also while there is much to import."""
     given = sys.argv[1:] if arguments is None else arguments
     show_traceback = "--traceback" in given
     given = [word for word in given if word != "--traceback"]
-    from dovetail.cli.app import build_app
-
     try:
+        from dovetail.cli.app import build_app
+
         build_app(given)(given, prog_name="dovetail")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except DovetailError as error:
         if show_traceback:
             traceback.print_exc()
