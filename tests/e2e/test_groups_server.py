@@ -128,3 +128,22 @@ def test_settings_reach_the_engine():
         assert (stats.pages_pinned, stats.pins_taken, stats.pins_dropped) == (93, 5, 2)
     finally:
         llm.close()
+
+
+TALK = [{"role": "user", "content": "Name the capital of France, and then that of Italy, and say a word about both."}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": TALK, "max_tokens": 4}),
+        ("/v1/completions", {"prompt": TALK[0]["content"], "max_tokens": 4}),
+        ("/v1/responses", {"input": TALK[0]["content"], "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": TALK, "max_tokens": 4}),
+        ("/api/chat", {"messages": TALK, "options": {"num_predict": 4}, "stream": False}),
+    ],
+)
+def test_a_session_of_any_api_is_kept_warm(server: httpx.Client, path: str, body: dict[str, object]):
+    answer = server.post(path, json={"model": "tiny", **body, "session": "talk"})
+    assert answer.status_code == 200, answer.text
+    assert metric(server, "kv_pages_pinned") > 0

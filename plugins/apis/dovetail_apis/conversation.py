@@ -41,6 +41,7 @@ class Ticket:
     rid: str
     namespace: str = ""
     priority: int = 0
+    session: str = ""
 
 
 async def plan(
@@ -56,7 +57,10 @@ async def plan(
     how = host.plan_chat(params, text, conversation.calls, separate_reasoning)
     prompt = Prompt(await host.encode(text, add_special_tokens=False), how.params)
     continues = bool(conversation.opening)
-    return ApiRequest(ticket.rid, (prompt,), continues, ticket.namespace, ticket.priority, how.reader), how
+    request = ApiRequest(
+        ticket.rid, (prompt,), continues, ticket.namespace, ticket.priority, how.reader, session=ticket.session
+    )
+    return request, how
 
 
 async def ask(

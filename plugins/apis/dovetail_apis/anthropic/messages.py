@@ -22,7 +22,7 @@ async def messages(host: ApiHost, request: Request) -> Response:
     """The assistant's next message."""
     body = await parse(request, MessagesRequest, host.max_body)
     host.check_model(body.model)
-    ticket = Ticket(new_id("msg_"), body.cache_salt or "", body.priority or 0)
+    ticket = Ticket(new_id("msg_"), body.cache_salt or "", body.priority or 0, body.session or "")
     asked, _ = await ask(host, conversation_of(body), _params(body), ticket)
     outputs = host.submit(asked)
     formatter = MessageFormat(host.model_name, body, outputs)

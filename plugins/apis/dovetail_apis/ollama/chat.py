@@ -86,7 +86,7 @@ def _loaded(body: AskFields, shape: Shape) -> Response:
 
 
 def _ticket(body: AskFields) -> Ticket:
-    return Ticket(new_id("ollama-"), body.cache_salt or "", body.priority or 0)
+    return Ticket(new_id("ollama-"), body.cache_salt or "", body.priority or 0, body.session or "")
 
 
 def _variables(body: AskFields) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, Int32, Salt, examples
+from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
 from dovetail.chat.requests import ToolSpec
 
 
@@ -71,6 +71,9 @@ class AskFields(ApiModel):
     priority: Int32 | None = None
     cache_salt: Salt | None = Field(
         None, description="Requests share cached prefixes only with those of the same salt."
+    )
+    session: Rid | None = Field(
+        None, description="The text of the last request of a session stays cached for the next one, for a while."
     )
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncate": (False,), "shift": (False,)}

@@ -23,7 +23,7 @@ from dovetail_apis.openai.types import ChatRequest
 
 
 async def chat_completions(host: ApiHost, request: Request) -> Response:
-    """Answer one chat request."""
+    """The next message of a conversation."""
     body = await parse(request, ChatRequest, host.max_body)
     host.check_model(body.model)
     parsed, how = await _parsed(host, body)
@@ -43,7 +43,7 @@ async def _parsed(host: ApiHost, body: ChatRequest) -> tuple[ApiRequest, ChatPla
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages)]
     calls = calls_wanted(body.tools or (), body.tool_choice, body.parallel_tool_calls is not False)
     conversation = Conversation(messages, shown_tools(body.tools or ()), calls, body.chat_template_kwargs or {})
-    ticket = Ticket(body.rid or new_id("chatcmpl-"), body.cache_salt or "", body.priority or 0)
+    ticket = Ticket(body.rid or new_id("chatcmpl-"), body.cache_salt or "", body.priority or 0, body.session or "")
     return await plan(host, conversation, params, ticket, separate_reasoning=body.separate_reasoning is not False)
 
 

@@ -25,7 +25,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 async def completions(host: ApiHost, request: Request) -> Response:
-    """Answer one completion request."""
+    """The continuation of a prompt, or of several."""
     body = await parse(request, CompletionRequest, host.max_body)
     host.check_model(body.model)
     texts = body.prompt if _many(body.prompt) else [body.prompt]
@@ -50,7 +50,7 @@ async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) 
         ids = await host.encode(text, add_special_tokens=True) if isinstance(text, str) else text
         prompts.append(Prompt(ids, with_room(params, host.room(ids, _DEFAULT_MAX_TOKENS))))
     rid = body.rid or new_id("cmpl-")
-    return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0)
+    return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0, session=body.session or "")
 
 
 def _with_rivals(body: CompletionRequest, params: SamplingParams) -> SamplingParams:

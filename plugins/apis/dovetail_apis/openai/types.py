@@ -77,6 +77,9 @@ class SamplingFields(ApiModel):
     cache_salt: Salt | None = Field(
         None, description="Requests share cached prefixes only with those of the same salt."
     )
+    session: Rid | None = Field(
+        None, description="The text of the last request of a session stays cached for the next one, for a while."
+    )
     rid: Rid | None = Field(None, description="Id for /abort_request; also the answer's id.")
 
     ignored = _IGNORED

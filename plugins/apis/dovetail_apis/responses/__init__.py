@@ -201,5 +201,5 @@ async def _asked(host: ApiHost, body: ResponsesRequest, items: Sequence[ItemDict
     tools = read_tools(body.tools or ())
     calls = wanted(tools, body.tool_choice, body.parallel_tool_calls is not False)
     conversation = Conversation(messages, shown_tools(tools), calls, body.template_variables())
-    ticket = Ticket(new_id("resp_"), body.cache_salt or "", body.priority or 0)
+    ticket = Ticket(new_id("resp_"), body.cache_salt or "", body.priority or 0, body.session or "")
     return (await ask(host, conversation, body.params(), ticket))[0]

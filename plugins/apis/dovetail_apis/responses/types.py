@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from dovetail.api.body import ApiModel, Int32, Salt, examples
+from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
 from dovetail.api.requests import grammar_of, sampling_params
 from dovetail.errors import RequestError
 from dovetail.types import GrammarSpec, SamplingParams
@@ -151,6 +151,9 @@ class ResponsesRequest(ApiModel):
     priority: Int32 | None = None
     cache_salt: Salt | None = Field(
         None, description="Requests share cached prefixes only with those of the same salt."
+    )
+    session: Rid | None = Field(
+        None, description="The text of the last request of a session stays cached for the next one, for a while."
     )
 
     ignored = frozenset(
