@@ -124,7 +124,7 @@ class NativeRequest(ApiModel):
 
 
 async def generate(host: ApiHost, request: Request) -> Response:
-    """Answer one request; a list where it had several prompts or asked for several outputs."""
+    """The continuation of a prompt; a list where there were several prompts or outputs."""
     body = await parse(request, NativeRequest, host.max_body)
     parsed = await _parsed(host, body)
     outputs = host.submit(parsed)

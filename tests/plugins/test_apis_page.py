@@ -1,0 +1,79 @@
+"""docs/apis.md: its table of routes is that of the APIs, and what it shows works.
+
+    .venv/bin/python -m pytest -q tests/plugins/test_apis_page.py
+
+Write the table anew: ``.venv/bin/python tests/plugins/test_apis_page.py``.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dovetail.interfaces.api import Api
+from dovetail.plugins import setup
+from dovetail.plugins.specs import ComponentKind
+from dovetail.plugins.targets import load_attribute
+from dovetail.testing.api import ApiSuite
+from dovetail.testing.component import installed
+
+PAGE = Path(__file__).parents[2] / "docs" / "apis.md"
+BEGIN, END = "<!-- routes: begin -->\n", "<!-- routes: end -->\n"
+NEWLINE = "\n"
+ORDER = ("openai", "responses", "embeddings", "score", "tokenize", "anthropic", "ollama", "native")
+
+
+def rows() -> Iterator[str]:
+    yield "| API | route | | answers |"
+    yield "|---|---|---|---|"
+    registry = installed()
+    components = {c.spec.name: c for c in registry.components(ComponentKind.API) if c.distribution == "dovetail"}
+    assert set(components) == set(ORDER)
+    for name in ORDER:
+        component = components[name]
+        api = load_attribute(component.spec.target, component.label)(registry.config_class(ComponentKind.API, name)())
+        for what, group in itertools.groupby(api.routes(), lambda route: route.handler.__doc__ or ""):
+            routes = list(group)
+            paths = "`, `".join(re.sub(r":\w+}", "}", route.path) for route in routes)
+            answers = "JSON" if len(routes[0].answers) == 1 else "JSON or a stream"
+            yield f"| `{name}` | `{', '.join(routes[0].methods)} {paths}` | {what.partition(NEWLINE)[0]} | {answers} |"
+
+
+def with_table(page: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    table = "\n".join(rows())
+    return f"{before}{BEGIN}{table}\n{END}{rest.partition(END)[2]}"
+
+
+def test_the_page_has_the_table() -> None:
+    page = PAGE.read_text("utf-8")
+    assert with_table(page) == page, "write it: python tests/plugins/test_apis_page.py"
+
+
+def test_the_page_s_config_is_valid() -> None:
+    (text,) = re.findall(r"```yaml\n(api: .*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    chosen = setup([], [f"api={yaml.safe_load(text)['api']}"])[0].api.candidates
+    assert [(one.kind, getattr(one, "max_age", None)) for one in chosen] == [("openai", None), ("responses", 600)]
+
+
+def shown_api() -> type[Api]:
+    (code,) = re.findall(r"```python plugin\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"__name__": "shown"}
+    exec(code, names)
+    return names["Lines"]
+
+
+class TestShown(ApiSuite):
+    """The API that the page writes."""
+
+    name = "lines"
+
+    def make(self) -> Api:
+        return shown_api()(None)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")
