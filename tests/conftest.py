@@ -4,9 +4,13 @@ import email
 import functools
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests of every folder import fresh.py by its name
 
 # Tests run beside each other, and small models gain nothing from more threads: libgomp's threads spin at every barrier,
 # so two test processes with two threads each would wait for each other most of the time.

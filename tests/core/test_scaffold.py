@@ -24,6 +24,7 @@ from dovetail.plugins import ComponentKind, Registry, load_plugins, setup
 from dovetail.plugins.reports import ComponentReport, Findings
 from dovetail.scaffold import named, render, write
 from dovetail.scaffold.names import LONGEST_NAME, LONGEST_PACKAGE
+from fresh import run_python
 
 KINDS = list(ComponentKind)
 NAMES = {kind: f"scaffolded_{kind.name.lower()}"[:LONGEST_NAME] for kind in KINDS}
@@ -88,9 +89,7 @@ def run(arguments: list[str], site: Path | None, directory: Path, **env: str) ->
         "PYTHONDONTWRITEBYTECODE": "1",
         **env,
     }
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=given, capture_output=True, text=True, timeout=280, check=False
-    )
+    return run_python(arguments, directory, given)
 
 
 def dovetail(*words: str) -> list[str]:
@@ -153,7 +152,8 @@ def test_what_the_registry_imports_is_light(site: Path, tmp_path: Path) -> None:
         "print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'numpy', 'jinja2')])\n"
         "print(sorted(name for name in sys.modules if name.startswith('dovetail_')))\n"
     )
-    heavy, own = run(["-c", code], site, tmp_path).stdout.splitlines()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
+    heavy, own = subprocess.check_output([sys.executable, "-c", code], env=env, text=True).splitlines()
     assert heavy == "[]"
     assert own == str(sorted([*modules, *{name.partition(".")[0] for name in modules}]))
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fresh import run_python
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "dovetail-example-plugin"
 DOVETAIL = ["-c", "from dovetail.cli import main; main()"]
@@ -42,9 +44,7 @@ def run(target: Path, arguments: list[str], directory: Path) -> str:
     """Run Python in a fresh process that sees what is installed in ``target``. Returns what it prints."""
     paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=280, check=False
-    )
+    done = run_python(arguments, directory, env)
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

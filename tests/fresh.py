@@ -1,0 +1,93 @@
+"""Fresh Python processes that need not import torch again: each is forked from one that has imported what is heavy and done
+nothing else. Where the import itself is what matters, tests start ``sys.executable``."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from types import ModuleType
+
+HEAVY = (
+    *("torch", "scipy.stats", "tokenizers", "pytest"),
+    *("dovetail.cli.app", "dovetail.llm.engine", "dovetail.loop.build", "dovetail_attention.torch_native"),
+)
+
+
+@functools.cache
+def heavy_imported() -> ForkServerContext:
+    """Starts processes that have imported ``HEAVY`` before they begin."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*HEAVY])
+    return context
+
+
+def run_python(
+    arguments: Sequence[str], directory: Path, env: Mapping[str, str], seconds: float = 280
+) -> subprocess.CompletedProcess[str]:
+    """``python *arguments`` (a script, ``-c code`` or ``-m module``) with ``env`` alone, as ``subprocess.run`` would."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "out"), Path(folder, "err")
+        path = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *_usual_path()]
+        process = heavy_imported().Process(target=_run, args=(list(arguments), directory, dict(env), path, files))
+        process.start()
+        process.join(seconds)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        out, err = (file.read_text("utf-8") if file.exists() else "" for file in files)
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess([*arguments], process.exitcode, out, err)
+
+
+def _run(arguments: list[str], directory: Path, env: dict[str, str], path: list[str], files: tuple[Path, Path]) -> None:
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, file in enumerate(files, 1):
+        opened = os.open(file, os.O_CREAT | os.O_WRONLY)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.path[:] = ["", *path]
+    importlib.invalidate_caches()
+    try:
+        _run_main(arguments)
+    finally:  # as an interpreter ends; processes of multiprocessing leave out what is registered with atexit
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+
+
+def _run_main(arguments: list[str]) -> None:
+    first, *rest = arguments
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
+    elif first == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(first).parent)
+        sys.argv = arguments
+        runpy.run_path(first, run_name="__main__")
+
+
+@functools.cache
+def _usual_path() -> list[str]:
+    """Where Python looks for modules if nobody asks it to look elsewhere."""
+    code = "import json, sys; print(json.dumps(sys.path[1:]))"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return json.loads(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)
