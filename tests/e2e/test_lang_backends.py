@@ -119,6 +119,21 @@ def test_settings_reach_the_model(runtime: sgl.Runtime, server: sgl.RuntimeEndpo
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("name", ["runtime", "server"])
+def test_what_would_follow_is_told_without_a_token(name: str, request: pytest.FixtureRequest):
+    @sgl.function
+    def looks(s):
+        s += PROMPT + sgl.gen(
+            "next", max_tokens=0, return_logprob=True, top_logprobs_num=3, return_text_in_logprobs=True
+        )
+
+    state = looks.run(backend=request.getfixturevalue(name))
+    assert state.text() == PROMPT
+    (top,) = state.get_meta_info("next")["output_top_logprobs"]
+    assert len({text for _, _, text in top}) == 3
+    assert all(isinstance(text, str) and logprob <= 0 for logprob, _, text in top)
+
+
 # -- select ----------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +270,7 @@ def test_every_call_is_answered_also_when_the_runtime_is_closed():
     assert len(refused) == 12
     assert all("closed" in str(error) for error in refused)
     assert not llm.loop.has_work
+    sgl.Runtime(llm).close()
     assert llm.generate("again", SamplingParams(max_new_tokens=1))[0].finish
     llm.close()
 
@@ -370,6 +386,8 @@ def test_a_closed_endpoint_says_so(server: sgl.RuntimeEndpoint):
 def test_programs_need_a_backend(runtime: sgl.Runtime):
     with pytest.raises(RuntimeError, match="a program needs a backend"):
         ask.run("q")
+    with pytest.raises(RequestError, match="belongs to another Runtime"):
+        sgl.Runtime(runtime.llm)
     with pytest.raises(TypeError, match=r"Runtime\(llm\) makes one"):
         ask.run("q", backend=runtime.llm)
     sgl.set_default_backend(runtime)

@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.lang.choices import ChoicesMethod, token_length_normalized
+from dovetail.lang.defaults import flush_cache, get_server_info, set_default_backend
 from dovetail.lang.ir import (
+    REGEX_BOOL,
+    REGEX_FLOAT,
+    REGEX_INT,
+    REGEX_STR,
     Expr,
     Gen,
     Image,
@@ -21,14 +26,33 @@ from dovetail.lang.ir import (
     stop_strings,
 )
 from dovetail.lang.ir import expression as _expression
+from dovetail.lang.program import function
 from dovetail.lang.reasoning import marks_of
 
-_DTYPES = {
-    "int": r"[+-]?[0-9]{1,18}",
-    "float": r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?",
-    "bool": "(True|False)",
-    "str": r'"[^"\\\n]{0,1000}"',
-}
+__all__ = [
+    "assistant",
+    "assistant_begin",
+    "assistant_end",
+    "flush_cache",
+    "function",
+    "gen",
+    "gen_int",
+    "gen_string",
+    "get_server_info",
+    "image",
+    "role",
+    "select",
+    "separate_reasoning",
+    "set_default_backend",
+    "system",
+    "system_begin",
+    "system_end",
+    "user",
+    "user_begin",
+    "user_end",
+]
+
+_DTYPES = {"int": REGEX_INT, "float": REGEX_FLOAT, "bool": REGEX_BOOL, "str": REGEX_STR}
 
 
 def gen(
@@ -38,6 +62,7 @@ def gen(
     n: int | None = None,
     stop: str | Sequence[str] | None = None,
     stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
@@ -60,8 +85,11 @@ def gen(
 
     ``regex``, ``json_schema`` (a schema, or its JSON) and ``dtype`` (``int``, ``float``, ``bool``, ``str``: a string in quotes)
     constrain the text, which stays text: ``int(s["x"])``. With ``choices`` it is ``select``. With ``n > 1`` the variable is a list,
-    and the prompt goes on with the first. Raises ``ValueError``.
+    and the prompt goes on with the first. ``stop_regex`` holds the place that it has in other frontends, and must be None. Raises
+    ``ValueError``.
     """
+    if stop_regex is not None:
+        raise ValueError(f"stop_regex is {stop_regex!r:.80}; give stop=[...] or constrain the output with regex=")
     if choices is not None:
         return select(name, choices, choices_method=choices_method)
     sampling = Sampling(
@@ -87,14 +115,26 @@ def gen(
     return Gen(name, sampling)
 
 
-def gen_int(name: str | None = None, **settings: Any) -> Expr:
-    """``gen`` of an integer."""
-    return gen(name, dtype=int, **settings)
+def gen_int(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    **settings: Any,
+) -> Expr:
+    """``gen`` of an integer; ``settings`` are those of ``gen``."""
+    return gen(name, max_tokens, n=n, stop=stop, dtype=int, **settings)
 
 
-def gen_string(name: str | None = None, **settings: Any) -> Expr:
-    """``gen`` of a string in quotes."""
-    return gen(name, dtype=str, **settings)
+def gen_string(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    **settings: Any,
+) -> Expr:
+    """``gen`` of a string in quotes; ``settings`` are those of ``gen``."""
+    return gen(name, max_tokens, n=n, stop=stop, dtype=str, **settings)
 
 
 def select(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from dovetail.errors import RequestError
+from dovetail.errors import DovetailError, RequestError
 from dovetail.lang.state import ProgramState
 from dovetail.lang.tracing import symbols, trace
 
@@ -65,7 +65,8 @@ def send_common_prefix(program: Function, rows: Sequence[inspect.BoundArguments]
     except RequestError:  # the template refuses a conversation that has only begun: rows will have more of it
         return ""
     if text:
-        backend.prefill(text, found.chat)
+        with contextlib.suppress(DovetailError):  # what is wrong with it the rows will say, each for itself
+            backend.prefill(text, found.chat)
     return text
 
 

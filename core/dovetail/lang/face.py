@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from dovetail.lang.ir import Expr, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd, expression, joined
 
-_NOT_THE_PROGRAM = (str(Path(__file__).parent), contextlib.__file__)
+_LANGUAGE, _LIBRARY = str(Path(__file__).parent), str(Path(contextlib.__file__).parent)
 
 GATHER, CONCATENATE = "gather", "concatenate"
 _JOIN_MODES = {
@@ -26,16 +26,22 @@ _JOIN_MODES = {
 def program_line() -> str:
     """Where in the program this is called, as ``file:line``."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+    while frame.f_back is not None and not _of_a_program(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def line_of(error: Exception) -> str:
+def line_of(error: BaseException) -> str:
     """Where in the program an exception came from, as ``file:line``."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_PROGRAM)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _of_a_program(f.filename)]
     own = [f for f in frames if f.filename == frames[0].filename]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"
+
+
+def _of_a_program(filename: str) -> bool:
+    """True if it is neither of this language nor of Python's library, by way of which a program may have called it."""
+    installed = "site-packages" in filename
+    return not filename.startswith(_LANGUAGE) and (installed or not filename.startswith((_LIBRARY, "<frozen")))
 
 
 def join_mode(mode: str) -> str:

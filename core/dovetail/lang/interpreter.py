@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dovetail.errors import ProgramError
+from dovetail.errors import ProgramError, RequestError
 from dovetail.lang.backends.base import Backend, Generated, Hints
 from dovetail.lang.conversation import Conversation
 from dovetail.lang.face import GATHER, State
@@ -81,7 +81,7 @@ class Interpreter:
             raise ProgramError(*self.error.args) from self.error.__cause__
 
     def carry_out(self, expr: Expr, line: str) -> None:
-        """Carry ``expr`` out, unless something before it has failed. Raises nothing: an error is kept."""
+        """Carry ``expr`` out, unless something before it has failed. An error is kept; only Ctrl-C is raised as well."""
         if self.error is not None:
             return
         try:
@@ -92,6 +92,8 @@ class Interpreter:
             self._fail(error)
         except BaseException as error:  # whoever waits must hear of it, whatever it is
             self._fail(failure(error, line, _named(expr)))
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
 
     def _fail(self, error: ProgramError) -> None:
         with self._changed:
@@ -167,11 +169,18 @@ class Interpreter:
 
     def _outputs(self, part: Gen) -> list[Generated]:
         sampling = part.sampling.over(self._defaults)
+        if sampling.max_tokens == 0 and sampling.return_logprob:
+            return self._what_would_follow(sampling)
         if self._streaming:
             return self.backend.generate(self.conversation, sampling, self._next_hints(), self._hearer(part.name))
         outputs = self.backend.generate(self.conversation, sampling, self._next_hints())
         self._hear(part.name, outputs[0].text)
         return outputs
+
+    def _what_would_follow(self, sampling: Sampling) -> list[Generated]:
+        """No text, and the log-probabilities of its first token: a call of no tokens that asks for them."""
+        outputs = self.backend.generate(self.conversation, replace(sampling, max_tokens=1), self._next_hints())
+        return [replace(output, text="") for output in outputs]
 
     def _select(self, part: Select) -> None:
         method, choices = part.method, part.choices
@@ -194,9 +203,11 @@ class Interpreter:
                 self._part(inner)
                 continue
             opened = self.conversation.chat and self.text().rstrip().endswith(part.begin)
-            output = self._outputs(inner)[0]
+            sampling = inner.sampling.over(self._defaults)
+            output = self.backend.generate(self.conversation, sampling, self._next_hints())[0]
             reasoning, answer = split_reasoning(output.text, part.begin, part.end, opened)
             self._plus(answer)
+            self._hear(inner.name, answer)
             if inner.name is not None:
                 self._hear(reasoning_name(inner.name), reasoning)
                 self._set(reasoning_name(inner.name), reasoning, output.meta)
@@ -237,14 +248,19 @@ class Interpreter:
         return hear
 
     def _log_text(self) -> None:
+        """What has come goes to those who listen. Where the template now writes what they have heard differently, they hear
+        what follows upon that."""
         if not self._streaming:
             return
-        text = self.text()
+        try:
+            text = self.text()
+        except RequestError:  # the template refuses a conversation that has only begun
+            return
         with self._changed:
             if text.startswith(self._logged) and len(text) > len(self._logged):
                 self.log.append(text[len(self._logged) :])
-                self._logged = text
                 self._changed.notify_all()
+            self._logged = text
 
 
 def failure(error: BaseException, line: str, what: str) -> ProgramError:

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from dovetail.lang.face import State
 
 
+REGEX_INT = r"[+-]?[0-9]{1,18}"
+REGEX_FLOAT = r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?"
+REGEX_BOOL = "(True|False)"
+REGEX_STR = r'"[^"\\\n]{0,1000}"'
+"""What ``dtype`` stands for: numbers of bounded length, and a string in quotes without escapes."""
+
+
 class Expr:
     """A part of a prompt. Texts and expressions are joined with ``+``."""
 

@@ -52,6 +52,8 @@ class ProgramState(State):
 
     def append_at(self, expr: Expr, line: str) -> None:
         """Carry ``expr`` out, which is on that line of the program."""
+        if isinstance(expr, Join):
+            expr = Join(tuple(map(_SoFar, expr.forks)), expr.mode)  # type: ignore[arg-type]
         self.interpreter.expect(expr)
         self._strand.submit(lambda: self.interpreter.carry_out(expr, line), quick=not waits(expr))
 
@@ -64,7 +66,7 @@ class ProgramState(State):
 
     def fork_for(self, calling: Sequence[bool]) -> Sequence[Self]:
         """A copy for each entry, which says whether that copy will call the model: those that do are a group."""
-        self.sync()
+        self._strand.wait()
         self.interpreter.raise_error()
         group = f"fork-{secrets.token_hex(8)}"
         children = [self._copy() for _ in calling]
@@ -114,10 +116,6 @@ class ProgramState(State):
         self.interpreter.raise_error()
         return self.interpreter.conversation
 
-    def added(self) -> tuple[Any, str]:
-        """What was appended since the fork: messages, or text."""
-        return self.conversation().since(self._forked_from)
-
     def values(self) -> dict[str, Any]:
         """All variables, once they are there. Raises ``ProgramError`` where a part has failed."""
         self.sync()
@@ -135,13 +133,19 @@ class ProgramState(State):
         return self.interpreter.error
 
     def __contains__(self, name: object) -> bool:
-        return name in self.interpreter.values or self.interpreter.pending[str(name)] > 0
+        if name in self.interpreter.values or self.interpreter.pending[str(name)] > 0:
+            return True
+        self._strand.wait()  # for a join, which may bring it
+        return name in self.interpreter.values
 
     def __repr__(self) -> str:
         with self._strand.changed:
             shown = ", ".join(f"{name}={value!r:.60}" for name, value in self.interpreter.values.items())
             what = "failed" if self.interpreter.error else "done" if self._settled() else "running"
         return f"<ProgramState {what}: {shown}>"
+
+    def __str__(self) -> str:
+        return repr(self) if self.error() else f"ProgramState({self.text()})"
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +200,8 @@ class ProgramState(State):
 
     def _settled(self) -> bool:
         """True if nothing more comes, as far as the calling thread can wait for it."""
-        return self._strand.idle and (self._ended or threading.get_ident() == self._owner)
+        ended = self._ended or self.interpreter.error is not None or threading.get_ident() == self._owner
+        return self._strand.idle and ended
 
     def own(self) -> None:
         """The calling thread is the one that runs the program."""
@@ -211,3 +216,31 @@ class ProgramState(State):
         run.raise_error()
         known = ", ".join(sorted(run.values)) or "none so far"
         raise KeyError(f"there is no variable {name!r}; known: {known}")
+
+
+class _SoFar:
+    """What a fork has found by what was appended to it until now, for a join: later parts are not in it."""
+
+    def __init__(self, fork: ProgramState) -> None:
+        self._fork, self._come = fork, threading.Event()
+        fork._strand.submit(self._look, quick=True)
+
+    def values(self) -> dict[str, Any]:
+        """All variables. Raises ``ProgramError`` where a part has failed."""
+        self._wait()
+        return self._values
+
+    def added(self) -> tuple[Any, str]:
+        """What was appended since the fork: messages, or text. Raises ``ProgramError`` where a part has failed."""
+        self._wait()
+        return self._conversation.since(self._fork._forked_from)
+
+    def _wait(self) -> None:
+        self._come.wait()
+        if self._failed:
+            self._fork.interpreter.raise_error()
+
+    def _look(self) -> None:
+        run = self._fork.interpreter
+        self._values, self._conversation, self._failed = dict(run.values), run.conversation, run.error is not None
+        self._come.set()

@@ -55,7 +55,11 @@ class Strand:
                 self._start()
 
     def _start(self) -> None:
-        threading.Thread(target=self._drain, name="dovetail-state", daemon=True).start()
+        worker = threading.Thread(target=self._drain, name="dovetail-state", daemon=True)
+        try:
+            worker.start()
+        except RuntimeError:  # there are too many threads: it is done in this one, as somebody waits for it
+            self._drain()
 
     def _drain(self) -> None:
         while True:

@@ -6,6 +6,8 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from dovetail.lang.face import program_line
+
 
 class Watch:
     """While it is entered, exceptions that Python code of this thread raises are seen: ``stop``, however it is caught, and the
@@ -34,7 +36,7 @@ class Watch:
             return self._look
         kind, error, _ = arg
         if issubclass(kind, TypeError) and self._name in str(error):
-            self.seen = self.seen or f"{frame.f_code.co_filename}:{frame.f_lineno} needs the value of a symbol: {error}"
+            self.seen = self.seen or f"{program_line()} needs the value of a symbol: {error}"
             raise self._stop(self.seen)
         if issubclass(kind, self._stop):
             self.seen = self.seen or str(error)

@@ -17,13 +17,14 @@ from dovetail.lang.backends.params import CONSTRAINTS, finish_shown, logprobs_sh
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
 from dovetail.lang.ir import Sampling
-from dovetail.messages import GenerateMsg
+from dovetail.messages import EngineStats, GenerateMsg
 from dovetail.ops.random import derive_seed
 from dovetail.types import SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.llm import LLM, Output
 
+_taken: weakref.WeakSet[LLM] = weakref.WeakSet()
 _PREFILL = SamplingParams(max_new_tokens=0, temperature=0.0)
 
 
@@ -44,12 +45,15 @@ class Runtime(Backend):
             if model_path is not None or sections:
                 raise RequestError("an LLM has its config already; give the LLM alone, or a model's path with settings")
             self.llm, self._owns = model, False
+            if model in _taken:
+                raise RequestError("this LLM belongs to another Runtime; use that one, or close it first")
         else:
             self.llm, self._owns = LLM(model or model_path, **sections), True
         self.tokenizer = self.llm.tokenizer
         self._ids = itertools.count()
         self._pump = Pump(self.llm.loop, self.tokenizer)
         self._closed = False
+        _taken.add(self.llm)
         _close_at_exit(self)
 
     @property
@@ -77,7 +81,7 @@ class Runtime(Backend):
         one, seed = replace(params, n=1), secrets.randbits(63) if params.seed is None else params.seed
         calls = self._pump.submit([self._msg(ids, one, hints, derive_seed(seed, i)) for i in range(params.n)])
         outputs = [call.output(None if i else on_text) for i, call in enumerate(calls)]
-        return [Generated(output.text, _meta(output, sampling)) for output in outputs]
+        return [Generated(output.text, self._meta(output, sampling)) for output in outputs]
 
     def score(
         self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: Hints
@@ -111,8 +115,8 @@ class Runtime(Backend):
         """What /server_info shows of an engine."""
         return self._pump.ask(lambda loop: loop.info)
 
-    def stats(self) -> Any:
-        """``EngineStats`` now."""
+    def stats(self) -> EngineStats:
+        """The engine's numbers now."""
         return self._pump.ask(lambda loop: loop.stats())
 
     def close(self) -> None:
@@ -120,6 +124,7 @@ class Runtime(Backend):
         if not self._closed:
             self._closed = True
             self._pump.close()
+            _taken.discard(self.llm)
             if self._owns:
                 self.llm.close()
 
@@ -144,6 +149,24 @@ class Runtime(Backend):
         )
         return known if before else (None, *known)
 
+    def _meta(self, output: Output, sampling: Sampling) -> dict[str, Any]:
+        count = len(output.token_ids)
+        meta: dict[str, Any] = {
+            "finish_reason": finish_shown(output.finish, count),
+            "prompt_tokens": len(output.prompt_ids),
+            "completion_tokens": count,
+            "cached_tokens": output.cached_tokens,
+        }
+        if sampling.return_logprob:
+            text = self._token_text if sampling.return_text_in_logprobs else _no_text
+            top = bool(sampling.top_logprobs_num)
+            meta |= logprobs_shown(output.prompt_logprobs or [], "input", top, text)
+            meta |= logprobs_shown(output.logprobs, "output", top, text)
+        return meta
+
+    def _token_text(self, token: int) -> str:
+        return self._text().bytes_of(token).decode("utf-8", "replace")
+
     def _msg(self, ids: list[int], params: SamplingParams, hints: Hints, seed: int = 0) -> GenerateMsg:
         rid = f"program-{next(self._ids)}"
         return GenerateMsg(
@@ -162,20 +185,8 @@ class Runtime(Backend):
         return self.tokenizer
 
 
-def _meta(output: Output, sampling: Sampling) -> dict[str, Any]:
-    count = len(output.token_ids)
-    meta: dict[str, Any] = {
-        "finish_reason": finish_shown(output.finish, count),
-        "prompt_tokens": len(output.prompt_ids),
-        "completion_tokens": count,
-        "cached_tokens": output.cached_tokens,
-    }
-    if sampling.return_logprob:
-        top = bool(sampling.top_logprobs_num)
-        start = max(sampling.logprob_start_len or 0, 0)
-        meta |= logprobs_shown((output.prompt_logprobs or [])[start:], "input", top)
-        meta |= logprobs_shown(output.logprobs, "output", top)
-    return meta
+def _no_text(token: int) -> None:
+    return None
 
 
 def _same(first: list[int], second: list[int]) -> int:

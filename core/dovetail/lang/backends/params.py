@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dovetail.lang.ir import Sampling
@@ -29,6 +29,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         values["logprobs"] = given.get("top_logprobs_num", 0)
         if given.get("logprob_start_len", -1) >= 0:
             values["prompt_logprobs"] = given.get("top_logprobs_num", 0)
+            values["prompt_logprobs_start"] = given["logprob_start_len"]
     return SamplingParams(**values)
 
 
@@ -56,12 +57,14 @@ def finish_shown(finish: FinishReason | None, count: int) -> dict[str, Any] | No
     return {"type": finish.kind.value, "message": finish.message}
 
 
-def logprobs_shown(entries: Sequence[TokenLogprob], name: str, top: bool) -> dict[str, Any]:
-    """``[logprob, token id, None]`` of each token, and of the likeliest at its place."""
-    shown: dict[str, Any] = {f"{name}_token_logprobs": [[e.logprob, e.token_id, None] for e in entries]}
+def logprobs_shown(
+    entries: Sequence[TokenLogprob], name: str, top: bool, text: Callable[[int], str | None]
+) -> dict[str, Any]:
+    """``[logprob, token id, text]`` of each token, and of the likeliest at its place."""
+    shown: dict[str, Any] = {f"{name}_token_logprobs": [[e.logprob, e.token_id, text(e.token_id)] for e in entries]}
     if top:
         shown[f"{name}_top_logprobs"] = [
-            None if e.logprob is None else [[value, token, None] for token, value in e.top] for e in entries
+            None if e.logprob is None else [[value, token, text(token)] for token, value in e.top] for e in entries
         ]
     return shown
 
