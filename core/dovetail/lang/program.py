@@ -120,13 +120,11 @@ class Function:
         state.end()
 
     def guarded(self, state: ProgramState, arguments: inspect.BoundArguments, traced: bool) -> None:
-        """``execute``; what the program raises becomes the error of its state. ``SystemExit`` and the like are raised as well."""
+        """``execute``; what the program raises becomes the error of its state, ``SystemExit`` too: somebody may wait for it."""
         try:
             self.execute(state, arguments, traced)
         except BaseException as error:
             state.end(failure(error, line_of(error), f"program {self.__name__}"))
-            if not isinstance(error, Exception):
-                raise
 
     def _split(self, kwargs: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
         """Settings, and the rest: a name that the program has as an argument is the program's."""
