@@ -219,7 +219,7 @@ def test_the_readmes_config_file_and_commands(tmp_path: Path) -> None:
 def test_the_readmes_plugin_passes_its_suite(tmp_path: Path) -> None:
     project, target = tmp_path / "project", tmp_path / "installed"
     (project / "my_policies").mkdir(parents=True)
-    for name, text in zip(("plugin", "shortest", "config"), blocks("python")[2:], strict=True):
+    for name, text in zip(("plugin", "shortest", "config"), blocks("python")[-3:], strict=True):
         (project / "my_policies" / f"{name}.py").write_text(text, "utf-8")
     (entry_point,) = re.findall(r"`(\[project\.entry-points.*?\]) (.*?)`", README)
     (project / "pyproject.toml").write_text(PROJECT.format(*entry_point), "utf-8")
