@@ -40,6 +40,12 @@ def target(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def heads(target):
+    """Each head in plain torch; the same texts are drafted for by several tests, and computed once."""
+    return {name: head(target / name, target) for name, head in HEADS.items()}
+
+
 # -- a head in plain torch -------------------------------------------------------------------------------------------
 
 
@@ -53,6 +59,7 @@ class PlainHead:
         self.target = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.embedding = self.w.get("embed_tokens.weight", self.target.model.embed_tokens.weight)
         self.prefix = "midlayer" if any(name.startswith("midlayer") for name in self.w) else "layers.0"
+        self.drafters = lru_cache(None)(self._drafter)
 
     def states(self, text: list[int]) -> list[torch.Tensor]:
         """The residual stream that enters each layer, and the final output."""
@@ -81,6 +88,10 @@ class PlainHead:
 
     def drafter(self, text: list[int]) -> Any:
         """Logarithms of the probabilities [V] of what follows ``text`` and a path of drafts; all cached."""
+        return self.drafters(tuple(text))
+
+    def _drafter(self, key: tuple[int, ...]) -> Any:
+        text = list(key)
         entering = self.entering(text[:-1])
 
         @lru_cache(None)
@@ -213,22 +224,22 @@ def check_chains(proposals: Proposals, head: PlainHead, count: int) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", HEADS)
-def test_chains_are_those_of_a_plain_head(target, name, cut):
+def test_chains_are_those_of_a_plain_head(target, heads, name, cut):
     chain = {"topk": 1, "depth": 3} if name == "eagle" else {"num_draft_tokens": 3}
     llm = make_llm(target, {"kind": name} | chain, **CUTS[cut])
     proposals = record(llm, prompts_of(1, 2, 40, 9, 61))
-    check_chains(proposals, HEADS[name](target / name, target), 3)
+    check_chains(proposals, heads[name], 3)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3_tree"])
-def test_trees_are_those_of_a_plain_head(target, kind, cut):
+def test_trees_are_those_of_a_plain_head(target, heads, kind, cut):
     name = kind.removesuffix("_tree")
     llm = make_llm(target, {"kind": kind, "topk": 3, "depth": 4, "num_draft_tokens": 8}, **CUTS[cut])
     assert llm.loop.drafter.max_draft_tokens == 8
     proposals = record(llm, prompts_of(1, 30, 9))
-    head = HEADS[name](target / name, target)
+    head = heads[name]
     for text, room, paths in proposals.seen:
         if not room:
             assert not paths

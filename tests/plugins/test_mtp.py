@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,10 +135,15 @@ class Plain(PlainTensors):
         self.target = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         super().__init__(load_file(directory / "model.safetensors"))
         self.layout, self.layers = layout, layers
+        self.known = lru_cache(None)(self._logits)
 
-    @torch.inference_mode()
     def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
         """Those that ``drafts`` after ``text`` were taken from, [drafts, vocabulary], given the drafts before."""
+        return self.known(tuple(text), tuple(drafts))
+
+    @torch.inference_mode()
+    def _logits(self, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
+        text, drafts = list(before), list(after)
         hidden = self.said_by_target(torch.tensor([text[:-1]]))
         tokens = torch.tensor(text + drafts)
         said = []
