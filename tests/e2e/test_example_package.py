@@ -31,6 +31,7 @@ NAMES = {
     "model": "example",
     "tool_parser": "example_lines",
     "reasoning_parser": "example_comments",
+    "api": "example_line",
 }
 
 

@@ -60,3 +60,10 @@ class CommentsConfig(PluginConfig):
     """``reasoning_parser: example_comments``."""
 
     kind: Literal["example_comments"] = "example_comments"
+
+
+class LineConfig(PluginConfig):
+    """``api: example_line``."""
+
+    kind: Literal["example_line"] = "example_line"
+    tokens: int = Field(default=16, ge=1, description="Tokens of an answer, at most.")

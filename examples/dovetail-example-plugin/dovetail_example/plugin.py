@@ -154,3 +154,9 @@ def register_reasoning_parsers() -> list[ComponentSpec]:
             "Lines that begin with # are reasoning.",
         )
     ]
+
+
+@hookimpl
+def register_apis() -> list[ComponentSpec]:
+    """``example_line``; a server speaks every API that is installed, unless its config names some."""
+    return [_spec(ComponentKind.API, "example_line", "lines:Lines", "LineConfig", "POST /line: a line goes on.")]

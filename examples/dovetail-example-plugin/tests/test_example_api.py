@@ -1,0 +1,5 @@
+from dovetail.testing.api import ApiSuite
+
+
+class TestLines(ApiSuite):
+    name = "example_line"
