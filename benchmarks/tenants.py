@@ -9,7 +9,7 @@ where they share one (p < 0.001), or the test would show nothing.
 
 ``flood``: a tenant sends a request now and then; another sends as fast as it can, over many connections, and does not wait when it
 is refused. The p99 of the first one's times to the first token must not be more than twice what it is on its own, while the other
-is held by its limits. The same is measured without limits.
+is held by its limits; without limits it must be, or the test would show nothing. A p99 is that of a round, the median of all.
 
 Rounds of both kinds alternate, so that what else the machine does counts for both. Prints what was measured, then the verdict
 as its last line; exit status 1 if it is FAIL.
@@ -46,9 +46,9 @@ KEYS = {name: new_key() for name in ("victim", "spy", "friend", "guest", "quiet"
 LIMITS: dict[str, dict[str, object]] = {
     "friend": {"salt": "both"},
     "guest": {"salt": "both"},
-    "held": {"requests_per_minute": 60, "tokens_per_minute": 20_000, "max_concurrency": 1},
+    "held": {"requests_per_minute": 30, "tokens_per_minute": 30_000, "max_concurrency": 1},
 }
-FLOOD = {"clients": 16, "prompt": 256, "output": 64}
+FLOOD = {"clients": 32, "prompt": 512, "output": 32}
 
 
 def key_file() -> dict[str, object]:
@@ -162,9 +162,11 @@ async def flood(url: str, key: str, clients: int, prompt: int, output: int) -> N
     source = random.Random()
 
     async def one() -> None:
-        caller = Caller(url, key)
+        caller, ids, status = Caller(url, key), [8], 200
         while True:
-            await caller.ask(random_ids(source, prompt), output)
+            if status == 200:  # what is refused is sent again: its sender shall take little of this machine's time
+                ids = random_ids(source, prompt)
+            status, _ = await caller.ask(ids, output)
 
     await asyncio.gather(*(one() for _ in range(clients)))
 
@@ -212,21 +214,23 @@ def measure_flood(url: str, flooder: str | None, options: argparse.Namespace, so
 def run_flood(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
     """Alone, beside a flood under limits, beside a flood without, in turns."""
     source = random.Random(options.seed)
-    times: dict[str, list[float]] = {"alone": [], "held": [], "free": []}
+    times: dict[str, list[list[float]]] = {"alone": [], "held": [], "free": []}
     with server() as url:
         measure_flood(url, None, options, source)  # warm up
         for _ in range(options.rounds):
-            for name, values in times.items():
-                values += measure_flood(url, None if name == "alone" else name, options, source)
+            for name, rounds in times.items():
+                rounds.append(measure_flood(url, None if name == "alone" else name, options, source))
         refused = httpx.get(f"{url}/metrics", headers={"x-api-key": KEYS["ops"]}).text
     print("\n".join(line for line in refused.splitlines() if line.startswith("dovetail_tenant") and "held" in line))
-    p99 = {name: 1e3 * float(np.quantile(values, 0.99)) for name, values in times.items()}
-    for name, values in times.items():
+    p99 = {name: float(np.median([1e3 * np.quantile(one, 0.99) for one in rounds])) for name, rounds in times.items()}
+    for name, rounds in times.items():
+        every = [1e3 * seconds for one in rounds for seconds in one]
         print(
-            f"{name}: {len(values)} requests, median {1e3 * float(np.median(values)):.1f} ms, p99 {p99[name]:.1f} ms "
-            f"({p99[name] / p99['alone']:.2f} x alone)"
+            f"{name}: {len(every)} requests, median {np.median(every):.1f} ms, p99 {p99[name]:.1f} ms "
+            f"({p99[name] / p99['alone']:.2f} x alone), over all rounds {np.quantile(every, 0.99):.1f} ms"
         )
-    return {"p99_ms": p99, "seconds": times}, p99["held"] <= 2 * p99["alone"]
+    ok = p99["held"] <= 2 * p99["alone"] < p99["free"]
+    return {"p99_ms": p99, "seconds": times}, ok
 
 
 def main() -> None:
@@ -236,7 +240,7 @@ def main() -> None:
     for name in ("timing", "flood"):
         command = commands.add_parser(name)
         command.add_argument("--seed", type=int, default=0)
-        command.add_argument("--length", type=int, default=512 if name == "timing" else 128, help="tokens of a prompt")
+        command.add_argument("--length", type=int, default=512 if name == "timing" else 256, help="tokens of a prompt")
         command.add_argument("--json", type=Path, help="write all times there")
     commands.choices["timing"].add_argument("--trials", type=int, default=200, help="of either kind")
     commands.choices["flood"].add_argument("--rounds", type=int, default=6)

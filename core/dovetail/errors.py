@@ -103,11 +103,13 @@ class PermissionDeniedError(AccessError):
 
 
 class RateLimitError(DovetailError):
-    """A limit of the tenant is reached (429). ``retry_after``: seconds until the same request could be taken."""
+    """A limit of the tenant is reached (429). ``retry_after``: seconds until the same request could be taken. ``pause``: seconds
+    after which the client is told, where it is told so often that this takes the time of others."""
 
-    def __init__(self, message: str, retry_after: float) -> None:
+    def __init__(self, message: str, retry_after: float, pause: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.pause = pause
 
 
 class TimeLimitError(DovetailError):

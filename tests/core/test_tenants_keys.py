@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -287,3 +289,13 @@ def test_a_log_without_keys_is_refused_and_so_are_wrong_origins():
         with pytest.raises(ValueError, match="is no origin"):
             ServerSection(cors_origins=(origin,))
     assert ServerSection(cors_origins=("*", "http://localhost:3000")).cors_origins
+
+
+def test_the_example_of_the_docs_is_a_key_file(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "tenants.md").read_text()
+    (tmp_path / "keys.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    file = load_keys(str(tmp_path / "keys.yaml"), {})
+    assert file.limits("acme").max_concurrency == 16
+    assert file.limits("batch").requests_per_minute is None
+    line = re.search(r"```json\n(.*?)```", page, re.DOTALL)[1]
+    assert set(json.loads(line)) < set(Entry.__struct_fields__)

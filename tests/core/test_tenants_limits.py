@@ -193,6 +193,18 @@ def test_whatever_comes_all_is_given_back_in_the_end(steps):
     assert one._tokens.level(clock.now) == one._tokens.capacity
 
 
+def test_refusals_come_one_after_another_for_whoever_does_not_wait(clock):
+    one, other = (tenant(clock, requests_per_minute=1) for _ in range(2))
+    one.arrive()
+    pauses = [refusal(one.arrive).pause for _ in range(100)]
+    assert pauses[:3] == pytest.approx([0.05, 0.1, 0.15])
+    assert pauses[-1] == pytest.approx(2)
+    other.arrive()
+    assert refusal(other.arrive).pause == pytest.approx(0.05)
+    clock.now += 3
+    assert refusal(one.arrive).pause == pytest.approx(0.05)
+
+
 def test_namespaces_of_two_tenants_never_meet(clock):
     names = {
         Tenant(name, Limits(), salt, clock).namespace(own)

@@ -23,11 +23,6 @@ _HEADERS = {
 }
 
 
-_PAUSE = 0.2
-"""Seconds before a client is told that it has to wait: what is sent again at once, over and over, would take the time of others
-even if all of it was refused."""
-
-
 class Formats:
     """Which API answers for a path, where something goes wrong there."""
 
@@ -63,7 +58,7 @@ def add_error_handlers(app: FastAPI, formats: Formats) -> None:
         if isinstance(error, HTTPException) and error.status_code == 405:
             error.headers = {"allow": ", ".join(_methods(app, request))}
         if isinstance(error, RateLimitError):
-            await asyncio.sleep(min(error.retry_after, _PAUSE))
+            await asyncio.sleep(error.pause)
         return formats.answer(request.url.path, error)
 
     for kind in (DovetailError, HTTPException, ClientDisconnect, Exception):

@@ -16,6 +16,13 @@ Clock = Callable[[], float]
 _SOON = 1.0
 """Seconds after which to come again where nothing tells when there will be room."""
 
+_BETWEEN = 0.05
+"""Seconds between two refusals: even these take the time of others, where a client sends at once again what was refused, over
+many connections."""
+
+_LONGEST = 2.0
+"""Seconds that a refusal waits at most."""
+
 
 @dataclass(slots=True)
 class Used:
@@ -44,6 +51,7 @@ class Tenant:
         self.used = Used()
         self.refused: Counter[str] = Counter()
         self._clock = clock
+        self._told = clock()
         self._requests = _bucket(None, limits.requests_per_minute, clock())
         self._tokens = _bucket(None, limits.tokens_per_minute, clock())
 
@@ -133,7 +141,9 @@ class Tenant:
 
     def _refuse(self, reason: str, text: str, wait: float) -> None:
         self.refused[reason] += 1
-        raise RateLimitError(f"the limit of {self.name!r} is reached: {text}", wait)
+        now = self._clock()
+        self._told = min(max(self._told, now) + _BETWEEN, now + _LONGEST)
+        raise RateLimitError(f"the limit of {self.name!r} is reached: {text}", wait, self._told - now)
 
 
 class Lease:

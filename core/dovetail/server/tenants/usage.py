@@ -59,7 +59,7 @@ class TenantCollector(Collector):
 
 class Entry(msgspec.Struct, omit_defaults=True):
     """A line of the usage log. ``finish`` has a word for each output, ``error`` is what the request ended with otherwise;
-    ``prompts`` and ``texts`` are there where the log keeps texts. ``first_token`` and ``seconds`` count from its arrival."""
+    ``prompts`` and ``texts`` are there where the log keeps texts. ``seconds`` are from when it was let in to its end."""
 
     time: str
     tenant: str
