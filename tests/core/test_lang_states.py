@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,23 @@ def test_appending_returns_before_the_model_does():
     assert program.run(backend=backend).text() == "x" + answer_to("x") + "y"
 
 
+def test_parts_that_wait_are_carried_out_in_their_order():
+    go = threading.Event()
+
+    @sgl.function
+    def program(s):
+        for i in range(6):
+            s += f"{i}" + sgl.gen("a")
+            s += "."
+        go.set()
+
+    text = ""
+    for i in range(6):
+        text += str(i)
+        text += answer_to(text) + "."
+    assert program.run(backend=Scripted(lambda text: go.wait(10) or None)).text() == text
+
+
 def test_forks_are_answered_at_the_same_time():
     together = threading.Barrier(8, timeout=10)
     backend = Scripted(lambda text: together.wait() and None)
@@ -107,6 +125,21 @@ def test_a_name_that_is_used_again_has_its_last_value():
     state = program.run(backend=backend)
     assert state.ret_value == [answer_to(prompt) for prompt in backend.prompts]
     assert len(set(state.ret_value)) == 5
+
+
+def test_a_name_that_is_asked_for_twice_is_waited_for_twice():
+    def slowly(text: str) -> None:
+        if "second" in text:
+            time.sleep(0.1)
+
+    @sgl.function
+    def program(s):
+        s += "x" + sgl.gen("a")
+        s += "second" + sgl.gen("a")
+        return s["a"]
+
+    first = "x" + answer_to("x")
+    assert program.run(backend=Scripted(slowly)).ret_value == answer_to(first + "second")
 
 
 def test_messages_are_written_by_the_template():

@@ -166,6 +166,34 @@ def test_a_trace_that_is_complete_is_not_run_again():
     assert state["a"] == state["b"]
 
 
+def test_copies_read_what_other_copies_found():
+    @sgl.function
+    def passes(s):
+        first, second = s.fork(2)
+        first += "1" + sgl.gen("x")
+        second += "2" + first["x"] + sgl.gen("x")
+        s += second["x"] + first["x"]
+
+    eager, traced = (passes.run(backend=Scripted(), traced=traced) for traced in (False, True))
+    assert passes.trace().complete
+    assert eager.text() == traced.text() != ""
+
+
+def test_errors_of_a_trace_have_their_lines():
+    @sgl.function
+    def fails(s):
+        s += "x"
+        s += sgl.gen("a", n=0)
+
+    class Failing(Scripted):
+        def generate(self, *args, **kwargs):
+            raise ValueError("no")
+
+    eager, traced = (str(fails.run(backend=Failing(), traced=traced).error()) for traced in (False, True))
+    assert eager == traced
+    assert f"{Path(__file__).name}:" in traced
+
+
 def test_copies_that_never_call_are_not_in_the_group():
     backend = Scripted()
 
