@@ -9,13 +9,13 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
+from experiments import arms, eventually
 from fake_engine import run_broken_engine, run_fake_engine
 
 from dovetail.config import Config
@@ -50,17 +50,6 @@ def server(
         httpx.Client(base_url=url, timeout=30) as client,
     ):
         yield client
-
-
-def arms(client: httpx.Client) -> dict[str, dict[str, Any]]:
-    return {arm["name"]: arm for arm in client.get("/experiment.json").json()["arms"]}
-
-
-def eventually(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not check():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def post(client: httpx.Client, **body: Any) -> httpx.Response:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from experiments import arms, eventually
 
 from dovetail.errors import ConfigError
 from dovetail.experiment.online import judge
@@ -38,17 +38,6 @@ def client() -> Iterator[httpx.Client]:
     )
     with running_server(config, registry, judge=judge) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
-
-
-def arms(client: httpx.Client) -> dict[str, dict[str, Any]]:
-    return {arm["name"]: arm for arm in client.get("/experiment.json").json()["arms"]}
-
-
-def eventually(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not check():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def ask(client: httpx.Client, user: str, **more: Any) -> str:

@@ -1,0 +1,20 @@
+"""What an online experiment's server says of its arms. Shared by its tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+
+def arms(client: httpx.Client) -> dict[str, dict[str, Any]]:
+    return {arm["name"]: arm for arm in client.get("/experiment.json").json()["arms"]}
+
+
+def eventually(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not check():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
