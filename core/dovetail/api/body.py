@@ -14,6 +14,10 @@ from dovetail.errors import RequestError
 
 _SHOWN = 80
 
+MAX_DEPTH = 128
+"""Arrays and objects inside of each other that a body may have. What is deeper would exhaust the stack of whatever walks it later:
+copies, chat templates, encoders."""
+
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """A count or a rank; more could not travel to the engine."""
 
@@ -76,14 +80,31 @@ def parse_query(request: Request, model: type[Model]) -> Model:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """A JSON object, strictly: no NaN, no Infinity, valid UTF-8. Raises ``RequestError``."""
+    """A JSON object, strictly: no NaN, no Infinity, valid UTF-8, at most ``MAX_DEPTH`` deep. Raises ``RequestError``."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise RequestError(f"the body is a JSON {_json_type(value)}; allowed: an object", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+        raise RequestError(f"the body is nested deeper than {MAX_DEPTH}", code="invalid_json")
     return value
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    """Level by level: recursion is what is to be avoided."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def validate(raw: dict[str, Any], model: type[Model]) -> Model:

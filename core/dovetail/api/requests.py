@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from dovetail.errors import GrammarError, RequestError
+from dovetail.interfaces.api import ApiHost
 from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "lark", "choice", "structural_tag")
@@ -23,6 +24,13 @@ _LONGEST_ID = 100
 def new_id(prefix: str) -> str:
     """A public id for a request without one of its own."""
     return prefix + secrets.token_hex(12)
+
+
+def check_count(host: ApiHost, count: int, param: str) -> None:
+    """Before the texts of ``param`` become tokens: raises ``RequestError`` where there are more than may wait."""
+    most = host.config.scheduler.max_waiting
+    if count > most:
+        raise RequestError(f"{param} has {count} entries; at most {most} may wait", param=param)
 
 
 def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarSpec | None:

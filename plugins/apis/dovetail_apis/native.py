@@ -13,6 +13,7 @@ from starlette.responses import Response
 from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples, parse, validate
 from dovetail.api.requests import (
     CONSTRAINTS,
+    check_count,
     grammar_of,
     new_id,
     sampling_params,
@@ -141,6 +142,7 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     given: Any = body.text if body.text is not None else body.input_ids
     prompts = given if _is_batch(body) else [given]
     param = "text" if body.text is not None else "input_ids"
+    check_count(host, len(prompts), param)
     if not all(prompts):
         raise RequestError(f"{param} has an empty prompt; give at least one token", param=param, code="empty_prompt")
     chosen = _sampling(body, len(prompts))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from dovetail.api.requests import check_count
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, Choice, Prompt, Usage
 from dovetail.types import FloatArray, Pooling, PoolingKind, SamplingParams
@@ -26,6 +27,7 @@ async def as_prompts(
 ) -> list[Prompt]:
     """Texts, or token ids, as prompts. Raises ``RequestError`` that names ``param`` for one without a token, and for
     ids that are none."""
+    check_count(host, len(texts), param)
     prompts: list[Prompt] = []
     for text in texts:
         ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text

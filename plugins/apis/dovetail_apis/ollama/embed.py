@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
-from dovetail.api.requests import new_id
+from dovetail.api.requests import check_count, new_id
 from dovetail.api.responses import json_response, until_disconnect
 from dovetail.errors import ContextLengthError
 from dovetail.interfaces.api import ApiHost, ApiRequest
@@ -26,6 +26,7 @@ async def embed(host: ApiHost, request: Request) -> Response:
     if texts in ([], [""]):
         refuse_unload(body.keep_alive)
         return json_response({"model": body.model, "embeddings": []})
+    check_count(host, len(texts), "input")
     vectors, count = await _vectors(host, request, body, texts, body.dimensions, body.truncate is not False)
     counts = {"prompt_eval_count": count, "total_duration": clock.passed(), "load_duration": 0}
     return json_response({"model": body.model, "embeddings": vectors, **counts})

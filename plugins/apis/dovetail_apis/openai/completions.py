@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
-from dovetail.api.requests import new_id, with_room
+from dovetail.api.requests import check_count, new_id, with_room
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt
@@ -29,6 +29,7 @@ async def completions(host: ApiHost, request: Request) -> Response:
     body = await parse(request, CompletionRequest, host.max_body)
     host.check_model(body.model)
     texts = body.prompt if _many(body.prompt) else [body.prompt]
+    check_count(host, len(texts), "prompt")
     outputs = host.submit(await _parsed(host, body, texts))
     formatter = CompletionFormat(host, body, texts, outputs)
     if body.stream:

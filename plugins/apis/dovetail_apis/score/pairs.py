@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dovetail.api.requests import new_id
+from dovetail.api.requests import check_count, new_id
 from dovetail.errors import ConfigError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Generation, Prompt
 from dovetail.ops.vectors import cosine, pooling_kind
@@ -33,6 +33,7 @@ async def score_pairs(
 ) -> Scoring:
     """By the template, where config has one; else by embeddings. ``param`` is the field that errors name. Raises
     ``RequestError``."""
+    check_count(host, len(pairs), param)
     by = by_embeddings if config.template is None else by_template
     return await by(host, config, pairs, body, param)
 
