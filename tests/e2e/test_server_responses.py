@@ -314,6 +314,12 @@ def test_cancel(echo: openai.OpenAI, fake: httpx.Client):
     assert ended.status == "cancelled"
     assert 0 < len(ended.output_text) < 600
     assert echo.responses.cancel(made.id) == ended == echo.responses.retrieve(made.id)
+    slow = {"extra_body": {"cache_salt": "slow"}}
+    with echo.responses.create(model="tiny", input="one " * 300, background=True, stream=True, **slow) as stream:
+        rid = next(iter(stream)).response.id
+        echo.responses.cancel(rid)
+        *_, last = stream
+    assert (last.type, last.response.status, last.response.id) == ("response.incomplete", "cancelled", rid)
     with pytest.raises(openai.BadRequestError, match="background"):
         echo.responses.cancel(make(echo, "one").id)
     running = make(echo, "one " * 300, background=True, extra_body={"cache_salt": "slow"})

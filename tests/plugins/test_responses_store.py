@@ -3,6 +3,7 @@
 .venv/bin/python -m pytest -q tests/plugins/test_responses_store.py
 """
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 from dovetail.api.problems import NotFoundError
-from dovetail.errors import QueueFullError, RequestError
+from dovetail.errors import EngineDeadError, QueueFullError, RequestError
+from dovetail.testing.api_server import EchoServer
 from dovetail.types import FinishKind, FinishReason
 from dovetail_apis.config import ResponsesConfig
+from dovetail_apis.responses import Responses
 from dovetail_apis.responses.answer import Answer
 from dovetail_apis.responses.items import chat_messages, read_items
 from dovetail_apis.responses.store import Record, Store
@@ -117,3 +120,40 @@ def test_items_become_turns():
     ]
     with pytest.raises(RequestError, match="no function_call with call_id 'c1'"):
         chat_messages(None, read_items([{"type": "function_call_output", "call_id": "c1", "output": ""}]))
+
+
+async def statuses(method: str, path: str) -> list[int]:
+    """For somebody else, and then for who made the response. A POST without path goes on from it."""
+    server = EchoServer(Responses(ResponsesConfig()))
+    server.service.owner = "ada"
+    rid = (await server.ask("POST", "/v1/responses", {"input": "hello"})).json()["id"]
+    goes_on = (method, path) == ("POST", "")
+    found = []
+    for server.service.owner in ("bob", "ada"):
+        where = "" if goes_on else f"/{rid}{path}"
+        body = {"input": "more", "previous_response_id": rid} if goes_on else None
+        found.append((await server.ask(method, f"/v1/responses{where}", body)).status)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "", 200), ("GET", "/input_items", 200), ("POST", "/cancel", 400), ("DELETE", "", 200), ("POST", "", 200)],
+)
+def test_other_tenants_find_nothing(method: str, path: str, status: int):
+    assert asyncio.run(statuses(method, path)) == [404, status]
+
+
+def test_a_stream_that_fails_is_told_to_its_end_and_kept():
+    async def run() -> tuple[list[Any], Any]:
+        server = EchoServer(Responses(ResponsesConfig()))
+        server.engine.most_steps, server.engine.death = 3, EngineDeadError("it is lost")
+        events = (await server.ask("POST", "/v1/responses", {"input": "hello", "stream": True})).said()
+        return events, (await server.ask("GET", f"/v1/responses/{events[0]['response']['id']}")).json()
+
+    events, kept = asyncio.run(run())
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[-2:]] == ["response.output_item.done", "response.failed"]
+    assert events[-1]["response"] == kept
+    assert (kept["status"], kept["error"]) == ("failed", {"code": "server_error", "message": "it is lost"})
+    assert kept["output"][0]["status"] == "incomplete"

@@ -23,13 +23,24 @@ class Described(Protocol):
     """A route, of an API or of the server."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """With parameters in braces."""
+        ...
+
     @property
-    def body(self) -> type[BaseModel] | None: ...
+    def body(self) -> type[BaseModel] | None:
+        """What it takes."""
+        ...
+
     @property
-    def query(self) -> type[BaseModel] | None: ...
+    def query(self) -> type[BaseModel] | None:
+        """What stands behind the question mark."""
+        ...
+
     @property
-    def answers(self) -> Sequence[str]: ...
+    def answers(self) -> Sequence[str]:
+        """Media types."""
+        ...
 
 
 class Describer:

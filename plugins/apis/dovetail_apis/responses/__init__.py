@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from dovetail.api.body import parse, parse_query
-from dovetail.api.problems import problem_of
+from dovetail.api.problems import NotFoundError, problem_of
 from dovetail.api.requests import new_id
 from dovetail.api.responses import SSE, json_response, streamed, until_disconnect
 from dovetail.chat.requests import plain_message, shown_tools
@@ -116,7 +116,11 @@ class Responses(Api):
         """The conversation that is gone on with."""
         if rid is None:
             return []
-        record = self._store.get(host.owner, rid)
+        try:
+            record = self._store.get(host.owner, rid)
+        except NotFoundError as error:
+            code = "previous_response_not_found"
+            raise NotFoundError(str(error), param="previous_response_id", code=code) from None
         if record.running:
             raise RequestError(f"{rid} has not come to an end yet", param="previous_response_id")
         return record.conversation
@@ -168,11 +172,8 @@ class Maker:
 
     def tail(self) -> bytes:
         """How it has ended. An output without an end was given up by its client."""
-        finish = self._outputs.choices[0].finish
-        if finish is None:
-            self.record.answer.cancel()
-            return self._settled(b"")
-        return self._settled(self._tell(self.record.answer.end(finish)))
+        finish, answer = self._outputs.choices[0].finish, self.record.answer
+        return self._settled(self._tell(answer.cancel() if finish is None else answer.end(finish)))
 
     def failed(self, problem: Problem) -> bytes:
         """What went wrong."""

@@ -73,9 +73,8 @@ class Answer:
                 events += self._part(part)
         return events
 
-    def end(self, finish: FinishReason | None) -> list[Event]:
+    def end(self, finish: FinishReason) -> list[Event]:
         """The last events, where the output has come to an end."""
-        assert finish is not None
         if finish.kind is FinishKind.ABORT:
             return self.fail(Problem(500, f"the response was ended: {finish.message or 'aborted'}"))
         cut = finish.kind is FinishKind.LENGTH
@@ -86,18 +85,16 @@ class Answer:
         """The last events, where something went wrong."""
         kind = "server_error" if problem.status >= 500 else "invalid_prompt"
         self._error = {"code": kind, "message": problem.message}
-        self._close("incomplete")
-        return [self._settle("failed")]
+        return [*self._close("incomplete"), self._settle("failed")]
 
-    def cancel(self) -> None:
-        """Its client wants no more of it."""
-        self._close("incomplete")
-        self._settle("cancelled")
+    def cancel(self) -> list[Event]:
+        """The last events, where its client wants no more of it; there is none of that name."""
+        return [*self._close("incomplete"), self._settle("cancelled", "incomplete")]
 
-    def _settle(self, status: str) -> Event:
+    def _settle(self, status: str, event: str | None = None) -> Event:
         self._status = status
         self._completed_at = int(time.time()) if status == "completed" else None
-        return self._lifecycle(status)
+        return self._lifecycle(event or status)
 
     def _part(self, part: ChatDelta) -> list[Event]:
         events: list[Event] = []
