@@ -1,0 +1,41 @@
+"""``dovetail serve`` in a process of its own, as a user runs it: one ready line, answers, a signal, a clean end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+
+@contextmanager
+def served(command: Sequence[Any], name: str = "tiny", **given: Any) -> Iterator[str]:
+    """The URL of the server that ``command`` starts. It must say when it is ready, and end cleanly when it is asked to."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **given) as process:
+        assert process.stderr
+        seen: list[str] = []
+        for line in process.stderr:
+            seen.append(line)
+            if "ready in" in line:
+                break
+        found = re.search(rf"serving {name} on (http://127\.0\.0\.1:\d+), ready in [\d.]+ s", seen[-1])
+        assert found, "".join(seen)
+        try:
+            yield found[1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+        assert process.wait(20) == 0
+        assert "Traceback" not in "".join(seen) + rest
+
+
+def ask(url: str, name: str = "tiny") -> str:
+    """What the model says is the capital of France."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": name, "messages": [question], "temperature": 0}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    return answer.json()["choices"][0]["message"]["content"]
