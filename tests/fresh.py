@@ -46,6 +46,7 @@ def run_python(
         if process.exitcode is None:
             process.kill()
             process.join()
+            raise subprocess.TimeoutExpired([*arguments], seconds)
         out, err = (file.read_text("utf-8") if file.exists() else "" for file in files)
         assert process.exitcode is not None
         return subprocess.CompletedProcess([*arguments], process.exitcode, out, err)

@@ -11,16 +11,20 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 
-from dovetail.cli import main
+from dovetail.cli import main, plugins_check
 from dovetail.config import PluginsSection
 from dovetail.interfaces.features import Feature
 from dovetail.plugins import ComponentKind, Requirement, load_plugins
 from dovetail.plugins import loader as loader_module
 from dovetail.plugins.reports import Case, CheckReport, ComponentReport, folder, stale, store, stored
 from dovetail.scaffold import named, render, write
+from fresh import run_python
 
 K = ComponentKind
 
@@ -72,6 +76,18 @@ def install(source: Path, version: str) -> None:
     (info / "direct_url.json").write_text(json.dumps({"url": source.as_uri(), "dir_info": {"editable": True}}))
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suites run in processes that need not import torch."""
+
+    def run(command: list[str], cwd: str, stdout: TextIO | None, timeout: float, check: bool) -> CompletedProcess[str]:
+        done = run_python(command[1:], Path(cwd), os.environ, timeout)
+        (stdout or sys.stdout).write(done.stdout + done.stderr)
+        return done
+
+    monkeypatch.setattr(plugins_check, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutExpired))
+
+
 def test_a_suite_that_hangs_is_ended(call, project):
     for file in (project / "tests").glob("test_*.py"):
         file.write_text("import time\ntime.sleep(60)\n")
@@ -80,7 +96,7 @@ def test_a_suite_that_hangs_is_ended(call, project):
     assert "were not through after 2 s" in err
 
 
-def test_a_check_is_kept_and_shown_until_it_is_stale(call, project):
+def test_a_check_is_kept_and_shown_until_it_is_stale(call, project, forked):
     status, out, _ = call("show", "checked_turn")
     assert "not checked: dovetail plugins check dovetail-checked-turn" in out
     status, out, err = call("check", str(project))
@@ -117,7 +133,7 @@ def test_a_check_is_kept_and_shown_until_it_is_stale(call, project):
     assert "2 failed" in shown
 
 
-def test_what_cannot_be_checked_says_why(call, project, tmp_path):
+def test_what_cannot_be_checked_says_why(call, project, forked, tmp_path):
     status, _, err = call("check", "no-such-dist")
     assert status == 2
     assert "neither a folder nor an installed distribution; give the folder of a package, or one of: dovetail" in err
@@ -135,7 +151,7 @@ def test_what_cannot_be_checked_says_why(call, project, tmp_path):
     assert "is failed: ZeroDivisionError" in call("check", str(project))[2]
 
 
-def test_tests_that_are_installed_with_a_package_are_run(call, project):
+def test_tests_that_are_installed_with_a_package_are_run(call, project, forked):
     info = project / "site" / "dovetail_checked_turn-0.dist-info"
     (info / "direct_url.json").unlink()
     assert "brings no tests with it; give the folder of its source" in call("check", "dovetail-checked-turn")[2]

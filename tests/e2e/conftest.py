@@ -1,5 +1,6 @@
 """Servers for the tests: each is started once for the module that asks for it."""
 
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from dovetail.config import Config
 from dovetail.server.launch import running_server
+from fresh import heavy_imported
 
 sys.path.insert(0, str(Path(__file__).parent))  # the engine process imports fake_engine by its name
 
@@ -16,6 +18,17 @@ sys.path.insert(0, str(Path(__file__).parent))  # the engine process imports fak
 def config_with(**server: object) -> Config:
     """The default config on a free port; one CPU thread, since tests run side by side."""
     return Config.model_validate({"threads": 1, "server": {"port": 0, "log_level": "warning", **server}})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines_need_not_import_torch() -> Iterator[None]:
+    """Processes that tests would spawn are forked from one that has imported it. ``dovetail serve`` spawns them:
+    test_server_command.py."""
+    usual = multiprocessing.get_context
+    with pytest.MonkeyPatch.context() as patch:
+        forked = heavy_imported()
+        patch.setattr(multiprocessing, "get_context", lambda kind=None: forked if kind == "spawn" else usual(kind))
+        yield
 
 
 @pytest.fixture(scope="module")
