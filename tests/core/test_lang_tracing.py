@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,27 @@ def test_wrong_rows_are_refused_before_any_runs(row: Any, message: str):
     with pytest.raises(TypeError, match=message):
         sgl.function(lambda s, x: s.append(sgl.gen(x))).run_batch([{"x": "a"}, row], backend=backend)
     assert not backend.prompts
+
+
+def test_a_batch_shows_how_far_it_is(capsys: pytest.CaptureFixture[str]):
+    program.run_batch([("a", str(i)) for i in range(3)], backend=Scripted(), progress_bar=True)
+    shown = capsys.readouterr()
+    assert "100%" in shown.err
+    assert shown.out == ""
+
+
+def test_no_more_rows_run_at_a_time_than_there_are_threads():
+    running, most = [], []
+
+    def during(text: str) -> None:
+        running.append(text)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.remove(text)
+
+    one_call = sgl.function(lambda s, x: s.append(sgl.gen(x)))
+    one_call.run_batch([{"x": str(i)} for i in range(12)], backend=Scripted(during), num_threads=3)
+    assert 1 < max(most) <= 3
 
 
 def test_a_batch_of_a_wrong_number_of_threads():

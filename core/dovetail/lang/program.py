@@ -23,7 +23,7 @@ class Function:
     The settings given to ``run`` (``sampling_of`` has them) hold for calls that do not give their own. ``run`` returns when the program and all its calls are
     done; with ``stream=True`` at once, to be read with ``text_iter`` while it goes on. ``traced=True`` writes the program down
     first: where it never needs a value for its control flow, it is carried out from what was written down, so that no fork waits
-    for the Python code of another; else it runs as usual. ``session`` names a conversation whose end stays cached for the next run
+    for the Python code of another; else it runs as usual, from its beginning. ``session`` names a conversation whose end stays cached for the next run
     with that name. ``use_thread=False`` carries every part out in the caller's thread.
     """
 
