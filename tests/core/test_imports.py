@@ -40,6 +40,7 @@ def heavy_modules_after(code: str) -> list[str]:
     [
         "import dovetail",
         "import dovetail; dovetail.SamplingParams(); dovetail.ConfigError; dovetail.hookimpl; dovetail.ComponentSpec",
+        "import dovetail; dovetail.gen; dovetail.function; dovetail.OpenAI; dovetail.Runtime; dovetail.RuntimeEndpoint",
         "import dovetail.plugins, dovetail.config, dovetail.messages, dovetail.types, dovetail.cli.app",
         "import dovetail.interfaces.attention, dovetail.interfaces.cache, dovetail.interfaces.model",
         "from dovetail.cli import main; main(['plugins', 'list', '--json'])",

@@ -20,11 +20,12 @@ from dovetail.lang.tracing import Trace, symbols, trace
 class Function:
     """A program. ``run`` it once, ``run_batch`` it over rows of arguments, ``bind`` some of them, ``trace`` it.
 
-    The settings given to ``run`` (``sampling_of`` has them) hold for calls that do not give their own. ``run`` returns when the program and all its calls are
-    done; with ``stream=True`` at once, to be read with ``text_iter`` while it goes on. ``traced=True`` writes the program down
-    first: where it never needs a value for its control flow, it is carried out from what was written down, so that no fork waits
-    for the Python code of another; else it runs as usual, from its beginning. ``session`` names a conversation whose end stays cached for the next run
-    with that name. ``use_thread=False`` carries every part out in the caller's thread.
+    The settings given to ``run`` (``sampling_of`` has them) hold for calls that do not give their own. ``run`` returns when the
+    program and all its calls are done; with ``stream=True`` at once, to be read with ``text_iter`` while it goes on.
+    ``traced=True`` writes the program down first: where it never needs a value for its control flow, it is carried out from
+    what was written down, so that no fork waits for the Python code of another; else it runs as usual, from its beginning.
+    ``session`` names a conversation whose end stays cached for the next run with that name. ``use_thread=False`` carries every
+    part out in the caller's thread.
     """
 
     def __init__(self, func: Callable[..., Any], bound: Mapping[str, Any] | None = None) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -16,7 +16,9 @@ from dovetail.lang.backends.params import CONSTRAINTS, native_params
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
 from dovetail.lang.ir import Sampling
-from dovetail.tokenizer.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from dovetail.tokenizer.chat_template import ChatTemplate
 
 _PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
 _LOOK_BACK = 2  # tokens before a choice that may be cut otherwise with it
@@ -59,6 +61,8 @@ class RuntimeEndpoint(Backend):
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
+        from dovetail.tokenizer.chat_template import ChatTemplate
+
         source = self._given or self.model_info.get("chat_template")
         return ChatTemplate(source, self.model_info.get("special_tokens") or {}) if source else None
 
