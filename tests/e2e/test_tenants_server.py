@@ -36,6 +36,7 @@ LIMITS = {
     "wide": {"max_concurrency": 3},
     "quick": {"max_seconds": 0.2},
     "small": {"max_body_mib": 0.001},
+    "leaving": {"max_concurrency": 8},
     "wild": {"requests_per_minute": 5},
 }
 KEYS = {name: new_key() for name in (*LIMITS, "ops")}
@@ -332,6 +333,36 @@ def test_an_admin_ends_the_requests_of_a_tenant(clients: dict[str, httpx.Client]
         assert clients["ops"].post("/abort_request", json={"rid": "nobody's"}).json() == {"aborted": False}
         assert clients["ops"].post("/abort_request", json={"rid": "theirs"}).json() == {"aborted": True}
         assert any('"finish_reason":"abort"' in line for line in lines)
+
+
+def test_clients_of_all_apis_that_leave_give_everything_back(clients: dict[str, httpx.Client]):
+    """At any moment: before the body, while it waits, before the first token, in the stream, at its end."""
+    asked = [
+        ("/v1/completions", SLOW),
+        ("/generate", {"text": "one", "cache_salt": "slow", "sampling_params": {"max_new_tokens": 2000, "n": 2}}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 900, **CHAT}),
+        ("/api/chat", {"model": "tiny", **CHAT}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 900}),
+    ]
+
+    async def leave(client: httpx.AsyncClient, i: int) -> str:
+        path, body = asked[i % len(asked)]
+        try:
+            answer = await asyncio.wait_for(client.post(path, json=body | {"stream": i % 2 == 0}), 0.01 + 0.01 * i)
+        except TimeoutError:
+            return "left"
+        return str(answer.status_code)
+
+    async def all_of_them() -> set[str]:
+        headers = {"x-api-key": KEYS["leaving"]}
+        async with httpx.AsyncClient(base_url=clients[""].base_url, headers=headers, timeout=PATIENCE) as client:
+            return set(await asyncio.gather(*(leave(client, i) for i in range(40))))
+
+    assert asyncio.run(all_of_them()) >= {"left", "429"}
+    eventually(lambda: running(clients, "leaving") == 0)
+    eventually(lambda: clients["ops"].get("/server_info").json()["open_requests"] == 0)
+    assert metric(clients, "requests_total", "leaving")[""] > 5
+    assert clients["leaving"].post("/generate", json={"text": "a", "sampling_params": {"n": 8}}).status_code == 200
 
 
 # accounting
