@@ -16,14 +16,14 @@ import pytest
 from conftest import config_with
 from dovetail.server.launch import running_server
 
-SECONDS = 3.0
+SECONDS = 2.0
 IMPORTS = 100.0
 """Several backends in a fresh worker, which yields to everybody else: seconds, but on busy cores most of a minute."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[httpx.Client]:
-    """A server whose constraints have three seconds and 512 MiB each."""
+    """A server whose constraints have two seconds and 512 MiB each."""
     config = config_with(max_body_mib=8, drain_seconds=2)
     section = config.grammar.model_copy(update={"timeout": SECONDS, "memory_mib": 512})
     with (
@@ -169,7 +169,7 @@ MUST_BE_REFUSED = (0, 1, 4, 8, 13, 15, 16, 17)
 
 
 class Stream(threading.Thread):
-    """Free outputs, one after another, and when each of their tokens came."""
+    """Free outputs, one after another with a short rest between them, and when each of their tokens came."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -178,9 +178,9 @@ class Stream(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        body = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 40, "ignore_eos": True, "stream": True}
         with httpx.Client(base_url=self.url, timeout=60) as client:
-            while not self.over.is_set():
+            while not self.over.wait(0.15):
                 with client.stream("POST", "/v1/completions", json=body) as answer:
                     for line in answer.iter_lines():
                         if line.startswith("data:"):

@@ -252,7 +252,8 @@ def test_a_server_without_parsers_says_so():
 @pytest.mark.parametrize("parser", ["llama3_json", "mistral", "deepseek"])
 def test_a_named_function_in_the_other_formats(parser: str):
     """The model was never taught them: that a call comes of it is the constraint's doing."""
-    config, registry = setup(sets=[f"tool_parser={parser}", "threads=1", "server.port=0", "server.log_level=warning"])
+    quick = ("threads=1", "server.port=0", "server.log_level=warning", "grammar.isolation=thread")
+    config, registry = setup(sets=[f"tool_parser={parser}", *quick])
     named = {"type": "function", "function": {"name": "get_weather"}}
     with (
         running_server(config, registry) as url,
