@@ -8,7 +8,7 @@ serve: setup
 	$(BIN)/dovetail serve
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -q --ignore tests/triton
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -q --ignore tests/triton
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/triton
 
 check: lint test
