@@ -28,6 +28,13 @@ Salt = Annotated[str, Field(max_length=1024)]
 """The name of a namespace: kept as long as its prefixes are cached."""
 
 
+Texts = Annotated[list[str], Field(fail_fast=True)]
+"""Several texts. Where a field may be this or something else, each of a million wrong entries is not an error of its own."""
+
+Ids = Annotated[list[int], Field(fail_fast=True)]
+"""Token ids."""
+
+
 class ApiModel(BaseModel):
     """The honoured fields of a request body, with strict types: nothing is converted.
 

@@ -200,7 +200,7 @@ def _plain_digest(key: Any, path: Path_, origin: str, plain: bool) -> str:
             f"{where} is no digest, and too short for a key; allowed: sha256: and 64 hexadecimal digits, or in the "
             f"environment a key of at least {SHORTEST_KEY} characters; `dovetail keys new` makes both"
         )
-    digest = key_digest(key.encode())
+    digest = key_digest(key.encode("utf-8", "replace"))
     if not plain:
         raise ConfigError(f"{where} is a key in plain text, and this file keeps digests; write {digest} in its place")
     return digest

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples, parse, validate
+from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, examples, parse, validate
 from dovetail.api.requests import (
     CONSTRAINTS,
     check_count,
@@ -85,7 +85,7 @@ class NativeRequest(ApiModel):
     )
 
     text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    input_ids: Ids | list[Ids] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = Field(
         None, description="See `NativeSampling`; a list has one for each prompt."
     )

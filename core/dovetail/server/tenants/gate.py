@@ -26,9 +26,10 @@ class Gate:
             self._check_origin(request)
             return self._service
         caller = self._tenancy.caller(request.scope["headers"])
-        if request.method == "POST":
+        sent = request.method == "POST"
+        if sent:
             self._tenancy.tenants[caller.name].arrive()
-        return TenantHost(self._service, self._tenancy, caller, request.url.path)
+        return TenantHost(self._service, self._tenancy, caller, request.scope["path"], counted=sent)
 
     def check_admin(self, request: Request) -> None:
         """Raises ``AccessError`` where the sender is no admin."""

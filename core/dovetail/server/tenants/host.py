@@ -23,8 +23,9 @@ class TenantHost(ApiHost):
     """The ``Service``, for one request of one tenant: it is let in under the tenant's limits, computed in the tenant's
     namespace, and accounted for at its end, however it ends."""
 
-    def __init__(self, service: Service, tenancy: Tenancy, caller: Caller, path: str) -> None:
-        """``path`` of the HTTP request, for the usage log."""
+    def __init__(self, service: Service, tenancy: Tenancy, caller: Caller, path: str, counted: bool) -> None:
+        """``path`` of the HTTP request, for the usage log. Where the request was not ``counted`` when it arrived, ``submit``
+        does so."""
         self.config = service.config
         self.tokenizer = service.tokenizer
         self.version = service.version
@@ -39,6 +40,7 @@ class TenantHost(ApiHost):
         self._tenant = tenancy.tenants[caller.name]
         self._caller = caller
         self._path = path
+        self._counted = counted
 
     @property
     def max_body(self) -> int:
@@ -49,6 +51,8 @@ class TenantHost(ApiHost):
     def submit(self, request: ApiRequest) -> Outputs:
         """As the service's; raises ``RateLimitError`` as well."""
         tenant, server = self._tenant, self.config.server
+        if not self._counted:
+            tenant.arrive()
         prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)
         new_tokens = sum(self._most_new(prompt) for prompt in request.prompts)
         own = replace(

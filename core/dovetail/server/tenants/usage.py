@@ -99,6 +99,12 @@ class UsageLog:
 
 
 class _PrivateHandler(WatchedFileHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file was moved away, and another cannot be begun
+            self.handleError(record)
+
     def _open(self) -> TextIOWrapper:
         return os.fdopen(os.open(self.baseFilename, _APPEND, 0o600), "a", encoding="utf-8")
 

@@ -28,12 +28,14 @@ _BLOCKS: Mapping[str, Mapping[str, type[Block]]] = {
     "assistant": {**_TEXT, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
 }
 _PARAGRAPH = "\n\n"
+_MOST_BLOCKS = 16_384
 
 Part = TypeVar("Part", bound=ApiModel)
 
 
 def conversation_of(body: CountRequest) -> Conversation:
     """Raises ``RequestError``."""
+    _check_blocks(body)
     turns = _Turns()
     for block in _blocks(body.system or [], "system", _TEXT):
         turns.add("system", block, "system")
@@ -46,6 +48,16 @@ def conversation_of(body: CountRequest) -> Conversation:
     opening = turns.opening(body, reasons)
     variables = thinking(reasons, body.output_config and body.output_config.effort)
     return Conversation(turns.plain, [_shown(tool) for tool in tools], _calls(tools, body), variables, opening)
+
+
+def _check_blocks(body: CountRequest) -> None:
+    """Each is validated by itself, which holds up other requests."""
+    contents = (body.system, *(message.content for message in body.messages))
+    count = sum(len(content) for content in contents if isinstance(content, list))
+    if count > _MOST_BLOCKS:
+        raise RequestError(
+            f"messages and system have {count} blocks; at most {_MOST_BLOCKS} are read", param="messages"
+        )
 
 
 class _Turns:

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples, parse
+from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, Texts, examples, parse
 from dovetail.api.requests import new_id
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
@@ -26,7 +26,7 @@ class EmbeddingsRequest(ApiModel):
 
     model_config = examples({"model": "tiny", "input": ["A text", "Another one"]}, {"input": "A text", "dimensions": 4})
 
-    input: str | list[str] | list[int] | list[list[int]] = Field(description="A text, token ids, or several of either.")
+    input: str | Texts | Ids | list[Ids] = Field(description="A text, token ids, or several of either.")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="`base64`: the bytes of the numbers as little-endian float32, a quarter of the size."

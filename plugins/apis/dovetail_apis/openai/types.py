@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
+from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, Texts, examples
 from dovetail.api.requests import CONSTRAINTS, grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.chat.requests import NamedTool, ToolSpec
 from dovetail.types import SamplingParams
@@ -130,7 +130,7 @@ class CompletionRequest(SamplingFields):
         {"prompt": "Once upon a time", "max_tokens": 8, "stream": True},
     )
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | list[Ids]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = Field(

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
+from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, Texts, examples
 
 
 class ScoreFields(ApiModel):
@@ -34,7 +34,7 @@ class ScoreRequest(ScoreFields):
     text_1: str | list[str] | None = Field(None, description="One text, or as many as `text_2`.")
     text_2: str | list[str] | None = None
     query: str | list[int] | None = Field(None, description="What comes before each item.")
-    items: str | list[str] | list[list[int]] | None = None
+    items: str | Texts | list[Ids] | None = None
     label_token_ids: list[int] | None = Field(
         None, description="The probability of each as the token after query and item is the answer."
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import Field
-from starlette.requests import Request
+from pydantic import BaseModel, Field
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, examples, parse
+from dovetail.api.body import ApiModel, Ids, examples, parse
 from dovetail.api.responses import json_response
 from dovetail.chat.requests import ToolSpec, plain_message, shown_tools
 from dovetail.errors import RequestError
@@ -45,28 +46,50 @@ class DetokenizeRequest(ApiModel):
     model_config = examples({"model": "tiny", "tokens": [5, 6, 7]})
 
     model: str | None = None
-    tokens: list[int] | list[list[int]]
+    tokens: Ids | list[Ids]
     skip_special_tokens: bool = Field(True, description="Of `text`; `prompt` has them always.")
+
+
+Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 
 class Tokenize(Api):
     """The tokenizer of the served model."""
 
+    def __init__(self, config: BaseModel) -> None:
+        super().__init__(config)
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
     def routes(self) -> Sequence[Route]:
         """Both directions, below /v1 too."""
         return (
-            *(Route(["POST"], path, tokenize, TokenizeRequest) for path in ("/tokenize", "/v1/tokenize")),
-            *(Route(["POST"], path, detokenize, DetokenizeRequest) for path in ("/detokenize", "/v1/detokenize")),
+            *(Route(["POST"], path, self.tokenize, TokenizeRequest) for path in ("/tokenize", "/v1/tokenize")),
+            *(Route(["POST"], path, self.detokenize, DetokenizeRequest) for path in ("/detokenize", "/v1/detokenize")),
         )
 
+    async def tokenize(self, host: ApiHost, request: Request) -> Response:
+        """Token ids of texts, or of a conversation as the model sees it."""
+        body = await parse(request, TokenizeRequest, host.max_body)
+        host.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give one of prompt and messages", param="prompt")
+        return await self._in_turn(host, request, _tokenized, body)
 
-async def tokenize(host: ApiHost, request: Request) -> Response:
-    """Token ids of texts, or of a conversation as the model sees it."""
-    body = await parse(request, TokenizeRequest, host.max_body)
-    host.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give one of prompt and messages", param="prompt")
-    return json_response(await asyncio.to_thread(_tokenized, host, body))
+    async def detokenize(self, host: ApiHost, request: Request) -> Response:
+        """The text of token ids."""
+        body = await parse(request, DetokenizeRequest, host.max_body)
+        host.check_model(body.model)
+        return await self._in_turn(host, request, _detokenized, body)
+
+    async def _in_turn(
+        self, host: ApiHost, request: Request, work: Callable[[ApiHost, Body], dict[str, Any]], body: Body
+    ) -> Response:
+        """One request of a tenant at a time: a text of megabytes takes a thread for seconds, and no limit of tokens holds for
+        it. Raises ``ClientDisconnect`` for a client that has left meanwhile."""
+        async with self._turns[host.owner]:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            return json_response(await asyncio.to_thread(work, host, body))
 
 
 def _tokenized(host: ApiHost, body: TokenizeRequest) -> dict[str, Any]:
@@ -92,13 +115,6 @@ def _rendered(host: ApiHost, body: TokenizeRequest) -> str:
 
 def _name(host: ApiHost, token: int) -> str:
     return host.tokenizer.bytes_of(token).decode("utf-8", "replace")
-
-
-async def detokenize(host: ApiHost, request: Request) -> Response:
-    """The text of token ids."""
-    body = await parse(request, DetokenizeRequest, host.max_body)
-    host.check_model(body.model)
-    return json_response(await asyncio.to_thread(_detokenized, host, body))
 
 
 def _detokenized(host: ApiHost, body: DetokenizeRequest) -> dict[str, Any]:
