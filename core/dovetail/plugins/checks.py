@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -41,12 +42,17 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _types(spec: ComponentSpec) -> Iterator[str]:
-    hints = get_type_hints(ComponentSpec)
+    hints = _hints()
     for field in fields(spec):
         value, expected = getattr(spec, field.name), hints[field.name]
         if not _is_a(value, expected):
             name = getattr(expected, "__name__", None) if get_origin(expected) is None else str(expected)
             yield f"{field.name} is {value!r:.80}; expected {name or expected}"
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(ComponentSpec)
 
 
 def _is_a(value: object, expected: object) -> bool:
