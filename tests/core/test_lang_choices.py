@@ -56,6 +56,7 @@ def walk(rows) -> int:
 
 @given(options)
 def test_token_by_token(rows):
+    rows = [[(10 * i + at, *token[1:]) for at, token in enumerate(row)] for i, row in enumerate(rows)]
     assert greedy_token_selection(scored(rows)).index == walk(rows)
 
 
@@ -74,8 +75,21 @@ def test_of_equals_the_first():
 def test_scores_begin_where_choices_differ_from_the_prompt():
     """Two tokens before the choice were asked for; the second is another one together with a choice."""
     kept = [[(7, -5.0), (8, -5.0), (1, -1.0)], [(7, -5.0), (8, -5.0), (2, -2.0), (3, -3.0)]]
-    assert [each.logprobs for each in joined_scores(kept, 2)] == [(-1.0,), (-2.0, -3.0)]
+    assert [each.logprobs for each in joined_scores([7, 8], kept)] == [(-1.0,), (-2.0, -3.0)]
     merged = [[(7, -5.0), (8, -5.0), (1, -1.0)], [(7, -5.0), (9, -2.0)]]
-    assert [each.tokens for each in joined_scores(merged, 2)] == [(8, 1), (9,)]
-    shorter = [[(7, -5.0)], [(7, -5.0), (9, -2.0)]]
-    assert [each.tokens for each in joined_scores(shorter, 2)] == [(), (9,)]
+    assert [each.tokens for each in joined_scores([7, 8], merged)] == [(8, 1), (9,)]
+    assert [each.tokens for each in joined_scores([7, 8], merged[1:] * 2)] == [(9,), (9,)]
+
+
+def test_what_nothing_is_told_of_comes_last():
+    for method in (token_length_normalized, greedy_token_selection):
+        assert method([Scored((), ()), Scored((1,), (-9.0,))]).index == 1
+
+
+def test_greedy_takes_one_token_for_one_token():
+    """However its log-probability was rounded in the row of each choice."""
+    short, long = Scored((5,), (-7.1,)), Scored((5, 6), (-7.1 + 1e-6, -10.0))
+    for first, second, index in ((short, long, 0), (long, short, 1)):
+        assert greedy_token_selection([first, second]).index == index
+    unknown = [Scored((-1,), (-7.1,)), Scored((-1, -1), (-7.0, -10.0))]
+    assert greedy_token_selection(unknown).index == 1

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dovetail as sgl
-from dovetail.errors import ProgramError, RequestError
+from dovetail.errors import EngineError, ProgramError, RequestError
 from dovetail.lang.backends.base import Generated
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -270,3 +273,54 @@ def test_rows_run_where_their_prefix_cannot():
 
     states = asks.run_batch([{"x": "1"}, {"x": "2"}], backend=NoPrefix())
     assert [state["y"] for state in states] == [answer_to(f"common {x}") for x in "12"]
+
+
+# -- a server --------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_of_events_ends_where_the_server_ends_it():
+    """JSON may have U+2028, which str.splitlines takes for an end."""
+    text = "a\u2028b\x85c"
+    event = {"text": text, "meta_info": {"finish_reason": {"type": "stop"}}}
+    body = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\ndata: [DONE]\n\n"
+    with answered(body) as url, sgl.RuntimeEndpoint(url) as endpoint:
+        state = sgl.function(says).run(stream=True, backend=endpoint)
+        assert "".join(state.text_iter("x")) == state["x"] == text
+
+
+def test_closing_an_endpoint_wakes_who_waits_for_it():
+    with answered(None) as url:
+        endpoint = sgl.RuntimeEndpoint(url)
+        state = sgl.function(says).run(stream=True, backend=endpoint)
+        while not endpoint._sockets:
+            time.sleep(0.01)
+        endpoint.close()
+        with pytest.raises(ProgramError) as failed:
+            state.text()
+    assert isinstance(failed.value.__cause__, EngineError)
+
+
+def says(s):
+    s += "hello" + sgl.gen("x")
+
+
+@contextmanager
+def answered(body: bytes | None) -> Iterator[str]:
+    """The address of a server that gives one answer; None: none ever."""
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            if body is not None:
+                head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+                connection.sendall(head % len(body) + body)
+            while connection.recv(1 << 16):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        worker = threading.Thread(target=serve)
+        worker.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        worker.join(5)
+    assert not worker.is_alive()

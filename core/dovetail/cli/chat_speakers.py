@@ -139,12 +139,14 @@ class Remote:
 
     def answer(self, messages: Sequence[Message], settings: Settings, answer: Answer) -> Pieces:
         """See ``Speaker``."""
+        from dovetail.lang.backends.endpoint import lines_of
+
         body = {"model": self.name, "messages": messages, **_fields(settings)}
         with self._asked("POST", "/v1/chat/completions", body) as response:
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
+            for line in lines_of(response):
+                if line == b"data: [DONE]":
                     return
-                if line.startswith("data: "):
+                if line.startswith(b"data: "):
                     yield from _take(msgspec.json.decode(line[6:]), answer)
         raise EngineError("the connection ended before the answer did")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ class Scored:
 
     @property
     def mean(self) -> float:
-        """The log-probability of a token on average."""
-        return sum(self.logprobs) / max(len(self.logprobs), 1)
+        """The log-probability of a token on average. A choice that is nothing but part of the text's first token, of which
+        nothing is told, comes last."""
+        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class GreedyTokenSelection(ChoicesMethod):
         rows = [[*each.logprobs, *[each.mean] * (width - len(each.logprobs))] for each in scored]
         left = list(range(len(rows)))
         for at in range(width):
-            top = max(rows[i][at] for i in left)
-            left = [i for i in left if rows[i][at] == top]
+            best = max(left, key=lambda i: rows[i][at])
+            left = [i for i in left if rows[i][at] == rows[best][at] or _same_token(scored[i], scored[best], at)]
         return Decision(left[0], tuple(map(_mean, rows)), {"greedy_logprob_matrix": rows})
 
 
@@ -84,6 +86,12 @@ class UnconditionalLikelihoodNormalized(ChoicesMethod):
         without = [_mean([value or 0.0 for value in each.unconditional]) for each in scored]
         scores = [each.mean - base for each, base in zip(scored, without, strict=True)]
         return _best(scores, {"normalized_unconditional_prompt_logprobs": without})
+
+
+def _same_token(a: Scored, b: Scored, at: int) -> bool:
+    """True if both go on with one token, whose log-probability may have been rounded differently. -1 is an unknown one."""
+    token = a.tokens[at] if at < len(a.tokens) else -1
+    return token >= 0 and b.tokens[at : at + 1] == (token,)
 
 
 def _best(scores: list[float], details: Mapping[str, Any]) -> Decision:

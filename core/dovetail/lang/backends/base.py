@@ -114,11 +114,15 @@ class Backend(ABC):
         self.close()
 
 
-def joined_scores(per_choice: Sequence[Sequence[tuple[int, float]]], start: int) -> list[Scored]:
-    """Of each choice its tokens with their log-probabilities, from one place before the choice on (``start`` tokens before
-    it) to its end. The text before a choice may have been cut into other tokens with it: all choices count from the first
-    token in which any two differ, at the latest from where the prompt ended."""
-    same = 0
-    while same < start and len({tokens[same][0] if same < len(tokens) else None for tokens in per_choice}) == 1:
-        same += 1
+def joined_scores(prompt: Sequence[int], per_choice: Sequence[Sequence[tuple[int, float]]]) -> list[Scored]:
+    """Of each choice its tokens with their log-probabilities. ``prompt`` and ``per_choice`` are the tokens of the prompt alone and
+    with each choice, from one and the same place on. The text before a choice may be cut into other tokens with it: all
+    choices count from the first token in which any of them differs from the prompt."""
+    same = min(same_tokens(prompt, [token for token, _ in tokens]) for tokens in per_choice)
     return [Scored(tuple(t for t, _ in tokens[same:]), tuple(p for _, p in tokens[same:])) for tokens in per_choice]
+
+
+def same_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts have in common from their beginning on."""
+    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from dovetail.tokenizer.chat_template import ChatTemplate
 
 _PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
-_LOOK_BACK = 2  # tokens before a choice that may be cut otherwise with it
+_LOOK_BACK = 4  # tokens before a choice that may be cut otherwise with it; more are looked at where these all were
 
 
 class RuntimeEndpoint(Backend):
@@ -43,6 +46,7 @@ class RuntimeEndpoint(Backend):
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self.base_url = base_url.rstrip("/")
         self._given = chat_template
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._client = httpx.Client(
             base_url=self.base_url,
             headers=headers,
@@ -104,9 +108,7 @@ class RuntimeEndpoint(Backend):
         text = self._text(conversation)
         first = self._ask("POST", "/generate", {"text": text, "sampling_params": _PREFILL, **_hinted(hints)})
         meta = {name: first["meta_info"][name] for name in ("prompt_tokens", "cached_tokens")}
-        start = max(meta["prompt_tokens"] - _LOOK_BACK, 1)
-        found = self._logprobs({"text": [text + choice for choice in choices]}, start)
-        scored = joined_scores([[(t, p or 0.0) for t, p in each] for each in found], meta["prompt_tokens"] - start)
+        scored = self._scored(text, choices, meta["prompt_tokens"])
         if unconditional:
             scored = self._with_unconditional(scored)
         return scored, meta
@@ -124,7 +126,10 @@ class RuntimeEndpoint(Backend):
         return self._ask("GET", "/server_info")
 
     def close(self) -> None:
-        """Close the connections."""
+        """End what is running with an error, and close the connections."""
+        for connected in list(self._sockets):
+            with contextlib.suppress(OSError):  # closed by the other side
+                connected.shutdown(socket.SHUT_RDWR)  # wakes who reads from it, which closing does not
         self._client.close()
 
     def _text(self, conversation: Conversation) -> str:
@@ -139,6 +144,17 @@ class RuntimeEndpoint(Backend):
         bos = (info.get("special_tokens") or {}).get("bos_token")
         return text.removeprefix(bos) if bos and info.get("adds_bos") else text
 
+    def _scored(self, text: str, choices: Sequence[str], length: int) -> list[Scored]:
+        """Each choice after ``text``, which alone has ``length`` tokens."""
+        texts, back = [text, *(text + choice for choice in choices)], _LOOK_BACK
+        while True:
+            start = max(length - back, 1)
+            prompt, *found = self._logprobs({"text": texts}, start)
+            tokens = [token for token, _ in prompt]
+            if start == 1 or all(tokens[:1] == [token for token, _ in each[:1]] for each in found):
+                return joined_scores(tokens, [[(t, p or 0.0) for t, p in each] for each in found])
+            back *= 8
+
     def _logprobs(self, prompts: Mapping[str, Any], start: int) -> list[list[tuple[int, float | None]]]:
         body = {**prompts, "sampling_params": _PREFILL, "return_logprob": True, "logprob_start_len": start}
         answers = self._ask("POST", "/generate", body)
@@ -147,16 +163,17 @@ class RuntimeEndpoint(Backend):
     def _with_unconditional(self, scored: Sequence[Scored]) -> list[Scored]:
         bos = self.model_info.get("bos_token_id")
         before = [] if bos is None else [bos]
-        found = self._logprobs({"input_ids": [[*before, *each.tokens] for each in scored]}, 0)
-        return [
-            replace(each, unconditional=tuple(p for _, p in alone[len(before) :]))
-            for each, alone in zip(scored, found, strict=True)
-        ]
+        known = [each for each in scored if each.tokens]
+        found = self._logprobs({"input_ids": [[*before, *each.tokens] for each in known]}, 0) if known else []
+        alone = {each.tokens: tuple(p for _, p in row[len(before) :]) for each, row in zip(known, found, strict=True)}
+        return [replace(each, unconditional=alone.get(each.tokens, ())) for each in scored]
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        response = self._reached(lambda: self._client.request(method, path, json=body))
+        response = self._reached(
+            lambda: self._client.request(method, path, json=body, extensions={"trace": self._connected})
+        )
         _raise_for(response)
         return response.json() if "json" in response.headers.get("content-type", "") else response.text
 
@@ -166,7 +183,8 @@ class RuntimeEndpoint(Backend):
 
     def _read_stream(self, body: Mapping[str, Any], on_text: OnText) -> dict[str, Any]:
         answer: dict[str, Any] | None = None
-        with self._client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+        streaming, watched = {**body, "stream": True}, {"trace": self._connected}
+        with self._client.stream("POST", "/generate", json=streaming, extensions=watched) as response:
             if response.status_code != 200:
                 response.read()
                 _raise_for(response)
@@ -178,6 +196,10 @@ class RuntimeEndpoint(Backend):
         if answer is None or answer["meta_info"]["finish_reason"] is None:
             raise EngineError(f"{self.base_url} ended a stream before its output was complete")
         return answer
+
+    def _connected(self, event: str, info: Mapping[str, Any]) -> None:
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self._sockets.add(info["return_value"].get_extra_info("socket"))
 
     def _reached(self, request: Callable[[], Any]) -> Any:
         try:
@@ -194,10 +216,18 @@ def _hinted(hints: Hints) -> dict[str, Any]:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
-        data = line.removeprefix("data: ")
-        if data is not line and data != "[DONE]":
+    for line in lines_of(response):
+        data = line.removeprefix(b"data: ")
+        if data is not line and data != b"[DONE]":
             yield json.loads(data)
+
+
+def lines_of(response: httpx.Response) -> Iterator[bytes]:
+    """The lines of a stream of events. ``iter_lines`` would end them at U+2028 and the like too, which JSON may contain."""
+    rest = b""
+    for piece in response.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
 
 
 def _raise_for(response: httpx.Response) -> None:

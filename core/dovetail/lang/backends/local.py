@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import EngineError, RequestError
-from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText, joined_scores
+from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText, joined_scores, same_tokens
 from dovetail.lang.backends.params import CONSTRAINTS, finish_shown, logprobs_shown, sampling_params
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
@@ -93,7 +93,7 @@ class Runtime(Backend):
         (first,) = self._pump.submit([self._msg(ids, _PREFILL, hints)])
         cached = first.output().cached_tokens
         longer = [self._ids_of(text + choice, conversation.chat) for choice in choices]
-        start = min(_same(ids, each) for each in longer)
+        start = min(same_tokens(ids, each) for each in longer)
         scored = self._scored(longer, max(start, 1), Hints())
         if unconditional:
             scored = [replace(each, unconditional=self._alone(each)) for each in scored]
@@ -138,7 +138,7 @@ class Runtime(Backend):
         group = Hints(f"select-{secrets.token_hex(8)}", len(ids)) if len(ids) > 1 else hints
         calls = self._pump.submit([self._msg(each, params, group) for each in ids])
         found = [call.output().prompt_logprobs or [] for call in calls]
-        return joined_scores([[(e.token_id, e.logprob or 0.0) for e in entries] for entries in found], 0)
+        return joined_scores((), [[(e.token_id, e.logprob or 0.0) for e in entries] for entries in found])
 
     def _alone(self, scored: Scored) -> tuple[float | None, ...]:
         """The log-probabilities of a choice's tokens without a prompt."""
@@ -189,15 +189,8 @@ def _no_text(token: int) -> None:
     return None
 
 
-def _same(first: list[int], second: list[int]) -> int:
-    """How many tokens two texts have in common from their beginning on."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-
-
 def _close_at_exit(runtime: Runtime) -> None:
-    """The thread must not run kernels while the interpreter is taken down."""
+    """The thread must not run kernels while the interpreter is taken down, nor go on when nobody can call it any more."""
     pump = weakref.ref(runtime._pump)
     pid = os.getpid()
 
@@ -205,5 +198,10 @@ def _close_at_exit(runtime: Runtime) -> None:
         if (alive := pump()) is not None and os.getpid() == pid:
             alive.close()
 
+    def let_go() -> None:
+        atexit.unregister(close)
+        if (alive := pump()) is not None and os.getpid() == pid:
+            alive.leave()
+
     atexit.register(close)
-    weakref.finalize(runtime, atexit.unregister, close)
+    weakref.finalize(runtime, let_go).atexit = False

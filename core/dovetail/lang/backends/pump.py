@@ -104,6 +104,10 @@ class Pump:
                 self._inbox.put(None)
         self._thread.join()
 
+    def leave(self) -> None:
+        """``close`` that waits for nothing and takes no lock: wherever garbage is collected."""
+        self._inbox.put(None)
+
     def _put(self, item: Sequence[Call] | Callable[[], None]) -> None:
         with self._gate:
             if self._refusal is not None:
