@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -51,6 +52,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@functools.lru_cache(16)
+def _compiled(source: str) -> jinja2.Template:
+    """Templates keep nothing from one rendering to the next, and engines of one model have the same."""
+    return _environment().from_string(source)
+
+
 class ChatTemplate:
     """One compiled template. ``variables`` (bos_token, ...) are given to every rendering."""
 
@@ -59,7 +66,7 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables)
         try:
-            self._template = _environment().from_string(source)
+            self._template = _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the model's chat template is not valid, line {error.lineno}: {error}") from error
 
