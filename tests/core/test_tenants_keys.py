@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 
@@ -280,6 +281,19 @@ def test_the_log_has_a_line_for_each_request_and_may_be_moved_away(tmp_path):
 def test_a_log_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"server\.usage_log"):
         UsageLog(tmp_path / "none" / "usage.jsonl")
+
+
+def test_a_log_that_cannot_be_written_fails_no_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = UsageLog(folder / "usage.jsonl")
+    shutil.rmtree(folder)
+    log.write(entry())
+    assert "No such file" in capsys.readouterr().err
+    folder.mkdir()
+    log.write(entry())
+    log.close()
+    assert json.loads((folder / "usage.jsonl").read_text())["tenant"] == "acme"
 
 
 def test_a_log_without_keys_is_refused_and_so_are_wrong_origins():

@@ -10,18 +10,23 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import anthropic
 import httpx
 import openai
 import pytest
 from fake_engine import run_fake_engine
+from starlette.requests import Request
 
 from conftest import config_with
 from dovetail.config.tenants import key_digest
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, PermissionDeniedError
 from dovetail.interfaces.api import ApiHost
 from dovetail.server.launch import running_server
+from dovetail.server.service import Service
+from dovetail.server.tenants.gate import Gate
 from dovetail.server.tenants.host import TenantHost
 from dovetail.server.tenants.keys import new_key
 
@@ -38,9 +43,11 @@ LIMITS = {
     "small": {"max_body_mib": 0.001},
     "leaving": {"max_concurrency": 8},
     "wild": {"requests_per_minute": 5},
+    "watching": {"requests_per_minute": 2},
 }
 KEYS = {name: new_key() for name in (*LIMITS, "ops")}
 SLOW = {"prompt": "one two", "max_tokens": 2000, "cache_salt": "slow"}  # 20 ms a token: 40 s
+PAGE = "https://chat.example"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 FORMATS = {  # a request of each API, and where its errors have their message
     "/v1/completions": ({"prompt": "one"}, lambda body: body["error"]["message"]),
@@ -71,7 +78,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    server = {"keys": str(folder / "keys.json"), "usage_log": str(folder / "usage.jsonl"), "max_body_mib": 1}
+    server = {
+        "keys": str(folder / "keys.json"),
+        "usage_log": str(folder / "usage.jsonl"),
+        "max_body_mib": 1,
+        "cors_origins": [PAGE],
+    }
     with running_server(config_with(drain_seconds=1, **server), target=run_fake_engine) as url:
         yield url
 
@@ -213,6 +225,11 @@ def test_the_limit_of_requests_holds_before_the_body_is_read(clients: dict[str, 
     answers = [clients["few"].post("/generate", content=b"x" * 2_000_000) for _ in range(3)]
     assert answers[-1].status_code == 429
     assert metric(clients, "refused_total", "few")['limit="requests"'] >= 1
+
+
+def test_a_get_that_generates_counts(clients: dict[str, httpx.Client]):
+    assert [clients["watching"].get("/health_generate").status_code for _ in range(3)] == [200, 200, 429]
+    assert clients["watching"].get("/v1/models").status_code == 200
 
 
 def test_a_malformed_request_counts(clients: dict[str, httpx.Client]):
@@ -427,22 +444,51 @@ def test_without_keys_pages_of_other_origins_may_not_call(fake: httpx.Client):
     assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_origins_that_are_named_may_call(tmp_path: Path):
-    origins = ["https://chat.example"]
-    with (
-        running_server(config_with(cors_origins=origins, drain_seconds=1), target=run_fake_engine) as url,
-        httpx.Client(base_url=url, headers={"origin": origins[0]}) as page,
-    ):
-        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-api-key"}
+def test_without_keys_only_known_names_are_answered(fake: httpx.Client):
+    def ask(host: str, **headers: str) -> int:
+        return fake.get("/v1/models", headers={"host": host, **headers}).status_code
+
+    port = fake.base_url.port
+    assert {ask(name) for name in (f"localhost:{port}", "a.localhost", "LOCALHOST.", "[::1]:80", "192.168.0.9")} == {
+        200
+    }
+    rebound = f"evil.example:{port}"
+    assert {ask(name) for name in (rebound, "localhost.evil.example", "127.0.0.1.evil.example", "[evil]")} == {403}
+    assert ask(rebound, origin=f"http://{rebound}") == 403
+    assert fake.get("/flush_cache", headers={"sec-fetch-site": "cross-site"}).status_code == 403  # an image
+    assert fake.get("/health", headers={"host": rebound}).status_code == 200
+
+
+def test_names_that_are_allowed_are_answered():
+    with running_server(config_with(allowed_hosts=["Chat.example"], drain_seconds=1), target=run_fake_engine) as url:
+        for name, status in (("chat.example:8080", 200), ("evil.example", 403)):
+            assert httpx.get(f"{url}/v1/models", headers={"host": name}).status_code == status
+
+
+def test_pages_of_origins_that_are_named_may_call(url: str):
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-api-key"}
+    with httpx.Client(base_url=url, headers={"origin": PAGE, "x-api-key": KEYS["free"]}) as page:
         preflight = page.options("/v1/completions", headers=asked)
         assert preflight.status_code == 200
-        assert preflight.headers["access-control-allow-origin"] == origins[0]
+        assert preflight.headers["access-control-allow-origin"] == PAGE
         assert "x-api-key" in preflight.headers["access-control-allow-headers"]
         answer = page.post("/v1/completions", json={"prompt": "a"})
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origins[0])
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+        unknown = page.post("/v1/completions", json={"prompt": "a"}, headers={"x-api-key": "nobody's"})
+        assert (unknown.status_code, unknown.headers["access-control-allow-origin"]) == (401, PAGE)
         other = page.post("/v1/completions", json={"prompt": "a"}, headers={"origin": "https://evil.example"})
-        assert other.status_code == 403
         assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("origin", [None, PAGE, "http://127.0.0.1:30000", "https://evil.example", "null", "http://["])
+@pytest.mark.parametrize("allowed", [(), (PAGE,), ("*",)])
+def test_without_keys_other_origins_must_be_named(origin: str | None, allowed: tuple[str, ...]):
+    headers = [(b"host", b"127.0.0.1:30000"), *([(b"origin", origin.encode())] if origin else ())]
+    request = Request({"type": "http", "method": "POST", "path": "/generate", "headers": headers})
+    gate = Gate(cast(Service, SimpleNamespace(config=config_with(cors_origins=allowed))), None)
+    fine = origin in (None, "http://127.0.0.1:30000", *allowed) or "*" in allowed
+    with contextlib.nullcontext() if fine else pytest.raises(PermissionDeniedError, match=r"server\.cors_origins"):
+        gate.check_admin(request)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])

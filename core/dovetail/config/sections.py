@@ -169,6 +169,10 @@ class ServerSection(Section):
     allow_public_without_keys: bool = Field(
         default=False, description="Listen on an address that other machines can reach although there are no keys."
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names by which the server may be called where it has no keys, beside `localhost`, IP addresses and `host`; `*` for any. With `allow_public_without_keys` an empty list is any.",
+    )
     max_seconds: float | None = Field(
         default=None, gt=0, le=10**6, description="A request that runs longer is ended with an error (504)."
     )
@@ -188,6 +192,14 @@ class ServerSection(Section):
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
                 raise ValueError(f"{origin!r} is no origin; allowed: *, or scheme://host[:port] without a path")
         return origins
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if host != "*" and not re.fullmatch(r"[A-Za-z0-9_.-]+", host):
+                raise ValueError(f"{host!r} is no host; allowed: *, or a name without scheme and port")
+        return tuple(host.lower() for host in hosts)
 
     @model_validator(mode="after")
     def _log_has_tenants(self) -> ServerSection:

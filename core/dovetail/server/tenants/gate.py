@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 from starlette.requests import Request
 
 from dovetail.errors import PermissionDeniedError
@@ -13,7 +15,9 @@ from dovetail.server.tenants.tenancy import Tenancy
 
 class Gate:
     """Without keys everybody may ask everything, except pages of other origins: any page that a user opens could reach a server
-    on the user's own machine, and a request that changes something does so even if its answer is never shown to the page."""
+    on the user's own machine, and a request that changes something does so even if its answer is never shown to the page. A page
+    has the origin of this server as well where the name of its own is made to lead here (DNS rebinding); therefore the names by
+    which it is called are known ones."""
 
     def __init__(self, service: Service, tenancy: Tenancy | None) -> None:
         self._service = service
@@ -23,7 +27,7 @@ class Gate:
         """What the request's sender sees. A request that is sent is counted before its body is read. Raises ``AccessError`` or
         ``RateLimitError``."""
         if self._tenancy is None:
-            self._check_origin(request)
+            self._check_page(request)
             return self._service
         caller = self._tenancy.caller(request.scope["headers"])
         sent = request.method == "POST"
@@ -34,16 +38,47 @@ class Gate:
     def check_admin(self, request: Request) -> None:
         """Raises ``AccessError`` where the sender is no admin."""
         if self._tenancy is None:
-            self._check_origin(request)
+            self._check_page(request)
         else:
             self._tenancy.admin(request.scope["headers"])
 
-    def _check_origin(self, request: Request) -> None:
+    def _check_page(self, request: Request) -> None:
+        host = request.headers.get("host", "")
+        if not self._is_known(_name_in(host)):
+            raise PermissionDeniedError(
+                f"this server is not known as {host!r:.200}; to call it by that name, add it to server.allowed_hosts"
+            )
         origin = request.headers.get("origin")
-        if origin is None or origin.partition("://")[2] == request.headers.get("host"):
-            return
         allowed = self._service.config.server.cors_origins
+        if origin is None and request.headers.get("sec-fetch-site") == "cross-site":  # an image, a link
+            origin = "another site"
+        if origin is None or origin.partition("://")[2] == host:
+            return
         if not ({"*", origin} & {*allowed}):
             raise PermissionDeniedError(
                 f"a page of {origin!r:.200} may not call this server; to allow it, add it to server.cors_origins"
             )
+
+    def _is_known(self, name: str) -> bool:
+        server = self._service.config.server
+        if "*" in server.allowed_hosts or (server.allow_public_without_keys and not server.allowed_hosts):
+            return True
+        return (
+            name in ("", "localhost", server.host.lower(), *server.allowed_hosts)
+            or name.endswith(".localhost")
+            or _is_address(name)
+        )
+
+
+def _name_in(host: str) -> str:
+    """The header without its port, an IPv6 address without its brackets."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

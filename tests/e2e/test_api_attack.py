@@ -1,0 +1,53 @@
+"""What is small to send and dear to answer is refused before it costs anything, by every API. Run:
+
+.venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_api_attack.py
+"""
+
+import json
+
+import httpx
+import pytest
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+MANY = ["a"] * 8193
+BLOCKS = [{"type": "text", "text": "a"}] * 16_385
+DEEP = json.loads('{"a":' * 130 + "1" + "}" * 130)
+BODIES = {
+    "/v1/completions": {"prompt": MANY},
+    "/generate": {"text": MANY},
+    "/v1/embeddings": {"input": MANY},
+    "/api/embed": {"model": "tiny", "input": MANY},
+    "/v1/rerank": {"query": "a", "documents": MANY},
+    "/v1/score": {"text_1": "a", "text_2": MANY},
+    "/v1/messages": {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": BLOCKS}]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_lists_of_more_than_could_ever_run_are_not_tokenized(fake: httpx.Client, path: str):
+    answer = fake.post(path, json=BODIES[path])
+    assert answer.status_code == 400
+    assert "at most" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": DEEP}]}),
+        ("/v1/responses", {"input": "a", "tools": [DEEP], "tool_choice": "none", "background": True}),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": DEEP}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 1, **CHAT, "tools": [{"name": "f", "input_schema": DEEP}]}),
+        ("/api/chat", {"model": "tiny", **CHAT, "format": DEEP}),
+        ("/tokenize", {**CHAT, "tools": [DEEP]}),
+    ],
+)
+def test_what_is_nested_too_deep_is_refused_and_leaves_nothing_open(fake: httpx.Client, path: str, body: dict):
+    answer = fake.post(path, json=body)
+    assert answer.status_code == 400
+    assert "nested deeper than 128" in answer.text
+    assert fake.get("/server_info").json()["open_requests"] == 0
+
+
+def test_brackets_in_texts_are_no_nesting(fake: httpx.Client):
+    assert fake.post("/v1/completions", json={"prompt": "[" * 300 + "{" * 300, "max_tokens": 1}).status_code == 200
+    assert fake.post("/tokenize", json={"prompt": ["a", "[["] * 200}).status_code == 200
