@@ -2,8 +2,9 @@
 
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,14 +22,20 @@ def config_with(**server: object) -> Config:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _engines_need_not_import_torch() -> Iterator[None]:
-    """Processes that tests would spawn are forked from one that has imported it. ``dovetail serve`` spawns them:
-    test_server_command.py."""
+def _engines_are_forked() -> Iterator[Callable[..., Any]]:
+    """Processes that tests would spawn are forked from one that has imported torch. ``dovetail serve`` spawns them:
+    test_server_command.py. Yields what finds contexts otherwise."""
     usual = multiprocessing.get_context
     with pytest.MonkeyPatch.context() as patch:
         forked = heavy_imported()
         patch.setattr(multiprocessing, "get_context", lambda kind=None: forked if kind == "spawn" else usual(kind))
-        yield
+        yield usual
+
+
+@pytest.fixture
+def spawned(_engines_are_forked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's engines are spawned, and take their time to load."""
+    monkeypatch.setattr(multiprocessing, "get_context", _engines_are_forked)
 
 
 @pytest.fixture(scope="module")

@@ -272,6 +272,7 @@ def test_logprobs_are_those_of_a_second_reading(tiny: httpx.Client):
         assert entry == pytest.approx(top[0][0])
 
 
+@pytest.mark.usefixtures("spawned")
 def test_a_port_taken_while_the_engine_loads():
     with socket.socket() as rival:
         rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -82,7 +82,7 @@ def test_greedy_takes_the_first_of_the_best(dtype: torch.dtype, vocab: int):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 300, 1100])
+@pytest.mark.parametrize("vocab", [1, 300, 600])
 def test_unfiltered_rows_equal_the_reference(dtype: torch.dtype, vocab: int):
     torch.manual_seed(vocab)
     logits = (torch.randn(5, vocab) * 3).to(dtype)
@@ -100,7 +100,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("settings", MIXED, ids=range(3))
-@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 300), (torch.float16, 1100)], ids=str)
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 300), (torch.float16, 600)], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_filtered_rows_equal_the_reference(
     dtype: torch.dtype, vocab: int, spread: float, settings: list[tuple[int, float, float]]
