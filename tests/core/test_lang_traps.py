@@ -65,6 +65,13 @@ def compares_joined_texts(s):
     s += "same" if s["x"] + "a" == answer_to("p") + "a" else "other"
 
 
+def asks_for_a_joined_text(s):
+    forks = s.fork(2)
+    forks += "q" + sgl.gen("v")
+    forks.join("concatenate")
+    s += "in" if "v" in s else "out"
+
+
 def catches(look):
     def program(s):
         s += "p" + sgl.gen("x")
@@ -88,6 +95,7 @@ PROGRAMS = {
     "reassigned": reassigns,
     "reassigned beside a fork": reassigns_beside_a_fork,
     "set after a join": sets_what_a_join_brought,
+    "not gathered": asks_for_a_joined_text,
     "joined texts": joins_texts,
     "joined texts compared": compares_joined_texts,
     "json": catches(json.loads),

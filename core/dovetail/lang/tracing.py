@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self
 
 from dovetail.lang.conversation import Conversation, Template
-from dovetail.lang.face import State, line_of, program_line
+from dovetail.lang.face import GATHER, State, line_of, program_line
 from dovetail.lang.ir import (
     Arg,
     Assign,
@@ -186,7 +186,8 @@ class TracedState(State):
 
     def _join(self, forks: Sequence[State], mode: str) -> None:
         self.append(Join(tuple(forks), mode))
-        self._names.update(*(fork._names for fork in forks if isinstance(fork, TracedState)))
+        if mode == GATHER:
+            self._names.update(*(fork._names for fork in forks if isinstance(fork, TracedState)))
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
