@@ -20,7 +20,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Short for --set server.host=...")] = None,
     port: Annotated[int | None, typer.Option(help="Short for --set server.port=...")] = None,
 ) -> None:
-    """Serve a model over HTTP, with the OpenAI API. Exit status: 0 after a signal, 2 for a wrong setting, 1 if the engine
+    """Serve a model over HTTP: its APIs, and a page to chat on at /. Exit status: 0 after a signal, 2 for a wrong setting, 1 if the engine
     cannot start, 70 if it has failed while serving."""
     import logging
 
