@@ -118,6 +118,17 @@ def test_a_stream_adds_up_to_the_answer_and_ends_where_it_is_closed(llm: LLM):
     assert not llm.loop.has_work
 
 
+def test_streams_that_are_read_in_turns_lose_nothing(llm: LLM):
+    hot = [SamplingParams(temperature=1.0, max_new_tokens=40, ignore_eos=True, seed=i) for i in range(3)]
+    streams = [llm.chat_stream(FRANCE, params) for params in hot]
+    heard, readers = [""] * 3, [iter(stream) for stream in streams]
+    for i in [0, 1, 2] * 5 + [0] * 99 + [1] * 99 + [2] * 99:
+        part = next(readers[i], None)
+        heard[i] += part.content if part else ""
+    assert heard == [stream.output.content for stream in streams]
+    assert all(stream.output.finish for stream in streams)
+
+
 def test_stop_strings_end_the_content_and_no_call(llm: LLM):
     hot = SamplingParams(temperature=0, max_new_tokens=120, stop=('"', "\n", "is"))
     assert arguments(llm.chat(PRODUCT, hot, tools=[MUL])) == [("mul", {"a": 658, "b": 118})]

@@ -126,8 +126,9 @@ class ChatStream:
     def __iter__(self) -> Iterator[ChatDelta]:
         shown = 0
         for _ in self._pieces:
-            yield from self._run.parts[shown:]
-            shown = len(self._run.parts)
+            while shown < len(self._run.parts):  # more may come while the reader is elsewhere, reading another stream
+                shown += 1
+                yield self._run.parts[shown - 1]
         yield from self._run.parts[shown:]
 
     @property
