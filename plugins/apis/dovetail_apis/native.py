@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, examples, parse, validate
+from dovetail.api.meta import finish_shown, logprobs_shown
 from dovetail.api.requests import (
     CONSTRAINTS,
     check_count,
@@ -24,7 +25,7 @@ from dovetail.api.requests import (
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt, Route
-from dovetail.types import Acceptance, FinishKind, FinishReason, SamplingParams, TokenLogprob
+from dovetail.types import Acceptance, SamplingParams
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 _NAMES = {"seed": "sampling_seed", "include_stop": "no_stop_trim", "logprobs": "top_logprobs_num"}
@@ -236,7 +237,7 @@ class NativeFormat:
         rid = self._outputs.rid if self._single else f"{self._outputs.rid}_{choice.index}"
         meta: dict[str, Any] = {
             "id": rid,
-            "finish_reason": _finish(choice),
+            "finish_reason": finish_shown(choice.finish, len(choice.token_ids)),
             "prompt_tokens": len(choice.prompt_ids),
             "completion_tokens": len(choice.token_ids),
             "cached_tokens": choice.cached_tokens,
@@ -251,23 +252,15 @@ class NativeFormat:
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        prompt, output = choice.prompt_logprobs, choice.logprobs
-        lists: dict[str, Any] = {
-            "input_token_logprobs": [self._entry(item.token_id, item.logprob) for item in prompt],
-            "output_token_logprobs": [self._entry(item.token_id, item.logprob) for item in output],
+        top = bool(self._body.top_logprobs_num)
+        return {
+            **logprobs_shown(choice.prompt_logprobs, "input", top, self._text),
+            **logprobs_shown(choice.logprobs, "output", top, self._text),
         }
-        if self._body.top_logprobs_num:
-            lists["input_top_logprobs"] = [self._top(item) for item in prompt]
-            lists["output_top_logprobs"] = [self._top(item) for item in output]
-        return lists
 
-    def _top(self, item: TokenLogprob) -> list[Any] | None:
-        return None if item.logprob is None else [self._entry(token, value) for token, value in item.top]
-
-    def _entry(self, token_id: int, logprob: float | None) -> list[Any]:
-        """[logprob, token id, text or null]."""
+    def _text(self, token_id: int) -> str | None:
         shown = self._body.return_text_in_logprobs
-        return [logprob, token_id, self._tokenizer.bytes_of(token_id).decode("utf-8", "replace") if shown else None]
+        return self._tokenizer.bytes_of(token_id).decode("utf-8", "replace") if shown else None
 
 
 def _speculation(acceptance: Acceptance) -> dict[str, Any]:
@@ -283,14 +276,3 @@ def _speculation(acceptance: Acceptance) -> dict[str, Any]:
 def _is_batch(body: NativeRequest) -> bool:
     given: Any = body.text if body.text is not None else body.input_ids
     return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-
-
-def _finish(choice: Choice) -> dict[str, Any] | None:
-    finish: FinishReason | None = choice.finish
-    if finish is None:
-        return None
-    if finish.kind is FinishKind.LENGTH:
-        return {"type": "length", "length": len(choice.token_ids)}
-    if finish.kind is FinishKind.STOP:
-        return {"type": "stop"} if finish.matched is None else {"type": "stop", "matched": finish.matched}
-    return {"type": finish.kind.value, "message": finish.message}

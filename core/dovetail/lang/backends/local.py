@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dovetail.api.meta import finish_shown, logprobs_shown
 from dovetail.errors import EngineError, RequestError
 from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText, joined_scores, same_tokens
-from dovetail.lang.backends.params import CONSTRAINTS, finish_shown, logprobs_shown, sampling_params
+from dovetail.lang.backends.params import CONSTRAINTS, sampling_params
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
 from dovetail.lang.ir import Sampling

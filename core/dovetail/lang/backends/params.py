@@ -1,12 +1,11 @@
-"""A call's sampling in the terms of this engine, and what it answers in the terms of its native API."""
+"""A call's sampling in the terms of this engine, and of its native API."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from dovetail.lang.ir import Sampling
-from dovetail.types import FinishKind, FinishReason, GrammarKind, GrammarSpec, SamplingParams, TokenLogprob
+from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
 
 CONSTRAINTS = frozenset({"regex", "json_schema"})
 """The constraints that a call may have."""
@@ -44,29 +43,6 @@ def native_params(sampling: Sampling) -> dict[str, Any]:
         kind, text = sampling.constraint
         values[kind] = text
     return values
-
-
-def finish_shown(finish: FinishReason | None, count: int) -> dict[str, Any] | None:
-    """Why an output of ``count`` tokens ended, as the native API says it."""
-    if finish is None:
-        return None
-    if finish.kind is FinishKind.LENGTH:
-        return {"type": "length", "length": count}
-    if finish.kind is FinishKind.STOP:
-        return {"type": "stop"} if finish.matched is None else {"type": "stop", "matched": finish.matched}
-    return {"type": finish.kind.value, "message": finish.message}
-
-
-def logprobs_shown(
-    entries: Sequence[TokenLogprob], name: str, top: bool, text: Callable[[int], str | None]
-) -> dict[str, Any]:
-    """``[logprob, token id, text]`` of each token, and of the likeliest at its place."""
-    shown: dict[str, Any] = {f"{name}_token_logprobs": [[e.logprob, e.token_id, text(e.token_id)] for e in entries]}
-    if top:
-        shown[f"{name}_top_logprobs"] = [
-            None if e.logprob is None else [[value, token, text(token)] for token, value in e.top] for e in entries
-        ]
-    return shown
 
 
 def _grammar(sampling: Sampling) -> GrammarSpec | None:

@@ -1,0 +1,32 @@
+"""How SGLang's ``meta_info`` tells of an output: of /generate, and of what a program's call knows of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dovetail.types import FinishKind, FinishReason, TokenLogprob
+
+
+def finish_shown(finish: FinishReason | None, count: int) -> dict[str, Any] | None:
+    """Why an output of ``count`` tokens ended; None while it has not."""
+    if finish is None:
+        return None
+    if finish.kind is FinishKind.LENGTH:
+        return {"type": "length", "length": count}
+    if finish.kind is FinishKind.STOP:
+        return {"type": "stop"} if finish.matched is None else {"type": "stop", "matched": finish.matched}
+    return {"type": finish.kind.value, "message": finish.message}
+
+
+def logprobs_shown(
+    entries: Sequence[TokenLogprob], name: str, top: bool, text: Callable[[int], str | None]
+) -> dict[str, Any]:
+    """``[logprob, token id, text]`` of each token, and with ``top`` of the likeliest at its place. ``name`` is ``input`` or
+    ``output``."""
+    shown: dict[str, Any] = {f"{name}_token_logprobs": [[e.logprob, e.token_id, text(e.token_id)] for e in entries]}
+    if top:
+        shown[f"{name}_top_logprobs"] = [
+            None if e.logprob is None else [[value, token, text(token)] for token, value in e.top] for e in entries
+        ]
+    return shown
