@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,49 @@ def test_closing_an_endpoint_wakes_who_waits_for_it():
         with pytest.raises(ProgramError) as failed:
             state.text()
     assert isinstance(failed.value.__cause__, EngineError)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The native API, as far as a program without messages needs it."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        answer = json.dumps(
+            {"text": answer_to(asked["text"]), "meta_info": {"finish_reason": {"type": "stop"}}}
+        ).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Many(ThreadingHTTPServer):
+    request_queue_size, daemon_threads = 512, True
+
+
+def test_hundreds_of_calls_at_once_are_each_answered():
+    """More than a pool of connections would keep when they are idle."""
+
+    @sgl.function
+    def forks(s):
+        s += "a"
+        copies = s.fork(200)
+        for turn in "xyz":
+            copies += lambda i, turn=turn: f"{i}" + sgl.gen(turn)
+        copies.join()
+
+    with Many(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with sgl.RuntimeEndpoint(f"http://127.0.0.1:{server.server_port}") as endpoint:
+            found = forks.run(backend=endpoint).values()
+        server.shutdown()
+    assert found == forks.run(backend=Scripted()).values()
 
 
 def says(s):

@@ -43,7 +43,8 @@ class RuntimeEndpoint(Backend):
         timeout: float = 600.0,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # idle connections are ended by their age alone: a pool that is full may end one that a thread has just been given
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self.base_url = base_url.rstrip("/")
         self._given = chat_template
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
