@@ -9,9 +9,10 @@ where they share one (p < 0.001), or the test would show nothing.
 
 ``flood``: a tenant sends a request now and then; another sends as fast as it can, over many connections, and does not wait when it
 is refused. The p99 of the first one's times to the first token must not be more than twice what it is on its own, while the other
-is held by its limits; without limits it must be, or the test would show nothing. A p99 is that of a round, the median of all.
+is held by its limits; without limits it must be, or the test would show nothing. That must hold of the p99 of all requests, and of
+the median of the rounds' own, which a moment in which the machine did something else moves less.
 
-Rounds of both kinds alternate, so that what else the machine does counts for both. Prints what was measured, then the verdict
+Rounds alternate, so that what else the machine does counts for all. Nothing has a higher priority than the rest. Prints what was measured, then the verdict
 as its last line; exit status 1 if it is FAIL.
 """
 
@@ -222,15 +223,22 @@ def run_flood(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
                 rounds.append(measure_flood(url, None if name == "alone" else name, options, source))
         refused = httpx.get(f"{url}/metrics", headers={"x-api-key": KEYS["ops"]}).text
     print("\n".join(line for line in refused.splitlines() if line.startswith("dovetail_tenant") and "held" in line))
-    p99 = {name: float(np.median([1e3 * np.quantile(one, 0.99) for one in rounds])) for name, rounds in times.items()}
-    for name, rounds in times.items():
-        every = [1e3 * seconds for one in rounds for seconds in one]
+    every = {name: [seconds for one in rounds for seconds in one] for name, rounds in times.items()}
+    of_all = {name: p99_ms(one) for name, one in every.items()}
+    of_rounds = {name: float(np.median([p99_ms(one) for one in rounds])) for name, rounds in times.items()}
+    for name, one in every.items():
         print(
-            f"{name}: {len(every)} requests, median {np.median(every):.1f} ms, p99 {p99[name]:.1f} ms "
-            f"({p99[name] / p99['alone']:.2f} x alone), over all rounds {np.quantile(every, 0.99):.1f} ms"
+            f"{name}: {len(one)} requests, median {1e3 * np.median(one):.1f} ms, "
+            f"p99 {of_all[name]:.1f} ms ({of_all[name] / of_all['alone']:.2f} x alone), "
+            f"of a round {of_rounds[name]:.1f} ms ({of_rounds[name] / of_rounds['alone']:.2f} x alone)"
         )
-    ok = p99["held"] <= 2 * p99["alone"] < p99["free"]
-    return {"p99_ms": p99, "seconds": times}, ok
+    ok = all(p99["held"] <= 2 * p99["alone"] < p99["free"] for p99 in (of_all, of_rounds))
+    return {"p99_ms": of_all, "p99_of_a_round_ms": of_rounds, "seconds": times}, ok
+
+
+def p99_ms(seconds: Sequence[float]) -> float:
+    """The 99th percentile, in milliseconds."""
+    return 1e3 * float(np.quantile(seconds, 0.99))
 
 
 def main() -> None:
