@@ -111,7 +111,8 @@ def test_text_without_messages_is_what_a_user_says(runtime: sgl.Runtime, chat_mo
 def test_settings_reach_the_model(runtime: sgl.Runtime, server: sgl.RuntimeEndpoint):
     found = []
     for backend in (runtime, server):
-        state = ask.run("Hello", backend=backend, n=2, seed=3, stop="zq", top_logprobs_num=2, return_logprob=True)
+        settings = {"n": 2, "seed": 3, "stop": "zq", "top_logprobs_num": 2, "return_logprob": True}
+        state = ask.run("Hello", backend=backend, session="talk", **settings)
         metas = state.get_meta_info("answer")
         assert len(state["answer"]) == 2
         assert all(len(top) == 2 for top in metas[0]["output_top_logprobs"])

@@ -89,6 +89,8 @@ class RuntimeEndpoint(Backend):
     ) -> list[Generated]:
         """As ``Backend.generate``."""
         self.check(conversation, sampling)
+        if (sampling.n or 1) > 1:
+            hints = replace(hints, session="")  # which goes on from one text
         body = {"text": self._text(conversation), "sampling_params": native_params(sampling), **_hinted(hints)}
         names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
         body |= {name: value for name in names if (value := getattr(sampling, name)) is not None}
