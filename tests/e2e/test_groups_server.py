@@ -141,6 +141,7 @@ TALK = [{"role": "user", "content": "Name the capital of France, and then that o
         ("/v1/responses", {"input": TALK[0]["content"], "max_output_tokens": 4}),
         ("/v1/messages", {"messages": TALK, "max_tokens": 4}),
         ("/api/chat", {"messages": TALK, "options": {"num_predict": 4}, "stream": False}),
+        ("/api/generate", {"prompt": TALK[0]["content"], "raw": True, "options": {"num_predict": 4}, "stream": False}),
     ],
 )
 def test_a_session_of_any_api_is_kept_warm(server: httpx.Client, path: str, body: dict[str, object]):

@@ -24,9 +24,17 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
 """The public id of a request: repeated in every event of its stream."""
 
-Salt = Annotated[str, Field(max_length=1024)]
+CacheSalt = Annotated[
+    Annotated[str, Field(max_length=1024)] | None,
+    Field(description="Requests share cached prefixes only with those of the same salt."),
+]
 """The name of a namespace: kept as long as its prefixes are cached."""
 
+Session = Annotated[
+    Rid | None,
+    Field(description="The text of the last request of a session stays cached for the next one, for a while."),
+]
+"""The name of a conversation."""
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 """Several texts. Where a field may be this or something else, each of a million wrong entries is not an error of its own."""

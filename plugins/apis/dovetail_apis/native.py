@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, examples, parse, validate
+from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, examples, parse, validate
 from dovetail.api.meta import finish_shown, logprobs_shown
 from dovetail.api.requests import (
     CONSTRAINTS,
@@ -99,7 +99,7 @@ class NativeRequest(ApiModel):
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     priority: Int32 | None = None
-    cache_salt: Salt | None = None
+    cache_salt: CacheSalt = None
     group: Rid | None = Field(
         None,
         description="Requests of one group have a beginning in common: it is computed once and kept for all of them.",
@@ -107,9 +107,7 @@ class NativeRequest(ApiModel):
     group_size: Int32 | None = Field(
         None, ge=1, description="How many outputs the group will have; by default those of this request."
     )
-    session: Rid | None = Field(
-        None, description="The text of the last request of a session stays cached for the next one, for a while."
-    )
+    session: Session = None
 
     ignored = frozenset({"log_metrics", "background"})
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
+from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
 
 _IGNORED = frozenset(
     [
@@ -118,12 +118,8 @@ class MessagesRequest(CountRequest):
     min_p: float | None = None
     seed: int | None = None
     priority: Int32 | None = None
-    cache_salt: Salt | None = Field(
-        None, description="Requests share cached prefixes only with those of the same salt."
-    )
-    session: Rid | None = Field(
-        None, description="The text of the last request of a session stays cached for the next one, for a while."
-    )
+    cache_salt: CacheSalt = None
+    session: Session = None
 
 
 class TextBlock(ApiModel):

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, Texts, examples, parse
+from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Texts, examples, parse
 from dovetail.api.requests import new_id
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
@@ -42,7 +42,7 @@ class EmbeddingsRequest(ApiModel):
     normalize: bool = Field(True, description="Bring vectors to length 1.")
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its own to texts.")
     priority: Int32 | None = None
-    cache_salt: Salt | None = None
+    cache_salt: CacheSalt = None
     rid: Rid | None = None
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})

@@ -56,7 +56,7 @@ async def _continued(host: ApiHost, body: GenerateRequest, prompt: str) -> ApiRe
     ticket, params = _ticket(body), _params(host, body)
     ids = await host.encode(prompt, add_special_tokens=True)
     prompts = (Prompt(ids, within_context(host, ids, params)),)
-    return ApiRequest(ticket.rid, prompts, True, ticket.namespace, ticket.priority)
+    return ApiRequest(ticket.rid, prompts, True, ticket.namespace, ticket.priority, session=ticket.session)
 
 
 async def _replied(host: ApiHost, body: GenerateRequest, prompt: str) -> ApiRequest:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
+from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
 from dovetail.chat.requests import ToolSpec
 
 
@@ -69,12 +69,8 @@ class AskFields(ApiModel):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # beyond Ollama's API
     priority: Int32 | None = None
-    cache_salt: Salt | None = Field(
-        None, description="Requests share cached prefixes only with those of the same salt."
-    )
-    session: Rid | None = Field(
-        None, description="The text of the last request of a session stays cached for the next one, for a while."
-    )
+    cache_salt: CacheSalt = None
+    session: Session = None
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncate": (False,), "shift": (False,)}
 
@@ -147,7 +143,7 @@ class EmbedFields(ApiModel):
     keep_alive: float | str | None = Field(None, description="Accepted: the model stays loaded.")
     # beyond Ollama's API
     priority: Int32 | None = None
-    cache_salt: Salt | None = None
+    cache_salt: CacheSalt = None
 
 
 class EmbedRequest(EmbedFields):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, Texts, examples
+from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, Texts, examples
 from dovetail.api.requests import CONSTRAINTS, grammar_of, sampling_params, stop_strings, token_biases
 from dovetail.chat.requests import NamedTool, ToolSpec
 from dovetail.types import SamplingParams
@@ -74,12 +74,8 @@ class SamplingFields(ApiModel):
     grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
     speculative: bool | None = Field(None, description="False: this request is decoded without drafts.")
     priority: Int32 | None = None
-    cache_salt: Salt | None = Field(
-        None, description="Requests share cached prefixes only with those of the same salt."
-    )
-    session: Rid | None = Field(
-        None, description="The text of the last request of a session stays cached for the next one, for a while."
-    )
+    cache_salt: CacheSalt = None
+    session: Session = None
     rid: Rid | None = Field(None, description="Id for /abort_request; also the answer's id.")
 
     ignored = _IGNORED

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from dovetail.api.body import ApiModel, Int32, Rid, Salt, examples
+from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
 from dovetail.api.requests import grammar_of, sampling_params
 from dovetail.errors import RequestError
 from dovetail.types import GrammarSpec, SamplingParams
@@ -149,12 +149,8 @@ class ResponsesRequest(ApiModel):
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
     priority: Int32 | None = None
-    cache_salt: Salt | None = Field(
-        None, description="Requests share cached prefixes only with those of the same salt."
-    )
-    session: Rid | None = Field(
-        None, description="The text of the last request of a session stays cached for the next one, for a while."
-    )
+    cache_salt: CacheSalt = None
+    session: Session = None
 
     ignored = frozenset(
         ["prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"]

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel, Ids, Int32, Rid, Salt, Texts, examples
+from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Texts, examples
 
 
 class ScoreFields(ApiModel):
@@ -17,7 +17,7 @@ class ScoreFields(ApiModel):
         None, description="How texts are embedded, where pairs are scored by embeddings; by default as the model says."
     )
     priority: Int32 | None = None
-    cache_salt: Salt | None = None
+    cache_salt: CacheSalt = None
     rid: Rid | None = None
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
