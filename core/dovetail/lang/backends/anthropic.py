@@ -7,8 +7,8 @@ from typing import Any
 
 from dovetail.errors import RequestError
 from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText
-from dovetail.lang.backends.sdk import client_package, messages_of, picture, settings, told
-from dovetail.lang.conversation import Conversation, Message, Template, labelled
+from dovetail.lang.backends.sdk import client_package, message_body, messages_of, settings, told
+from dovetail.lang.conversation import Conversation, Template, labelled
 from dovetail.lang.ir import Sampling
 
 _NAMES = {
@@ -50,7 +50,10 @@ class Anthropic(Backend):
         given = settings(sampling, {**_NAMES, "n": "n"}, repr(self))
         body: dict[str, Any] = {name: given[name] for name in _TYPED if name in given}
         body["extra_body"] = {name: given[name] for name in _SAMPLING if given.get(name, 1.0) != 1.0}
-        body |= {"model": self.model_name, "messages": [_message(m) for m in messages if m.role != "system"]}
+        body |= {
+            "model": self.model_name,
+            "messages": [message_body(m, _picture) for m in messages if m.role != "system"],
+        }
         if sampling.constraint is not None:
             body["output_config"] = {"format": {"type": "json_schema", "schema": json.loads(sampling.constraint[1])}}
         if system := "\n\n".join(m.text for m in messages if m.role == "system"):
@@ -71,20 +74,9 @@ class Anthropic(Backend):
         self._client.close()
 
 
-def _message(message: Message) -> dict[str, Any]:
-    if not message.images:
-        return {"role": message.role, "content": message.text}
-    content: list[dict[str, Any]] = []
-    for part in message.parts:
-        if isinstance(part, str):
-            content.append({"type": "text", "text": part})
-        else:
-            kind, data = picture(part)
-            source = (
-                {"type": "url", "url": data} if kind == "url" else {"type": "base64", "media_type": kind, "data": data}
-            )
-            content.append({"type": "image", "source": source})
-    return {"role": message.role, "content": content}
+def _picture(kind: str, data: str) -> dict[str, Any]:
+    source = {"type": "url", "url": data} if kind == "url" else {"type": "base64", "media_type": kind, "data": data}
+    return {"type": "image", "source": source}
 
 
 def _meta(answer: Any) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from dovetail.errors import RequestError
 from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText
-from dovetail.lang.backends.sdk import client_package, messages_of, picture, settings, told
+from dovetail.lang.backends.sdk import client_package, message_body, messages_of, settings, told
 from dovetail.lang.choices import Scored
-from dovetail.lang.conversation import Conversation, Message, Template, labelled
+from dovetail.lang.conversation import Conversation, Template, labelled
 from dovetail.lang.ir import Sampling
 
 _SAME = ("n", "stop", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
@@ -86,7 +86,7 @@ class OpenAI(Backend):
 
     def _chat(self, conversation: Conversation, sampling: Sampling, on_text: OnText | None) -> list[Generated]:
         body = settings(sampling, _CHAT, repr(self))
-        body |= {"model": self.model_name, "messages": [_message(m) for m in messages_of(conversation)]}
+        body |= {"model": self.model_name, "messages": [message_body(m, _picture) for m in messages_of(conversation)]}
         if sampling.constraint is not None:
             schema = {"name": "output", "strict": True, "schema": json.loads(sampling.constraint[1])}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -117,18 +117,8 @@ class OpenAI(Backend):
         return [Scored((-1,) * len(row), tuple(row)) for row in rows]
 
 
-def _message(message: Message) -> dict[str, Any]:
-    if not message.images:
-        return {"role": message.role, "content": message.text}
-    content: list[dict[str, Any]] = []
-    for part in message.parts:
-        if isinstance(part, str):
-            content.append({"type": "text", "text": part})
-        else:
-            kind, data = picture(part)
-            url = data if kind == "url" else f"data:{kind};base64,{data}"
-            content.append({"type": "image_url", "image_url": {"url": url}})
-    return {"role": message.role, "content": content}
+def _picture(kind: str, data: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data if kind == "url" else f"data:{kind};base64,{data}"}}
 
 
 def _answers(answer: Any, texts: list[str | None], on_text: OnText | None) -> list[Generated]:

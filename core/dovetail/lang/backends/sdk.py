@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import mimetypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,20 @@ from dovetail.lang.conversation import Conversation, Message
 from dovetail.lang.ir import Image, Sampling
 
 _NEUTRAL = {
+    "min_tokens": 0,
+    "stop_token_ids": (),
     "top_k": -1,
     "min_p": 0.0,
     "ignore_eos": False,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "top_p": 1.0,
+    "return_logprob": False,
+    "logprob_start_len": -1,
+    "top_logprobs_num": 0,
+    "return_text_in_logprobs": False,
 }
+"""What changes nothing."""
 
 
 def client_package(name: str) -> Any:
@@ -54,10 +61,10 @@ def settings(sampling: Sampling, names: Mapping[str, str], where: str) -> dict[s
     it is set to what changes nothing."""
     given = {name: value for name, value in sampling.given().items() if _NEUTRAL.get(name) != value}
     given.pop("constraint", None)
-    unknown = sorted(name for name, value in given.items() if name not in names and value not in (None, False, 0))
+    unknown = sorted(given.keys() - names.keys())
     if unknown:
         raise RequestError(f"{where} has no {', '.join(unknown)}; leave it out", param=unknown[0])
-    return {names[name]: list(v) if isinstance(v, tuple) else v for name, v in given.items() if name in names}
+    return {names[name]: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
 
 
 def messages_of(conversation: Conversation) -> list[Message]:
@@ -77,8 +84,18 @@ def messages_of(conversation: Conversation) -> list[Message]:
     return messages
 
 
-def picture(image: Image) -> tuple[str, str]:
-    """A picture as its kind and base64, or as ``url`` and its address. Raises ``RequestError``."""
+def message_body(message: Message, picture: Callable[[str, str], dict[str, Any]]) -> dict[str, Any]:
+    """A message in the form that both APIs have; ``picture`` makes a part of it of a picture's kind and base64, or of ``url`` and
+    its address. Raises ``RequestError``."""
+    if not message.images:
+        return {"role": message.role, "content": message.text}
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else picture(*_loaded(part)) for part in message.parts
+    ]
+    return {"role": message.role, "content": content}
+
+
+def _loaded(image: Image) -> tuple[str, str]:
     source = image.source
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return "url", source
