@@ -76,6 +76,22 @@ def test_reasoning_runs_through_before_the_calls():
     assert [replace(call, id="") for call in delta.calls] == [CallDelta(0, "", "add", "{}")]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": "1"}', '{"a": oops}', '{"a": "1"'])
+def test_what_continues_a_call_comes_before_what_follows_it(arguments: str):
+    """However many characters a step has: nobody could add arguments to a call that content has ended."""
+    call = '<tool_call>\n{"name": "add", "arguments": ' + arguments + "}\n</tool_call>"
+    text = f"one {call} two {call} three"
+    for size in range(1, len(text) + 1):
+        reader = parsers(reasoning=None).plan(PARAMS, BARE, ToolRequest((ADD,))).reader()
+        open_call = False
+        for at in range(0, len(text), size):
+            for part in reader.take(text[at : at + size], None, at)[0]:
+                open_call = open_call and not part.content
+                for delta in part.calls:
+                    assert open_call or delta.id is not None, (size, part)
+                    open_call = True
+
+
 def test_marks_that_are_special_tokens_stay_in_the_text():
     parser = Hermes(HermesConfig(), ParserContext())
     parser.special_tokens = ("<|reserved_0|>", "<tool_call>")

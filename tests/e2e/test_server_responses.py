@@ -191,6 +191,16 @@ def test_a_call_that_must_be(client: openai.OpenAI, choice: Any):
     assert not make(client, PARIS, tools=[WEATHER], tool_choice="none", max_output_tokens=8).tools[0].strict
 
 
+def test_a_call_that_has_broken_off_does_not_end_the_conversation(client: openai.OpenAI):
+    lengths = range(4, 30)
+    made = (make(client, PARIS, tools=[WEATHER], tool_choice="required", max_output_tokens=n) for n in lengths)
+    broken = next(one for one in made if any(item.type == "function_call" for item in one.output))
+    assert broken.status == "incomplete"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(broken.output[-1].arguments)
+    assert make(client, "And now?", previous_response_id=broken.id, max_output_tokens=2).output
+
+
 def test_reasoning(client: openai.OpenAI):
     made = make(client, "What is 2 + 3?", reasoning={"effort": "low"})
     reasoning, message = made.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from dovetail.interfaces.api import ChatDelta
@@ -89,7 +90,7 @@ class OutputReader:
             parts.append(self.finish())
         if self.stopped is not None:
             finish = FinishReason(FinishKind.STOP, self.stopped)
-        return [part for part in parts if any(part)], finish
+        return [part for both in parts for part in _in_order(both) if any(part)], finish
 
     def feed(self, text: str, may_stop: bool = True) -> ChatDelta:
         """What is certain now. ``may_stop`` says whether stop strings count already."""
@@ -141,6 +142,13 @@ class OutputReader:
         elif any(call.id is not None for call in calls):
             content += self._cutters[1].finish()
         return ChatDelta(reasoning, content, calls)
+
+
+def _in_order(delta: ChatDelta) -> list[ChatDelta]:
+    """A step of several tokens may hold the end of a call and what follows it: the call's comes first. A new call comes after
+    content."""
+    further = tuple(takewhile(lambda call: call.id is None, delta.calls))
+    return [ChatDelta(calls=further), delta._replace(calls=delta.calls[len(further) :])]
 
 
 def _joined(a: ChatDelta, b: ChatDelta) -> ChatDelta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -182,7 +183,15 @@ def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
             return {**block, "thinking": text, "signature": _SIGNATURE}
         case "text":
             return {**block, "text": text}
-    return {**block, "input": from_json(text, allow_partial=True) if text else {}}
+    return {**block, "input": _complete(text)}
+
+
+def _complete(arguments: str) -> Any:
+    """What of them is complete: an output may end in their middle, that of an escape (``\\ud83d``) among them."""
+    for text in (arguments, arguments.rpartition("\\u")[0]):
+        with suppress(ValueError):
+            return from_json(text or "{}", allow_partial=True)
+    return {}
 
 
 def _check_not_aborted(choice: Choice) -> None:

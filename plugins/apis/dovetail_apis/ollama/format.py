@@ -176,7 +176,7 @@ class _Calls:
             return []
         try:
             arguments = msgspec.json.decode(call.arguments or "{}")
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return []
         return [{"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}]
 

@@ -61,9 +61,10 @@ class Responses(Api):
         body.check()
         host.check_model(body.model)
         items = [*self._before(host, body.previous_response_id), *read_items(body.input)]
-        if body.background:
+        asked = await _asked(host, body, items)
+        if body.background:  # nothing is waited for until it is counted
             self._store.check_room(host.owner)
-        outputs = host.submit(await _asked(host, body, items))
+        outputs = host.submit(asked)
         record = Record(Answer(host, body, outputs), items, bool(body.background and body.stream))
         if body.background:
             return self._in_background(host.owner, record, outputs)

@@ -130,6 +130,14 @@ def _call(item: _Call, where: str) -> ItemDict:
     return {**head, "name": item.name, "arguments": item.arguments, "status": "completed"}
 
 
+def is_whole(item: ItemDict) -> bool:
+    """False for a call whose arguments are no JSON."""
+    try:
+        return item["type"] != "function_call" or msgspec.json.decode(item["arguments"]) is not None
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
 def _call_output(item: _CallOutput, where: str) -> ItemDict:
     output: Any = item.output
     if not isinstance(output, str):

@@ -14,7 +14,7 @@ from dovetail.api.problems import NotFoundError
 from dovetail.errors import QueueFullError
 from dovetail_apis.config import ResponsesConfig
 from dovetail_apis.responses.answer import Answer, Event, event_bytes
-from dovetail_apis.responses.items import ItemDict
+from dovetail_apis.responses.items import ItemDict, is_whole
 
 
 class Record:
@@ -52,8 +52,8 @@ class Record:
 
     @property
     def conversation(self) -> list[ItemDict]:
-        """What it was made from, and what it has answered."""
-        return [*self.given, *self.response["output"]]
+        """What it was made from, and what it has answered. A call that has broken off is left out: no template could show it."""
+        return [*self.given, *(item for item in self.response["output"] if is_whole(item))]
 
     def log(self, events: Sequence[Event]) -> None:
         """Keep events, and tell those who follow."""
