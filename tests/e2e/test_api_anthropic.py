@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -27,6 +26,7 @@ from anthropic.types.beta_error_response import BetaErrorResponse
 from fake_engine import run_fake_engine
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import run_examples
 
 from dovetail.config import Config
 from dovetail.interfaces.api import ChatDelta, Choice, Delta, Usage
@@ -543,17 +543,4 @@ def test_when_the_engine_dies():
 
 
 def test_the_page_s_examples_work(tiny_url: str, capsys: pytest.CaptureFixture[str]):
-    """docs/apis.md: the Python blocks of the section run, and print what the blocks behind them show."""
-    page = (Path(__file__).parents[2] / "docs" / "apis.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Anthropic\n")[2].partition("\n## ")[0]
-    names: dict[str, Any] = {}
-    blocks = re.findall(r"```(python|text)\n(.*?)```", section, re.DOTALL)
-    assert [kind for kind, _ in blocks].count("python") == 2
-    try:
-        for kind, block in blocks:
-            if kind == "python":
-                exec(block.replace("http://127.0.0.1:30000", tiny_url), names)
-            else:
-                assert capsys.readouterr().out == block
-    finally:
-        names["client"].close()
+    run_examples("apis.md", "Anthropic", tiny_url, capsys, at_least=2)["client"].close()

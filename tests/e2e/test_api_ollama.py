@@ -7,7 +7,6 @@ models, with no field beyond theirs unnoticed, and compared with what OpenAI's A
 import asyncio
 import json
 import os
-import re
 import signal
 import threading
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import ollama
 import pytest
 from fake_engine import run_fake_engine
+from pages import run_examples
 from pydantic import BaseModel
 from safetensors.numpy import save_file
 
@@ -467,17 +467,4 @@ def test_when_the_engine_dies(own: httpx.Client):
 
 
 def test_the_page_s_examples_work(tiny_url: str, capsys: pytest.CaptureFixture[str]):
-    """docs/apis.md: the Python blocks of the section run, and print what the blocks behind them show."""
-    page = (Path(__file__).parents[2] / "docs" / "apis.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Ollama\n")[2].partition("\n## ")[0]
-    names: dict[str, Any] = {}
-    blocks = re.findall(r"```(python|text)\n(.*?)```", section, re.DOTALL)
-    assert [kind for kind, _ in blocks].count("python") == 1
-    try:
-        for kind, block in blocks:
-            if kind == "python":
-                exec(block.replace("http://127.0.0.1:30000", tiny_url), names)
-            else:
-                assert capsys.readouterr().out == block
-    finally:
-        names["client"].close()
+    run_examples("apis.md", "Ollama", tiny_url, capsys)["client"].close()

@@ -4,10 +4,8 @@
 """
 
 import json
-import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +14,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_item_list import ResponseItemList
+from pages import run_examples
 
 from dovetail.config.checkpoint import locate
 from dovetail.tokenizer import Tokenizer
@@ -395,11 +394,4 @@ def test_what_is_refused(fake: httpx.Client, change: dict[str, Any], param: str,
 
 
 def test_the_page_s_examples_work(tiny_url: str, capsys: pytest.CaptureFixture[str]):
-    """docs/apis.md: the Python block of the section runs, and prints what the block behind it shows."""
-    page = (Path(__file__).parents[2] / "docs" / "apis.md").read_text(encoding="utf-8")
-    section = page.partition("\n## OpenAI: responses\n")[2].partition("\n## ")[0]
-    (code,), (said,) = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "text"))
-    names: dict[str, Any] = {}
-    exec(code.replace("http://127.0.0.1:30000", tiny_url), names)
-    names["client"].close()
-    assert capsys.readouterr().out == said
+    run_examples("apis.md", "OpenAI: responses", tiny_url, capsys)["client"].close()
