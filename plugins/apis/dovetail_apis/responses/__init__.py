@@ -129,6 +129,7 @@ class Responses(Api):
     def _in_background(self, owner: str, record: Record, outputs: Generation) -> Response:
         maker = Maker(record, outputs, None, owner)
         maker.head()
+        record.measure()  # what cannot be forgotten while it runs
         self._store.add(owner, record)
         record.task = asyncio.create_task(self._run(maker, owner))
         record.stop = outputs.close

@@ -65,8 +65,12 @@ class Record:
     def settle(self) -> None:
         """It has come to an end: what it grew from is let go."""
         self._final, self._answer = self.answer.response(), None
-        self.size = len(msgspec.json.encode([self.given, self._final])) + sum(map(len, self._log))
+        self.measure()
         self._changed.set()
+
+    def measure(self) -> None:
+        """Set ``size`` to what it takes now, in bytes."""
+        self.size = len(msgspec.json.encode([self.given, self.response])) + sum(map(len, self._log))
 
     async def cancel(self) -> None:
         """End it, if it runs in the background; return when it has ended."""
@@ -107,12 +111,12 @@ class Store:
         return record
 
     def check_room(self, owner: str) -> None:
-        """Raises ``QueueFullError`` where too many run in the background."""
-        running = sum(record.running for record in self._owners.get(owner, {}).values())
-        if running >= self._config.max_background:
+        """Raises ``QueueFullError`` where too many run in the background, or take too much memory together."""
+        sizes = [record.size for record in self._owners.get(owner, {}).values() if record.running]
+        if len(sizes) >= self._config.max_background or sum(sizes) > self._config.max_mib * 2**20:
             raise QueueFullError(
-                f"{running} responses run in the background; at most {self._config.max_background} may "
-                "(api responses: max_background)"
+                f"{len(sizes)} responses of {sum(sizes) / 2**20:.1f} MiB run in the background; at most "
+                f"{self._config.max_background} of {self._config.max_mib:g} MiB may (api responses: max_background, max_mib)"
             )
 
     def add(self, owner: str, record: Record) -> None:
