@@ -119,8 +119,8 @@ def test_logprobs_of_the_end_of_a_prompt_leave_its_beginning_to_the_cache(checkp
         for p, output in zip(params, outputs, strict=True):
             text, start = output.prompt_ids, p.prompt_logprobs_start
             rows = reference.logprobs(text)
-            assert [e.token_id for e in output.prompt_logprobs or ()] == text[start:]
-            for i, entry in enumerate(output.prompt_logprobs or ()):
+            assert [e.token_id for e in output.prompt_logprobs] == text[start:]
+            for i, entry in enumerate(output.prompt_logprobs):
                 check_entry(entry, text[start + i], rows[start + i - 1], 1)
     cached = [output.cached_tokens for output in outputs]
     page = llm.loop.scheduler.ledger.page_size

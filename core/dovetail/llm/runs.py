@@ -83,7 +83,8 @@ class Run:
         output.drafted, output.accepted, output.verify_steps = answer.drafted, answer.accepted, answer.verify_steps
         output.grammar_backend = answer.grammar_backend or output.grammar_backend
         output.logprobs += answer.logprobs or []
-        output.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
+        if answer.prompt_logprobs is not None:
+            output.prompt_logprobs = answer.prompt_logprobs
         output.pooled = from_bytes(answer.pooled) if answer.pooled is not None else output.pooled
         if answer.finish is not None and answer.finish.kind is FinishKind.ERROR:
             self.error = EngineError(answer.finish.message or "the request failed")
