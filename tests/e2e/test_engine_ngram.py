@@ -29,6 +29,7 @@ def served() -> Config:
 
 
 def make(**sections: object) -> LLM:
+    sections = {"grammar": {"isolation": "thread"}} | sections
     return LLM("tiny", device="cpu", threads=1, scheduler={"draft": "always"}, **sections)
 
 

@@ -132,7 +132,7 @@ def test_extreme_parameters_leave_neighbours_alone(llm, extreme):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return LLM("tiny", device="cpu")
+    return LLM("tiny", device="cpu", grammar={"isolation": "thread"})
 
 
 @pytest.fixture(scope="module")

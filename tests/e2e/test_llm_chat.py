@@ -62,7 +62,7 @@ MUL = function("mul", a=INTEGER, b=INTEGER)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM("tiny", threads=1)
+    made = LLM("tiny", threads=1, grammar={"isolation": "thread"})
     yield made
     made.close()
 
