@@ -11,6 +11,7 @@ from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
 from dovetail.api.requests import grammar_of, sampling_params
 from dovetail.errors import RequestError
 from dovetail.types import GrammarSpec, SamplingParams
+from dovetail_apis.conversation import thinking
 
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 """What an answer may hold in addition. Reasoning is in the clear here, so that the second adds nothing."""
@@ -190,7 +191,7 @@ class ResponsesRequest(ApiModel):
     def template_variables(self) -> dict[str, Any]:
         """What the chat template is told beside the conversation."""
         effort = self.reasoning and self.reasoning.effort
-        asked = {"enable_thinking": effort != "none", "reasoning_effort": effort} if effort else {}
+        asked = thinking(effort != "none", effort) if effort else {}
         return {**asked, **(self.chat_template_kwargs or {})}
 
     def check(self) -> None:
