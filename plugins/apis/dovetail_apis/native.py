@@ -12,17 +12,9 @@ from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, examples, parse, validate
 from dovetail.api.meta import finish_shown, logprobs_shown
-from dovetail.api.requests import (
-    CONSTRAINTS,
-    check_count,
-    grammar_of,
-    new_id,
-    sampling_params,
-    stop_strings,
-    token_biases,
-    with_room,
-)
+from dovetail.api.requests import check_count, new_id, sampling_params, with_room
 from dovetail.api.responses import SSE, event, streamed, whole
+from dovetail.api.sampling import SamplingFields
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt, Route
 from dovetail.types import Acceptance, SamplingParams
@@ -39,35 +31,13 @@ class Native(Api):
         return (Route(["POST"], "/generate", generate, NativeRequest, answers=("application/json", SSE)),)
 
 
-class NativeSampling(ApiModel):
+class NativeSampling(SamplingFields):
     """``sampling_params`` of /generate. None stands for the default."""
 
     max_new_tokens: Int32 | None = None
     min_new_tokens: Int32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    n: int | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: str | dict[str, Any] | None = None
-    lark: str | None = None
-    choice: list[str] | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
-    speculative: bool | None = Field(None, description="False: this request is decoded without drafts.")
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "stop_regex": (),
@@ -174,21 +144,15 @@ def _params(body: NativeRequest, given: NativeSampling) -> SamplingParams:
     if given.seed is not None and given.sampling_seed is not None:
         raise RequestError("give one of seed and sampling_seed", param="sampling_seed")
     with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
-    same = "min_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
-    values: dict[str, Any] = {
-        name: getattr(given, name) for name in f"{same} ignore_eos skip_special_tokens n speculative".split()
-    }
-    values |= {
+    values = {
+        **given.sampling(),
         "max_new_tokens": given.max_new_tokens,
-        "logit_bias": token_biases(given.logit_bias),
+        "min_new_tokens": given.min_new_tokens,
         "seed": given.seed if given.seed is not None else given.sampling_seed,
-        "stop": stop_strings(given.stop),
-        "stop_token_ids": tuple(given.stop_token_ids or ()),
         "include_stop": given.no_stop_trim,
         "logprobs": body.top_logprobs_num if body.return_logprob else None,
         "prompt_logprobs": body.top_logprobs_num if with_prompt else None,
         "prompt_logprobs_start": max(body.logprob_start_len or 0, 0),
-        "grammar": grammar_of({name: getattr(given, name) for name in CONSTRAINTS}, given.grammar_backend),
     }
     return sampling_params(values, _NAMES)
 

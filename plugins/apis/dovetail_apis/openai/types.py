@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, Texts, examples
-from dovetail.api.requests import CONSTRAINTS, grammar_of, sampling_params, stop_strings, token_biases
+from dovetail.api.requests import CONSTRAINTS, sampling_params
+from dovetail.api.sampling import SamplingFields
 from dovetail.chat.requests import NamedTool, ToolSpec
 from dovetail.types import SamplingParams
 
@@ -40,39 +41,19 @@ class StreamOptions(ApiModel):
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is obfuscated here.")
 
 
-class SamplingFields(ApiModel):
+class OpenAIFields(SamplingFields):
     """What /v1/completions and /v1/chat/completions have in common. None stands for the default."""
+
+    constraints = ("response_format", *CONSTRAINTS)
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
     max_tokens: Int32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
     # beyond OpenAI's API
     min_tokens: Int32 | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: str | dict[str, Any] | None = None
-    lark: str | None = None
-    choice: list[str] | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
-    speculative: bool | None = Field(None, description="False: this request is decoded without drafts.")
     priority: Int32 | None = None
     cache_salt: CacheSalt = None
     session: Session = None
@@ -90,34 +71,17 @@ class SamplingFields(ApiModel):
     ) -> SamplingParams:
         """Raises ``RequestError``, with this API's field names; ``names`` adds to them."""
         given = {
+            **self.sampling(),
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": token_biases(self.logit_bias),
-            "seed": self.seed,
-            "stop": stop_strings(self.stop),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "ignore_eos": self.ignore_eos,
-            "skip_special_tokens": self.skip_special_tokens,
             "include_stop": self.include_stop_str_in_output,
-            "n": self.n,
-            "speculative": self.speculative,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
-            "grammar": grammar_of(
-                {name: getattr(self, name) for name in ("response_format", *CONSTRAINTS)}, self.grammar_backend
-            ),
         }
         return sampling_params(given, {**_NAMES, **names})
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(OpenAIFields):
     """POST /v1/completions."""
 
     model_config = examples(
@@ -147,7 +111,7 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(OpenAIFields):
     """POST /v1/chat/completions."""
 
     model_config = examples(

@@ -1,0 +1,55 @@
+"""How tokens are chosen: the fields that OpenAI's, vLLM's and SGLang's requests have in common."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from dovetail.api.body import ApiModel, Int32
+from dovetail.api.requests import CONSTRAINTS, grammar_of, stop_strings, token_biases
+
+_SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "ignore_eos", "skip_special_tokens", "speculative",
+)  # fmt: skip
+
+
+class SamplingFields(ApiModel):
+    """None stands for the default. ``constraints`` are the fields that hold one constraint each."""
+
+    constraints: ClassVar[tuple[str, ...]] = CONSTRAINTS
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    lark: str | None = None
+    choice: list[str] | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
+    speculative: bool | None = Field(None, description="False: this request is decoded without drafts.")
+
+    def sampling(self) -> dict[str, Any]:
+        """These fields by the names of ``SamplingParams``, for ``sampling_params``. Raises ``RequestError``."""
+        constraints = {name: getattr(self, name) for name in self.constraints}
+        return {
+            **{name: getattr(self, name) for name in _SAME},
+            "logit_bias": token_biases(self.logit_bias),
+            "stop": stop_strings(self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "grammar": grammar_of(constraints, self.grammar_backend),
+        }
