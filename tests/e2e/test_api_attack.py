@@ -3,7 +3,9 @@
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_api_attack.py
 """
 
+import contextlib
 import json
+import socket
 
 import httpx
 import pytest
@@ -51,3 +53,14 @@ def test_what_is_nested_too_deep_is_refused_and_leaves_nothing_open(fake: httpx.
 def test_brackets_in_texts_are_no_nesting(fake: httpx.Client):
     assert fake.post("/v1/completions", json={"prompt": "[" * 300 + "{" * 300, "max_tokens": 1}).status_code == 200
     assert fake.post("/tokenize", json={"prompt": ["a", "[["] * 200}).status_code == 200
+
+
+@pytest.mark.parametrize("line", [b"x: " + b"a" * 8000 + b"\r\n", b"a" * 8000], ids=["many", "one"])
+def test_headers_without_an_end_are_not_kept(fake: httpx.Client, line: bytes):
+    with socket.create_connection((fake.base_url.host, fake.base_url.port), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ")
+        with contextlib.suppress(ConnectionError):  # it is reset while we write
+            for _ in range(10_000):
+                connection.sendall(line)
+            pytest.fail("80 MB of headers were taken")
+    assert fake.get("/health", headers={"x": "a" * 60_000}).status_code == 200

@@ -31,6 +31,7 @@ from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import Endpoints, run_engine
 from dovetail.server.engines import Engine
 from dovetail.server.metrics import Metrics
+from dovetail.server.protocol import BoundedProtocol
 from dovetail.server.service import Service, info_labels, package_version
 from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.tokenizer import load_tokenizer
@@ -208,7 +209,7 @@ def _metrics(config: Config, engine: Engine, registry: Registry | None) -> Metri
 def _uvicorn_config(config: Config, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
