@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dovetail as sgl
-from dovetail.lang.tracing import symbols, trace
+from dovetail.lang.symbols import symbols
+from dovetail.lang.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lang_backend import Scripted, marked

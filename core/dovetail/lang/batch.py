@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import DovetailError, RequestError
 from dovetail.lang.state import ProgramState
-from dovetail.lang.tracing import symbols, trace
+from dovetail.lang.symbols import symbols
+from dovetail.lang.tracing import trace
 
 if TYPE_CHECKING:
     from dovetail.lang.backends.base import Backend

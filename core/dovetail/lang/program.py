@@ -14,7 +14,8 @@ from dovetail.lang.interpreter import failure
 from dovetail.lang.ir import Sampling, stop_strings
 from dovetail.lang.replay import replay
 from dovetail.lang.state import ProgramState
-from dovetail.lang.tracing import Trace, symbols, trace
+from dovetail.lang.symbols import symbols
+from dovetail.lang.tracing import Trace, trace
 
 
 class Function:

@@ -1,8 +1,4 @@
-"""Running a program on symbols: what it appends is written down, no model is called.
-
-A symbol stands for what is not known yet: the text that a call will have made, an argument that rows of a batch differ in.
-It can be appended to a prompt. A program that wants to look into it (an ``if``, an f-string, ``len``) ends the trace there.
-"""
+"""Running a program on symbols: what it appends is written down, no model is called."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from typing import Any, NoReturn, Self
 from dovetail.lang.conversation import Conversation, Template
 from dovetail.lang.face import GATHER, State, line_of, program_line
 from dovetail.lang.ir import (
-    Arg,
     Assign,
     Expr,
     Gen,
@@ -26,54 +21,11 @@ from dovetail.lang.ir import (
     Seq,
     Text,
     calls_of,
-    joined,
     leaves,
     names_of,
 )
+from dovetail.lang.symbols import Symbol, TraceStop, has_symbol
 from dovetail.lang.watching import Watch
-
-
-class TraceStop(BaseException):
-    """The trace ends here; no ``except Exception`` of the program takes it for a failure of its own."""
-
-
-class Symbol:
-    """What is not known yet. ``made`` is the expression that it stands for."""
-
-    def __init__(self, made: Expr) -> None:
-        self._made = made
-
-    @property  # isinstance(symbol, str) asks for it
-    def __class__(self) -> NoReturn:  # pyright: ignore
-        _wanted(self)
-
-    def as_expr(self) -> Expr:
-        """What is appended in its place."""
-        return self._made
-
-    def __add__(self, other: object) -> Expr | Symbol:
-        return _sum(joined(self, other), other)
-
-    def __radd__(self, other: object) -> Expr | Symbol:
-        return _sum(joined(other, self), other)
-
-    def __repr__(self) -> str:
-        return f"<unknown: {self._made!r:.80}>"
-
-
-def _sum(made: Expr, other: object) -> Expr | Symbol:
-    """What a symbol and ``other`` make: with text it is text, of which a program may want to know more."""
-    return Symbol(made) if type(other) in (str, Symbol) else made
-
-
-def _wanted(symbol: Symbol, *_: object) -> NoReturn:
-    raise TraceStop(f"{program_line()} needs the value of {symbol!r}")
-
-
-_OPERATIONS = """getattr str format bool len iter next contains getitem call int float index hash eq ne lt le gt ge
-    mul rmul mod rmod sub rsub truediv and or reversed bytes enter exit fspath complex round"""
-for _name in _OPERATIONS.split():
-    setattr(Symbol, f"__{_name}__", _wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +101,7 @@ class TracedState(State):
         if type(value) is Symbol and isinstance(value.as_expr(), Ref):
             self.append(Assign(name, value.as_expr()))
             return
-        if _has_symbol(value):
+        if has_symbol(value):
             raise TraceStop(f"{program_line()} gives {name!r} a value that is made of unknown ones")
         self.append(Assign(name, value))
         self._values[name] = value
@@ -260,11 +212,6 @@ def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_c
     return Trace(root, tuple(tape.steps), watch.seen or stopped, returned)
 
 
-def symbols(names: Sequence[str]) -> dict[str, Symbol]:
-    """Unknown arguments."""
-    return {name: Symbol(Arg(name)) for name in names}
-
-
 def translated(expr: Expr, states: Mapping[State, State]) -> Expr:
     """``expr`` with the states of a trace replaced by ``states``."""
     match expr:
@@ -298,14 +245,6 @@ def _known_part(part: Expr, states: Mapping[State, State]) -> Any:
         return states[part.state].get_var(part.name)
     assert isinstance(part, Text), "nothing else is joined to a symbol"
     return part.text
-
-
-def _has_symbol(value: Any) -> bool:
-    if type(value) is Symbol:
-        return True
-    if isinstance(value, dict):
-        return any(map(_has_symbol, value.values()))
-    return isinstance(value, list | tuple | set) and any(map(_has_symbol, value))
 
 
 def _is_static(part: Expr) -> bool:

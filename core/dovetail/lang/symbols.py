@@ -1,0 +1,69 @@
+"""What a trace does not know yet: the text that a call will have made, an argument that rows of a batch differ in.
+
+A symbol can be appended to a prompt. A program that wants to look into it (an ``if``, an f-string, ``len``) ends the trace there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from dovetail.lang.face import program_line
+from dovetail.lang.ir import Arg, Expr, joined
+
+
+class TraceStop(BaseException):
+    """The trace ends here; no ``except Exception`` of the program takes it for a failure of its own."""
+
+
+class Symbol:
+    """What is not known yet. ``made`` is the expression that it stands for."""
+
+    def __init__(self, made: Expr) -> None:
+        self._made = made
+
+    @property  # isinstance(symbol, str) asks for it
+    def __class__(self) -> NoReturn:  # pyright: ignore
+        _wanted(self)
+
+    def as_expr(self) -> Expr:
+        """What is appended in its place."""
+        return self._made
+
+    def __add__(self, other: object) -> Expr | Symbol:
+        return _sum(joined(self, other), other)
+
+    def __radd__(self, other: object) -> Expr | Symbol:
+        return _sum(joined(other, self), other)
+
+    def __repr__(self) -> str:
+        return f"<unknown: {self._made!r:.80}>"
+
+
+def _sum(made: Expr, other: object) -> Expr | Symbol:
+    """What a symbol and ``other`` make: with text it is text, of which a program may want to know more."""
+    return Symbol(made) if type(other) in (str, Symbol) else made
+
+
+def _wanted(symbol: Symbol, *_: object) -> NoReturn:
+    raise TraceStop(f"{program_line()} needs the value of {symbol!r}")
+
+
+_OPERATIONS = """getattr str format bool len iter next contains getitem call int float index hash eq ne lt le gt ge
+    mul rmul mod rmod sub rsub truediv and or reversed bytes enter exit fspath complex round"""
+for _name in _OPERATIONS.split():
+    setattr(Symbol, f"__{_name}__", _wanted)
+
+
+def symbols(names: Sequence[str]) -> dict[str, Symbol]:
+    """Unknown arguments."""
+    return {name: Symbol(Arg(name)) for name in names}
+
+
+def has_symbol(value: Any) -> bool:
+    """True if ``value`` is a symbol, or holds one."""
+    if type(value) is Symbol:
+        return True
+    if isinstance(value, dict):
+        return any(map(has_symbol, value.values()))
+    return isinstance(value, list | tuple | set) and any(map(has_symbol, value))
