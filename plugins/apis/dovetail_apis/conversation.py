@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from dovetail.chat.requests import Arguments
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
@@ -34,8 +34,27 @@ class Conversation:
         return await host.encode(await self.prompt(host), add_special_tokens=False)
 
 
+class Addressed(Protocol):
+    """The fields of a body that say where its request belongs."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Of its cached prefixes."""
+        ...
+
+    @property
+    def priority(self) -> int | None:
+        """Before others, or after them."""
+        ...
+
+    @property
+    def session(self) -> str | None:
+        """The conversation that it is a turn of."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class Envelope:
     """What a request has beside its conversation: its public id, and what ``ApiRequest`` says of the others."""
 
     rid: str
@@ -43,12 +62,17 @@ class Ticket:
     priority: int = 0
     session: str = ""
 
+    @classmethod
+    def of(cls, rid: str, body: Addressed) -> Envelope:
+        """Of a request with the public id ``rid``."""
+        return cls(rid, body.cache_salt or "", body.priority or 0, body.session or "")
+
 
 async def plan(
     host: ApiHost,
     conversation: Conversation,
     params: SamplingParams,
-    ticket: Ticket,
+    envelope: Envelope,
     *,
     separate_reasoning: bool = True,
 ) -> tuple[ApiRequest, ChatPlan]:
@@ -58,16 +82,16 @@ async def plan(
     prompt = Prompt(await host.encode(text, add_special_tokens=False), how.params)
     continues = bool(conversation.opening)
     request = ApiRequest(
-        ticket.rid, (prompt,), continues, ticket.namespace, ticket.priority, how.reader, session=ticket.session
+        envelope.rid, (prompt,), continues, envelope.namespace, envelope.priority, how.reader, session=envelope.session
     )
     return request, how
 
 
 async def ask(
-    host: ApiHost, conversation: Conversation, params: SamplingParams, ticket: Ticket
+    host: ApiHost, conversation: Conversation, params: SamplingParams, envelope: Envelope
 ) -> tuple[ApiRequest, ChatPlan]:
     """As ``plan``, where ``params.max_new_tokens`` is an upper bound: an output ends where the context does."""
-    asked, how = await plan(host, conversation, params, ticket)
+    asked, how = await plan(host, conversation, params, envelope)
     (prompt,) = asked.prompts
     return replace(asked, prompts=(Prompt(prompt.ids, within_context(host, prompt.ids, prompt.params)),)), how
 

@@ -13,7 +13,7 @@ from dovetail.types import GrammarSpec, SamplingParams
 from dovetail_apis.anthropic.conversation import conversation_of
 from dovetail_apis.anthropic.format import MessageFormat
 from dovetail_apis.anthropic.types import CountRequest, MessagesRequest, OutputConfig
-from dovetail_apis.conversation import Ticket, ask
+from dovetail_apis.conversation import Envelope, ask
 
 _NAMES = {"max_new_tokens": "max_tokens", "stop": "stop_sequences", "grammar": "output_config"}
 
@@ -22,15 +22,15 @@ async def messages(host: ApiHost, request: Request) -> Response:
     """The assistant's next message."""
     body = await parse(request, MessagesRequest, host.max_body)
     host.check_model(body.model)
-    ticket = Ticket(new_id("msg_"), body.cache_salt or "", body.priority or 0, body.session or "")
-    asked, _ = await ask(host, conversation_of(body), _params(body), ticket)
+    envelope = Envelope.of(new_id("msg_"), body)
+    asked, _ = await ask(host, conversation_of(body), _params(body), envelope)
     outputs = host.submit(asked)
     formatter = MessageFormat(host.model_name, body, outputs)
     if body.stream:
         answer = await streamed(request, outputs, formatter)
     else:
         answer = await whole(request, outputs, formatter.whole)
-    answer.headers["request-id"] = ticket.rid
+    answer.headers["request-id"] = envelope.rid
     return answer
 
 

@@ -15,7 +15,7 @@ from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
 from dovetail.types import GrammarSpec, SamplingParams
-from dovetail_apis.conversation import Conversation, Ticket, ask, past_call, thinking, within_context
+from dovetail_apis.conversation import Conversation, Envelope, ask, past_call, thinking, within_context
 from dovetail_apis.ollama.format import AnswerFormat, Clock, Said, Shape, common
 from dovetail_apis.ollama.model import check_model, check_options, refuse_unload
 from dovetail_apis.ollama.types import AskFields, ChatRequest, GenerateRequest, Message
@@ -34,7 +34,7 @@ async def chat(host: ApiHost, request: Request) -> Response:
     calls = calls_wanted(body.tools or (), None, True)
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
     conversation = Conversation(messages, shown_tools(body.tools or ()), calls, _variables(body))
-    asked, _ = await ask(host, conversation, _params(host, body), _ticket(body))
+    asked, _ = await ask(host, conversation, _params(host, body), _envelope(body))
     return await _answered(host, request, body, asked, clock, Said.as_chat)
 
 
@@ -53,16 +53,16 @@ async def _continued(host: ApiHost, body: GenerateRequest, prompt: str) -> ApiRe
     for name in ("system", "think"):
         if getattr(body, name):
             raise RequestError(f"{name} needs the chat template, which raw leaves out; give one of them", param=name)
-    ticket, params = _ticket(body), _params(host, body)
+    envelope, params = _envelope(body), _params(host, body)
     ids = await host.encode(prompt, add_special_tokens=True)
     prompts = (Prompt(ids, within_context(host, ids, params)),)
-    return ApiRequest(ticket.rid, prompts, True, ticket.namespace, ticket.priority, session=ticket.session)
+    return ApiRequest(envelope.rid, prompts, True, envelope.namespace, envelope.priority, session=envelope.session)
 
 
 async def _replied(host: ApiHost, body: GenerateRequest, prompt: str) -> ApiRequest:
     system = [{"role": "system", "content": body.system}] if body.system else []
     conversation = Conversation([*system, {"role": "user", "content": prompt}], variables=_variables(body))
-    asked, _ = await ask(host, conversation, _params(host, body), _ticket(body))
+    asked, _ = await ask(host, conversation, _params(host, body), _envelope(body))
     return asked
 
 
@@ -85,8 +85,8 @@ def _loaded(body: AskFields, shape: Shape) -> Response:
     return json_response({**common(body.model), **shape(Said()), "done": True, "done_reason": "load"})
 
 
-def _ticket(body: AskFields) -> Ticket:
-    return Ticket(new_id("ollama-"), body.cache_salt or "", body.priority or 0, body.session or "")
+def _envelope(body: AskFields) -> Envelope:
+    return Envelope.of(new_id("ollama-"), body)
 
 
 def _variables(body: AskFields) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dovetail.chat.calls import call_json, whole_calls
 from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatDelta, ChatPlan, Choice, Delta, Generation, Problem
-from dovetail_apis.conversation import Conversation, Ticket, plan
+from dovetail_apis.conversation import Conversation, Envelope, plan
 from dovetail_apis.openai.format import chat_logprobs, error_json, finish_name, usage_json
 from dovetail_apis.openai.types import ChatRequest
 
@@ -43,8 +43,8 @@ async def _parsed(host: ApiHost, body: ChatRequest) -> tuple[ApiRequest, ChatPla
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages)]
     calls = calls_wanted(body.tools or (), body.tool_choice, body.parallel_tool_calls is not False)
     conversation = Conversation(messages, shown_tools(body.tools or ()), calls, body.chat_template_kwargs or {})
-    ticket = Ticket(body.rid or new_id("chatcmpl-"), body.cache_salt or "", body.priority or 0, body.session or "")
-    return await plan(host, conversation, params, ticket, separate_reasoning=body.separate_reasoning is not False)
+    envelope = Envelope.of(body.rid or new_id("chatcmpl-"), body)
+    return await plan(host, conversation, params, envelope, separate_reasoning=body.separate_reasoning is not False)
 
 
 def _max_tokens(body: ChatRequest) -> int | None:

@@ -18,7 +18,7 @@ from dovetail.chat.requests import plain_message, shown_tools
 from dovetail.errors import DovetailError, RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Delta, Generation, Problem, Route
 from dovetail_apis.config import ResponsesConfig
-from dovetail_apis.conversation import Conversation, Ticket, ask
+from dovetail_apis.conversation import Conversation, Envelope, ask
 from dovetail_apis.openai.format import error_json
 from dovetail_apis.responses.answer import Answer, event_bytes
 from dovetail_apis.responses.items import ItemDict, chat_messages, read_items
@@ -204,5 +204,5 @@ async def _asked(host: ApiHost, body: ResponsesRequest, items: Sequence[ItemDict
     tools = read_tools(body.tools or ())
     calls = wanted(tools, body.tool_choice, body.parallel_tool_calls is not False)
     conversation = Conversation(messages, shown_tools(tools), calls, body.template_variables())
-    ticket = Ticket(new_id("resp_"), body.cache_salt or "", body.priority or 0, body.session or "")
-    return (await ask(host, conversation, body.params(), ticket))[0]
+    envelope = Envelope.of(new_id("resp_"), body)
+    return (await ask(host, conversation, body.params(), envelope))[0]
