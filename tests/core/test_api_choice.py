@@ -40,5 +40,5 @@ def test_none_is_none(fakes):
 
 def test_one_that_was_named_and_cannot_be_served_stops_the_start(fakes):
     registry = fakes.registry(fakes.spec(ComponentKind.API, "absent", requires=(Requirement("no-such-dist"),)))
-    with pytest.raises(ResolutionError, match="api: cannot serve what config names\n.*absent.*no-such-dist"):
+    with pytest.raises(ResolutionError, match=r"api: cannot serve what config names\n.*absent.*no-such-dist"):
         choose_apis(fakes.config(registry, "api=absent"), registry)

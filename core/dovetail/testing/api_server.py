@@ -274,7 +274,11 @@ async def _settled() -> None:
 
 
 def _scope(method: str, path: str, length: int) -> dict[str, Any]:
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", str(length).encode())]
+    headers = [
+        (b"host", b"localhost"),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(length).encode()),
+    ]
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
