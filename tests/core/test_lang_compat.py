@@ -45,7 +45,12 @@ def test_every_setting_of_a_run_is_taken():
     def program(s):
         s += "x" + sgl.gen("a")
 
-    values = dict.fromkeys(RUN.split(), 1) | {"stop": "x", "stop_token_ids": [1], "temperature": 0.5, "ignore_eos": True}
+    values = dict.fromkeys(RUN.split(), 1) | {
+        "stop": "x",
+        "stop_token_ids": [1],
+        "temperature": 0.5,
+        "ignore_eos": True,
+    }
     backend = Scripted()
     program.run(backend=backend, use_thread=True, **values)
     (sampling,) = backend.samplings

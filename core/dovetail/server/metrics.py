@@ -168,9 +168,7 @@ class _EngineCollector(Collector):
             by_backend.add_metric([backend], count)
         yield by_backend
         usage = stats.pages_used / max(stats.pages_total, 1)
-        yield GaugeMetricFamily(
-            "dovetail_kv_usage", "Share of the KV pool that running requests hold.", value=usage
-        )
+        yield GaugeMetricFamily("dovetail_kv_usage", "Share of the KV pool that running requests hold.", value=usage)
         hit_rate = stats.cached_tokens / max(stats.prompt_tokens, 1)
         yield GaugeMetricFamily("dovetail_prefix_hit_rate", "Cached share of all prompt tokens.", value=hit_rate)
         drafts = Acceptance(stats.drafted_tokens, stats.accepted_tokens, stats.verify_steps)
