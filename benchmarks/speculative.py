@@ -32,7 +32,7 @@ from specbench.oracle import Oracle, attach
 
 WIDTH = 8
 ERRORS = (0.0, 0.1, 0.3, 0.6)
-METHODS = ("eagle3", "dflash", "ngram", "draft_model", "eagle")
+METHODS = ("eagle3", "dflash", "mtp", "ngram", "draft_model", "eagle")
 PROMPT, OUTPUT, SHORT_OUTPUT = 256, 513, 257
 _runs = itertools.count()
 console = Console(width=None if sys.stdout.isatty() else 140)
@@ -44,8 +44,9 @@ LLAMA_3B = {
     "num_hidden_layers": 28,
     "num_attention_heads": 24,
     "tie_word_embeddings": True,
+    "num_nextn_predict_layers": 1,  # which only mtp reads
 }
-SMALL = {**CONFIGS["tiny"], "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 10}
+SMALL = {**CONFIGS["tiny"], "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 10, "num_nextn_predict_layers": 1}
 
 
 def write(directory: Path, config: dict[str, Any]) -> Path:
@@ -69,7 +70,7 @@ def checkpoints(work: Path, target: dict[str, Any]) -> dict[str, dict[str, Any]]
                    "num_target_layers": layers, "hidden_size": hidden,
                    "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": [1, layers // 2, layers - 2]}},
     }  # fmt: skip
-    sections: dict[str, dict[str, Any]] = {"ngram": {"kind": "ngram"}}
+    sections: dict[str, dict[str, Any]] = {"ngram": {"kind": "ngram"}, "mtp": {"kind": "mtp", "load_format": "dummy"}}
     for name, config in configs.items():
         sections[name] = {"kind": name, "path": str(write(work / name, config)), "load_format": "dummy"}
     return sections
