@@ -1,4 +1,5 @@
-"""The data that travels through a step: sampling parameters, requests, batches, outputs. Data only, no behaviour.
+"""The data that travels through a step: requests, batches, outputs, and what requests ask for (``sampling_params``), which is
+imported from here. Data only, no behaviour.
 
 Shapes: ``rows`` is the number of requests in a batch, ``tokens`` the number of tokens that enter the forward pass,
 ``k`` the width of a draft tree, ``V`` the vocabulary size. Host arrays are numpy, device tensors are torch.
@@ -9,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dovetail.errors import RequestError
+from dovetail.sampling_params import MAX_LABELS as MAX_LABELS
+from dovetail.sampling_params import MAX_TOKEN_SETTINGS as MAX_TOKEN_SETTINGS
+from dovetail.sampling_params import MIN_TEMPERATURE as MIN_TEMPERATURE
+from dovetail.sampling_params import GrammarGate as GrammarGate
+from dovetail.sampling_params import GrammarKind as GrammarKind
+from dovetail.sampling_params import GrammarSpec as GrammarSpec
+from dovetail.sampling_params import Pooling as Pooling
+from dovetail.sampling_params import PoolingKind as PoolingKind
+from dovetail.sampling_params import SamplingParams as SamplingParams
 
 if TYPE_CHECKING:
     import torch
-
-MIN_TEMPERATURE = 1e-5
-"""Below it, logits divided by the temperature leave float32, and the most likely token is all there is to sample."""
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -44,229 +49,6 @@ class StoresKV(Protocol):
     def values(self, layer_id: int) -> torch.Tensor: ...
 
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None: ...
-
-
-class GrammarKind(enum.StrEnum):
-    """What a constraint is written in."""
-
-    JSON_SCHEMA = "json_schema"
-    JSON_OBJECT = "json_object"
-    REGEX = "regex"
-    EBNF = "ebnf"  # llama.cpp's GBNF dialect
-    LARK = "lark"  # llguidance's dialect of Lark
-    CHOICE = "choice"
-    STRUCTURAL_TAG = "structural_tag"
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarSpec:
-    """A constraint on the output text. Hashable: it is the key of the compile cache.
-
-    ``text`` is the schema (as JSON), the regex or the grammar; empty for ``json_object``; for ``choice`` a JSON array of the
-    texts allowed; for ``structural_tag`` a JSON object ``{"structures": [{"begin", "schema", "end"}, ...], "triggers":
-    [...]}``: free text in which whatever begins with a trigger must be one of the structures. ``backend`` names the grammar
-    backend that must honour it; None leaves that to the server.
-    """
-
-    kind: GrammarKind
-    text: str = ""
-    backend: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarGate:
-    """What an output has before its constraint begins, in token ids; ``interfaces.parsers.Gate`` says it in texts. ``marks``
-    are special tokens, each with the ordinary one that stands for it in the grammar."""
-
-    lead: tuple[int, ...] = ()
-    optional: bool = False
-    until: int | None = None
-    may_end: bool = False
-    prefix: tuple[int, ...] = ()
-    prefix_in_grammar: bool = False
-    marks: tuple[tuple[int, int], ...] = ()
-
-
-class PoolingKind(enum.StrEnum):
-    """What a prompt is made into, instead of being continued."""
-
-    LAST = "last"  # the hidden state of its last token
-    MEAN = "mean"  # the mean of the hidden states of all its tokens
-    LABELS = "labels"  # log-probabilities of given tokens as the next one
-
-
-MAX_LABELS = 1024
-"""Tokens whose log-probabilities one prompt may ask for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """What is made of a prompt whose ``max_new_tokens`` is 0: one float32 vector.
-
-    Hidden states are those after the model's final norm, ``[hidden_size]``, not normalised further; they need a model that offers
-    ``model.embed``. ``labels`` are natural logarithms of the model's own probabilities (softmax over the whole vocabulary, before
-    temperature, biases and penalties), in the order of ``token_ids``. Raises ``RequestError``.
-    """
-
-    kind: PoolingKind
-    token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.kind is not PoolingKind.LABELS:
-            _require(not self.token_ids, "pooling.token_ids", self.token_ids, f"none, with {self.kind}")
-            return
-        count = len(self.token_ids)
-        _require(1 <= count <= MAX_LABELS, "label_token_ids", f"{count} ids", f"1 to {MAX_LABELS} token ids")
-        for token in self.token_ids:
-            _require(_is_int(token) and token >= 0, "label_token_ids", token, "token ids of at least 0")
-
-    @property
-    def reads_all(self) -> bool:
-        """True if every token of the prompt must enter a forward pass, also where its prefix is cached."""
-        return self.kind is PoolingKind.MEAN
-
-
-MAX_TOKEN_SETTINGS = 4096
-"""Entries that ``logit_bias`` and ``stop_token_ids`` may have: more cost every step of the batch they are in."""
-
-
-def _require(ok: bool, param: str, given: object, allowed: str) -> None:
-    if not ok:
-        raise RequestError(f"{param} is {given!r}; allowed: {allowed}", param=param)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the tokens of one request are chosen, and when it stops. Validated when it is made.
-
-    ``max_new_tokens=None`` means up to the end of the context; 0 computes the prompt, caches it, and ends there. ``top_k=0``
-    (or -1) and ``top_p=1`` switch those filters off. Order of operations: logit bias, repetition / presence / frequency penalties, grammar bitmask,
-    temperature, top-k, top-p, min-p. ``temperature=0`` (or under 1e-5) is greedy. ``logprobs=m`` returns the log-probability of each
-    output token and of the ``m`` most likely ones, from the model's own logits before any of the above;
-    ``prompt_logprobs`` does so for the prompt, from token ``prompt_logprobs_start`` on: what is before it may come from the
-    prefix cache. ``seed`` makes sampling reproducible whatever else is in the batch;
-    of ``n`` outputs the i-th uses a seed derived from (seed, i). ``grammar_gate`` says where in the output the ``grammar``
-    begins to hold, by default at its start. ``keep_special`` are special tokens that stay in the text in spite of
-    ``skip_special_tokens``. ``speculative=False`` decodes this request without drafts; outputs are the same either way.
-    ``pooling`` asks for a vector made of the prompt, and needs ``max_new_tokens=0``. Raises
-    ``RequestError``.
-    """
-
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop: bool = False
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int = 0
-    grammar: GrammarSpec | None = None
-    grammar_gate: GrammarGate | None = None
-    keep_special: tuple[int, ...] = ()
-    speculative: bool = True
-    pooling: Pooling | None = None
-
-    def __post_init__(self) -> None:
-        self._check_lengths()
-        self._check_filters()
-        self._check_penalties()
-        self._check_stops()
-
-    def _check_lengths(self) -> None:
-        given = self.max_new_tokens
-        _require(given is None or (_is_int(given) and given >= 0), "max_new_tokens", given, "an integer of at least 0")
-        low = self.min_new_tokens
-        _require(
-            _is_int(low) and 0 <= low <= (low if given is None else given),
-            "min_new_tokens",
-            low,
-            "0 up to max_new_tokens",
-        )
-        _require(self.pooling is None or given == 0, "max_new_tokens", given, "0, with pooling")
-        _require(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(value is None or (_is_int(value) and 0 <= value <= 100), name, value, "an integer from 0 to 100")
-        start = self.prompt_logprobs_start
-        _require(_is_int(start) and start >= 0, "prompt_logprobs_start", start, "an integer of at least 0")
-        seed = self.seed
-        _require(seed is None or (_is_int(seed) and -(2**63) <= seed < 2**63), "seed", seed, "a 64-bit integer")
-
-    def _check_filters(self) -> None:
-        t = self.temperature
-        _require(_is_number(t) and 0 <= t <= 100, "temperature", t, "a number from 0 to 100")
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer; 0 or -1 switches it off")
-        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
-
-    def _check_penalties(self) -> None:
-        r = self.repetition_penalty
-        _require(_is_number(r) and 0.01 <= r <= 100, "repetition_penalty", r, "a number in [0.01, 100]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2]")
-        biases = self.logit_bias
-        _require(
-            biases is None or isinstance(biases, Mapping), "logit_bias", biases, "a mapping of token ids to biases"
-        )
-        _require(
-            len(biases or ()) <= MAX_TOKEN_SETTINGS,
-            "logit_bias",
-            f"{len(biases or ())} entries",
-            "at most 4096 entries",
-        )
-        for token, bias in (biases or {}).items():
-            _require(_is_int(token) and token >= 0, "logit_bias", token, "token ids of at least 0 as keys")
-            _require(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "biases in [-100, 100]")
-
-    def _check_stops(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            _require(isinstance(value, tuple | list), name, value, "a tuple, also for one: (x,)")
-        _require(len(self.stop) <= 32, "stop", f"{len(self.stop)} strings", "at most 32 strings")
-        for text in self.stop:
-            _require(isinstance(text, str) and 0 < len(text) <= 1024, "stop", text, "strings of 1 to 1024 characters")
-        count = len(self.stop_token_ids)
-        _require(count <= MAX_TOKEN_SETTINGS, "stop_token_ids", f"{count} ids", "at most 4096 ids")
-        for token in self.stop_token_ids:
-            _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids of at least 0")
-        grammar = self.grammar
-        _require(grammar is None or isinstance(grammar, GrammarSpec), "grammar", grammar, "a GrammarSpec(kind, text)")
-
-    @property
-    def greedy(self) -> bool:
-        """True if every token is the most likely one."""
-        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
-
-    @property
-    def penalised(self) -> bool:
-        """True if logits depend on the tokens so far or on a bias."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or bool(self.logit_bias)
-        )
 
 
 class Acceptance(NamedTuple):
