@@ -77,6 +77,11 @@ class TestTriton(AttentionSuite):
         if given is not None and is_slow(request.node.originalname, given.params):
             pytest.skip("slow where Triton is interpreted")
 
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (7, 1)])
+    def test_blocks_of_several_tiles(self, heads: int, kv_heads: int):
+        """A query sees what comes after it in its block, also what lies in the next tile."""
+        self.compare(replace(STEPS["blocks in place of trees"][0], heads=heads, kv_heads=kv_heads))
+
     @pytest.mark.parametrize("step", ["groups and single rows", "a group of one", "padding"])
     @pytest.mark.parametrize("window", [7, 20, 60])
     def test_a_window_may_begin_before_in_or_behind_what_is_shared(self, step: str, window: int):

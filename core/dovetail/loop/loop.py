@@ -176,20 +176,32 @@ class Loop:
         were no drafter."""
         scheduler, seconds = self.scheduler, self._seconds
         rows = len(scheduler.decoding) or len(scheduler.prefilling) + len(scheduler.waiting)
-        self._drafting = self._pace.drafts(rows)
-        prefilling, tokens, start = bool(scheduler.prefilling), scheduler.totals.generated_tokens, time.perf_counter()
+        drafted, self._drafting = self._drafting, self._pace.drafts(rows)
+        prompts = bool(scheduler.prefilling) or (self._launched is not None and self._launched[0].num_extend > 0)
+        tokens, start = scheduler.totals.generated_tokens, time.perf_counter()
         verify = seconds["launch"] + seconds["wait"]
-        answers = self._commit_launched() if self._drafting else []
-        answers += self._overlapped_step() if self.overlap and not self._drafting else self._plain_step()
+        answers = self._commit_launched(seen=True) if self._drafting or drafted else []
+        answers += self._undrafted_step() if not self._drafting else self._drafted_step()
         verify = seconds["launch"] + seconds["wait"] - verify
         if self._drafting:
             seconds["verify"] += verify
-        if scheduler.decoding and not (prefilling or scheduler.prefilling):
+        if scheduler.decoding and not (prompts or scheduler.prefilling):
             took, brought = time.perf_counter() - start, scheduler.totals.generated_tokens - tokens
             self._pace.note(rows, self._drafting, took, brought, verify)
         return answers
 
+    def _undrafted_step(self) -> list[Answer]:
+        return self._overlapped_step() if self.overlap else self._plain_step()
+
+    def _drafted_step(self) -> list[Answer]:
+        """Under overlap a step is left to compute while its predecessor's answers are sent."""
+        return self._launched_step() if self.overlap else self._plain_step()
+
     def _plain_step(self) -> list[Answer]:
+        return self._launched_step() + self._commit_launched(seen=self._drafting)
+
+    def _launched_step(self) -> list[Answer]:
+        """Schedule and launch a step, after the last one has been committed. The answers are of those for whom that failed."""
         batch = self._schedule()
         if batch is None:
             return []
@@ -200,7 +212,8 @@ class Loop:
             return self._failed(batch, error)
         if batch.drafts is not None:
             self.scheduler.reserve_ahead()
-        return self._commit(batch, output)
+        self._launched = batch, output
+        return []
 
     def _overlapped_step(self) -> list[Answer]:
         batch = self._schedule(resting=self._launched is None)
@@ -225,11 +238,12 @@ class Loop:
             answers += self._commit_launched()
         return answers
 
-    def _commit_launched(self) -> list[Answer]:
+    def _commit_launched(self, *, seen: bool = False) -> list[Answer]:
+        """Bring the books up to the step on its way, if there is one; ``seen`` by the drafter too."""
         if self._launched is None:
             return []
         (batch, output), self._launched = self._launched, None
-        return self._commit(batch, output)
+        return self._commit(batch, output, seen=seen)
 
     def _schedule(self, *, resting: bool = True) -> Batch | None:
         batch = self._timed("schedule", self.scheduler.schedule)
@@ -244,7 +258,7 @@ class Loop:
             self._timed("draft", lambda: self._fence.propose(drafter, self.scheduler, batch))
         return batch
 
-    def _commit(self, batch: Batch, output: ForwardOutput) -> list[Answer]:
+    def _commit(self, batch: Batch, output: ForwardOutput, *, seen: bool) -> list[Answer]:
         try:
             host = self._timed("wait", lambda: self.engine.wait(batch, output))
         except BaseException as error:
@@ -253,7 +267,7 @@ class Loop:
         answers = self.scheduler.commit(batch, host)
         self._seconds["commit"] += time.perf_counter() - start
         drafter = self.drafter
-        if drafter is not None and self._drafting:
+        if drafter is not None and seen:
             self._timed("draft", lambda: self._fence.observe(drafter, batch, output))
         return answers
 

@@ -227,7 +227,8 @@ class TritonAttention(AttentionBackend):
         it all."""
         tokens, width = len(batch.positions), int(batch.extend_lens.max())
         tree = None if batch.tree_mask is None else batch.tree_mask.view(torch.uint8)
-        tile = self._tile(width * self._group, tree=tree is not None)
+        few = 2 * -(-tokens // width) * self._kv_heads < self._processors
+        tile = self._tile(width * self._group, tree=tree is not None, few=few)
         fewest, slots = -(-tokens // width) * self._tiles(width, tile), self._slots(tile)
         cut = 0 if fewest * self._kv_heads >= tile.resident * self._processors else slots
         entries = Entries(
@@ -262,8 +263,9 @@ class TritonAttention(AttentionBackend):
         partial_rows = tokens * self._group + slots * tile.rows if slots else 1
         return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._value_dim, self._device)
 
-    def _tile(self, pairs: int, *, tree: bool = False) -> tiles.Tile:
-        return tiles.choose(pairs, self._head_dim, self._value_dim, self._dtype, tree=tree, roomy=self._roomy)
+    def _tile(self, pairs: int, *, tree: bool = False, few: bool = False) -> tiles.Tile:
+        sizes = pairs, self._head_dim, self._value_dim, self._dtype
+        return tiles.choose(*sizes, tree=tree, roomy=self._roomy, few=few)
 
     def _tiles(self, queries: int, tile: tiles.Tile) -> int:
         return -(-queries * self._group // tile.rows)

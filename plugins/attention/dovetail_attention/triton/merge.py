@@ -11,7 +11,9 @@ from dovetail.ops.triton.launch import launch
 from dovetail_attention.triton.attend import Partial
 from dovetail_attention.triton.schedule import TOKEN, Schedule
 
-PARTS = 8  # read at a time
+PARTS, PARTS_OF_FEW = 8, 16
+"""Chunks that are read at a time: the keys of few queries are cut into many (a tenth faster on H200)."""
+FEW = 64
 
 
 @triton.jit
@@ -111,9 +113,10 @@ def merge(out: torch.Tensor, tokens: range, parts: list[tuple[Schedule, Partial]
     (schedule, partial), (schedule_s, partial_s) = parts[0], parts[-1]
     heads, dim = out.shape[1:]
     kv_heads = partial.lse.shape[1]
+    at_a_time = PARTS_OF_FEW if len(tokens) <= FEW else PARTS
     launch(
         _merge, (len(tokens) * heads,),
         out, *partial, schedule.tokens, *partial_s, schedule_s.tokens, out if sinks is None else sinks, tokens.start,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PARTS=PARTS, TOKEN=TOKEN,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PARTS=at_a_time, TOKEN=TOKEN,
         SHARED=len(parts) > 1, SINKS=sinks is not None, num_warps=2,
     )  # fmt: skip

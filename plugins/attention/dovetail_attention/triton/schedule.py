@@ -113,10 +113,10 @@ def _schedule(
         m = (tiles_e - 1 - item % tl.maximum(tiles_e, 1)) * ROWS  # those that see most come first
         low = first_e + part * size_e
         high = tl.minimum(low + size_e, len_e)
-        if CAUSAL:
+        if CAUSAL and not TREE:  # a mask may show a query what comes after it
             prefix = len_e - queries_e
             high = tl.minimum(high, prefix + (tl.minimum(m + ROWS, pairs) - 1) // GROUP + 1)
-            if WINDOW and not TREE:
+            if WINDOW:
                 low = tl.maximum(low, prefix + m // GROUP + 1 - window)
         base = base_e + part * pairs
         if not PARTIAL:

@@ -25,10 +25,17 @@ class Tile(NamedTuple):
 
 
 def choose(
-    wanted: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, tree: bool = False, roomy: bool = False
+    wanted: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    tree: bool = False,
+    roomy: bool = False,
+    few: bool = False,
 ) -> Tile:
     """The tile where an entry has at most ``wanted`` pairs of a query and a head that read one key head. ``tree``: queries
-    have a mask. ``roomy``: see ``ROOM``."""
+    have a mask. ``roomy``: see ``ROOM``. ``few``: most processors would have nothing to do, were keys not cut."""
     wide, wanted = _power(max(parts(key_dim)[0], value_dim)), _power(wanted)
     if wide > 256:  # latent attention
         if dtype.itemsize == 4:
@@ -37,7 +44,8 @@ def choose(
     if dtype.itemsize == 4:  # without matrix units, operands are held in registers
         return Tile(min(wanted, 32 if wide <= 64 else 16), 32, 8, 2, 2)
     if wanted <= 32 and not tree:  # as many bytes on their way as registers allow
-        return Tile(wanted, min(128, 16384 // wide), 4, 3, 2 if wide >= 128 else 4)
+        keys = min(64, 8192 // wide) if few else min(128, 16384 // wide)
+        return Tile(wanted, keys, 4, 3, 2 if wide >= 128 else 4)
     keys = 128 if wide <= 64 else 64 if wide == 128 else 32
     if wanted <= 64 or ((tree or wide > 128) and not roomy):  # a mask takes room beside the keys
         return Tile(min(wanted, 64), keys, 8 if tree else 4, 3, 2)
