@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import subprocess
@@ -65,16 +66,32 @@ def test_plugins_list_has_every_installed_plugin_loaded():
     assert set(ours.values()) == {("loaded", "")}, ours
 
 
+def declared_names(path: Path) -> set[str]:
+    """What a package's ``__init__`` imports for type checkers, with where from."""
+    blocks = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If)]
+    (block,) = (node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [statement for statement in block.body if isinstance(statement, ast.ImportFrom)]
+    return {f"{statement.module}.{alias.name}" for statement in imports for alias in statement.names}
+
+
 def test_all_equals_the_public_names():
     assert sorted(dovetail.__all__) == dir(dovetail)
     assert {*dovetail._MODULE_OF, "__version__"} == set(dovetail.__all__)
-    declared = set()
-    for node in ast.walk(ast.parse(Path(dovetail.__file__).read_text())):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for statement in node.body:
-                if isinstance(statement, ast.ImportFrom):
-                    declared |= {f"{statement.module}.{alias.name}" for alias in statement.names}
+    declared = declared_names(Path(dovetail.__file__)) - {"dovetail.lang.*"}
+    declared |= {f"dovetail.lang.{name}" for name in dovetail.lang.__all__}
     assert declared == {f"{module}.{name}" for name, module in dovetail._MODULE_OF.items()}
+
+
+def test_the_names_of_the_language_are_defined_or_imported_in_its_api():
+    assert sorted(dovetail.lang.__all__) == dir(dovetail.lang)
+    assert declared_names(Path(dovetail.lang.__file__)) == {"dovetail.lang.api.*"}
+    api = importlib.import_module("dovetail.lang.api")
+    for name in dovetail.lang.__all__:
+        assert getattr(dovetail, name) is getattr(dovetail.lang, name) is vars(api)[name]
+    with pytest.raises(AttributeError, match=r"module 'dovetail\.lang' has no attribute 'nothing'"):
+        _ = dovetail.lang.nothing
+    defined = {name for name, value in vars(api).items() if getattr(value, "__module__", None) == api.__name__}
+    assert {name for name in defined if not name.startswith("_")} - {"role"} <= set(dovetail.lang.__all__)
 
 
 def test_every_public_name_resolves():

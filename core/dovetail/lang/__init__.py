@@ -1,7 +1,9 @@
 """The frontend language: programs of many calls, in plain Python. See docs/language.md.
 
+Its public names are those of ``__all__``. They are imported from ``api`` when one is first used; ``dovetail`` has them too.
+
 ir            what programs append: texts, messages, calls, as frozen values
-api           the functions that make them
+api           the functions that make them, and whatever else is public
 face          a state as programs see it; state: one that runs, tracing: one that writes down
 interpreter   carries parts out; strand: in their order, in a thread of the state's own
 conversation  messages and the chat template that writes them out
@@ -9,36 +11,14 @@ program       functions as programs; batch: over many rows; replay: from a trace
 backends/     where models are: this process, a Dovetail server, OpenAI's and Anthropic's APIs
 """
 
-from dovetail.lang.api import (
-    assistant,
-    assistant_begin,
-    assistant_end,
-    gen,
-    gen_int,
-    gen_string,
-    image,
-    select,
-    separate_reasoning,
-    system,
-    system_begin,
-    system_end,
-    user,
-    user_begin,
-    user_end,
-)
-from dovetail.lang.backends import Backend
-from dovetail.lang.backends.anthropic import Anthropic
-from dovetail.lang.backends.endpoint import RuntimeEndpoint
-from dovetail.lang.backends.local import Runtime
-from dovetail.lang.backends.openai import OpenAI
-from dovetail.lang.choices import (
-    greedy_token_selection,
-    token_length_normalized,
-    unconditional_likelihood_normalized,
-)
-from dovetail.lang.defaults import flush_cache, get_server_info, set_default_backend
-from dovetail.lang.program import Function, function
-from dovetail.lang.state import ProgramState
+# ruff: noqa: F405 (the names of __all__ come with the import below)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dovetail.lang.api import *  # noqa: F403
 
 __all__ = [
     "Anthropic",
@@ -71,3 +51,13 @@ __all__ = [
     "user_begin",
     "user_end",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'dovetail.lang' has no attribute {name!r}")
+    return getattr(importlib.import_module("dovetail.lang.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""The words of programs: ``gen``, ``select``, messages, pictures."""
+"""The words of programs: ``gen``, ``select``, messages, pictures; and the other public names of the language, imported."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.lang.choices import ChoicesMethod, token_length_normalized
-from dovetail.lang.defaults import flush_cache, get_server_info, set_default_backend
+from dovetail.lang.backends import Backend as Backend
+from dovetail.lang.backends.anthropic import Anthropic as Anthropic
+from dovetail.lang.backends.endpoint import RuntimeEndpoint as RuntimeEndpoint
+from dovetail.lang.backends.local import Runtime as Runtime
+from dovetail.lang.backends.openai import OpenAI as OpenAI
+from dovetail.lang.choices import ChoicesMethod
+from dovetail.lang.choices import greedy_token_selection as greedy_token_selection
+from dovetail.lang.choices import token_length_normalized as token_length_normalized
+from dovetail.lang.choices import unconditional_likelihood_normalized as unconditional_likelihood_normalized
+from dovetail.lang.defaults import flush_cache as flush_cache
+from dovetail.lang.defaults import get_server_info as get_server_info
+from dovetail.lang.defaults import set_default_backend as set_default_backend
 from dovetail.lang.ir import (
     REGEX_BOOL,
     REGEX_FLOAT,
@@ -26,31 +36,10 @@ from dovetail.lang.ir import (
     stop_strings,
 )
 from dovetail.lang.ir import expression as _expression
-from dovetail.lang.program import function
+from dovetail.lang.program import Function as Function
+from dovetail.lang.program import function as function
 from dovetail.lang.reasoning import marks_of
-
-__all__ = [
-    "assistant",
-    "assistant_begin",
-    "assistant_end",
-    "flush_cache",
-    "function",
-    "gen",
-    "gen_int",
-    "gen_string",
-    "get_server_info",
-    "image",
-    "role",
-    "select",
-    "separate_reasoning",
-    "set_default_backend",
-    "system",
-    "system_begin",
-    "system_end",
-    "user",
-    "user_begin",
-    "user_end",
-]
+from dovetail.lang.state import ProgramState as ProgramState
 
 _DTYPES = {"int": REGEX_INT, "float": REGEX_FLOAT, "bool": REGEX_BOOL, "str": REGEX_STR}
 
