@@ -33,7 +33,6 @@ from dovetail.lang.ir import (
     Select,
     SeparateReasoning,
     joined,
-    stop_strings,
 )
 from dovetail.lang.ir import expression as _expression
 from dovetail.lang.program import Function as Function
@@ -81,12 +80,12 @@ def gen(
         raise ValueError(f"stop_regex is {stop_regex!r:.80}; give stop=[...] or constrain the output with regex=")
     if choices is not None:
         return select(name, choices, choices_method=choices_method)
-    sampling = Sampling(
+    sampling = Sampling.of(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
-        stop=stop_strings(stop),
-        stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,

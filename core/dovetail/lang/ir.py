@@ -93,6 +93,18 @@ class Sampling:
     return_text_in_logprobs: bool | None = None
     constraint: tuple[str, str] | None = None
 
+    @classmethod
+    def of(
+        cls, *, stop: str | Sequence[str] | None = None, stop_token_ids: Sequence[int] | None = None, **others: Any
+    ) -> Sampling:
+        """What a program gives: ``stop`` may be one string, both may be any sequence."""
+        texts = (stop,) if isinstance(stop, str) else stop
+        return cls(
+            stop=None if texts is None else tuple(texts),
+            stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
+            **others,
+        )
+
     def over(self, defaults: Sampling) -> Sampling:
         """These values, and those of ``defaults`` where there are none."""
         missing = {f.name: getattr(defaults, f.name) for f in fields(self) if getattr(self, f.name) is None}
@@ -239,11 +251,6 @@ def calls_of(expr: Expr) -> list[Gen | Select]:
 def reasoning_name(name: str) -> str:
     """The variable that has the reasoning of ``name``."""
     return f"{name}_reasoning_content"
-
-
-def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """One stop string or several."""
-    return None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 Meta = Mapping[str, Any]

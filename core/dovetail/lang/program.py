@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from dovetail.lang.batch import run_batch
 from dovetail.lang.defaults import backend_of
 from dovetail.lang.face import State, line_of
 from dovetail.lang.interpreter import failure
-from dovetail.lang.ir import Sampling, stop_strings
+from dovetail.lang.ir import Sampling
 from dovetail.lang.replay import replay
 from dovetail.lang.state import ProgramState
 from dovetail.lang.symbols import symbols
@@ -21,8 +22,9 @@ from dovetail.lang.tracing import Trace, trace
 class Function:
     """A program. ``run`` it once, ``run_batch`` it over rows of arguments, ``bind`` some of them, ``trace`` it.
 
-    The settings given to ``run`` (``sampling_of`` has them) hold for calls that do not give their own. ``run`` returns when the
-    program and all its calls are done; with ``stream=True`` at once, to be read with ``text_iter`` while it goes on.
+    Settings given to ``run`` hold for calls that do not give their own: ``max_new_tokens`` (128), ``temperature`` (1.0), and what else
+    ``ir.Sampling`` has, but ``min_tokens`` and ``constraint``; None leaves it to the backend. ``run`` returns when the program and all
+    its calls are done; with ``stream=True`` at once, to be read with ``text_iter`` while it goes on.
     ``traced=True`` writes the program down first: where it never needs a value for its control flow, it is carried out from
     what was written down, so that no fork waits for the Python code of another; else it runs as usual, from its beginning.
     ``session`` names a conversation whose end stays cached for the next run with that name. ``use_thread=False`` carries every
@@ -66,8 +68,8 @@ class Function:
         session: str = "",
         **kwargs: Any,
     ) -> ProgramState:
-        """Run once. ``kwargs`` are arguments of the program, and settings of ``sampling_of``. Raises what the program itself
-        raises; what a call of the model raises surfaces where its value is read."""
+        """Run once. ``kwargs`` are arguments of the program, and settings. Raises what the program itself raises; what a call of
+        the model raises surfaces where its value is read."""
         sampling, kwargs = self._split(kwargs)
         arguments = self.arguments(args, kwargs)
         state = ProgramState(backend_of(backend), sampling, streaming=stream, threaded=use_thread, session=session)
@@ -91,9 +93,9 @@ class Function:
     ) -> list[ProgramState] | Iterator[ProgramState]:
         """Run for each row of arguments (a mapping, or a sequence in the order of the program's arguments), several at a time;
         the states come in the order of the rows. What all rows have in common is computed first. ``settings`` are those of
-        ``sampling_of``. An exception of the program in one row surfaces where that row's state is read. ``generator_style`` yields the
-        states as they come."""
-        rows, sampling = [self._row(row) for row in batch_kwargs], sampling_of(**settings)
+        ``run``. An exception of the program in one row surfaces where that row's state is read. ``generator_style`` yields
+        the states as they come."""
+        rows, sampling = [self._row(row) for row in batch_kwargs], sampling_of(settings)
         states = run_batch(self, rows, backend_of(backend), num_threads, progress_bar, sampling, traced)
         return states if generator_style else list(states)
 
@@ -131,7 +133,7 @@ class Function:
     def _split(self, kwargs: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
         """Settings, and the rest: a name that the program has as an argument is the program's."""
         own = {name: value for name, value in kwargs.items() if name in self.arg_names or name not in _SETTINGS}
-        return sampling_of(**{name: value for name, value in kwargs.items() if name not in own}), own
+        return sampling_of({name: value for name, value in kwargs.items() if name not in own}), own
 
     def _row(self, row: Mapping[str, Any] | Sequence[Any]) -> inspect.BoundArguments:
         if isinstance(row, Mapping):
@@ -141,47 +143,18 @@ class Function:
         return self.arguments(row, {})
 
 
-def sampling_of(
-    *,
-    max_new_tokens: int = 128,
-    n: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    stop_token_ids: Sequence[int] | None = None,
-    temperature: float = 1.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float | None = None,
-    frequency_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    ignore_eos: bool | None = None,
-    seed: int | None = None,
-    return_logprob: bool | None = None,
-    logprob_start_len: int | None = None,
-    top_logprobs_num: int | None = None,
-    return_text_in_logprobs: bool | None = None,
-) -> Sampling:
-    """How calls choose tokens that do not say it themselves. None leaves it to the backend."""
-    return Sampling(
-        max_tokens=max_new_tokens,
-        n=n,
-        stop=stop_strings(stop),
-        stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        ignore_eos=ignore_eos,
-        seed=seed,
-        return_logprob=return_logprob,
-        logprob_start_len=logprob_start_len,
-        top_logprobs_num=top_logprobs_num,
-        return_text_in_logprobs=return_text_in_logprobs,
-    )
+_OWN_NAMES = {"max_tokens", "min_tokens", "constraint"}
+"""Fields of ``Sampling`` that a call gives and a run does not, or not under this name."""
+_SETTINGS = frozenset({f.name for f in fields(Sampling)} - _OWN_NAMES | {"max_new_tokens"})
 
 
-_SETTINGS = frozenset(inspect.signature(sampling_of).parameters)
+def sampling_of(settings: Mapping[str, Any]) -> Sampling:
+    """How calls choose tokens that do not say it themselves: the settings of ``Function``. Raises ``TypeError``."""
+    unknown = sorted(settings.keys() - _SETTINGS)
+    if unknown:
+        raise TypeError(f"there is no setting {', '.join(unknown)}; there are {', '.join(sorted(_SETTINGS))}")
+    given = {"max_new_tokens": 128, "temperature": 1.0, **settings}
+    return Sampling.of(max_tokens=given.pop("max_new_tokens"), **given)
 
 
 def function(func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None) -> Any:
