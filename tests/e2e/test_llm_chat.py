@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import itertools
 import json
 import re
@@ -127,6 +128,16 @@ def test_streams_that_are_read_in_turns_lose_nothing(llm: LLM):
         heard[i] += part.content if part else ""
     assert heard == [stream.output.content for stream in streams]
     assert all(stream.output.finish for stream in streams)
+
+
+def test_the_arguments_of_a_chat_are_shown_and_checked(llm: LLM):
+    whole, stream = inspect.signature(llm.chat), inspect.signature(llm.chat_stream)
+    assert list(whole.parameters)[:4] == ["messages", "params", "tools", "tool_choice"]
+    assert whole.parameters == stream.parameters
+    assert (whole.return_annotation, stream.return_annotation) == ("ChatOutput", "ChatStream")
+    for chat in (llm.chat, llm.chat_stream):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'toolz'"):
+            chat(FRANCE, toolz=[])
 
 
 def test_stop_strings_end_the_content_and_no_call(llm: LLM):

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from dovetail.errors import ConfigError, RequestError
 from dovetail.types import SamplingParams
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+
+
+def arguments_of(taker: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Decorates a method that hands on to ``taker`` what it is given: people and type checkers see the arguments of ``taker``."""
+
+    def shown(method: Callable[..., R]) -> Callable[P, R]:
+        returned = inspect.signature(method).return_annotation
+        method.__signature__ = inspect.signature(taker).replace(return_annotation=returned)  # pyright: ignore
+        return method
+
+    return shown
 
 
 class Hints(NamedTuple):

@@ -18,6 +18,7 @@ from dovetail.errors import EngineError, RequestError
 from dovetail.llm.arguments import (
     Hints,
     Prompt,
+    arguments_of,
     checked_messages,
     checked_variables,
     hints_of,
@@ -116,7 +117,7 @@ class LLM:
         self._need_tokenizer()
         return self._stream(self._make(prompt, params, hints_of(group, group_size, session, 1)))
 
-    def chat(
+    def _chat_run(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
@@ -129,47 +130,38 @@ class LLM:
         group: str = "",
         group_size: int = 1,
         session: str = "",
-    ) -> ChatOutput:
+    ) -> Run:
+        """The one output of a chat. ``chat`` and ``chat_stream`` take the same arguments."""
+        hints = hints_of(group, group_size, session, 1)
+        params = params_of_each(params, 1)[0]
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}; a chat has one output", param="n")
+        specs, choice = read_tools(tools, tool_choice)
+        wanted = calls_wanted(specs, choice, parallel_tool_calls)
+        shown = shown_tools(specs) if wanted is not None else []
+        prompt = self._chat_prompt(messages, shown, {} if chat_template_kwargs is None else chat_template_kwargs)
+        plan = self._parsers.plan(params, prompt, wanted, separate_reasoning)
+        reader = plan.reader()
+        (run,) = self._make(self._encoded(prompt), plan.params, hints)
+        run.output, run.reader = ChatOutput(run.output.prompt_ids), reader
+        return run
+
+    @arguments_of(_chat_run)
+    def chat(self, *args: Any, **kwargs: Any) -> ChatOutput:
         """Answer a conversation, written out by the model's chat template: constrained and read as /v1/chat/completions
         does it, with fields of the same names. ``group``, of ``group_size`` outputs in all, and ``session`` are those of
         ``generate``. Raises ``RequestError``, as ``generate`` does."""
-        run = self._chat_run(
-            messages,
-            params,
-            (tools, tool_choice, parallel_tool_calls),
-            separate_reasoning,
-            chat_template_kwargs,
-            hints_of(group, group_size, session, 1),
-        )
+        run = self._chat_run(*args, **kwargs)
         with Held() as held:
             for _ in self._drive([run], held):
                 pass
         return chat_output(run)
 
-    def chat_stream(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool = True,
-        separate_reasoning: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        group: str = "",
-        group_size: int = 1,
-        session: str = "",
-    ) -> ChatStream:
+    @arguments_of(_chat_run)
+    def chat_stream(self, *args: Any, **kwargs: Any) -> ChatStream:
         """As ``chat``, while it is written: iterate for what each step adds to reasoning, content and calls; ``output`` is the
         answer so far. Closing it aborts the request."""
-        run = self._chat_run(
-            messages,
-            params,
-            (tools, tool_choice, parallel_tool_calls),
-            separate_reasoning,
-            chat_template_kwargs,
-            hints_of(group, group_size, session, 1),
-        )
+        run = self._chat_run(*args, **kwargs)
         return ChatStream(run, self._stream([run]))
 
     def stream_chat(
@@ -211,30 +203,6 @@ class LLM:
     @cached_property
     def _parsers(self) -> OutputParsers:
         return load_parsers(self.loop.info, self._config, self._need_tokenizer(), self._registry)
-
-    def _chat_run(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None,
-        calls: tuple[Sequence[Mapping[str, Any]] | None, str | Mapping[str, Any] | None, bool],
-        separate_reasoning: bool,
-        extra: Mapping[str, Any] | None,
-        hints: Hints,
-    ) -> Run:
-        """The one output of a chat. ``calls`` are its tools, the choice among them, and whether there may be several."""
-        params = params_of_each(params, 1)[0]
-        if params.n != 1:
-            raise RequestError(f"n is {params.n}; a chat has one output", param="n")
-        tools, tool_choice, parallel = calls
-        specs, choice = read_tools(tools, tool_choice)
-        wanted = calls_wanted(specs, choice, parallel)
-        shown = shown_tools(specs) if wanted is not None else []
-        prompt = self._chat_prompt(messages, shown, {} if extra is None else extra)
-        plan = self._parsers.plan(params, prompt, wanted, separate_reasoning)
-        reader = plan.reader()
-        (run,) = self._make(self._encoded(prompt), plan.params, hints)
-        run.output, run.reader = ChatOutput(run.output.prompt_ids), reader
-        return run
 
     def _chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
