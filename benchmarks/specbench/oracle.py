@@ -17,12 +17,12 @@ Futures = Mapping[tuple[int, ...], IntArray]
 
 
 class Oracle(Drafter):
-    """Drafts ``width`` tokens of the known output; each is another token with chance ``errors``."""
+    """Drafts ``width`` tokens of the known output; each is another token with chance ``errors``, the same ones whenever a prompt is
+    run."""
 
     def __init__(self, futures: Futures, width: int, errors: float, vocab_size: int) -> None:
         self._futures, self._width, self._errors, self._vocab = futures, width, errors, vocab_size
-        self._rng = np.random.default_rng(0)
-        self._of: dict[int, IntArray] = {}
+        self._of: dict[int, tuple[IntArray, np.random.Generator]] = {}
 
     @property
     def max_draft_tokens(self) -> int:
@@ -36,10 +36,12 @@ class Oracle(Drafter):
         for row in range(batch.num_extend, len(batch.reqs)):
             req = batch.reqs[row]
             if req.uid not in self._of:
-                self._of[req.uid] = self._futures[tuple(req.token_ids[: req.prompt_len].tolist())]
+                prompt = req.token_ids[: req.prompt_len].tolist()
+                self._of[req.uid] = self._futures[tuple(prompt)], np.random.default_rng(prompt)
+            future, rng = self._of[req.uid]
             done = req.known_len - req.prompt_len
-            draft = self._of[req.uid][done : done + min(self._width, int(batch.draft_room[row]))].copy()
-            wrong = self._rng.random(len(draft)) < self._errors
+            draft = future[done : done + min(self._width, int(batch.draft_room[row]))].copy()
+            wrong = rng.random(len(draft)) < self._errors
             draft[wrong] = (draft[wrong] + 1) % self._vocab
             if len(draft):
                 drafts[row] = draft

@@ -6,9 +6,13 @@ Run: python -m pytest -q tests/core/test_bench_spec.py
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
+from dovetail import LLM, SamplingParams
+from dovetail.bench.spec import largest_parting
 from dovetail.bench.specs import TOPICS, JsonlSpec, QuestionsSpec
 from dovetail.bench.workloads import make_workload
 from dovetail.cli import main
@@ -79,3 +83,19 @@ def test_prompts_repeat_for_a_seed_and_differ_between_seeds():
         spec = QuestionsSpec(topic=topic, count=12)
         assert make_workload(spec, 0) == make_workload(spec, 0) != make_workload(spec, 1)
         assert len({str(call.messages) for call in make_workload(spec, 0).calls}) > 5
+
+
+def test_where_outputs_part_the_two_tokens_are_compared():
+    llm = LLM("tiny", device="cpu", grammar="none")
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=5)
+    first, other = llm.generate([[5, 6, 7], [8, 9]], params)
+    assert largest_parting(llm, params, [first, other], [first, other]) == 0.0
+    (best, best_logprob), (second, second_logprob) = first.logprobs[3].top[:2]
+    assert best == first.token_ids[3]
+    changed = replace(first, token_ids=[*first.token_ids[:3], second, 1, 1])
+    gap = largest_parting(llm, params, [other, changed], [other, first])
+    assert gap == pytest.approx(best_logprob - second_logprob, abs=1e-4)
+    shorter = replace(first, token_ids=first.token_ids[:2])
+    assert largest_parting(llm, params, [shorter], [first]) == math.inf
+    assert largest_parting(llm, SamplingParams(temperature=1.0), [changed], [first]) == 0.0
+    llm.close()

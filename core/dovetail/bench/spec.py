@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +18,19 @@ if TYPE_CHECKING:
     from dovetail.config import Config
 
 
+TOP = 5
+"""Likeliest tokens among which those are looked for at which outputs part."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpecRow:
     """One method on one workload.
 
     ``acceptance_length`` is the number of tokens that a request got of a step with drafts, ``tokens_per_step`` of any decode
     step; ``acceptance_rate`` the accepted share of the drafts. ``draft_share`` is the part of the time that was spent in the
-    drafter. ``same_outputs`` are the prompts whose outputs are those of the first method, whose ``speedup`` is 1.
+    drafter. ``same_outputs`` are the prompts whose outputs are those of the first method, whose ``speedup`` is 1. Of the others, greedy ones,
+    ``parting`` is the largest difference, in nats, between the two tokens at which an output and that of the first method part: where
+    it is that of rounding, they are equally likely.
     """
 
     method: str
@@ -41,6 +48,7 @@ class SpecRow:
     draft_share: float
     drafter_errors: int
     same_outputs: int
+    parting: float = 0.0
 
 
 def measure_methods(
@@ -63,7 +71,7 @@ def measure_methods(
                 runs = [_run(llm, method, workload, texts, params, batch) for _ in range(rounds)]
                 outputs, row = max(runs, key=lambda run: run[1].tokens_per_second)
                 reference, speed = first.setdefault(workload, (outputs, row.tokens_per_second))
-                yield _compared(row, outputs, reference, speed)
+                yield _compared(row, outputs, reference, speed, largest_parting(llm, params, outputs, reference))
         finally:
             llm.close()
 
@@ -110,6 +118,32 @@ def _run(
     return outputs, row
 
 
-def _compared(row: SpecRow, outputs: Sequence[Output], reference: Sequence[Output], speed: float) -> SpecRow:
+def _compared(
+    row: SpecRow, outputs: Sequence[Output], reference: Sequence[Output], speed: float, parting: float
+) -> SpecRow:
     same = sum(a.token_ids == b.token_ids for a, b in zip(outputs, reference, strict=True))
-    return replace(row, same_outputs=same, speedup=row.tokens_per_second / speed)
+    return replace(row, same_outputs=same, speedup=row.tokens_per_second / speed, parting=parting)
+
+
+def largest_parting(llm: LLM, params: SamplingParams, outputs: Sequence[Output], reference: Sequence[Output]) -> float:
+    """The largest difference between the log-probabilities (nats, by the forward pass of ``llm``) of the two tokens at which an output
+    parts from its reference; infinite where one of them is not among the ``TOP`` likeliest, or ends. 0 where none parts, or tokens
+    are drawn."""
+    if params.temperature > 0:
+        return 0.0
+    return max((_parting(llm, a, b) for a, b in zip(outputs, reference, strict=True)), default=0.0)
+
+
+def _parting(llm: LLM, ours: Output, theirs: Output) -> float:
+    if ours.token_ids == theirs.token_ids:
+        return 0.0
+    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
+    found = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
+    if found is None:
+        return math.inf
+    at, pair = found
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, logprobs=TOP)
+    [output] = llm.generate([ours.prompt_ids + ours.token_ids[:at]], params)
+    likeliest = dict(output.logprobs[0].top)
+    a, b = (likeliest.get(token, -math.inf) for token in pair)
+    return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf

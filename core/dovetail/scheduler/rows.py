@@ -128,6 +128,8 @@ def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
 
 def prefilled(batch: Batch) -> list[Req]:
     """Requests that end with their prompt, of which this step has computed the last token."""
+    if not batch.num_extend:
+        return []
     ends = batch.prefix_lens + batch.extend_lens
     return [
         req

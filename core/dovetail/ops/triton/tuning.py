@@ -66,7 +66,7 @@ MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
     },
     (5120, 3072): {
         1: Tile(1, 4, 512, 2),
-        16: None,
+        16: Tile(16, 128, 128, 8, 4, split=3),
         32: Tile(32, 64, 128, 4, 6, ahead=8),
         64: None,
     },
