@@ -15,9 +15,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 HEAVY = (
     *("torch", "scipy.stats", "tokenizers", "pytest"),
@@ -52,12 +54,49 @@ def run_python(
         return subprocess.CompletedProcess([*arguments], process.exitcode, out, err)
 
 
-def _run(arguments: list[str], directory: Path, env: dict[str, str], path: list[str], files: tuple[Path, Path]) -> None:
+class ForkedWorker:
+    """``subprocess.Popen`` of ``python *arguments`` for what waits for its end and writes to a file: its standard input is a pipe,
+    its output and its errors go to the file that is open as ``stdout``."""
+
+    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object) -> None:
+        theirs, self.stdin = heavy_imported().Pipe(duplex=False)
+        path = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *_usual_path()]
+        files = Path(stdout.name), Path(stdout.name)
+        given = list(command[1:]), Path.cwd(), dict(env), path, files, theirs
+        self._process = heavy_imported().Process(target=_run, args=given)
+        self._process.start()
+        theirs.close()
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        """Its exit code when it has ended."""
+        self._process.join()
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+
+
+def _run(
+    arguments: list[str],
+    directory: Path,
+    env: dict[str, str],
+    path: list[str],
+    files: tuple[Path, Path],
+    stdin: Connection | None = None,
+) -> None:
+    if stdin is not None:
+        os.dup2(stdin.fileno(), 0)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(env)
     for number, file in enumerate(files, 1):
-        opened = os.open(file, os.O_CREAT | os.O_WRONLY)
+        opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
     sys.path[:] = ["", *path]

@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dovetail.experiment.result import Experiment, read_experiment
+from dovetail.cli import main
+from dovetail.experiment import jobs
+from dovetail.experiment.result import read_experiment
 from dovetail.plugins.measured import read_records
+from fresh import ForkedWorker
 
 HERE = Path(__file__).parent
 SMALL = "{kind: shared_prefix, groups: 2, per_group: 3, prefix: 40, suffix: 8, output: 10}"
@@ -22,40 +26,50 @@ SECONDS = 560
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 20)]
 
 
-def ab(folder: Path, *arguments: str) -> tuple[int, Experiment, str]:
-    """Run the command with the planted plugin installed; its exit status, what it wrote, what it printed."""
-    about = folder / "planted-0.1.dist-info"
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A folder in which the planted plugin is installed, and its environment."""
+    about = tmp_path / "planted-0.1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 0.1\n")
     (about / "entry_points.txt").write_text("[dovetail.plugins]\nplanted = planted_plugin\n")
-    paths = [str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "XDG_DATA_HOME": str(folder / "data")}
-    command = [sys.executable, "-c", "from dovetail.cli import main; main()", "ab", *arguments, *COMMON]
-    done = subprocess.run(
-        [*command, "--output", str(folder / "out")], env=env, capture_output=True, text=True, timeout=SECONDS
-    )
-    assert (folder / "out" / "experiment.json").exists(), done.stdout + done.stderr
-    return done.returncode, read_experiment(folder / "out" / "experiment.json"), done.stdout
+    paths = [str(tmp_path), str(HERE), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
 
 
-def test_a_wrong_mask_is_stopped_before_any_speed_is_measured(tmp_path):
-    arm = "attention={kind: planted, fault: oldest}"
-    status, found, text = ab(tmp_path, "--a", "attention=planted", "--b", arm, "-w", SMALL)
+def test_a_wrong_mask_is_stopped_before_any_speed_is_measured(planted):
+    """In processes that are started as a user's are."""
+    arm, out = "attention={kind: planted, fault: oldest}", planted / "out"
+    command = [sys.executable, "-c", "from dovetail.cli import main; main()", "ab", *COMMON, "--output", str(out)]
+    words = [*command, "--a", "attention=planted", "--b", arm, "-w", SMALL]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+    assert (out / "experiment.json").exists(), done.stdout + done.stderr
+    status, found, text = done.returncode, read_experiment(out / "experiment.json"), done.stdout
     assert status == 2
     assert found.gate.outcome == "failed"
     assert found.gate.aa_identical == found.gate.compared == 6
     assert not found.comparisons
     assert not found.blocks
-    assert not list((tmp_path / "out" / "runs").glob("*")), "nothing was measured"
+    assert not list((out / "runs").glob("*")), "nothing was measured"
     assert "No speed was measured" in text
-    assert "No speed was measured" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "No speed was measured" in (out / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_slow_down_is_found_and_the_winner_kept_for_auto(tmp_path):
-    """Attention in plain torch against the house's own: rounded otherwise, so the gate lets it pass; and asleep."""
+def test_a_slow_down_is_found_and_the_winner_kept_for_auto(planted, monkeypatch, capfd):
+    """Attention in plain torch against the house's own: rounded otherwise, so the gate lets it pass; and asleep. The ten processes
+    of the arms are forked from one that has imported torch."""
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(PIPE=None, Popen=ForkedWorker))
+    for folder in (HERE, planted):
+        monkeypatch.syspath_prepend(str(folder))
     settings = ("--blocks", "2", "--alpha", "0.2", "--primary", "tpot_mean", "--write-tuning")
-    slow = "attention.decode={kind: planted, sleep_ms: 25}"
-    status, found, text = ab(tmp_path, "--a", "attention=torch_native", "--b", slow, "-w", SMALL, *settings)
+    slow, out = "attention.decode={kind: planted, sleep_ms: 25}", planted / "out"
+    words = ["--a", "attention=torch_native", "--b", slow, "-w", SMALL, *settings, *COMMON, "--output", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        main(["ab", *words])
+    status, found, text = ended.value.code, read_experiment(out / "experiment.json"), capfd.readouterr().out
     assert found.gate.outcome == "passed", found.gate
     (tpot,) = found.primary
     assert tpot.verdict == "slower", tpot
@@ -64,6 +78,6 @@ def test_a_slow_down_is_found_and_the_winner_kept_for_auto(tmp_path):
     assert status == 1
     assert [d.key for d in found.differences if d.intended] == ["attention.decode"]
     assert [block.order for block in found.blocks] == ["abba", "baab"]
-    (record,) = read_records(tmp_path / "data" / "dovetail" / "tuning.json")
+    (record,) = read_records(planted / "data" / "dovetail" / "tuning.json")
     assert (record.slot, record.winner.name, record.loser.name) == ("attention.decode", "torch_native", "planted")
     assert "tuning: attention.decode: torch_native" in text
