@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from dovetail.errors import DovetailError, EngineError, RequestError
+from dovetail.lang.backends.answers import lines_of, message_of, refusal, said
 from dovetail.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -139,8 +140,6 @@ class Remote:
 
     def answer(self, messages: Sequence[Message], settings: Settings, answer: Answer) -> Pieces:
         """See ``Speaker``."""
-        from dovetail.lang.backends.endpoint import lines_of
-
         body = {"model": self.name, "messages": messages, **_fields(settings)}
         with self._asked("POST", "/v1/chat/completions", body) as response:
             for line in lines_of(response):
@@ -170,7 +169,7 @@ class Remote:
         try:
             with self._client.stream(method, path, json=body) as response:
                 if response.is_error:
-                    raise _refusal(response.status_code, response.read())
+                    raise _refused(response.status_code, said(response.read()))
                 yield response
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             raise EngineError(
@@ -200,7 +199,7 @@ def _fields(settings: Settings) -> dict[str, Any]:
 
 def _take(chunk: dict[str, Any], answer: Answer) -> Iterator[tuple[str, str]]:
     if "error" in chunk:
-        raise EngineError(chunk["error"]["message"])
+        raise EngineError(message_of(chunk))
     if usage := chunk.get("usage"):
         answer.prompt, answer.output = usage["prompt_tokens"], usage["completion_tokens"]
         answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -222,11 +221,6 @@ def _grow(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
     calls[part["index"]]["function"]["arguments"] += part["function"].get("arguments") or ""
 
 
-def _refusal(status: int, body: bytes) -> DovetailError:
-    try:
-        said = str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        said = body.decode("utf-8", "replace")[:500]
+def _refused(status: int, message: str) -> DovetailError:
     hint = "; give a key with --key or DOVETAIL_API_KEY" if status == 401 else ""
-    kind = RequestError if status < 500 else EngineError
-    return kind(f"{said or 'the server refuses'} (status {status}){hint}")
+    return refusal(status, f"{message or 'the server refuses'} (status {status}){hint}")

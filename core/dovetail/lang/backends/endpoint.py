@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from dovetail.errors import EngineError, QueueFullError, RequestError
+from dovetail.errors import DovetailError, EngineError, RequestError
+from dovetail.lang.backends.answers import lines_of, message_of, refusal, said
 from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText, joined_scores
 from dovetail.lang.backends.params import CONSTRAINTS, native_params
 from dovetail.lang.choices import Scored
@@ -177,7 +178,8 @@ class RuntimeEndpoint(Backend):
         response = self._reached(
             lambda: self._client.request(method, path, json=body, extensions={"trace": self._connected})
         )
-        _raise_for(response)
+        if response.is_error:
+            raise _refused(response)
         return response.json() if "json" in response.headers.get("content-type", "") else response.text
 
     def _streamed(self, body: Mapping[str, Any], on_text: OnText) -> dict[str, Any]:
@@ -190,10 +192,10 @@ class RuntimeEndpoint(Backend):
         with self._client.stream("POST", "/generate", json=streaming, extensions=watched) as response:
             if response.status_code != 200:
                 response.read()
-                _raise_for(response)
+                raise _refused(response)
             for event in _events(response):
                 if "error" in event:
-                    raise EngineError(_message(event))
+                    raise EngineError(message_of(event))
                 on_text(event["text"][len(answer["text"]) if answer else 0 :])
                 answer = event
         if answer is None or answer["meta_info"]["finish_reason"] is None:
@@ -225,31 +227,6 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def lines_of(response: httpx.Response) -> Iterator[bytes]:
-    """The lines of a stream of events. ``iter_lines`` would end them at U+2028 and the like too, which JSON may contain."""
-    rest = b""
-    for piece in response.iter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from lines
-
-
-def _raise_for(response: httpx.Response) -> None:
+def _refused(response: httpx.Response) -> DovetailError:
     status = response.status_code
-    if status < 400:
-        return
-    message = f"{response.request.url} answered {status}: {_message(_json(response))}"
-    if status in (429, 503):
-        raise QueueFullError(message)
-    raise RequestError(message) if status < 500 else EngineError(message)
-
-
-def _json(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        return response.text
-
-
-def _message(answer: Any) -> str:
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    return refusal(status, f"{response.request.url} answered {status}: {said(response.content)}")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import EngineError, QueueFullError, RequestError
+from dovetail.errors import EngineError, RequestError
+from dovetail.lang.backends.answers import refusal
 from dovetail.lang.conversation import Conversation, Message
 from dovetail.lang.ir import Image, Sampling
 
@@ -46,10 +47,8 @@ def told(package: Any, where: str) -> Iterator[None]:
     try:
         yield
     except package.APIStatusError as error:
-        message = f"{where} answered {error.status_code}: {error.message}"
-        if error.status_code in (429, 503, 529):
-            raise QueueFullError(message) from error
-        raise (RequestError(message) if error.status_code < 500 else EngineError(message)) from error
+        status = error.status_code
+        raise refusal(status, f"{where} answered {status}: {error.message}") from error
     except package.APIError as error:
         raise EngineError(f"{where} did not answer: {type(error).__name__}: {error}") from error
     except RuntimeError as error:  # a client that was closed
