@@ -62,10 +62,12 @@ class Chat(Protocol):
     path = "/v1/chat/completions"
 
     def body(self, model: str, prompt: str, text: str) -> dict[str, Any]:
+        """A chat of one message, held to one choice."""
         messages = [{"role": "user", "content": prompt}]
         return {"model": model, "messages": messages, "max_tokens": MAX_TOKENS, "stream": True, "choice": [text]}
 
     def read(self, event: Any) -> tuple[str, bool]:
+        """The content of the chunk's choices; ``[DONE]`` is the end."""
         return "".join(choice["delta"].get("content") or "" for choice in event["choices"]), False
 
 
@@ -76,9 +78,11 @@ class Completion(Protocol):
     path = "/v1/completions"
 
     def body(self, model: str, prompt: str, text: str) -> dict[str, Any]:
+        """A completion, held to one choice."""
         return {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "stream": True, "choice": [text]}
 
     def read(self, event: Any) -> tuple[str, bool]:
+        """The text of the chunk's choices; ``[DONE]`` is the end."""
         return "".join(choice["text"] for choice in event["choices"]), False
 
 
@@ -89,19 +93,23 @@ class Responses(Protocol):
     path = "/v1/responses"
 
     def body(self, model: str, prompt: str, text: str) -> dict[str, Any]:
+        """A response that is not stored, held to a schema with one value."""
         form = {"type": "json_schema", "name": "answer", "schema": {"const": text}}
         return {"model": model, "input": prompt, "max_output_tokens": MAX_TOKENS, "stream": True, "store": False} | {
             "text": {"format": form}
         }
 
     def read(self, event: Any) -> tuple[str, bool]:
+        """The delta of an event that has text; ``response.completed`` is the end."""
         delta = event["delta"] if event["type"] == "response.output_text.delta" else ""
         return delta, event["type"] == "response.completed"
 
     def written(self, whole: str) -> str:
+        """The value that the JSON holds."""
         return json.loads(whole)
 
     def is_error(self, answer: Any) -> bool:
+        """True for an object that is no event and has an error."""
         return "type" not in answer and super().is_error(answer)
 
 
@@ -112,15 +120,18 @@ class Native(Protocol):
     path = "/generate"
 
     def body(self, model: str, prompt: str, text: str) -> dict[str, Any]:
+        """A text to go on with, held to one choice."""
         return {"text": prompt, "sampling_params": {"max_new_tokens": MAX_TOKENS, "choice": [text]}, "stream": True}
 
     async def _events(self, lines: AsyncIterator[str]) -> AsyncIterator[tuple[str, bool]]:
+        """The text that each event adds; ``[DONE]`` is the end."""
         so_far = ""
         async for text, last in super()._events(lines):
             yield text[len(so_far) :], last
             so_far = text or so_far
 
     def read(self, event: Any) -> tuple[str, bool]:
+        """The whole text so far."""
         return event["text"], False
 
 
@@ -131,6 +142,7 @@ class Anthropic(Protocol):
     path = "/v1/messages"
 
     def body(self, model: str, prompt: str, text: str) -> dict[str, Any]:
+        """A message that can only be answered with a call of one tool."""
         schema = {"type": "object", "properties": {"text": {"const": text}}, "required": ["text"]}
         return {
             "model": model,
@@ -142,13 +154,16 @@ class Anthropic(Protocol):
         }
 
     def read(self, event: Any) -> tuple[str, bool]:
+        """The part of the tool's input in an event that has one; ``message_stop`` is the end."""
         delta = event["delta"].get("partial_json", "") if event["type"] == "content_block_delta" else ""
         return delta, event["type"] == "message_stop"
 
     def written(self, whole: str) -> str:
+        """The text in the tool's input."""
         return json.loads(whole)["text"]
 
     def is_error(self, answer: Any) -> bool:
+        """True for an object of the type ``error``."""
         return answer.get("type") == "error" and super().is_error(answer)
 
 
@@ -159,20 +174,25 @@ class Ollama(Protocol):
     path = "/api/chat"
 
     def body(self, model: str, prompt: str, text: str) -> dict[str, Any]:
+        """A chat of one message, held to a schema with one value. To stream is the default."""
         messages = [{"role": "user", "content": prompt}]
         return {"model": model, "messages": messages, "format": {"const": text}, "options": {"num_predict": MAX_TOKENS}}
 
     async def _events(self, lines: AsyncIterator[str]) -> AsyncIterator[tuple[str, bool]]:
+        """Each line is an event; the last one says ``done``."""
         async for line in lines:
             yield self._checked(json.loads(line))
 
     def read(self, event: Any) -> tuple[str, bool]:
+        """The content of the line's message."""
         return event["message"]["content"], event["done"]
 
     def written(self, whole: str) -> str:
+        """The value that the JSON holds."""
         return json.loads(whole)
 
     def is_error(self, answer: Any) -> bool:
+        """True for an error that is a text."""
         return isinstance(answer.get("error"), str)
 
 
@@ -183,9 +203,11 @@ class OllamaGenerate(Ollama):
     path = "/api/generate"
 
     def body(self, model: str, prompt: str, text: str) -> dict[str, Any]:
+        """A prompt to answer, held to a schema with one value."""
         return {"model": model, "prompt": prompt, "format": {"const": text}, "options": {"num_predict": MAX_TOKENS}}
 
     def read(self, event: Any) -> tuple[str, bool]:
+        """The line's response."""
         return event["response"], event["done"]
 
 
