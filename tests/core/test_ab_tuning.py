@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -284,3 +285,15 @@ def test_prompts_and_decode_are_judged_by_their_own_metric(fakes):
         "attention.prefill": ("two", pytest.approx(2)),
         "attention.decode": ("one", pytest.approx(3)),
     }
+
+
+def test_the_record_in_the_documentation_is_one():
+    """As ``dovetail ab --write-tuning`` kept it on a GPU."""
+    records = read_records(Path(__file__).parents[2] / "docs" / "tuning" / "h200-llama-3b.json")
+    assert [(r.slot, r.winner.name, r.loser.name) for r in records] == [
+        ("attention.prefill", "flash_attn", "flashinfer"),
+        ("attention.prefill", "flashinfer", "triton"),
+        ("attention.decode", "flash_attn", "flashinfer"),
+        ("attention.decode", "triton", "flashinfer"),
+    ]
+    assert all(r.device == "NVIDIA H200" and 1 < r.low < r.ratio < r.high for r in records)

@@ -16,7 +16,6 @@ from dovetail.testing.attention_cases import STEPS
 from dovetail.testing.attention_reference import TOLERANCES, Case, Step, output_shape, poisoned_equal, reference
 from dovetail.testing.component import ComponentSuite
 
-
 ROUNDING = 2.0**-22
 """What the rounding of logits to float32 moves their weights by, for keys of scale 1: it grows with the logits."""
 
