@@ -125,8 +125,18 @@ def test_the_command_of_its_readme_answers(installed: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_it_passes_the_suites_of_every_kind(installed: Path) -> None:
-    arguments = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "tests"]
+def test_it_passes_the_suites_of_every_kind(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)
+    arguments = [
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        *("-p", "no:cacheprovider", "-p", "no:xdist"),
+        "-p",
+        "quick_engines",
+        "tests",
+    ]
     printed = run(installed, arguments, EXAMPLE)
     assert " passed" in printed
     assert "dovetail-example-plugin is not installed" not in printed
