@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dovetail.cli import main
+from dovetail.cli.keys import new
 from dovetail.config.tenants import load_keys
 from dovetail.server.tenants.keys import KeyRing
 
@@ -85,3 +87,11 @@ def test_what_is_refused_changes_nothing(keys, tmp_path, text, words, why):
     assert why in err
     assert file.read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+def test_no_key_is_lost_where_several_are_made_at_the_same_time(tmp_path):
+    file = tmp_path / "keys.yaml"
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(lambda i: new(f"tenant{i}", file), range(16)))
+    assert done == [None] * 16
+    assert sorted(load_keys(str(file), {}).tenants) == sorted(f"tenant{i}" for i in range(16))

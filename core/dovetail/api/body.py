@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -17,6 +18,9 @@ _SHOWN = 80
 MAX_DEPTH = 128
 """Arrays and objects inside of each other that a body may have. What is deeper would exhaust the stack of whatever walks it later:
 copies, chat templates, encoders."""
+
+BODY_SECONDS = 60.0
+"""A body that takes longer to arrive is not waited for: clients that send a byte now and then would hold their connections for good."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """A count or a rank; more could not travel to the engine."""
@@ -66,7 +70,16 @@ Model = TypeVar("Model", bound=ApiModel)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, at most ``limit`` bytes: reading stops where it is exceeded. Raises ``HTTPException`` 413."""
+    """The whole body, at most ``limit`` bytes and ``BODY_SECONDS``: reading stops where they are exceeded. Raises ``HTTPException`` 413
+    and 408."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:g} seconds; send it anew") from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(limit)

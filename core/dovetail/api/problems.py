@@ -34,7 +34,7 @@ class DrainingError(DovetailError):
     """The server is about to stop and takes no more requests."""
 
 
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 _KINDS: dict[type[DovetailError], tuple[int, str]] = {
     AuthenticationError: (401, "invalid_api_key"),
     PermissionDeniedError: (403, "permission_denied"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,10 +39,11 @@ def new(
     entry = {"hash": key_digest(key.encode()), **({"label": label} if label else {})}
     if expires is not None:
         entry["expires"] = expires
-    tree = _read(file) if file.exists() else {}
-    owners = _mapping(tree, "admins" if admin else "tenants")
-    _mapping(owners, name).setdefault("keys", []).append(entry)
-    _write(file, tree)
+    with _alone(file):
+        tree = _read(file) if file.exists() else {}
+        owners = _mapping(tree, "admins" if admin else "tenants")
+        _mapping(owners, name).setdefault("keys", []).append(entry)
+        _write(file, tree)
     typer.echo(key)
 
 
@@ -66,6 +69,13 @@ def revoke(
     file: File,
 ) -> None:
     """Take a key out of a file. A server that runs reads it again within seconds; what the key has begun still ends."""
+    with _alone(file):
+        name, left = _revoke(key, file)
+    typer.echo(f"revoked a key of {name}; {left} left")
+
+
+def _revoke(key: str, file: Path) -> tuple[str, int]:
+    """The name of its owner, and how many keys that has left. Raises ``ConfigError``."""
     tree = _read(file)
     found = [
         (name, entries, entry)
@@ -83,7 +93,23 @@ def revoke(
     name, entries, entry = found[0]
     entries.remove(entry)
     _write(file, tree)
-    typer.echo(f"revoked a key of {name}; {len(entries)} left")
+    return name, len(entries)
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """One command at a time reads the file and writes it anew. The lock is on its folder: the file itself is replaced."""
+    import fcntl
+
+    try:
+        folder = os.open(file.parent, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"key file {file} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _ids(entries: tuple[KeyEntry, ...]) -> str:

@@ -19,6 +19,7 @@ from dovetail.interfaces.api import Api, Problem
 
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},
     504: {"x-should-retry": "false"},  # the clients of OpenAI and Anthropic would send it again, twice
 }
 

@@ -14,7 +14,7 @@ from dovetail.interfaces.api import Problem
 from dovetail.server.errors import Formats
 
 Json = dict[str, Any]
-_BODY = (400, 413)
+_BODY = (400, 408, 413)
 _ALWAYS = (401, 403, 404, 429, 500, 503, 504)
 _REF = "#/components/schemas/"
 
