@@ -4,9 +4,10 @@
 
 Each request must write a text of its own, which its constraint gives away, so that an answer that reaches another client is
 seen. Fails (exit status 1) if a request is lost or answered with another's text, if nonsense is not refused in its API's own
-format, if in the end a request is open, a page is in use or one is missing, or if the memory of the server's processes grows:
-from the second third of the time to the last by more than 16 MiB, medians each. That is after a warm-up under the same load, in
-which the pool is written, constraints are compiled, and torch and its libraries fill caches that have a bound.
+format, if in the end a request is open, a page is in use or one is missing, or if the memory of one of the server's processes grows, or
+of all together: from the second third of the time to the last by more than 16 MiB, medians each. That is after a warm-up, in the
+first half of which the clients join one after another, so that steps of all sizes occur: the pool is written, constraints are
+compiled, and torch and its libraries fill caches that have a bound.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from rich.console import Console
 
 from dovetail.bench.own_server import own_server
 from dovetail.config import Config
+from load_memory import Memory, growth
 from load_protocols import PROTOCOLS, Protocol
 
+__all__ = ["Load", "growth", "settled"]
+
 console = Console(stderr=True)
-MIB = 1 << 20
-MOST_GROWTH_MIB = 16.0
 LEAVES, NONSENSE = 0.10, 0.05
 SETTLE_SECONDS = 20.0
 WORDS = [
@@ -67,7 +69,6 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter)
     sent: int = 0
     ttft_ms: list[float] = field(default_factory=list)
-    memory_mib: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -97,13 +98,16 @@ class Load:
             base_url=url, timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None)
         )
 
-    async def run(self, clients: int, seconds: float) -> None:
-        """``clients`` at a time for so long; those that have begun finish."""
+    async def run(self, clients: int, seconds: float, joining: float = 0.0) -> None:
+        """``clients`` at a time for so long; they join one after another in the first ``joining`` seconds. Requests that have
+        begun in time finish."""
         end = time.monotonic() + seconds
         async with self._http:
-            await asyncio.gather(*(self._client(random.Random(self._seed + i), end) for i in range(clients)))
+            each = (self._client(random.Random(self._seed + i), i * joining / clients, end) for i in range(clients))
+            await asyncio.gather(*each)
 
-    async def _client(self, source: random.Random, end: float) -> None:
+    async def _client(self, source: random.Random, joins: float, end: float) -> None:
+        await asyncio.sleep(joins)
         while time.monotonic() < end:
             protocol, chance = source.choice(self._protocols), source.random()
             self.tally.sent += 1
@@ -176,36 +180,7 @@ async def _left(client: httpx.AsyncClient) -> dict[str, int]:
     return {name: count for name, count in {"open": info["open_requests"], **found}.items() if count}
 
 
-async def watch(pid: int, into: list[float], after: float) -> None:
-    """From ``after`` seconds on, once a second the resident memory of a process and its children, in MiB."""
-    await asyncio.sleep(after)
-    while True:
-        into.append(sum(_resident(each) for each in _family(pid)))
-        await asyncio.sleep(1.0)
-
-
-def _family(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [pid, *(one for child in children for one in _family(int(child)))]
-
-
-def _resident(pid: int) -> float:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / MIB
-    except OSError:  # it has ended meanwhile
-        return 0.0
-
-
-def growth(samples: list[float]) -> float:
-    """From the second third to the last."""
-    third = len(samples) // 3
-    return statistics.median(samples[2 * third :]) - statistics.median(samples[third : 2 * third]) if third else 0.0
-
-
-def report(tally: Tally, seconds: float) -> dict[str, Any]:
+def report(tally: Tally, memory: Memory, seconds: float) -> dict[str, Any]:
     """The numbers of a run."""
     ttft = sorted(tally.ttft_ms)
     return {
@@ -215,9 +190,7 @@ def report(tally: Tally, seconds: float) -> dict[str, Any]:
         "refused": tally.refused,
         "per_second": tally.sent / seconds,
         "ttft_ms": {"median": statistics.median(ttft), "p99": ttft[int(0.99 * (len(ttft) - 1))]} if ttft else None,
-        "memory_mib": {"first": tally.memory_mib[0], "last": tally.memory_mib[-1], "growth": growth(tally.memory_mib)}
-        if tally.memory_mib
-        else None,
+        "memory_mib": memory.report(),
         "wrong": tally.wrong[:20],
         "wrong_count": len(tally.wrong),
     }
@@ -225,19 +198,19 @@ def report(tally: Tally, seconds: float) -> dict[str, Any]:
 
 async def _main(args: argparse.Namespace) -> int:
     # a host gives memory out when it is written: a small pool is soon written whole
-    config = Config.model_validate({"server": {"log_level": "error"}, "memory": {"kv_gib": 0.25}})
+    config = Config.model_validate({"server": {"log_level": "error"}, "memory": {"kv_gib": 0.125}})
     with own_server(config) as server:
         load = Load(server.url, config.model.name)
-        watching = asyncio.create_task(watch(server.pid, load.tally.memory_mib, args.warm_up))
-        await load.run(args.clients, args.warm_up + args.seconds)
+        memory = Memory()
+        watching = asyncio.create_task(memory.watch(server.pid, args.warm_up))
+        await load.run(args.clients, args.warm_up + args.seconds, joining=args.warm_up / 2)
         watching.cancel()
         tally = load.tally
         if tally.sent != tally.ended:
             tally.wrong.append(f"{tally.sent} requests were sent, of {tally.ended} it is known how they ended")
         tally.wrong += await settled(server.url)
-    if (grown := growth(tally.memory_mib)) > MOST_GROWTH_MIB:
-        tally.wrong.append(f"memory grew by {grown:.1f} MiB")
-    found = report(tally, args.warm_up + args.seconds)
+    tally.wrong += memory.faults()
+    found = report(tally, memory, args.warm_up + args.seconds)
     print(json.dumps(found, indent=2))
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=2), encoding="utf-8")

@@ -1,0 +1,97 @@
+"""The memory of a server's processes under load, each watched by itself, and all together."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+MOST_GROWTH_MIB = 16.0
+LEAST_SAMPLES = 3
+_ROLES = {
+    "grammar_worker": "grammar compiler",
+    "resource_tracker": "resource tracker",
+    "multiprocessing.spawn": "engine",
+}
+
+
+@dataclass
+class Memory:
+    """Resident MiB of a process and all that descend from it, by name, one number a sample: 0 where one is not there.
+
+    ``together`` is their sum, which also grows where a process grows that was started late, or is started again."""
+
+    processes: dict[str, list[float]] = field(default_factory=dict)
+    together: list[float] = field(default_factory=list)
+
+    async def watch(self, pid: int, after: float) -> None:
+        """From ``after`` seconds on, once a second, until it is cancelled."""
+        await asyncio.sleep(after)
+        while True:
+            self.add({_name(each, pid): _resident(each) for each in family(pid)})
+            await asyncio.sleep(1.0)
+
+    def add(self, sample: dict[str, float]) -> None:
+        """One look at all processes."""
+        for name in sample.keys() - self.processes.keys():
+            self.processes[name] = [0.0] * len(self.together)
+        self.together.append(sum(sample.values()))
+        for name, values in self.processes.items():
+            values.append(sample.get(name, 0.0))
+
+    def faults(self) -> list[str]:
+        """What has grown too much: any of the processes, or all together."""
+        if len(self.together) < LEAST_SAMPLES:
+            return [f"memory was looked at {len(self.together)} times, which says nothing; let --seconds be more"]
+        series = {**self.processes, "all processes together": self.together}
+        grown = {name: growth(values) for name, values in series.items()}
+        return [f"memory grew by {mib:.1f} MiB: {name}" for name, mib in grown.items() if mib > MOST_GROWTH_MIB]
+
+    def report(self) -> dict[str, Any]:
+        """MiB at the beginning and the end, the most, and the growth."""
+        series = {"together": self.together, **self.processes}
+        return {name: _summary(values) for name, values in series.items() if values}
+
+
+def growth(samples: Sequence[float]) -> float:
+    """From the second third to the last, medians each."""
+    third = len(samples) // 3
+    return statistics.median(samples[2 * third :]) - statistics.median(samples[third : 2 * third]) if third else 0.0
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    numbers = {"first": values[0], "last": values[-1], "most": max(values), "growth": growth(values)}
+    return {name: round(number, 1) for name, number in numbers.items()}
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants, whichever of a process's threads has started them."""
+    found = [pid]
+    for process in found:
+        for children in Path(f"/proc/{process}/task").glob("*/children"):
+            found += [int(word) for word in _read(children).split()]
+    return found
+
+
+def _name(pid: int, server: int) -> str:
+    if pid == server:
+        return f"server {pid}"
+    command = _read(Path(f"/proc/{pid}/cmdline"))
+    return f"{next((role for part, role in _ROLES.items() if part in command), 'other')} {pid}"
+
+
+def _resident(pid: int) -> float:
+    words = _read(Path(f"/proc/{pid}/statm")).split()
+    return int(words[1]) * resource.getpagesize() / MIB if words else 0.0
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # the process has ended meanwhile
+        return ""
