@@ -27,7 +27,7 @@ HOOK_OF = {kind: hook for hook, kind in REGISTER_HOOKS.items()}
 ATTENTION = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED, Feature.ATTN_VERIFY})
 
 
-@dataclass
+@dataclass(frozen=True)
 class FakeDistribution:
     name: str
     version: str

@@ -6,6 +6,7 @@ anything is imported, and records for each plugin how it ended: loaded, blocked,
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import traceback
 from collections.abc import Iterable, Sequence
@@ -82,7 +83,13 @@ def load_plugins(
 
 
 def _dist(entry: PluginEntry) -> str:
-    return entry.dist.name if entry.dist else "unknown"
+    return _about(entry.dist)[0] if entry.dist else "unknown"
+
+
+@functools.lru_cache(64)
+def _about(dist: Distribution) -> tuple[str, str]:
+    """Name and version of what is installed. They are asked for often, and each time its metadata would be parsed again."""
+    return dist.name, dist.version
 
 
 def _is_named(name: str, distribution: str, names: Iterable[str]) -> bool:
@@ -172,7 +179,7 @@ def _record(
 
 
 def _version(entry: PluginEntry) -> str:
-    return entry.dist.version if entry.dist else "unknown"
+    return _about(entry.dist)[1] if entry.dist else "unknown"
 
 
 def _trace() -> str:
