@@ -1,6 +1,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
+# Without a GPU its thousands of tests are left out, where they would be collected by each worker and skipped one by one.
+NO_GPU := $(if $(wildcard /dev/nvidia0),,--ignore tests/gpu)
 
 .PHONY: serve test lint check setup clean
 
@@ -8,7 +10,7 @@ serve: setup
 	$(BIN)/dovetail serve
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -q --ignore tests/triton
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -q --ignore tests/triton $(NO_GPU)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/triton
 
 check: lint test
