@@ -27,6 +27,18 @@ SMALL = (
     *("--set", "grammar={backend: xgrammar, isolation: thread}"),
     *("--blocks", "2", "--alpha", "0.001", "--slo", "ttft:5000"),
 )
+FORKED_ARMS = f"""
+import sys
+from types import SimpleNamespace
+sys.path.append({str(Path(__file__).parents[1])!r})
+import fresh
+from dovetail.cli import main
+from dovetail.experiment import jobs
+jobs.subprocess = SimpleNamespace(PIPE=None, Popen=fresh.ForkedWorker)
+main()
+"""
+"""``dovetail`` whose processes of arms are forked from one of this environment's Python that has imported torch: there are ten.
+tests/e2e/test_ab_command.py starts them as users do."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -70,7 +82,8 @@ def compared(user: tuple[Environment, list[str]]) -> tuple[Path, Experiment]:
     environment, _ = user
     (line,) = re.findall(r"`dovetail (ab --a policy=my_turn --b \S+)`", PAGE)
     folder = environment.folder / "out"
-    printed = environment.run(*DOVETAIL, *shlex.split(line), *SMALL, "--output", str(folder), status=(0, 3))
+    words = [*shlex.split(line), *SMALL, "--output", str(folder)]
+    printed = environment.run("-c", FORKED_ARMS, *words, status=(0, 3))
     found = read_experiment(folder / "experiment.json")
     assert "my_turn" in printed
     assert str(folder / "report.html") in printed
