@@ -1,4 +1,4 @@
-"""Bodies of requests that arrive slowly, or not at all.
+"""Bodies of requests that arrive slowly, or are made to take long.
 
 Run: .venv/bin/python -m pytest -q tests/core/test_api_body.py
 """
@@ -6,13 +6,18 @@ Run: .venv/bin/python -m pytest -q tests/core/test_api_body.py
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from dovetail.api import body
+from dovetail.api.bounded import MAX_ENTRIES
 from dovetail.api.problems import problem_of
+from dovetail.errors import RequestError
+from dovetail_apis.openai.types import ChatRequest, CompletionRequest
 
 SCOPE = {"type": "http", "method": "POST", "path": "/", "headers": []}
 
@@ -45,3 +50,40 @@ def test_a_body_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Monkey
     problem = problem_of(refused.value)
     assert (problem.status, problem.code) == (408, "request_timeout")
     assert "0.05 seconds" in problem.message
+
+
+WRONG = 50_000
+HOSTILE = {
+    "lists": [[] for _ in range(WRONG)],
+    "numbers": [1.5] * WRONG,
+    "objects": [{} for _ in range(WRONG)],
+    "members": {str(i): [] for i in range(2 * MAX_ENTRIES)},
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+@pytest.mark.parametrize("field", ["stop", "logit_bias", "messages", "stream_options", "tool_choice", "tools"])
+def test_of_a_million_wrong_entries_not_each_is_an_error(monkeypatch: pytest.MonkeyPatch, field: str, hostile: str):
+    """It would take seconds, in which nobody else is answered."""
+    found = []
+    monkeypatch.setattr(
+        body, "_explain", lambda error, model: found.append(error.error_count()) or RequestError("wrong")
+    )
+    with pytest.raises(RequestError):
+        body.validate({"model": "m", "messages": [], field: HOSTILE[hostile]}, ChatRequest)
+    assert found == [] or found[0] < 20
+
+
+def test_a_large_body_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+    threads = []
+    real = body.decode
+    monkeypatch.setattr(body, "decode", lambda raw: threads.append(threading.current_thread()) or real(raw))
+    for size in (10, 2 * body.LARGE):
+        content = json.dumps({"model": "m", "prompt": "x" * size}).encode()
+
+        async def receive(content: bytes = content):
+            return {"type": "http.request", "body": content, "more_body": False}
+
+        parsed = asyncio.run(body.parse(Request(SCOPE, receive), CompletionRequest, 1 << 30))
+        assert parsed.prompt == "x" * size
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]

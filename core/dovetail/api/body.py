@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from dovetail.api.bounded import bounded
 from dovetail.errors import RequestError
 
 _SHOWN = 80
@@ -21,6 +23,9 @@ copies, chat templates, encoders."""
 
 BODY_SECONDS = 60.0
 """A body that takes longer to arrive is not waited for: clients that send a byte now and then would hold their connections for good."""
+
+LARGE = 1 << 18
+"""Bytes of a body that is worth a thread."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """A count or a rank; more could not travel to the engine."""
@@ -59,6 +64,11 @@ class ApiModel(BaseModel):
     ignored: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """In which validation takes bounded time."""
+        return bounded(handler(source))
+
 
 def examples(*bodies: Mapping[str, Any]) -> ConfigDict:
     """The ``model_config`` of a request whose schema has ``bodies`` as examples: they are tried by its suite, and begun with in
@@ -95,7 +105,10 @@ async def _read(request: Request, limit: int) -> bytes:
 
 async def parse(request: Request, model: type[Model], limit: int) -> Model:
     """Read and validate. Raises ``RequestError``, ``HTTPException`` or ``ClientDisconnect``."""
-    return validate(decode(await read_body(request, limit)), model)
+    body = await read_body(request, limit)
+    if len(body) <= LARGE:
+        return validate(decode(body), model)
+    return await asyncio.to_thread(lambda: validate(decode(body), model))  # others are answered meanwhile
 
 
 def parse_query(request: Request, model: type[Model]) -> Model:
