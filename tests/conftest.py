@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))  # tests of every folder import fresh.py by its name
 
 # Tests run beside each other, and small models gain nothing from more threads: libgomp's threads spin at every barrier,
@@ -11,3 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests of every folder import f
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quick_engines import _engines_are_built_quickly, _what_is_there_is_set_apart  # noqa: F401
+
+LONG = ("test_parsers_enforced.py",)
+"""Files that take half a minute and would be the last of a run, with nothing left for the other workers."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those come first."""
+    items.sort(key=lambda item: item.path.name not in LONG)
