@@ -70,6 +70,15 @@ class ApiModel(BaseModel):
         return bounded(handler(source))
 
 
+class QueryModel(ApiModel):
+    """The honoured fields of a query, for ``parse_query``: values are texts, as strict types read them."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """As it is: a URL is short, and checks before validation would read its texts as JSON."""
+        return handler(source)
+
+
 def examples(*bodies: Mapping[str, Any]) -> ConfigDict:
     """The ``model_config`` of a request whose schema has ``bodies`` as examples: they are tried by its suite, and begun with in
     /docs, where ``model`` is replaced by the name that is served."""
@@ -77,6 +86,7 @@ def examples(*bodies: Mapping[str, Any]) -> ConfigDict:
 
 
 Model = TypeVar("Model", bound=ApiModel)
+Query = TypeVar("Query", bound=QueryModel)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -111,7 +121,7 @@ async def parse(request: Request, model: type[Model], limit: int) -> Model:
     return await asyncio.to_thread(lambda: validate(decode(body), model))  # others are answered meanwhile
 
 
-def parse_query(request: Request, model: type[Model]) -> Model:
+def parse_query(request: Request, model: type[Query]) -> Query:
     """The query of the URL, where every value is a text. Raises ``RequestError``."""
     given = {name: value for name, value in request.query_params.items() if name not in model.ignored}
     try:

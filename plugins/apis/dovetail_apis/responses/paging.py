@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dovetail.api.body import ApiModel
 from dovetail.errors import RequestError
 from dovetail_apis.responses.items import ItemDict
 
 
-class GetQuery(ApiModel):
+class GetQuery(QueryModel):
     """GET /v1/responses/{response_id}."""
 
     stream: bool = False
@@ -21,7 +20,7 @@ class GetQuery(ApiModel):
     ignored = frozenset(["include", "include[]", "include_obfuscation"])
 
 
-class ItemsQuery(ApiModel):
+class ItemsQuery(QueryModel):
     """GET /v1/responses/{response_id}/input_items."""
 
     limit: int = Field(20, ge=1, le=100)
