@@ -11,7 +11,7 @@ serve: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -q --ignore tests/triton $(NO_GPU)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p no:schemathesis -q tests/triton
 
 check: lint test
 
