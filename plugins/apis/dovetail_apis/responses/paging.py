@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from dovetail.api.body import QueryModel
 from dovetail.errors import RequestError
 from dovetail_apis.responses.items import ItemDict
 
