@@ -344,6 +344,11 @@ def test_changes_have_their_sign(ratio, text):
     assert words.change(ratio).removesuffix("\u202f%") == text
 
 
+def test_a_factor_of_millions_takes_no_more_room():
+    assert words.change(1e9) == words.change(3277624848.0) == "> ×1\u202f000"
+    assert words.change(1000.0) == "×1\u202f000"
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH to look at the page")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])

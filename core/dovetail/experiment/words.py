@@ -25,9 +25,12 @@ def about(count: int) -> str:
 
 
 def change(ratio: float | None) -> str:
-    """A ratio as a change with its sign: 1.102 is +10.2 %; from ten on as a factor."""
+    """A ratio as a change with its sign: 1.102 is +10.2 %; from ten on as a factor, beyond a thousand as no more than
+    that."""
     if ratio is None:
         return NONE
+    if ratio > 1000:
+        return "> ×1\u202f000"
     if ratio >= 10:
         return f"×{number(round(ratio, 1))}"
     percent = 100 * (ratio - 1)
