@@ -63,5 +63,7 @@ def test_onednn_sees_the_ladder_alone() -> None:
         pytest.skip("this processor has no kernels for packed weights")
     environment = {**os.environ, "ONEDNN_VERBOSE": "profile_create"}
     said = subprocess.run([sys.executable, "-c", SEEN], env=environment, capture_output=True, text=True, check=True)
+    if "create:" not in said.stdout:
+        pytest.skip("this build of oneDNN does not tell what it does")
     written = [int(rows) for rows in re.findall(r"create:cache_miss.*?,mb(\d+)ic16oc32,", said.stdout)]
     assert sorted(written) == sorted({ladder(rows) for rows in range(1, 301)})
