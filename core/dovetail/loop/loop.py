@@ -80,6 +80,7 @@ class Loop:
         always = resolved.config.scheduler.draft == "always"
         self._pace = Pace(always=always, must_see_all=self.drafter is not None and self.drafter.must_see_all)
         self._drafting = False  # whether the step being made asks the drafter
+        self._with_prompts = False  # whether the step scheduled last has rows of prompts
         self._launched: tuple[Batch, ForwardOutput] | None = None
         self._outbox: list[Answer] = []
         self._steps = 0
@@ -177,7 +178,7 @@ class Loop:
         scheduler, seconds = self.scheduler, self._seconds
         rows = len(scheduler.decoding) or len(scheduler.prefilling) + len(scheduler.waiting)
         drafted, self._drafting = self._drafting, self._pace.drafts(rows)
-        prompts = bool(scheduler.prefilling) or (self._launched is not None and self._launched[0].num_extend > 0)
+        prompts = self._launched is not None and self._launched[0].num_extend > 0
         tokens, start = scheduler.totals.generated_tokens, time.perf_counter()
         verify = seconds["launch"] + seconds["wait"]
         answers = self._commit_launched(seen=True) if self._drafting or drafted else []
@@ -185,7 +186,7 @@ class Loop:
         verify = seconds["launch"] + seconds["wait"] - verify
         if self._drafting:
             seconds["verify"] += verify
-        if scheduler.decoding and not (prompts or scheduler.prefilling):
+        if scheduler.decoding and not (prompts or self._with_prompts):
             took, brought = time.perf_counter() - start, scheduler.totals.generated_tokens - tokens
             self._pace.note(rows, self._drafting, took, brought, verify)
         return answers
@@ -247,6 +248,7 @@ class Loop:
 
     def _schedule(self, *, resting: bool = True) -> Batch | None:
         batch = self._timed("schedule", self.scheduler.schedule)
+        self._with_prompts = batch is not None and batch.num_extend > 0
         if batch is None:
             if resting and self.scheduler.has_work:
                 time.sleep(IDLE_SECONDS)
