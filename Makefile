@@ -2,7 +2,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 # Without a GPU its thousands of tests are left out, where they would be collected by each worker and skipped one by one.
-NO_GPU := $(if $(wildcard /dev/nvidia0),,--ignore tests/gpu)
+NO_GPU := $(if $(wildcard /dev/nvidia[0-9]*),,--ignore tests/gpu)
 
 .PHONY: serve test lint check setup clean
 

@@ -6,6 +6,7 @@ Run: .venv/bin/python -m pytest -q tests/core/test_api_body.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 
@@ -14,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from dovetail.api import body
-from dovetail.api.bounded import MAX_ENTRIES
 from dovetail.api.problems import problem_of
+from dovetail.bounded import MAX_ENTRIES
 from dovetail.errors import RequestError
 from dovetail_apis.openai.types import ChatRequest, CompletionRequest
 
@@ -72,6 +73,32 @@ def test_of_a_million_wrong_entries_not_each_is_an_error(monkeypatch: pytest.Mon
     with pytest.raises(RequestError):
         body.validate({"model": "m", "messages": [], field: HOSTILE[hostile]}, ChatRequest)
     assert found == [] or found[0] < 20
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda wrong: {"messages": [{"role": "user", "content": wrong}]},
+        lambda wrong: {"messages": [], "tool_choice": {"type": "function", "function": wrong}},
+        lambda wrong: {"messages": [], "tools": [{"type": "function", "function": wrong}]},
+        lambda wrong: {"messages": [], "tools": [wrong]},
+        lambda wrong: {"messages": [wrong]},
+    ],
+)
+def test_nor_where_they_are_inside_of_something(monkeypatch: pytest.MonkeyPatch, nest, hostile: str):
+    found = []
+    monkeypatch.setattr(
+        body, "_explain", lambda error, model: found.append(error.error_count()) or RequestError("wrong")
+    )
+    with contextlib.suppress(RequestError):  # content may be any objects
+        body.validate({"model": "m", **nest(HOSTILE[hostile])}, ChatRequest)
+    assert found == [] or found[0] < 20
+
+
+def test_a_body_of_thousands_of_unknown_fields():
+    with pytest.raises(RequestError, match="the body is wrong: input should have at most 1024 members"):
+        body.validate({f"k{i}": 0 for i in range(2000)}, ChatRequest)
 
 
 def test_a_large_body_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch):

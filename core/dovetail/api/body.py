@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from dovetail.api.bounded import bounded
+from dovetail.bounded import Bounded
 from dovetail.errors import RequestError
 
 _SHOWN = 80
@@ -52,7 +52,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 """Token ids."""
 
 
-class ApiModel(BaseModel):
+class ApiModel(Bounded):
     """The honoured fields of a request body, with strict types: nothing is converted.
 
     ``ignored`` fields are accepted and change nothing. ``refused`` fields would change the answer and are not supported:
@@ -63,11 +63,6 @@ class ApiModel(BaseModel):
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """In which validation takes bounded time."""
-        return bounded(handler(source))
 
 
 class QueryModel(ApiModel):
@@ -118,7 +113,7 @@ async def parse(request: Request, model: type[Model], limit: int) -> Model:
     body = await read_body(request, limit)
     if len(body) <= LARGE:
         return validate(decode(body), model)
-    return await asyncio.to_thread(lambda: validate(decode(body), model))  # others are answered meanwhile
+    return await asyncio.to_thread(lambda: validate(decode(body), model))  # others get their turns in between
 
 
 def parse_query(request: Request, model: type[Query]) -> Query:
@@ -178,7 +173,9 @@ def _explain(error: ValidationError, model: type[Model]) -> RequestError:
     """The first field at fault, with every reason pydantic gives for it (a union has one for each of its members)."""
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
-    field = str(first["loc"][0]) if first["loc"] else None
+    if not first["loc"]:
+        return RequestError(f"the body is wrong: {first['msg'][:1].lower() + first['msg'][1:]}", code="invalid_type")
+    field = str(first["loc"][0])
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         known = ", ".join(sorted(model.model_fields))
         return RequestError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ class SpecRow:
     step; ``acceptance_rate`` the accepted share of the drafts. ``draft_share`` is the part of the time that was spent in the
     drafter. ``same_outputs`` are the prompts whose outputs are those of the first method, whose ``speedup`` is 1. Of the others, greedy ones,
     ``parting`` is the largest difference, in nats, between the two tokens at which an output and that of the first method part: where
-    it is that of rounding, they are equally likely.
+    it is that of rounding, they are equally likely. None: none parts, or the two cannot be compared.
     """
 
     method: str
@@ -48,7 +47,7 @@ class SpecRow:
     draft_share: float
     drafter_errors: int
     same_outputs: int
-    parting: float = 0.0
+    parting: float | None = None
 
 
 def measure_methods(
@@ -119,31 +118,34 @@ def _run(
 
 
 def _compared(
-    row: SpecRow, outputs: Sequence[Output], reference: Sequence[Output], speed: float, parting: float
+    row: SpecRow, outputs: Sequence[Output], reference: Sequence[Output], speed: float, parting: float | None
 ) -> SpecRow:
     same = sum(a.token_ids == b.token_ids for a, b in zip(outputs, reference, strict=True))
     return replace(row, same_outputs=same, speedup=row.tokens_per_second / speed, parting=parting)
 
 
-def largest_parting(llm: LLM, params: SamplingParams, outputs: Sequence[Output], reference: Sequence[Output]) -> float:
+def largest_parting(
+    llm: LLM, params: SamplingParams, outputs: Sequence[Output], reference: Sequence[Output]
+) -> float | None:
     """The largest difference between the log-probabilities (nats, by the forward pass of ``llm``) of the two tokens at which an output
-    parts from its reference; infinite where one of them is not among the ``TOP`` likeliest, or ends. 0 where none parts, or tokens
-    are drawn."""
-    if params.temperature > 0:
-        return 0.0
-    return max((_parting(llm, a, b) for a, b in zip(outputs, reference, strict=True)), default=0.0)
+    parts from its reference. None where none parts, tokens are drawn, or one of the two is not among the ``TOP`` likeliest or is an
+    end."""
+    if not params.greedy:
+        return None
+    pairs = zip(outputs, reference, strict=True)
+    found = [_parting(llm, a, b) for a, b in pairs if a.token_ids != b.token_ids]
+    known = [each for each in found if each is not None]
+    return max(known) if known and len(known) == len(found) else None
 
 
-def _parting(llm: LLM, ours: Output, theirs: Output) -> float:
-    if ours.token_ids == theirs.token_ids:
-        return 0.0
+def _parting(llm: LLM, ours: Output, theirs: Output) -> float | None:
     pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
     found = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
     if found is None:
-        return math.inf
+        return None
     at, pair = found
     params = SamplingParams(max_new_tokens=1, temperature=0.0, logprobs=TOP)
     [output] = llm.generate([ours.prompt_ids + ours.token_ids[:at]], params)
     likeliest = dict(output.logprobs[0].top)
-    a, b = (likeliest.get(token, -math.inf) for token in pair)
-    return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
+    a, b = (likeliest.get(token) for token in pair)
+    return abs(a - b) if a is not None and b is not None else None

@@ -8,11 +8,12 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dovetail.bounded import Bounded
 from dovetail.errors import RequestError
 from dovetail.interfaces.parsers import Tool, ToolRequest
 
 
-class FunctionSpec(BaseModel):
+class FunctionSpec(Bounded):
     """A function that the model may call. Fields beyond these are handed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -23,7 +24,7 @@ class FunctionSpec(BaseModel):
     strict: bool | None = None
 
 
-class ToolSpec(BaseModel):
+class ToolSpec(Bounded):
     """One of ``tools``."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -32,7 +33,7 @@ class ToolSpec(BaseModel):
     function: FunctionSpec
 
 
-class FunctionName(BaseModel):
+class FunctionName(Bounded):
     """The function that ``tool_choice`` names."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -40,7 +41,7 @@ class FunctionName(BaseModel):
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Bounded):
     """``tool_choice`` where it is one function."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)

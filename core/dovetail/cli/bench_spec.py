@@ -111,10 +111,10 @@ def _print(rows: list[SpecRow]) -> None:
             f"{row.same_outputs}/{row.prompts}",
         )
     console().print(grid)
-    parted = [row for row in rows if row.same_outputs < row.prompts]
-    if parted and all(row.parting > 0 for row in parted):
-        most = max(row.parting for row in parted)
-        console().print(f"where outputs part, the two tokens differ by {most:.2g} nats at most")
+    parted = [row.parting for row in rows if row.same_outputs < row.prompts]
+    known = [each for each in parted if each is not None]
+    if known and len(known) == len(parted):
+        console().print(f"where outputs part, the two tokens differ by {max(known):.2g} nats at most")
     failed = {row.method: sum(r.drafter_errors for r in rows if r.method == row.method) for row in rows}
     for method, errors in failed.items():
         if errors:

@@ -106,7 +106,10 @@ def _alone(file: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"key file {file} cannot be written: {error.strerror}") from error
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ConfigError(f"the folder of key file {file} cannot be locked: {error.strerror}") from error
         yield
     finally:
         os.close(folder)

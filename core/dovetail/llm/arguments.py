@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -22,8 +23,18 @@ def arguments_of(taker: Callable[P, object]) -> Callable[[Callable[..., R]], Cal
 
     def shown(method: Callable[..., R]) -> Callable[P, R]:
         returned = inspect.signature(method).return_annotation
-        method.__signature__ = inspect.signature(taker).replace(return_annotation=returned)  # pyright: ignore
-        return method
+        signature = inspect.signature(taker).replace(return_annotation=returned)
+
+        @functools.wraps(method)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{method.__qualname__}() {error}") from None
+            return method(*args, **kwargs)
+
+        called.__signature__ = signature  # pyright: ignore
+        return called
 
     return shown
 

@@ -15,14 +15,15 @@ _BUSY = (429, 503, 529)
 
 
 def refusal(status: int, message: str) -> DovetailError:
-    """An answer that is no success, as an error to raise."""
+    """An answer that is no success, as an error to raise: 429, 503 and 529 say that the server is busy (``QueueFullError``)."""
     if status in _BUSY:
         return QueueFullError(message)
     return RequestError(message) if status < 500 else EngineError(message)
 
 
 def said(body: bytes) -> str:
-    """What the body of such an answer says: its error's message, or where it has none, its beginning."""
+    """What the body of such an answer says: its error's message; JSON without one as a whole, other text its
+    beginning."""
     try:
         return message_of(json.loads(body))
     except ValueError:

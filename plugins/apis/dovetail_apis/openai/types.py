@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, Texts, examples
-from dovetail.api.bounded import few_fields
 from dovetail.api.requests import CONSTRAINTS, sampling_params
 from dovetail.api.sampling import SamplingFields
 from dovetail.chat.requests import NamedTool, ToolSpec
@@ -103,7 +102,7 @@ class CompletionRequest(OpenAIFields):
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": ("",)}
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(ApiModel):
     """One message. Fields beyond these are handed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -133,7 +132,7 @@ class ChatRequest(OpenAIFields):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
 
     tools: list[ToolSpec] | None = Field(None, max_length=256)
-    tool_choice: Literal["none", "auto", "required"] | Annotated[NamedTool, BeforeValidator(few_fields)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = Field(
         None, description="False leaves the model's reasoning in `content`, with its marks."

@@ -14,6 +14,7 @@ from dovetail_attention.triton.schedule import TOKEN, Schedule
 PARTS, PARTS_OF_FEW = 8, 16
 """Chunks that are read at a time: the keys of few queries are cut into many (a tenth faster on H200)."""
 FEW = 64
+"""Queries up to which that was seen: a verify step of some rows. More of them have some chunks each."""
 
 
 @triton.jit

@@ -35,7 +35,8 @@ def choose(
     few: bool = False,
 ) -> Tile:
     """The tile where an entry has at most ``wanted`` pairs of a query and a head that read one key head. ``tree``: queries
-    have a mask. ``roomy``: see ``ROOM``. ``few``: most processors would have nothing to do, were keys not cut."""
+    have a mask. ``roomy``: see ``ROOM``. ``few``: most processors would have nothing to do, were
+    keys not cut; that counts for entries of up to 32 pairs without a mask."""
     wide, wanted = _power(max(parts(key_dim)[0], value_dim)), _power(wanted)
     if wide > 256:  # latent attention
         if dtype.itemsize == 4:

@@ -1,22 +1,18 @@
-"""Validation of bodies in bounded time: pydantic reports every wrong entry, of which a body of some megabytes has millions, and
-nothing else runs in the server meanwhile."""
+"""Validation of what comes from outside in bounded time: pydantic reports every wrong entry, of which a body of some megabytes has
+millions, and nothing else runs in the server meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, cast
 
+from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_FIELDS = 1024
 """Members of an object with named fields; beyond it they are not looked at one by one."""
 MAX_ENTRIES = 1 << 16
 """Members of a mapping, such as biases by token."""
-
-
-def few_fields(value: Any) -> Any:
-    """``value``, unless it is an object of more than ``MAX_FIELDS`` members: before the validation of models that are no ``ApiModel``."""
-    return _at_most(value, MAX_FIELDS)
 
 
 def bounded(schema: CoreSchema) -> CoreSchema:
@@ -37,7 +33,7 @@ def _bounded(part: Any) -> Any:
     if kind in ("list", "set", "tuple") and "serialization" not in part:
         part["fail_fast"] = True
     if kind in ("model", "typed-dict"):
-        return _checked(few_fields, part)
+        return _checked(_few_fields, part)
     if kind == "dict" and part.get("values_schema", {}).get("type", "any") != "any":
         return _checked(_few_entries, part)
     return part
@@ -49,6 +45,10 @@ def _checked(check: Callable[[Any], Any], part: dict[str, Any]) -> CoreSchema:
     return core_schema.no_info_before_validator_function(check, cast("CoreSchema", part), ref=ref)
 
 
+def _few_fields(value: Any) -> Any:
+    return _at_most(value, MAX_FIELDS)
+
+
 def _few_entries(value: Any) -> Any:
     return _at_most(value, MAX_ENTRIES)
 
@@ -57,3 +57,12 @@ def _at_most(value: Any, most: int) -> Any:
     if isinstance(value, dict) and len(value) > most:
         raise PydanticCustomError("too_long", "Input should have at most {most} members", {"most": most})
     return value
+
+
+class Bounded(BaseModel):
+    """A model that is validated in bounded time. What it is made of must be such models too."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The usual one, bounded."""
+        return bounded(handler(source))
