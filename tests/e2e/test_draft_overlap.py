@@ -296,7 +296,9 @@ def run_mess(llm, jobs, said, monkeypatch, seed, *, drafter=None, luck=(), error
         mess = Mess(llm, watch, jobs, said, rng)
         mess.run()
     assert (llm.loop.drafter_errors > 0) == bool({"propose", "observe"} & luck.keys())
-    assert luck or llm.loop.stats().accepted_tokens
+    stats = llm.loop.stats()
+    assert stats.drafted_tokens > 0
+    assert luck or not always or stats.accepted_tokens > 0
     assert not (watch.late and always), "the drafter was shown what it has forgotten"
     check_idle(llm)
     return mess
