@@ -30,6 +30,12 @@ def test_memory_that_stands_still_is_no_fault() -> None:
     assert not watched(server=[100.0] * 30, engine=[10.0] * 10 + [500.0] * 20).faults()
 
 
+def test_what_is_given_back_and_taken_again_is_no_growth() -> None:
+    engine = [800.0, 830.0] * 5 + [800.0] * 10 + [830.0] * 10
+    assert not watched(server=[100.0] * 30, engine=engine).faults()
+    assert watched(engine=[value + 2.0 * i for i, value in enumerate(engine)]).faults()
+
+
 def test_a_process_that_shrinks_does_not_hide_one_that_grows() -> None:
     much = 2 * MOST_GROWTH_MIB
     faults = watched(server=[100.0 + much] * 20 + [100.0] * 10, engine=[500.0] * 20 + [500.0 + much] * 10).faults()
