@@ -5,7 +5,7 @@
 Each request must write a text of its own, which its constraint gives away, so that an answer that reaches another client is
 seen. Fails (exit status 1) if a request is lost or answered with another's text, if nonsense is not refused in its API's own
 format, if in the end a request is open, a page is in use or one is missing, or if the memory of one of the server's processes grows, or
-of all together: in the last third of the time by more than 16 MiB above all that was seen before. That is after a warm-up, in the
+of all together: in the last third of the time by more than 16 MiB above either third before, medians each. That is after a warm-up, in the
 first half of which the clients join one after another, so that steps of all sizes occur: the pool is written, constraints are
 compiled, and torch and its libraries fill caches that have a bound.
 """
@@ -30,10 +30,8 @@ from rich.console import Console
 
 from dovetail.bench.own_server import own_server
 from dovetail.config import Config
-from load_memory import Memory, growth
+from load_memory import Memory
 from load_protocols import PROTOCOLS, Protocol
-
-__all__ = ["Load", "growth", "settled"]
 
 console = Console(stderr=True)
 LEAVES, NONSENSE = 0.10, 0.05

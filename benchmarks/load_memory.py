@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dovetail.bench.machine import family
 
 MIB = 1 << 20
 MOST_GROWTH_MIB = 16.0
@@ -58,23 +61,19 @@ class Memory:
 
 
 def growth(samples: Sequence[float]) -> float:
-    """By how much the peak of the last third is above all before it: what is given back and taken again is no growth."""
-    before = 2 * (len(samples) // 3)
-    return max(samples[before:]) - max(samples[:before]) if before else 0.0
+    """By how much the last third is above both before it, medians each: what is given back and taken again is no growth."""
+    third = len(samples) // 3
+    if not third:
+        return 0.0
+    first, second, last = (
+        statistics.median(part) for part in (samples[:third], samples[third : 2 * third], samples[2 * third :])
+    )
+    return last - max(first, second)
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:
     numbers = {"first": values[0], "last": values[-1], "most": max(values), "growth": growth(values)}
     return {name: round(number, 1) for name, number in numbers.items()}
-
-
-def family(pid: int) -> list[int]:
-    """A process and its descendants, whichever of a process's threads has started them."""
-    found = [pid]
-    for process in found:
-        for children in Path(f"/proc/{process}/task").glob("*/children"):
-            found += [int(word) for word in _read(children).split()]
-    return found
 
 
 def _name(pid: int, server: int) -> str:

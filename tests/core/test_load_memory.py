@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.bench.machine import family
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from load_memory import MOST_GROWTH_MIB, Memory, family
+from load_memory import MOST_GROWTH_MIB, Memory, growth
 
 sys.path.pop(0)
 
@@ -30,8 +32,13 @@ def test_memory_that_stands_still_is_no_fault() -> None:
     assert not watched(server=[100.0] * 30, engine=[10.0] * 10 + [500.0] * 20).faults()
 
 
+def test_growth_is_that_of_the_last_third() -> None:
+    assert growth([0.0] * 10 + [100.0] * 20) == 0
+    assert growth([100.0] * 20 + [130.0] * 10) == 30
+
+
 def test_what_is_given_back_and_taken_again_is_no_growth() -> None:
-    engine = [800.0, 830.0] * 5 + [800.0] * 10 + [830.0] * 10
+    engine = [830.0] * 10 + [800.0] * 10 + [830.0] * 10
     assert not watched(server=[100.0] * 30, engine=engine).faults()
     assert watched(engine=[value + 2.0 * i for i, value in enumerate(engine)]).faults()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from load_apis import TEXTS, Load, growth, settled
+from load_apis import TEXTS, Load, settled
 from load_protocols import PROTOCOLS, Chat, Native
 
 sys.path.pop(0)
@@ -45,8 +45,3 @@ def test_nonsense_that_is_answered_is_noticed(tiny_url: str):
     load = Load(tiny_url, "tiny", [Polite()], TEXTS[:1])
     asyncio.run(load.run(8, 1.5))
     assert any("is answered 200" in wrong for wrong in load.tally.wrong)
-
-
-def test_growth_is_that_of_the_last_third():
-    assert growth([0.0] * 10 + [100.0] * 20) == 0
-    assert growth([100.0] * 20 + [130.0] * 10) == 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -28,16 +29,17 @@ def machine_facts(device: str) -> MachineFacts:
 def peak_memory(pid: int) -> int | None:
     """The most bytes that a process and those that it has started, still running, have held in memory: the sum of their peaks.
     None where the system does not say (it is read from /proc)."""
-    peaks = [_peak(process) for process in _family(pid)]
+    peaks = [_peak(process) for process in family(pid)]
     return sum(peaks) or None
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
+    """A process and its descendants, whichever of a process's threads has started them."""
     found = [pid]
     for process in found:
-        children = Path(f"/proc/{process}/task/{process}/children")
-        if children.is_file():
-            found += [int(word) for word in children.read_text().split()]
+        for children in Path(f"/proc/{process}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found += [int(word) for word in children.read_text().split()]
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dovetail.bench.parting import first_difference
 from dovetail.bench.prompts import encoded, first_prompt
 from dovetail.errors import ConfigError
 from dovetail.llm import LLM, Output
@@ -139,13 +140,11 @@ def largest_parting(
 
 
 def _parting(llm: LLM, ours: Output, theirs: Output) -> float | None:
-    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
-    found = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), None)
-    if found is None:
+    at = first_difference(ours.token_ids, theirs.token_ids)
+    if at is None or at >= min(len(ours.token_ids), len(theirs.token_ids)):
         return None
-    at, pair = found
     params = SamplingParams(max_new_tokens=1, temperature=0.0, logprobs=TOP)
     [output] = llm.generate([ours.prompt_ids + ours.token_ids[:at]], params)
     likeliest = dict(output.logprobs[0].top)
-    a, b = (likeliest.get(token) for token in pair)
+    a, b = (likeliest.get(token) for token in (ours.token_ids[at], theirs.token_ids[at]))
     return abs(a - b) if a is not None and b is not None else None

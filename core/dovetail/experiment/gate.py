@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from dovetail.experiment.likeness import Likeness, first_difference, likeness, logprob_in
+from dovetail.bench.parting import first_difference
+from dovetail.experiment.likeness import Likeness, likeness, logprob_in
 from dovetail.experiment.result import Divergence, Gate
 from dovetail.experiment.trace import Answer, Forced
 from dovetail.types import TokenLogprob

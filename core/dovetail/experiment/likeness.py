@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dovetail.types import TokenLogprob
@@ -58,10 +58,3 @@ def logprob_in(a: TokenLogprob, token: int) -> float:
     if token == a.token_id and a.logprob is not None:
         return a.logprob
     return next((logprob for name, logprob in a.top if name == token), a.top[-1][1])
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Where two sequences part; None where they are the same. One that goes on where the other has ended parts there."""
-    if list(a) == list(b):
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
