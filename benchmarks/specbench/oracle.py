@@ -17,12 +17,16 @@ Futures = Mapping[tuple[int, ...], IntArray]
 
 
 class Oracle(Drafter):
-    """Drafts ``width`` tokens of the known output; each is another token with chance ``errors``, the same ones whenever a prompt is
-    run."""
+    """Drafts ``width`` tokens of the known output; at each place it says another token with chance ``errors``, the same one whenever
+    a prompt is run. All of it is known before: a proposal costs a slice."""
 
     def __init__(self, futures: Futures, width: int, errors: float, vocab_size: int) -> None:
-        self._futures, self._width, self._errors, self._vocab = futures, width, errors, vocab_size
-        self._of: dict[int, tuple[IntArray, np.random.Generator]] = {}
+        self._width = width
+        self._said: dict[tuple[int, ...], IntArray] = {}
+        for prompt, future in futures.items():
+            wrong = np.random.default_rng(prompt).random(len(future)) < errors
+            self._said[prompt] = np.where(wrong, (future + 1) % vocab_size, future).astype(np.int32)
+        self._of: dict[int, IntArray] = {}
 
     @property
     def max_draft_tokens(self) -> int:
@@ -35,14 +39,11 @@ class Oracle(Drafter):
         drafts: dict[int, IntArray] = {}
         for row in range(batch.num_extend, len(batch.reqs)):
             req = batch.reqs[row]
-            if req.uid not in self._of:
-                prompt = req.token_ids[: req.prompt_len].tolist()
-                self._of[req.uid] = self._futures[tuple(prompt)], np.random.default_rng(prompt)
-            future, rng = self._of[req.uid]
+            said = self._of.get(req.uid)
+            if said is None:
+                said = self._of[req.uid] = self._said[tuple(req.token_ids[: req.prompt_len].tolist())]
             done = req.known_len - req.prompt_len
-            draft = future[done : done + min(self._width, int(batch.draft_room[row]))].copy()
-            wrong = rng.random(len(draft)) < self._errors
-            draft[wrong] = (draft[wrong] + 1) % self._vocab
+            draft = said[done : done + min(self._width, int(batch.draft_room[row]))]
             if len(draft):
                 drafts[row] = draft
         return chains(len(batch.reqs), drafts)

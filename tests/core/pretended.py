@@ -145,7 +145,8 @@ class Run:
             assert rows.remain.tolist() == [r.remain_len for r in rows.reqs]
             assert rows.capacity.tolist() == [r.num_pages * rows.page_size for r in rows.reqs]
             assert rows.draft_lens.tolist() == [r.draft_len for r in rows.reqs]
-            assert not rows.reqs or rows.steps_left == min(rows.remain)
+            assert not rows.reqs or rows.steps_left <= min(rows.remain)
+            assert not rows.reqs or rows.spare <= min(rows.capacity - rows.lens)
 
     @property
     def busy(self):

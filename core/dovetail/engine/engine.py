@@ -33,7 +33,7 @@ from dovetail.engine.pooling import pooled
 from dovetail.engine.prompt_logprobs import prompt_logprobs
 from dovetail.engine.sampler import Sampler, decode_numbers, verify_numbers
 from dovetail.engine.verify import compact
-from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey, VerifySizes
+from dovetail.engine.verify_graphs import OWN_LOGITS, VerifyGraphs, VerifyKey, VerifySizes
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
@@ -137,7 +137,8 @@ class Engine:
         what is watched; a quarter more for the rest."""
         info, config = self.info, resolved.config
         rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
-        rows += 4 * config.graphs.max_rows * (resolved.drafter is not None)
+        if resolved.drafter is not None:
+            rows += 4 * config.graphs.max_rows + 2 * sum(ladder(OWN_LOGITS))
         logits = rows * info.vocab_size if config.graphs.decode is True else 0
         tokens = sum(token_ladder(self._piece_tokens))
         queries = tokens * (info.num_layers * info.num_heads * info.head_dim + len(self.watched) * info.hidden_size)
@@ -199,15 +200,26 @@ class Engine:
         self.launch(batch)
         return self.sample(batch)
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> None:
         """Compute the step's logits. Under overlap the host reads the last step's tokens while this runs."""
+        self._verifies = key = self._verify_key(batch)
+        if key is None:
+            self._launch(batch)
+            return
+        assert self.verify_graphs is not None
+        self._graph = None
+        numbers = verify_numbers(batch, self.sampler.settings_of(batch))
+        self._logits = self.verify_graphs.launch(key, batch, numbers)
+        self._prompt_logprobs, self._pooled = [], []
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> None:
         backend = self._prefill if batch.num_extend else self._decode
         if batch.shared is not None and not (self.shares_prefixes and backend.shares(batch)):
             batch.shared = None
         if not batch.num_extend and batch.drafts is None:
             batch.variant = backend.variant(batch)
-        self._graph, self._verifies = self._graph_for(batch), None
+        self._graph = self._graph_for(batch)
         if self._graph is not None:
             assert self.graphs is not None
             self._prompt_logprobs, self._pooled = [], []
@@ -218,13 +230,6 @@ class Engine:
             if self.watched:
                 assert self._graph.batch.hidden is not None
                 batch.hidden = self._graph.batch.hidden[: len(batch.slots)]
-            return
-        self._verifies = key = self._verify_key(batch)
-        if key is not None:
-            assert self.verify_graphs is not None
-            self._prompt_logprobs, self._pooled = [], []
-            numbers = verify_numbers(batch, self.sampler.settings_of(batch))
-            self._logits = self.verify_graphs.launch(key, batch, numbers)
             return
         self.inputs.prepare(batch)
         batch.attn, batch.kv, batch.watch = (backend,), (self.pool,), self.watched
@@ -242,10 +247,11 @@ class Engine:
         return self.graphs.get(key) if key is not None and self._is_ready(self.graphs, key) else None
 
     def _verify_key(self, batch: Batch) -> VerifyKey | None:
-        if self.verify_graphs is None or batch.num_extend or batch.drafts is None:
+        graphs = self.verify_graphs
+        if graphs is None or batch.num_extend or batch.drafts is None:
             return None
-        key = self.verify_graphs.key_for(batch)
-        return key if key is not None and self._is_ready(self.verify_graphs, key) else None
+        key = graphs.key_for(batch)
+        return key if key is not None and self._is_ready(graphs, key) else None
 
     def _forward(self, batch: Batch, backend: AttentionBackend) -> torch.Tensor:
         """Hidden states of a planned batch, by captured pieces where its size has been needed often enough."""

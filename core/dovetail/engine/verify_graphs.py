@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from dovetail.ops.sampling import Filters
 
 log = logging.getLogger(__name__)
+
+OWN_LOGITS = 32
+"""Tokens up to which each graph has logits of its own: copying them to memory that graphs share takes microseconds, which count
+where a step is short. Those of larger ones would take gigabytes."""
 
 
 class VerifyKey(NamedTuple):
@@ -134,13 +139,13 @@ class VerifyGraphs:
         self.refused: set[VerifyKey] = set()
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._limits, self._watch = sizes, watch
-        self._graphs: dict[VerifyKey, tuple[VerifyStep, torch.cuda.CUDAGraph]] = {}
+        self._graphs: dict[VerifyKey, tuple[VerifyStep, torch.cuda.CUDAGraph, torch.Tensor]] = {}
         largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
         self._recorder = Recorder(inputs.device)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
         self._read: torch.cuda.Event | None = None  # passed once the device has read what the host wrote last
-        self._logits: torch.Tensor | None = None  # of the step launched last, whichever graph it ran in
+        self._logits: torch.Tensor | None = None  # of the largest steps
 
     @property
     def num_captured(self) -> int:
@@ -159,8 +164,8 @@ class VerifyGraphs:
         total, tree = batch.num_tokens, not batch.drafts.is_chain
         if batch.drafts.token_ids.shape[1] >= self._limits.width or (tree and not self._limits.trees):
             return None
-        tokens = next((size for size in self.sizes if size >= total), None)
-        return None if tokens is None else VerifyKey(tokens, tree)
+        at = bisect_left(self.sizes, total)
+        return VerifyKey(self.sizes[at], tree) if at < len(self.sizes) else None
 
     def is_captured(self, key: VerifyKey) -> bool:
         """True if the graph can be replayed at once."""
@@ -169,7 +174,7 @@ class VerifyGraphs:
     def launch(self, key: VerifyKey, batch: Batch, numbers: Floats | None) -> torch.Tensor:
         """Replay the forward pass for ``batch``, and set its engine fields; returns the logits of its tokens, ``[tokens, V]``.
         All of them are valid until the next launch. ``numbers`` are those of ``verify_numbers``."""
-        step, graph = self._graphs[key]
+        step, graph, logits = self._graphs[key]
         tokens = batch.num_tokens
         self._inputs.note(batch.page_updates)
         self._wait_until_read()
@@ -178,15 +183,12 @@ class VerifyGraphs:
         graph.replay()
         self._note_read()
         step.give(batch, tokens)
-        assert self._logits is not None
-        return self._logits[:tokens]
+        return logits[:tokens]
 
     def sample(self, key: VerifyKey, batch: Batch, settings: RowSettings) -> ForwardOutput | None:
         """Replay the sampler of the step just launched, and the verification, with its result on the host's side as well.
         Valid until the next launch. None while the sampler has not been needed often."""
-        step, _ = self._graphs[key]
-        assert self._logits is not None
-        logits = self._logits[: key.tokens]
+        step, _, logits = self._graphs[key]
         found = self._samplers.replay(key, key.tokens, settings, lambda filters: step.draw(logits, filters))
         return None if found is None else step.output(len(batch.slots))
 
@@ -211,15 +213,17 @@ class VerifyGraphs:
         self._wait_until_read()
         step.tensors.write(empty_batch(), self._inputs)
         try:
-            graph, _ = self._recorder.record(lambda: self._keep(step.run(self._model)))
+            graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model)))
         finally:
             self._note_read()
-        self._graphs[key] = step, graph
+        self._graphs[key] = step, graph, logits
         self.seconds += time.perf_counter() - start
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)
 
-    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copy logits to memory that all graphs share: there are as many of a verify step as of a large decode step."""
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits where they stay until the next launch: of many tokens in memory that graphs share."""
+        if len(logits) <= OWN_LOGITS:
+            return logits
         if self._logits is None:
             self._logits = logits.new_empty(self.sizes[-1], logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)

@@ -72,15 +72,13 @@ def committed(batch: Batch, output: ForwardOutput) -> Committed | None:
 
 def chains(num_rows: int, drafts: Mapping[int, IntArray]) -> DraftTree | None:
     """``drafts[row]``, the tokens drafted for a row, as chains of a batch of ``num_rows`` rows; None if there are none."""
-    lens = np.zeros(num_rows, np.int32)
-    for row, draft in drafts.items():
-        lens[row] = len(draft)
-    width = int(lens.max(initial=0))
+    width = max(map(len, drafts.values()), default=0)
     if not width:
         return None
-    token_ids = np.zeros((num_rows, width), np.int32)
+    lens, token_ids = np.zeros(num_rows, np.int32), np.zeros((num_rows, width), np.int32)
     for row, draft in drafts.items():
-        token_ids[row, : len(draft)] = draft
+        lens[row] = count = len(draft)
+        token_ids[row, :count] = draft
     return DraftTree.chains(token_ids, lens)
 
 

@@ -36,15 +36,15 @@ class Decoding:
         if self._sharing is not None:
             self.rows = None
 
-    def draft(self, counts: IntArray) -> None:
-        """So many drafts of each row enter too. ``settle`` follows."""
+    def draft(self, counts: IntArray, most: int) -> None:
+        """So many drafts of each row enter too, ``most`` at most. ``settle`` follows."""
         if self.rows is not None:
-            self.rows.draft(counts)
+            self.rows.draft(counts, most)
 
-    def settle(self) -> None:
-        """The requests' cursors have moved back to what was accepted."""
+    def settle(self, *, adapted: bool) -> None:
+        """The requests' cursors have moved back to what was accepted; where it is ``adapted``, they get another number of drafts."""
         if self.rows is not None:
-            self.rows.settle()
+            self.rows.settle(adapted=adapted)
 
     def batch(self, rows: DecodeRows, width: int) -> Batch:
         """The next token of each row enters, with up to ``width`` drafts. Rows that begin alike stand together."""
@@ -61,7 +61,7 @@ class Decoding:
         rows = self.current()
         if width:
             rows.wish(width)
-        if not rows.short_of_pages(drafts=width > 0):
+        if not rows.short_of_pages(width):
             return rows
         while not self._reserve_next(rows):
             retract()
@@ -73,6 +73,8 @@ class Decoding:
     def current(self) -> DecodeRows:
         """All that can take another token, the longest first: attention kernels start rows in their order, and whoever
         starts last should not take the longest. Where lengths cross later, that is not worth another order."""
+        if self.rows is not None and self.rows.steps_left < 1:
+            self.rows.count_steps()
         if self.rows is None or self.rows.steps_left < 1:
             reqs = sorted(self.reqs, key=attrgetter("device_len"), reverse=True)
             self.rows = DecodeRows([r for r in reqs if r.remain_len > 0], self._ledger.page_size)
@@ -96,7 +98,7 @@ class Decoding:
     def _reserve_drafts(self, rows: DecodeRows, width: int) -> None:
         """Pages for the drafts of each row. Where there are too few left, it gets as many drafts as its pages hold."""
         rows.wish(width)
-        short = rows.short_of_pages(drafts=True)
+        short = rows.short_of_pages(width)
         for row in short:
             req = rows.reqs[row]
             most = (req.num_pages + self._ledger.available) * self._ledger.page_size
@@ -111,7 +113,7 @@ class Decoding:
         if rows is None or not width:
             return
         rows.wish(width)
-        short = rows.short_of_pages(drafts=True)
+        short = rows.short_of_pages(width)
         for row in short:
             req, length = rows.reqs[row], int(rows.lens[row] + rows.draft_room[row])
             if self._ledger.pages_for(length) - req.num_pages <= self._ledger.allocator.num_free:

@@ -26,9 +26,11 @@ MEMORY = 0.8
 """How much of the moving average of accepted drafts a step leaves as it was."""
 
 
-def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: Limits) -> None:
-    """Take back, from the cursors of the requests, the drafts that were not accepted; count those that were."""
-    drafted = drafts.lens[batch.samples].tolist()
+def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: Limits) -> bool:
+    """Take back, from the cursors of the requests, the drafts that were not accepted; count those that were. True if how many
+    each may get next time was looked at."""
+    drafted = (drafts.lens[batch.samples] if batch.num_extend else drafts.lens).tolist()
+    adapts = limits.adapt_drafts and drafts.is_chain  # of a tree most nodes are there not to be accepted
     totals.draft_steps += 1
     for req, count, tokens in zip(batch.sampled_reqs, drafted, output.token_ids, strict=True):
         if count == 0 or req.finish is not None:
@@ -42,8 +44,9 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
         totals.drafted_tokens += count
         totals.accepted_tokens += accepted
         totals.verify_steps += 1
-        if limits.adapt_drafts and drafts.is_chain:  # of a tree most nodes are there not to be accepted
+        if adapts:
             _adapt(req, accepted, limits.draft_width)
+    return adapts
 
 
 def _adapt(req: Req, accepted: int, most: int) -> None:
@@ -119,7 +122,7 @@ def _goes_on(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> bool
         and req.error is None
         and req.known_len + len(tokens) < len(req.token_ids)
         and eos_token_ids.isdisjoint(tokens)
-        and set(tokens).isdisjoint(req.params.stop_token_ids)
+        and (not req.params.stop_token_ids or set(tokens).isdisjoint(req.params.stop_token_ids))
     )
 
 

@@ -19,21 +19,25 @@ class DecodeRows:
     """Requests that decode, in the order of their rows, with arrays over them.
 
     ``reqs``, ``slots``, ``ones`` and ``samples`` go into batches as they are and are never changed: as long as a batch has
-    the same list as the one before, it has the same rows. The other arrays follow the requests' cursors.
+    the same list as the one before, it has the same rows. ``lens`` follows the requests' cursors, up to their ``ends``.
+    Each row can take ``steps_left`` more tokens, and has pages for ``spare`` of them, or more: the arrays are asked only where
+    that is not enough.
     """
 
     __slots__ = (
+        "_wanted",
         "capacity",
         "draft_lens",
         "draft_room",
+        "ends",
         "grouping",
         "lens",
         "ones",
         "page_size",
-        "remain",
         "reqs",
         "samples",
         "slots",
+        "spare",
         "steps_left",
     )
 
@@ -46,49 +50,76 @@ class DecodeRows:
         self.slots = np.fromiter([r.slot for r in reqs], np.int32, n)
         self.ones, self.samples = np.ones(n, np.int32), np.ones(n, np.bool_)
         self.lens = np.fromiter([r.device_len for r in reqs], np.int32, n)
-        self.remain = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n) - self.lens
+        self.ends = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n)
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
         self.draft_room = self.draft_lens
+        self._wanted: tuple[int, IntArray] = (
+            -1,
+            self.draft_lens,
+        )  # what rows want of so many drafts, far from their ends
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
+        self.count_steps()
+        self.count_spare()
+
+    @property
+    def remain(self) -> IntArray:
+        """Tokens that each row may still get."""
+        return self.ends - self.lens
+
+    def count_steps(self) -> None:
+        """Set ``steps_left`` to what it is."""
         self.steps_left = int(self.remain.min(initial=np.iinfo(np.int32).max))
+
+    def count_spare(self) -> None:
+        """Set ``spare`` to what it is."""
+        self.spare = int((self.capacity - self.lens).min(initial=np.iinfo(np.int32).max))
 
     def wish(self, draft_width: int) -> None:
         """Set ``draft_room``: the drafts that each row wants to verify, ``draft_width`` at most. The next token of its own needs
         room too."""
-        self.draft_room = np.minimum(np.minimum(self.remain - 1, self.draft_lens), draft_width)
+        if self._wanted[0] != draft_width:
+            self._wanted = draft_width, np.minimum(self.draft_lens, draft_width)
+        self.draft_room = self._wanted[1]
+        if self.steps_left <= draft_width:
+            self.count_steps()
+            self.draft_room = np.minimum(self.remain - 1, self.draft_room)
 
-    def short_of_pages(self, *, drafts: bool = False) -> list[int]:
-        """Rows whose pages do not hold the token that enters now and, with ``drafts``, those that it wants."""
-        lens = self.lens + self.draft_room if drafts else self.lens
+    def short_of_pages(self, draft_width: int = 0) -> list[int]:
+        """Rows whose pages do not hold the token that enters now and, with ``draft_width``, those that it wants."""
+        if self.spare >= draft_width:
+            return []
+        self.count_spare()
+        lens = self.lens + self.draft_room if draft_width else self.lens
         return (lens > self.capacity).nonzero()[0].tolist()
 
     def hold(self, rows: list[int]) -> None:
         """These rows have other pages than before."""
         page_size = self.page_size
         self.capacity[rows] = [self.reqs[row].num_pages * page_size for row in rows]
+        self.count_spare()
 
     def advance(self) -> None:
         """One token of each row enters a step, and its next one is on its way."""
-        self.lens += 1
-        self.remain -= 1
+        self.lens += self.ones
         self.steps_left -= 1
+        self.spare -= 1
         for req in self.reqs:
             req.cached_len += 1
             req.device_len += 1
             req.in_flight += 1
 
-    def draft(self, counts: IntArray) -> None:
-        """So many drafts of each row enter too. ``settle`` follows."""
+    def draft(self, counts: IntArray, most: int) -> None:
+        """So many drafts of each row enter too, ``most`` at most. ``settle`` follows."""
         self.lens += counts
-        self.remain -= counts
+        self.steps_left -= most
+        self.spare -= most
 
-    def settle(self) -> None:
-        """The requests' cursors have moved back to what was accepted, and they may get another number of drafts."""
-        lens = np.array([r.device_len for r in self.reqs], np.int32)
-        self.remain += self.lens - lens
-        self.lens = lens
-        self.draft_lens = np.array([r.draft_len for r in self.reqs], np.int32)
-        self.steps_left = int(self.remain.min())
+    def settle(self, *, adapted: bool) -> None:
+        """The requests' cursors have moved back to what was accepted; where it is ``adapted``, they get another number of drafts."""
+        self.lens[:] = [r.device_len for r in self.reqs]
+        if adapted:
+            self.draft_lens[:] = [r.draft_len for r in self.reqs]
+            self._wanted = -1, self.draft_lens
 
 
 def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
@@ -97,7 +128,7 @@ def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Ba
         reqs=rows.reqs,
         num_extend=0,
         slots=rows.slots,
-        prefix_lens=rows.lens - 1,
+        prefix_lens=rows.lens - rows.ones,
         extend_lens=rows.ones,
         samples=rows.samples,
         page_updates=updates,
@@ -127,9 +158,7 @@ def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
 
 
 def prefilled(batch: Batch) -> list[Req]:
-    """Requests that end with their prompt, of which this step has computed the last token."""
-    if not batch.num_extend:
-        return []
+    """Of a batch with prompts: requests that end with theirs, of which this step has computed the last token."""
     ends = batch.prefix_lens + batch.extend_lens
     return [
         req

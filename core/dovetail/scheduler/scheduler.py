@@ -182,10 +182,10 @@ class Scheduler:
         tree = checked(batch, drafts, self.limits.vocab_size)
         if tree is None:
             return
-        batch.drafts = drafts = tree
-        batch.extend_lens = batch.extend_lens + drafts.lens
-        self._rows.draft(drafts.lens[batch.num_extend :])
-        for req, count in zip(batch.reqs, drafts.lens.tolist(), strict=True):
+        batch.drafts = tree
+        batch.extend_lens = batch.extend_lens + tree.lens
+        self._rows.draft(tree.lens[batch.num_extend :], tree.token_ids.shape[1])
+        for req, count in zip(batch.reqs, tree.lens.tolist(), strict=True):
             req.cached_len += count
             req.device_len += count
 
@@ -208,8 +208,8 @@ class Scheduler:
         for row, vector in output.pooled.items():
             add_pooled(batch.reqs[row], int(batch.prefix_lens[row]), vector)
         if batch.drafts is not None:
-            settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
-            self._rows.settle()
+            adapted = settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
+            self._rows.settle(adapted=adapted)
         logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
         jump = self._jump if self._jumper is not None else None
         answers = [
@@ -217,13 +217,19 @@ class Scheduler:
             for req, tokens, entries in zip(batch.sampled_reqs, output.token_ids, logprobs, strict=True)
             if req.finish is None and not self._is_wasted(req)
         ]
-        answers += [end_prefilled(req) for req in prefilled(batch)]
-        self.totals.generated_tokens += sum(len(answer.token_ids) for answer in answers)
-        self._leave([self._by_rid[answer.rid] for answer in answers if answer.finish is not None])
+        if batch.num_extend:
+            answers += [end_prefilled(req) for req in prefilled(batch)]
+        ended: list[Req] = []
+        for answer in answers:
+            self.totals.generated_tokens += len(answer.token_ids)
+            if answer.finish is not None:
+                ended.append(self._by_rid[answer.rid])
+        if ended:
+            self._leave(ended)
         for req in batch.reqs[: batch.num_extend]:
             if req.finish is None and req.slot >= 0:
                 self._share(req)
-        return list[Answer](answers)
+        return [*answers]
 
     def _is_wasted(self, req: Req) -> bool:
         """True for a token sampled where the request has jumped on meanwhile."""

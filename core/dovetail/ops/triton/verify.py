@@ -10,7 +10,7 @@ import triton.language as tl
 @triton.jit
 def _walk(
     sampled, indptr, draft_ids, parents, stride, out, on_host, slots, last_token,
-    k, TREE: tl.constexpr, ON_HOST: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    k, TREE: tl.constexpr, ON_HOST: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start, end = tl.load(indptr + row).to(tl.int64), tl.load(indptr + row + 1).to(tl.int64)
@@ -18,23 +18,38 @@ def _walk(
     draft = tl.arange(0, BLOCK)
     real = draft < end - start - 1
     ids = tl.load(draft_ids + row * stride + draft, real, 0).to(tl.int64)
-    parent = tl.load(parents + row * stride + draft, real, 0).to(tl.int64) if TREE else draft.to(tl.int64) - 1
     to = row * (2 * k + 3)
-    node = start * 0  # the root
-    token = tl.load(sampled + start, live, 0)
-    count = node + tl.where(live, 1, 0)
-    alive = live
-    for step in range(k + 1):
-        token = tl.load(sampled + start + node, live, 0)
-        tl.store(out + to + step, token)
-        tl.store(out + to + k + 1 + step, node)
+    if TREE:
+        parent = tl.load(parents + row * stride + draft, real, 0).to(tl.int64)
+        node = start * 0  # the root
+        token = tl.load(sampled + start, live, 0)
+        count = node + tl.where(live, 1, 0)
+        alive = live
+        for step in range(k + 1):
+            token = tl.load(sampled + start + node, live, 0)
+            tl.store(out + to + step, token)
+            tl.store(out + to + k + 1 + step, node)
+            if ON_HOST:
+                tl.store(on_host + to + step, token)
+                tl.store(on_host + to + k + 1 + step, node)
+            child = tl.min(tl.where(real & (parent + 1 == node) & (ids == token) & alive, draft, BLOCK), 0)
+            alive = child < BLOCK
+            node = tl.where(alive, child.to(tl.int64) + 1, node)
+            count += tl.where(alive, 1, 0)
+    else:
+        right = real & (ids == tl.load(sampled + start + draft, real, 0))
+        taken = tl.min(tl.where(right, BLOCK, draft), 0).to(tl.int64)  # drafts before the first that is not right
+        step = tl.arange(0, STEPS)
+        nodes = tl.minimum(step, taken)
+        inside = step <= k
+        tokens = tl.load(sampled + start + nodes, step < tl.where(live, k + 1, 0), 0)
+        token = tl.sum(tl.where(step == taken, tokens, 0), 0)
+        count = tl.where(live, taken + 1, 0)
+        tl.store(out + to + step, tokens, inside)
+        tl.store(out + to + k + 1 + step, nodes, inside)
         if ON_HOST:
-            tl.store(on_host + to + step, token)
-            tl.store(on_host + to + k + 1 + step, node)
-        child = tl.min(tl.where(real & (parent + 1 == node) & (ids == token) & alive, draft, BLOCK), 0)
-        alive = child < BLOCK
-        node = tl.where(alive, child.to(tl.int64) + 1, node)
-        count += tl.where(alive, 1, 0)
+            tl.store(on_host + to + step, tokens, inside)
+            tl.store(on_host + to + k + 1 + step, nodes, inside)
     tl.store(out + to + 2 * k + 2, count)
     if ON_HOST:
         tl.store(on_host + to + 2 * k + 2, count)
@@ -62,5 +77,5 @@ def walk(
         sampled, indptr, draft_ids, draft_ids if parents is None else parents, draft_ids.stride(0),
         out, out if on_host is None else on_host, slots, last_token,
         k, TREE=parents is not None, ON_HOST=on_host is not None, KEEP=keep is not None,
-        BLOCK=triton.next_power_of_2(max(k, 2)), num_warps=1,
+        BLOCK=triton.next_power_of_2(max(k, 2)), STEPS=triton.next_power_of_2(k + 1), num_warps=1,
     )  # fmt: skip
