@@ -60,6 +60,7 @@ def test_a_run_is_taken_up_to_the_token_that_ends_the_request(request, tokens):
     assert answer.finish is req.finish
     assert answer.token_ids == tokens[:count]
     assert answer.completion_tokens == len(said) + count
+    assert req.accepted == min(count, len(tokens) - 1), "drafts beyond the end are nobody's"
     assert req.token_ids[: req.known_len].tolist() == prompt + said + tokens[:count]
     assert not req.token_ids[req.known_len :].any(), "what comes after the end is not the request's"
     assert answer.logprobs == (None if logprobs is None else logprobs[:count])

@@ -89,6 +89,34 @@ def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(said, monkeyp
     assert not drafter._shared._running
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_is_retracted_and_admitted_at_once_is_drafted_again(said, monkeypatch, overlap):
+    """To a drafter that lives on hidden states it is new: it is forgotten before its prompt is shown again, not after."""
+    scheduling = {"overlap": overlap, "draft": "always"}
+    llm = LLM("tiny", device="cpu", speculative="eagle3", scheduler=scheduling)
+    rows, drafter, drafted = llm.loop.scheduler._rows, llm.loop.drafter, []
+    reserve, propose = rows.reserve, drafter.propose
+
+    def retracting(width, retract):
+        if len(drafted) == 3 and rows.reqs:
+            drafted.append("retracted")
+            retract()
+        return reserve(width, retract)
+
+    def watched(batch):
+        tree = propose(batch)
+        drafted.append(tree is not None)
+        return tree
+
+    monkeypatch.setattr(rows, "reserve", retracting)
+    monkeypatch.setattr(drafter, "propose", watched)
+    assert ask(llm) == said()
+    assert llm.loop.stats().retractions == 1
+    assert drafted[:3] == [True] * 3
+    assert all(drafted[4:-1])
+    assert len(drafted) > 6
+
+
 def test_a_request_may_decline_drafts(said):
     llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"draft": "always"})
     assert ask(llm, speculative=False) == said()

@@ -323,6 +323,26 @@ def test_a_broken_drafter_costs_its_drafts_only(checkpoint, reference, how):
     check_idle(llm)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["Ctrl-C", "exit"])
+@pytest.mark.parametrize(("part", "call"), [("propose", 1), ("propose", 4), ("observe", 1), ("observe", 3), ("forget", 1)])
+def test_an_interrupt_in_a_drafter_costs_its_drafts_only(
+    checkpoint, reference, monkeypatch, part, call, error, overlap
+):
+    llm = make_llm(checkpoint, **paged(1, 230, scheduler={"chunk_size": 20, "overlap": overlap}))
+    traffic, prompts = Traffic(llm), prompts_of([30, 9, 14])
+    with drafting(llm, TreeDrafter(width=4, right=0.8)), monkeypatch.context() as patch:
+        raise_at(patch, llm.loop.drafter, part, call, error)
+        for i, prompt in enumerate(prompts):
+            traffic.add(str(i), prompt, GREEDY)
+        with pytest.raises(type(error)):
+            traffic.finish()
+        traffic.finish()
+    assert llm.loop.drafter_errors == 0
+    assert [traffic.tokens[str(i)] for i in range(3)] == [reference.greedy(tuple(p), 16) for p in prompts]
+    check_idle(llm)
+
+
 # -- policies and caches that fail -----------------------------------------------------------------------------------
 
 

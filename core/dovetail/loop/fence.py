@@ -1,15 +1,19 @@
-"""A fence around drafters: one that raises, or whose drafts break its contract, costs a step its drafts and nothing else."""
+"""A fence around drafters: one that raises, or whose drafts break its contract, costs a step its drafts and nothing else. So does
+an interrupt (Ctrl-C) that arrives in one.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from dovetail.interfaces.speculative import Drafter
     from dovetail.scheduler.scheduler import Scheduler
     from dovetail.types import Batch, ForwardOutput, Req
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -17,20 +21,23 @@ log = logging.getLogger(__name__)
 class Fence:
     """Calls a drafter; what it raises is logged and counted in ``errors``."""
 
-    def __init__(self, check: Callable[[Exception], None]) -> None:
-        """``check`` is shown every error, and raises where it concerns more than the drafter."""
+    def __init__(self, check: Callable[[BaseException], None], interrupted: Callable[[BaseException], None]) -> None:
+        """``check`` is shown every error, and raises where it concerns more than the drafter. ``interrupted`` gets what is no
+        error of the drafter's, to be raised when the books are in order."""
         self.errors = 0
-        self._check = check
+        self._check, self._interrupted = check, interrupted
 
     def propose(self, drafter: Drafter, scheduler: Scheduler, batch: Batch) -> None:
         """Ask for drafts of a step and attach them to it."""
 
-        def ask() -> None:
-            drafts = drafter.propose(batch)
-            if drafts is not None:
-                scheduler.attach(batch, drafts)
-
-        self._run(ask, "this step runs without drafts")
+        consequence = "this step runs without drafts"
+        drafts = self._run(lambda: drafter.propose(batch), consequence)
+        if drafts is None:
+            return
+        try:
+            scheduler.attach(batch, drafts)
+        except Exception as error:
+            self._failed(error, consequence)
 
     def observe(self, drafter: Drafter, batch: Batch, output: ForwardOutput) -> None:
         """Show what a step accepted."""
@@ -41,10 +48,17 @@ class Fence:
         for req in departed:
             self._run(lambda req=req: drafter.forget(req), f"it may keep the state of request {req.rid}")
 
-    def _run(self, part: Callable[[], None], consequence: str) -> None:
+    def _run(self, part: Callable[[], T], consequence: str) -> T | None:
         try:
-            part()
+            return part()
         except Exception as error:
+            self._failed(error, consequence)
+        except BaseException as error:
             self._check(error)
-            self.errors += 1
-            log.exception("the drafter failed (%d times so far); %s", self.errors, consequence)
+            self._interrupted(error)
+        return None
+
+    def _failed(self, error: Exception, consequence: str) -> None:
+        self._check(error)
+        self.errors += 1
+        log.error("the drafter failed (%d times so far); %s", self.errors, consequence, exc_info=error)

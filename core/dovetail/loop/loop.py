@@ -76,7 +76,7 @@ class Loop:
         self.dead: str | None = None
         self._kept: EngineDeadError | None = None  # its traceback holds tensors of a lost device: freeing them aborts
         self._interrupt: BaseException | None = None
-        self._fence = Fence(self._end_if_lost)
+        self._fence = Fence(self._end_if_lost, self._interrupted)
         always = resolved.config.scheduler.draft == "always"
         self._pace = Pace(always=always, must_see_all=self.drafter is not None and self.drafter.must_see_all)
         self._drafting = False  # whether the step being made asks the drafter
@@ -152,7 +152,8 @@ class Loop:
 
     def step(self) -> list[Answer]:
         """Run one step and return all that is to be said. Raises ``EngineDeadError``. An interrupt (Ctrl-C) while the engine
-        computes ends the requests of the step and is raised when the books are in order; the answers come next time."""
+        computes ends the requests of the step, one in a drafter costs the step its drafts; it is raised when the books are in
+        order, and the answers come next time."""
         answers = self._guarded(self._step)
         if self._interrupt is not None:
             self._outbox = answers + self._outbox
@@ -255,6 +256,8 @@ class Loop:
             return None
         self._steps += 1
         drafter = self.drafter
+        if drafter is not None:  # a request may have been retracted and admitted again: it is new to the drafter
+            self._fence.forget(drafter, self.scheduler.take_departed())
         if drafter is not None and self._drafting and batch.num_extend < len(batch.reqs):
             self.engine.inputs.note(batch.page_updates)  # the drafter's room has the same pages
             self._timed("draft", lambda: self._fence.propose(drafter, self.scheduler, batch))
@@ -278,9 +281,12 @@ class Loop:
         step as well: what it has written is not known; it is raised once the books are in order."""
         self._end_if_lost(error)
         if not isinstance(error, Exception):
-            self._interrupt = error
+            self._interrupted(error)
         log.error("a step of %d requests failed", len(batch.reqs), exc_info=error)
         return self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {first_line(error)}")
+
+    def _interrupted(self, error: BaseException) -> None:
+        self._interrupt = error
 
     def _end_if_lost(self, error: BaseException) -> None:
         reason = self.engine.lost_device(error)

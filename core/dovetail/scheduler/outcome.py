@@ -27,8 +27,8 @@ MEMORY = 0.8
 
 
 def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: Limits) -> bool:
-    """Take back, from the cursors of the requests, the drafts that were not accepted; count those that were. True if how many
-    each may get next time was looked at."""
+    """Take back, from the cursors of the requests, the drafts that were not accepted, and count what was verified. True if how
+    many each may get next time was looked at."""
     drafted = (drafts.lens[batch.samples] if batch.num_extend else drafts.lens).tolist()
     adapts = limits.adapt_drafts and drafts.is_chain  # of a tree most nodes are there not to be accepted
     totals.draft_steps += 1
@@ -39,10 +39,8 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
         req.cached_len -= count - accepted
         req.device_len -= count - accepted
         req.drafted += count
-        req.accepted += accepted
         req.verify_steps += 1
         totals.drafted_tokens += count
-        totals.accepted_tokens += accepted
         totals.verify_steps += 1
         if adapts:
             _adapt(req, accepted, limits.draft_width)
@@ -64,13 +62,15 @@ def take_tokens(
     jump: Callable[[Req], list[int]] | None = None,
 ) -> TokenOutput:
     """Append ``tokens`` to the request, up to the one that ends it, and set ``req.finish`` then. Else ``jump`` may append
-    more, and returns them. The answer for its client."""
+    more, and returns them. All but the last of ``tokens`` are accepted drafts: those appended are counted. The answer for its
+    client."""
     before = req.known_len
     if len(tokens) > 1 and _goes_on(req, tokens, eos_token_ids):
         req.known_len += len(tokens)
         req.token_ids[before : req.known_len] = tokens
     else:
         _take_singly(req, tokens, eos_token_ids)
+    req.accepted += min(req.known_len - before, len(tokens) - 1)
     if jump is not None and req.finish is None:
         tokens = tokens + jump(req)
     return _output(req, tokens, before, logprobs)

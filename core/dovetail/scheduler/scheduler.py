@@ -212,11 +212,12 @@ class Scheduler:
             self._rows.settle(adapted=adapted)
         logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
         jump = self._jump if self._jumper is not None else None
-        answers = [
-            take_tokens(req, tokens, entries, self.eos_token_ids, jump)
-            for req, tokens, entries in zip(batch.sampled_reqs, output.token_ids, logprobs, strict=True)
-            if req.finish is None and not self._is_wasted(req)
-        ]
+        answers: list[TokenOutput] = []
+        for req, tokens, entries in zip(batch.sampled_reqs, output.token_ids, logprobs, strict=True):
+            if req.finish is None and not self._is_wasted(req):
+                accepted = req.accepted
+                answers.append(take_tokens(req, tokens, entries, self.eos_token_ids, jump))
+                self.totals.accepted_tokens += req.accepted - accepted
         if batch.num_extend:
             answers += [end_prefilled(req) for req in prefilled(batch)]
         ended: list[Req] = []
