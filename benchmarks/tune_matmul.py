@@ -3,7 +3,8 @@
     python benchmarks/tune_matmul.py [--models 8b small] [--rows 1 16 32 64 128 256] [--top 8]
 
 Every tile that fits a shape is checked against float32 and timed on cold weights. The fastest ones then compete in the step
-of ``ops_gpu.Step``, one matrix after the other, as what is asked for ahead of time shows only among other kernels.
+of ``ops_gpu.Step``, one matrix after the other, as what is asked for ahead of time shows only among other kernels. Those that
+load weights early are better the less they are in each other's way, which shows there only: all of them compete.
 Prints both, and the table.
 """
 
@@ -34,14 +35,16 @@ ONE_ROW = [
 ]  # fmt: skip
 FEW_ROWS = [
     (32, 128, 4, 6), (32, 128, 4, 8), (32, 256, 4, 4), (32, 256, 4, 6), (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6),
-    (64, 128, 4, 8), (64, 256, 4, 3), (64, 256, 4, 5), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 5),
-    (128, 128, 8, 4), (256, 64, 8, 4),
+    (64, 128, 4, 8), (64, 256, 4, 2), (64, 256, 4, 3), (64, 256, 4, 5), (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 5),
+    (128, 128, 8, 3), (128, 128, 8, 4), (256, 64, 8, 4),
 ]  # fmt: skip
 MANY_ROWS = [
     (64, 64, 4, 4), (64, 128, 4, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4),
     (128, 64, 8, 5), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4),
 ]  # fmt: skip
 AHEAD = (0, 8, 16, 32)
+EARLY = 16
+"""Rows up to which ``Tile.early`` is tried."""
 Choice = Tile | None
 
 
@@ -55,7 +58,7 @@ def candidates(block_m: int, n: int, k: int) -> list[Tile]:
         ]
     found = []
     for (block_n, block_k, warps, stages), split in itertools.product(
-        FEW_ROWS if block_m <= 64 else MANY_ROWS, (1, 2, 3, 4, 7, 8)
+        FEW_ROWS if block_m <= 64 else MANY_ROWS, (1, 2, 3, 4, 6, 7, 8)
     ):
         programs = -(-n // block_n) * split
         if (
@@ -67,8 +70,14 @@ def candidates(block_m: int, n: int, k: int) -> list[Tile]:
                 or (programs <= SMS * 8 and programs * block_n * block_m <= MAX_PARTS and programs <= MAX_TILES)
             )
         ):
-            found.append(Tile(block_m, block_n, block_k, warps, stages, split))
+            tile = Tile(block_m, block_n, block_k, warps, stages, split)
+            found += [tile, tile._replace(early=True)] if block_m <= EARLY else [tile]
     return found
+
+
+def aheads(choice: Choice) -> Sequence[int]:
+    """What to try of ``Tile.ahead``."""
+    return AHEAD if choice is not None and not choice.early else (0,)
 
 
 def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: Tile, space: Workspace) -> bool:
@@ -83,19 +92,10 @@ def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: Tile
     return True
 
 
-def compile_all(models: Iterable[Model], buckets: Sequence[int], space: Workspace) -> None:
-    """Compile every candidate, on all cores."""
+def compile_all(cases: Iterable[tuple[Tile, bool]], space: Workspace) -> None:
+    """Compile tiles, each with whether it ends in the gate, on all cores."""
     x, w = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in (1 << 20, 1 << 22))
-    models = list(models)
-    shapes = {shape for model in models for shape in model.matrices.values()}
-    inner = {model.matrices["gate_up"] for model in models}
-    wanted = {
-        (tile._replace(split=min(tile.split, 2), ahead=ahead, per_sm=min(tile.per_sm, 1)), gated)
-        for m, (n, k), ahead, gated in itertools.product(buckets, shapes, AHEAD, (False, True))
-        if not gated or (n, k) in inner
-        for tile in candidates(m, n, k)
-        if not gated or tile.block_n > 1
-    }
+    wanted = {(tile._replace(per_sm=min(tile.per_sm, 1)), gated) for tile, gated in cases}
 
     def compile_one(case: tuple[Tile, bool]) -> None:
         tile, gated = case
@@ -134,7 +134,8 @@ def tune_alone(
         cublas = next(us for us, tile in found if tile is None)
         text = ", ".join(f"{us:.2f} {tile and tuple(tile)}" for us, tile in found[:3])
         print(f"{name} [{n}, {k}] m={m}: cuBLAS {cublas:.2f} us; {text}", flush=True)
-        best[m] = [tile for _, tile in found[:top]]
+        best[m] = [tile for _, tile in found if tile is None or not tile.early][:top]
+        best[m] += [tile for _, tile in found if tile is not None and tile.early]
         if None not in best[m]:
             best[m].append(None)
     return best
@@ -146,6 +147,11 @@ def tune_together(
     """The choice for each matrix of a layer, made where it is used."""
     pairs = [tile for tile in best["gate_up"] if tile is None or tile.block_n > 1]  # of gates and what they let through
     best = {**best, "gate_up": pairs}
+    trials = ((name, choice) for name, choices in best.items() for choice in choices if choice is not None)
+    compile_all(
+        ((choice._replace(ahead=ahead), name == "gate_up") for name, choice in trials for ahead in aheads(choice)),
+        space,
+    )
     chosen = {name: choices[0] for name, choices in best.items()}
 
     def measure(name: str, choice: Choice) -> float:
@@ -165,12 +171,13 @@ def tune_together(
             continue
         now = measure(name, chosen[name])
         for choice in choices:
-            for ahead in AHEAD if choice is not None else (0,):
+            for ahead in aheads(choice):
                 tile = choice and choice._replace(ahead=ahead)
                 us = measure(name, tile)
                 if us < now * GAIN or (chosen[name] is None and us < now):
                     now, chosen[name] = us, tile
-        print(f"  m={m} {name}: {now:.1f} us, {chosen[name] and tuple(chosen[name])}", flush=True)
+        tile = chosen[name]
+        print(f"  m={m} {name}: {now:.1f} us, {tile and tuple(tile)}", flush=True)
     with Independent():
         alone = whole(chosen, True)
     cublas = whole(dict.fromkeys(chosen), True)
@@ -190,7 +197,9 @@ def main() -> None:
     torch.manual_seed(0)
     space, table = Workspace(torch.device("cuda")), {}
     with torch.inference_mode():
-        compile_all([MODELS[name] for name in args.models], args.rows, space)
+        shapes = {shape for name in args.models for shape in MODELS[name].matrices.values()}
+        tiles = (tile for m, shape in itertools.product(args.rows, shapes) for tile in candidates(m, *shape))
+        compile_all(((tile, False) for tile in tiles), space)
         for name in args.models:
             model = MODELS[name]
             best = {

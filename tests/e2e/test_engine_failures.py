@@ -325,7 +325,9 @@ def test_a_broken_drafter_costs_its_drafts_only(checkpoint, reference, how):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["Ctrl-C", "exit"])
-@pytest.mark.parametrize(("part", "call"), [("propose", 1), ("propose", 4), ("observe", 1), ("observe", 3), ("forget", 1)])
+@pytest.mark.parametrize(
+    ("part", "call"), [("propose", 1), ("propose", 4), ("observe", 1), ("observe", 3), ("forget", 1)]
+)
 def test_an_interrupt_in_a_drafter_costs_its_drafts_only(
     checkpoint, reference, monkeypatch, part, call, error, overlap
 ):

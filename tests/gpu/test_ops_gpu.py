@@ -175,7 +175,9 @@ def test_products_of_few_rows(n: int, k: int) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (6144, 1024), (1024, 3072), (1000, 768)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(28672, 4096), (16384, 3072), (3072, 8192), (6144, 1024), (1024, 3072), (1000, 768)]
+)
 def test_products_with_bias_and_gate(n: int, k: int, dtype: torch.dtype) -> None:
     weight, bias = randn(n, k, dtype=dtype) * 0.05, randn(n, dtype=dtype)
     product = few_rows(weight)
@@ -210,16 +212,16 @@ def test_linear_layers_use_them_and_say_so() -> None:
 
 
 @needs_hopper
-def test_a_step_of_dependent_kernels_gives_the_same_every_time() -> None:
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 3072), (3072, 8192)])
+def test_a_step_of_dependent_kernels_gives_the_same_every_time(hidden: int, inner: int) -> None:
     """Kernels start before those they depend on have ended: a missing wait shows as a changed result."""
-    hidden, inner = 1024, 3072
     weights = [
         (randn(2 * inner, hidden, dtype=torch.bfloat16) * 0.03, randn(hidden, inner, dtype=torch.bfloat16) * 0.03)
         for _ in range(8)
     ]
     pairs = [(few_rows(up), few_rows(down)) for up, down in weights]
     scale = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
-    for rows in (1, 16, 64):
+    for rows in (1, 9, 16, 64):
         start = randn(rows, hidden, dtype=torch.bfloat16)
 
         def step(pause: Callable[[], object], start: torch.Tensor = start) -> torch.Tensor:

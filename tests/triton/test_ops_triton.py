@@ -158,7 +158,7 @@ def test_products_of_few_rows(
     if gated:
         gate, up = exact.chunk(2, -1)
         exact = gate / (1 + (-gate).exp()) * up
-    tiles = [Tile(16, 16, 32, 4, 1), Tile(16, 16, 32, 4, 1, split=3)]
+    tiles = [Tile(16, 16, 32, 4, split=split, early=early) for split in (1, 3) for early in (False, True)]
     if m == 1:
         tiles += [Tile(1, 4, 32, 1), Tile(1, 2, 32, 1, per_sm=1), Tile(1, 4, 32, 1, per_sm=2)]
     for tile in tiles:

@@ -3,7 +3,11 @@
 One row: plain multiply and add in float32, the weights straight to registers. Up to 128 rows: tensor cores with the weight
 as the left operand, whose tiles are at least 64 high, and the rows of ``x`` as a narrow right one. Where there are few
 tiles the product is split along k; the last program of a tile to finish adds up the parts, in their order, so results
-are the same every time. Both may end in SwiGLU's gate, which costs nothing there. Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``).
+are the same every time. Both may end in SwiGLU's gate, which costs nothing there.
+
+Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``). The one for few rows does so
+where ``Tile.early`` says: the pipeline of its weights is then full before the wait, and ``x``, which must not be read before
+it, is kept out of that pipeline, in registers, one tile ahead.
 """
 
 from __future__ import annotations
@@ -117,11 +121,19 @@ def _store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     tl.store(y + token.to(tl.int64) * n + column, total.to(y.dtype.element_ty), (token < m) & (column < n))
 
 
-@triton.jit(do_not_specialize=["m", "splits"])
+@triton.jit
+def _around(start, first, span, BLOCK_K: tl.constexpr):
+    """Where round ``start`` of a program that begins at ``first`` is in its ``span``. Programs begin at different places, so
+    that they do not all ask for the same lines of ``x`` at once."""
+    place = start + first
+    return tl.multiple_of(place - tl.where(place >= span, span, 0), BLOCK_K)
+
+
+@triton.jit(do_not_specialize=["m"])
 def _few_rows(
-    x, w, bias, y, parts, arrived, m, n, k, span, splits,
+    x, w, bias, y, parts, arrived, m, n, k, span,
     GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = _rows_of(tile, n, GATED, BLOCK_N)
@@ -135,23 +147,38 @@ def _few_rows(
         if AHEAD:
             line = tl.minimum(tl.arange(0, AHEAD) * 64, span - 1)
             _prefetch(w + rows.to(tl.int64)[:, None] * k + part * span + line[None, :])
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, span, BLOCK_K):
-        left = tl.load(source + start, eviction_policy="evict_first")
-        right = tl.load(tokens + start, present, 0.0)
-        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    if EARLY:
+        first = tl.multiple_of(tile * BLOCK_K % span, BLOCK_K)
+        right = tl.zeros([BLOCK_M, BLOCK_K], x.dtype.element_ty)
+        for start in range(0, span, BLOCK_K):
+            if start == 0:  # waits in the loop, before which the pipeline's first loads of ``left`` are
+                if PDL:
+                    gdc_wait()
+                right = tl.load(tokens + first, present, 0.0)
+            more = token[:, None] < tl.where(start + BLOCK_K < span, m, 0)
+            following = tl.load(tokens + _around(start + BLOCK_K, first, span, BLOCK_K), more, 0.0)
+            left = tl.load(source + _around(start, first, span, BLOCK_K), eviction_policy="evict_first")
+            total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+            right = following
+    else:
+        for start in range(0, span, BLOCK_K):
+            left = tl.load(source + start, eviction_policy="evict_first")
+            right = tl.load(tokens + start, present, 0.0)
+            total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     finished = True
-    if SPLIT:
+    if SPLIT > 1:
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
         size: tl.constexpr = BLOCK_N * BLOCK_M
-        mine = parts + tile.to(tl.int64) * splits * size + inner
+        mine = parts + tile.to(tl.int64) * (SPLIT * size) + inner
         tl.store(mine + part * size, total)
         tl.debug_barrier()
-        finished = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == splits - 1
+        finished = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
         if finished:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in range(splits):
+            for other in tl.static_range(SPLIT):
                 total += tl.load(mine + other * size, cache_modifier=".cg")
             tl.store(arrived + tile, 0)
     if finished:
@@ -197,9 +224,9 @@ def matmul(
         return y
     launch(
         _few_rows, (tiles, tile.split),
-        x, weight, bias, y, space.parts, space.arrived, m, n, k, k // tile.split, tile.split,
+        x, weight, bias, y, space.parts, space.arrived, m, n, k, k // tile.split,
         GATED=gated, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLIT=tile.split > 1, AHEAD=tile.ahead, num_warps=tile.warps, num_stages=tile.stages,
+        SPLIT=tile.split, AHEAD=tile.ahead, EARLY=tile.early, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 

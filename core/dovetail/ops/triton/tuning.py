@@ -19,7 +19,9 @@ BUCKETS = (1, 16, 32, 64, MAX_ROWS)
 class Tile(NamedTuple):
     """How a product is cut. ``block_m`` 1 is the kernel of one row, which has no stages and no split. ``ahead``: lines of 128
     bytes per row of the weight to ask for before waiting for the kernel before (a power of two, or 0). ``per_sm``: programs per
-    multiprocessor, each of several tiles, for the kernel of one row; 0: one program per tile."""
+    multiprocessor, each of several tiles, for the kernel of one row; 0: one program per tile. ``early``, of several
+    rows: the weights of all stages but one are loaded before that wait. It gained where two or three programs fit a
+    multiprocessor, so that some may come before others have ended; the tiles of more than 16 rows were slower with it."""
 
     block_m: int
     block_n: int
@@ -29,68 +31,69 @@ class Tile(NamedTuple):
     split: int = 1
     ahead: int = 0
     per_sm: int = 0
+    early: bool = False
 
 
 MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
     (6144, 4096): {
         1: Tile(1, 2, 2048, 4, ahead=8, per_sm=6),
-        16: Tile(16, 64, 128, 4, 6),
+        16: Tile(16, 64, 256, 4, 3, split=2, early=True),
         32: Tile(32, 64, 128, 4, 6, ahead=8),
         64: Tile(64, 64, 64, 4, 8, ahead=8),
     },
     (4096, 4096): {
         1: Tile(1, 2, 1024, 4),
-        16: Tile(16, 32, 256, 4, 6, ahead=8),
+        16: Tile(16, 64, 128, 4, 4, split=4, early=True),
         32: Tile(32, 64, 256, 4, 3, split=2),
         64: Tile(64, 64, 256, 4, 3, split=2),
     },
     (28672, 4096): {
         1: Tile(1, 2, 2048, 4, per_sm=6),
-        16: Tile(16, 64, 128, 4, 4),
+        16: Tile(16, 64, 256, 4, 3, early=True),
         32: Tile(32, 64, 128, 4, 4),
         64: Tile(64, 128, 128, 8, 4),
         128: Tile(128, 128, 64, 8, 3),
     },
     (4096, 14336): {
         1: Tile(1, 2, 1024, 4),
-        16: Tile(16, 32, 256, 4, 6),
+        16: Tile(16, 64, 256, 4, 3, split=4, early=True),
         32: Tile(32, 64, 256, 4, 3, split=2),
         64: Tile(64, 64, 128, 4, 6, split=2),
     },
     (128256, 4096): {
         1: Tile(1, 1, 512, 2),
-        16: Tile(16, 128, 128, 4, 3),
+        16: Tile(16, 128, 128, 8, 3, early=True),
         32: Tile(32, 128, 128, 8, 4),
         64: Tile(64, 128, 128, 8, 4),
         128: Tile(128, 256, 64, 8, 4),
     },
     (5120, 3072): {
         1: Tile(1, 4, 512, 2),
-        16: Tile(16, 128, 128, 8, 4, split=3),
+        16: Tile(16, 64, 256, 4, 3, split=3, early=True),
         32: Tile(32, 64, 128, 4, 6, ahead=8),
         64: None,
     },
     (3072, 3072): {
         1: Tile(1, 2, 512, 2),
-        16: Tile(16, 64, 128, 4, 6, split=2),
+        16: Tile(16, 64, 256, 4, 3, split=4, early=True),
         32: Tile(32, 64, 128, 4, 6, split=2),
         64: None,
     },
     (16384, 3072): {
         1: Tile(1, 4, 1024, 2, per_sm=8),
-        16: Tile(16, 128, 128, 8, 4),
+        16: Tile(16, 64, 256, 4, 3, early=True),
         32: Tile(32, 128, 128, 4, 3),
         64: Tile(64, 128, 128, 8, 4),
     },
     (3072, 8192): {
         1: Tile(1, 1, 512, 2, ahead=8),
-        16: Tile(16, 64, 128, 4, 4, split=4),
+        16: Tile(16, 64, 256, 4, 2, split=8, early=True),
         32: Tile(32, 64, 128, 4, 6, split=2, ahead=8),
         64: Tile(64, 64, 256, 4, 3, split=2, ahead=8),
     },
     (128256, 3072): {
         1: Tile(1, 1, 512, 2),
-        16: Tile(16, 128, 128, 4, 5),
+        16: Tile(16, 128, 128, 8, 3, early=True),
         32: Tile(32, 128, 128, 8, 4),
         64: Tile(64, 128, 128, 8, 4),
     },
@@ -102,7 +105,7 @@ MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
     },
     (1024, 2048): {
         1: Tile(1, 2, 2048, 4, ahead=8),
-        16: Tile(16, 32, 256, 4, 6, split=4),
+        16: Tile(16, 32, 256, 4, 6, split=4, early=True),
         32: Tile(32, 32, 256, 4, 6, split=4),
         64: Tile(64, 32, 256, 4, 4, split=4),
     },
@@ -114,13 +117,13 @@ MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
     },
     (1024, 3072): {
         1: Tile(1, 1, 1024, 4),
-        16: Tile(16, 32, 256, 4, 6, split=4, ahead=8),
+        16: Tile(16, 32, 256, 4, 6, split=6, early=True),
         32: Tile(32, 32, 256, 4, 6, split=4, ahead=8),
         64: Tile(64, 32, 128, 4, 6, split=4, ahead=16),
     },
     (151936, 1024): {
         1: Tile(1, 4, 256, 1),
-        16: Tile(16, 128, 128, 4, 3),
+        16: Tile(16, 64, 256, 4, 2, early=True),
         32: Tile(32, 64, 128, 4, 4),
         64: Tile(64, 128, 128, 8, 4),
     },
@@ -153,4 +156,4 @@ def describe(n: int, k: int) -> str:
 
 def _text(tile: Tile) -> str:
     split = f" in {tile.split} parts" if tile.split > 1 else ""
-    return f"triton {tile.block_m}x{tile.block_n}x{tile.block_k}{split}"
+    return f"triton {tile.block_m}x{tile.block_n}x{tile.block_k}{split}{' early' if tile.early else ''}"
