@@ -26,6 +26,7 @@ from dovetail import LLM, Resolved, SamplingParams
 from dovetail.engine.engine import Engine
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.memory import Needs, budget_for
+from dovetail.engine.sampler import Sampler
 from dovetail.loop import Loop
 from dovetail.memory.pool import PagedKVPool
 from dovetail.messages import AbortAllMsg, GenerateMsg
@@ -51,6 +52,7 @@ class StubEngine(Engine):
         self.num_pages = config.scheduler.rows * pages
         self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
         self.inputs = Inputs(config.scheduler.rows, pages, self.page_size, self.device)
+        self.sampler = Sampler(self.info.vocab_size, eos_token_ids, self.device)
         self.graphs = None
         self.drafter = self.verify_graphs = self.pieces = None
         self.shares_prefixes = False

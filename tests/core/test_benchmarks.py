@@ -146,3 +146,13 @@ def test_cpu_time_of_a_session_counts_all_its_processes(peers):
     assert seconds >= 0.29
     assert peers["arms"].session_cpu_seconds(process.pid) == 0.0
     assert os.getsid(0) != process.pid
+
+
+def test_the_host_time_of_a_step_is_measured(tmp_path):
+    """Its stand-in engine has whatever the loop asks an engine for."""
+    found, script = tmp_path / "found.json", ROOT / "benchmarks" / "step_overhead.py"
+    command = [sys.executable, script, "--requests", "1", "3", "--steps", "4", "--rounds", "1", "--json", found]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    for row, requests in zip(json.loads(found.read_text()), (1, 3), strict=True):
+        assert row["requests"] == requests
+        assert all(row[part] > 0 for part in ("schedule", "commit", "prepare", "rest"))

@@ -70,7 +70,8 @@ def take_tokens(
         req.token_ids[before : req.known_len] = tokens
     else:
         _take_singly(req, tokens, eos_token_ids)
-    req.accepted += min(req.known_len - before, len(tokens) - 1)
+    if len(tokens) > 1:
+        req.accepted += min(req.known_len - before, len(tokens) - 1)
     if jump is not None and req.finish is None:
         tokens = tokens + jump(req)
     return _output(req, tokens, before, logprobs)
