@@ -27,6 +27,7 @@ from rich.table import Table
 
 import dovetail
 from dovetail import SamplingParams
+from dovetail.engine.graphs import GraphKey
 from dovetail.engine.verify_graphs import VerifyKey
 from dovetail.messages import GenerateMsg, TokenOutput
 from gpubench.models import CONFIGS
@@ -173,14 +174,19 @@ class Bench:
         engine = llm.loop.engine
         if engine.graphs is None or engine.verify_graphs is None:
             return {}
-        decode = next(graph.forward for key, graph in engine.graphs._graphs.items() if key.rows == 1)
-        _, verify, _ = engine.verify_graphs._graphs[VerifyKey(1 + WIDTH, False)]
-        return {"decode": replay_ms(decode), "verify": replay_ms(verify)}
+        decode, verify = (
+            engine.graphs._graphs.get(GraphKey(1, False)),
+            engine.verify_graphs._graphs.get(VerifyKey(1 + WIDTH, False)),
+        )
+        if decode is None or verify is None:
+            console.print("a decode step or a verify step was not captured")
+            return {}
+        return {"decode": replay_ms(decode.forward), "verify": replay_ms(verify.graph)}
 
     def row(
         self, errors: float, plains: list[float], drafteds: list[float], before: Any, after: Any, same: bool
     ) -> dict[str, Any]:
-        """One error rate: the best of all runs, and the median as far as it says something else."""
+        """One error rate: numbers of the best runs, and ``median_of_ideal`` of the median ones."""
         plain, drafted = plains[0], drafteds[0]
         steps = after[0].steps - before[0].steps
         accepted = after[0].accepted_tokens - before[0].accepted_tokens

@@ -69,7 +69,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
 
     ``logprobs`` has one entry per new token where the request asked for them; ``prompt_logprobs`` comes once, with the
     first output. ``cached_tokens`` are the prompt tokens found in the prefix cache at admission; ``accepted`` of ``drafted`` tokens
-    were accepted so far, in ``verify_steps`` steps; ``grammar_backend`` is the
+    were accepted so far, in ``verify_steps`` steps (see ``types.Acceptance``); ``grammar_backend`` is the
     one that constrains the output. ``pooled`` is what the prompt was made into (``Pooling``): float32, little-endian.
     """
 

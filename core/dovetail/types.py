@@ -52,7 +52,8 @@ class StoresKV(Protocol):
 
 
 class Acceptance(NamedTuple):
-    """What came of drafts: ``accepted`` of ``drafted`` tokens, in ``steps`` that each verified the drafts of one request."""
+    """What came of drafts: ``accepted`` of ``drafted`` tokens, in ``steps`` that each verified the drafts of one request. Those count
+    as accepted that a step brought beyond the one that any step brings."""
 
     drafted: int = 0
     accepted: int = 0
@@ -60,7 +61,7 @@ class Acceptance(NamedTuple):
 
     @property
     def length(self) -> float:
-        """Tokens that a step with drafts brought on average: those accepted and the target's own; 1 before the first."""
+        """Tokens that a request got of a step with drafts, on average; 1 before the first."""
         return 1 + self.accepted / max(self.steps, 1)
 
     @property
@@ -267,7 +268,7 @@ class Batch:
     extend_lens: IntArray  # [rows] tokens that enter this step (1 for a decode row, 1 + drafts for a verify row)
     samples: BoolArray  # [rows] False for a chunk that does not reach the end of its prompt
     page_updates: PageUpdates
-    draft_room: IntArray | None = None  # [rows] draft tokens that pages were reserved for
+    draft_room: IntArray | None = None  # [rows] draft tokens that pages were reserved for; read-only
     shared: SharedPrefixes | None = None  # of a decode batch; None: nothing, or nothing worth it
     variant: int = 0  # of a decode batch, set by the engine: what AttentionBackend.variant answered
     drafts: DraftTree | None = None  # set by the loop from Drafter.propose

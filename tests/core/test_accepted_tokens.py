@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.scheduler.limits import Totals
 from dovetail.scheduler.outcome import take_tokens
 from dovetail.types import FinishKind, Req, SamplingParams, TokenLogprob
 
@@ -53,14 +54,15 @@ def test_a_run_is_taken_up_to_the_token_that_ends_the_request(request, tokens):
     prompt, said, params = request
     req = running(prompt, said, params)
     logprobs = None if params.logprobs is None else [TokenLogprob(token, -1.0) for token in tokens]
-    answer = take_tokens(req, tokens, logprobs, EOS)
+    totals = Totals()
+    answer = take_tokens(req, tokens, logprobs, EOS, totals)
     count, kind = end_of(params, said, tokens)
 
     assert (req.finish.kind if req.finish else None) == kind
     assert answer.finish is req.finish
     assert answer.token_ids == tokens[:count]
     assert answer.completion_tokens == len(said) + count
-    assert req.accepted == min(count, len(tokens) - 1), "drafts beyond the end are nobody's"
+    assert req.accepted == totals.accepted_tokens == count - 1, "what a step brought beyond the one that any brings"
     assert req.token_ids[: req.known_len].tolist() == prompt + said + tokens[:count]
     assert not req.token_ids[req.known_len :].any(), "what comes after the end is not the request's"
     assert answer.logprobs == (None if logprobs is None else logprobs[:count])

@@ -7,11 +7,12 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dovetail.errors import ContextLengthError, QueueFullError, RequestError
 from dovetail.messages import GenerateMsg, RequestFailed
-from dovetail.types import FinishKind, SamplingParams
+from dovetail.types import DraftTree, FinishKind, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pretended import CONTEXT, EOS, VOCAB, Run, build, half_right
@@ -80,6 +81,63 @@ def test_nobody_goes_for_the_sake_of_drafts(page_size):
     assert needed > 112 // page_size, "pages reserved for drafts could have done"
     assert {room for room, remain in rooms if remain > 8} >= {0, 3}
     run.finish()
+
+
+CHAIN = np.arange(-1, 2, dtype=np.int32)[None]
+
+
+def drafts_that_change(parents):
+    """A chain by its class method, whose arrays are then written over."""
+    tree = DraftTree.chains(np.array([[1, 2, 3]], np.int32), np.array([3], np.int32))
+    tree.parents = parents
+    return tree
+
+
+@pytest.mark.parametrize("parents", [CHAIN.astype(np.float64), CHAIN * 0, CHAIN * 0 - 1, CHAIN + 5])
+def test_the_parents_of_a_chain_are_not_the_drafters(parents):
+    """Whoever reads them later, for penalties or a grammar, must not depend on what a drafter has done since."""
+    scheduler, device = build(draft_width=3)
+    attached = []
+
+    def drafts(batch):
+        attached.append(batch)
+        return drafts_that_change(parents)
+
+    run = Run(scheduler, device, drafts=drafts)
+    run.add("r", [1, 2, 3], max_new_tokens=9, ignore_eos=True)
+    run.step()
+    run.step()
+    assert attached[0].drafts.parents.tolist() == CHAIN.tolist()
+    assert attached[0].drafts.parents.dtype == np.int32
+
+
+@pytest.mark.parametrize("lens", [[3.0], [float("nan")], [2.5], ["3"]])
+def test_draft_lens_that_are_no_integers_change_nothing(lens):
+    scheduler, device = build(draft_width=3)
+    run = Run(scheduler, device)
+    run.add("r", [1, 2, 3], max_new_tokens=9, ignore_eos=True)
+    run.step()
+    batch = scheduler.schedule()
+    req = batch.reqs[0]
+    before = req.cached_len, req.device_len
+    with pytest.raises((TypeError, ValueError)):
+        scheduler.attach(batch, DraftTree(np.array([[1, 2, 3]], np.int32), CHAIN, np.array(lens)))
+    assert (req.cached_len, req.device_len) == before
+    assert batch.drafts is None
+
+
+def test_a_drafter_cannot_write_to_its_room():
+    scheduler, device = build(draft_width=3)
+
+    def drafts(batch):
+        with pytest.raises(ValueError, match="read-only"):
+            batch.draft_room[0] -= 1
+        return half_right(batch)
+
+    run = Run(scheduler, device, drafts=drafts)
+    run.add("r", [1, 2, 3], max_new_tokens=19, ignore_eos=True)
+    for _ in range(4):
+        run.step()
 
 
 def lengths_in_order(drafts, draft_width):

@@ -98,7 +98,7 @@ class Engine:
         self.graphs = self._build_graphs(config) if config.graphs.decode is True else None
         self.verify_graphs: VerifyGraphs | None = None
         captured = self.graphs is not None and Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
-        self._verify_section = config.graphs if captured else None
+        self._verify_config = config if captured else None
         self.pieces = self._build_pieces(config, dtype)
         self._needed: Counter[object] = Counter()
         self._graph: DecodeGraph | None = None  # that the last step ran in
@@ -133,12 +133,15 @@ class Engine:
 
     def _graph_bytes(self, resolved: Resolved, dtype: torch.dtype) -> int:
         """What captured steps keep: logits of decode steps (usual, of another variant, with shared prefixes), of the largest
-        verify step and the largest step of a drafter (as they are computed, and copied), of pieces the queries of every layer and
-        what is watched; a quarter more for the rest."""
+        verify step and the largest step of a drafter (as they are computed, and copied), of small verify steps (chains and trees),
+        of pieces the queries of every layer and what is watched; a quarter more for the rest."""
         info, config = self.info, resolved.config
         rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
-        if resolved.drafter is not None:
-            rows += 4 * config.graphs.max_rows + 2 * sum(ladder(OWN_LOGITS))
+        if resolved.drafter is not None and self.drafter is not None:
+            trees = Feature.DRAFT_TREE in resolved.drafter.spec.offers
+            sizes = self._verify_sizes(config, self.drafter.max_draft_tokens, trees=trees)
+            rows += 4 * config.graphs.max_rows
+            rows += (1 + sizes.trees) * sum(size for size in sizes.counts if size <= OWN_LOGITS)
         logits = rows * info.vocab_size if config.graphs.decode is True else 0
         tokens = sum(token_ladder(self._piece_tokens))
         queries = tokens * (info.num_layers * info.num_heads * info.head_dim + len(self.watched) * info.hidden_size)
@@ -157,14 +160,18 @@ class Engine:
     def expect_drafts(self, most: int, *, trees: bool) -> None:
         """From now on rows may come with up to ``most`` drafts: chains, or ``trees``. Their steps are captured where decode
         steps are, if the attention backend offers attention.verify_graph."""
-        section = self._verify_section
-        if section is None:
+        config = self._verify_config
+        if config is None:
             return
-        width, rows = 1 + most, len(self.inputs.page_table) - 1
-        sizes = VerifySizes(min(section.max_rows, rows * width), width, trees, self.context_len)
+        sizes = self._verify_sizes(config, most, trees=trees)
         self.verify_graphs = VerifyGraphs(self.model, self.inputs, self.pool, self._decode, sizes, self.watched)
-        if section.capture == "start":
+        if config.graphs.capture == "start":
             capture_all(self.verify_graphs, "verify steps")
+
+    def _verify_sizes(self, config: Config, most: int, *, trees: bool) -> VerifySizes:
+        width = 1 + most
+        tokens = min(config.graphs.max_rows, config.scheduler.rows * width)
+        return VerifySizes(tokens, width, trees, self.context_len)
 
     def _build_pieces(self, config: Config, dtype: torch.dtype) -> PiecewiseGraphs | None:
         if self.device.type != "cuda" or not self._piece_tokens:
@@ -200,20 +207,17 @@ class Engine:
         self.launch(batch)
         return self.sample(batch)
 
-    def launch(self, batch: Batch) -> None:
-        """Compute the step's logits. Under overlap the host reads the last step's tokens while this runs."""
-        self._verifies = key = self._verify_key(batch)
-        if key is None:
-            self._launch(batch)
-            return
-        assert self.verify_graphs is not None
-        self._graph = None
-        numbers = verify_numbers(batch, self.sampler.settings_of(batch))
-        self._logits = self.verify_graphs.launch(key, batch, numbers)
-        self._prompt_logprobs, self._pooled = [], []
-
     @torch.inference_mode()
-    def _launch(self, batch: Batch) -> None:
+    def launch(self, batch: Batch) -> None:
+        """Compute the step's logits, and set the batch's engine fields. Under overlap the host reads the last step's tokens while
+        this runs."""
+        self._graph, self._prompt_logprobs, self._pooled = None, [], []
+        self._verifies = key = self._verify_key(batch)
+        if key is not None:  # first: the host waits for steps with drafts, which come one by one
+            assert self.verify_graphs is not None
+            numbers = verify_numbers(batch, self.sampler.settings_of(batch))
+            self._logits = self.verify_graphs.launch(key, batch, numbers)
+            return
         backend = self._prefill if batch.num_extend else self._decode
         if batch.shared is not None and not (self.shares_prefixes and backend.shares(batch)):
             batch.shared = None
@@ -222,7 +226,6 @@ class Engine:
         self._graph = self._graph_for(batch)
         if self._graph is not None:
             assert self.graphs is not None
-            self._prompt_logprobs, self._pooled = [], []
             self.inputs.note(batch.page_updates)
             numbers = decode_numbers(batch, self.sampler.settings_of(batch))
             self._logits = self.graphs.launch(self._graph, batch, numbers)

@@ -155,7 +155,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree | None:
-        """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_room[r]`` for row r;
+        """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_room[r]`` (read-only) for row r;
         None where there are none at all. ``req.token_ids[:req.known_len]`` is each row's text so far, all of it known; the
         target's KV of all but the last token is in the pool, and pages are reserved for so many drafts behind it."""
 
@@ -168,5 +168,6 @@ class Drafter(ABC):
         return
 
     def forget(self, req: Req) -> None:
-        """The request has ended or was retracted: drop its state."""
+        """The request has ended or was retracted: drop its state. One that was retracted and is admitted again, under the same
+        ``uid``, is forgotten before any of it is shown again."""
         return

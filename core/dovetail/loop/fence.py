@@ -1,6 +1,6 @@
 """A fence around drafters: one that raises, or whose drafts break its contract, costs a step its drafts and nothing else. So does
-an interrupt (Ctrl-C) that arrives in one.
-"""
+an interrupt (Ctrl-C) that arrives in one; one that must see all, and was interrupted while it was shown a step, has no more drafts
+for its requests."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Fence:
             self._failed(error, consequence)
         except BaseException as error:
             self._check(error)
+            log.warning("the drafter was interrupted; %s", consequence)
             self._interrupted(error)
         return None
 

@@ -38,6 +38,7 @@ from dovetail.messages import (
 )
 
 if TYPE_CHECKING:
+    from dovetail.interfaces.speculative import Drafter
     from dovetail.plugins.resolver import Resolved
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import Batch, ForwardOutput
@@ -152,8 +153,8 @@ class Loop:
 
     def step(self) -> list[Answer]:
         """Run one step and return all that is to be said. Raises ``EngineDeadError``. An interrupt (Ctrl-C) while the engine
-        computes ends the requests of the step, one in a drafter costs the step its drafts; it is raised when the books are in
-        order, and the answers come next time."""
+        computes ends the requests of the step, one in a drafter costs drafts; the first is raised when the books are in order, and
+        the answers come next time."""
         answers = self._guarded(self._step)
         if self._interrupt is not None:
             self._outbox = answers + self._outbox
@@ -167,7 +168,7 @@ class Loop:
         answers += self.scheduler.poll()
         if self.drafter is not None:
             answers += self._step_with_drafter()
-            self._fence.forget(self.drafter, self.scheduler.take_departed())
+            self._forget_departed(self.drafter)
         else:
             answers += self._overlapped_step() if self.overlap else self._plain_step()
         self._seconds["step"] += time.perf_counter() - start
@@ -256,9 +257,10 @@ class Loop:
             return None
         self._steps += 1
         drafter = self.drafter
-        if drafter is not None:  # a request may have been retracted and admitted again: it is new to the drafter
-            self._fence.forget(drafter, self.scheduler.take_departed())
-        if drafter is not None and self._drafting and batch.num_extend < len(batch.reqs):
+        if drafter is None:
+            return batch
+        self._forget_departed(drafter)  # one of them may be in the batch, as new: retracted, and admitted again
+        if self._drafting and batch.num_extend < len(batch.reqs):
             self.engine.inputs.note(batch.page_updates)  # the drafter's room has the same pages
             self._timed("draft", lambda: self._fence.propose(drafter, self.scheduler, batch))
         return batch
@@ -286,7 +288,10 @@ class Loop:
         return self.scheduler.fail(batch.reqs, f"{type(error).__name__}: {first_line(error)}")
 
     def _interrupted(self, error: BaseException) -> None:
-        self._interrupt = error
+        self._interrupt = self._interrupt or error
+
+    def _forget_departed(self, drafter: Drafter) -> None:
+        self._fence.forget(drafter, self.scheduler.take_departed())
 
     def _end_if_lost(self, error: BaseException) -> None:
         reason = self.engine.lost_device(error)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dovetail.scheduler.rows import DecodeRows, decode_batch
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ class Decoding:
         """All that can take another token, the longest first: attention kernels start rows in their order, and whoever
         starts last should not take the longest. Where lengths cross later, that is not worth another order."""
         if self.rows is not None and self.rows.steps_left < 1:
-            self.rows.count_steps()
+            self.rows.recount_steps()
         if self.rows is None or self.rows.steps_left < 1:
             reqs = sorted(self.reqs, key=attrgetter("device_len"), reverse=True)
             self.rows = DecodeRows([r for r in reqs if r.remain_len > 0], self._ledger.page_size)
@@ -104,7 +102,7 @@ class Decoding:
             most = (req.num_pages + self._ledger.available) * self._ledger.page_size
             self._ledger.reserve(req, min(req.device_len + int(rows.draft_room[row]), most))
         rows.hold(short)
-        rows.draft_room = np.minimum(rows.draft_room, rows.capacity - rows.lens)
+        rows.do_with_pages()
 
     def reserve_ahead(self, width: int) -> None:
         """Reserve pages for the drafts of the step after the one that computes now, however many of its own are accepted: what

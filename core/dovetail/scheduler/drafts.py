@@ -31,15 +31,17 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int) -> DraftTree | Non
         raise ValueError(f"draft lens are {counts}; allowed: up to {room.tolist()}, of k = {ids.shape[1]}")
     if longest == 0:
         return None
-    ids = ids if longest == ids.shape[1] else ids[:, :longest]
+    ids = ids[:, :longest]
     valid = None if lowest == longest else np.arange(longest) < lens[:, None]
     if valid is not None:
         ids = np.where(valid, ids, 0)
-    if np.maximum.reduce(ids.astype(np.uint64), axis=None) >= vocab_size:  # a negative one is large too
+    if ids.astype(np.uint64).max() >= vocab_size:  # a negative one is large too
         raise ValueError(f"draft tokens range from {ids.min()} to {ids.max()}; allowed: 0 to {vocab_size - 1}")
     ids, lens = ids.astype(np.int32, copy=False), lens.astype(np.int32, copy=False)
     if drafts.is_chain:
-        return drafts if ids is drafts.token_ids and lens is drafts.lens else DraftTree.chains(ids, lens)
+        return DraftTree.chains(
+            ids, lens
+        )  # its own parents: the drafter's were looked at when ``is_chain`` was asked first
     parents = parents[:, :longest]
     if valid is not None:
         parents = np.where(valid, parents, -1)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dovetail.types import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,11 @@ class Limits:
     embeds: bool = False
     pin_seconds: float = 60.0
     pin_pages: int = 0
+
+    def adapts(self, drafts: DraftTree) -> bool:
+        """Whether what comes of ``drafts`` decides how many a request gets next: of a tree most nodes are there not to be
+        accepted."""
+        return self.adapt_drafts and drafts.is_chain
 
 
 @dataclass(slots=True)

@@ -26,11 +26,11 @@ MEMORY = 0.8
 """How much of the moving average of accepted drafts a step leaves as it was."""
 
 
-def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: Limits) -> bool:
-    """Take back, from the cursors of the requests, the drafts that were not accepted, and count what was verified. True if how
-    many each may get next time was looked at."""
+def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: Limits) -> None:
+    """Take back, from the cursors of the requests, the drafts that were not accepted, and count what was verified. Where drafts
+    adapt, set how many each gets next time."""
     drafted = (drafts.lens[batch.samples] if batch.num_extend else drafts.lens).tolist()
-    adapts = limits.adapt_drafts and drafts.is_chain  # of a tree most nodes are there not to be accepted
+    adapts = limits.adapts(drafts)
     totals.draft_steps += 1
     for req, count, tokens in zip(batch.sampled_reqs, drafted, output.token_ids, strict=True):
         if count == 0 or req.finish is not None:
@@ -44,7 +44,6 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
         totals.verify_steps += 1
         if adapts:
             _adapt(req, accepted, limits.draft_width)
-    return adapts
 
 
 def _adapt(req: Req, accepted: int, most: int) -> None:
@@ -59,10 +58,11 @@ def take_tokens(
     tokens: list[int],
     logprobs: list[TokenLogprob] | None,
     eos_token_ids: frozenset[int],
+    totals: Totals,
     jump: Callable[[Req], list[int]] | None = None,
 ) -> TokenOutput:
     """Append ``tokens`` to the request, up to the one that ends it, and set ``req.finish`` then. Else ``jump`` may append
-    more, and returns them. All but the last of ``tokens`` are accepted drafts: those appended are counted. The answer for its
+    more, and returns them. Those that drafts have brought beyond the one of any step are counted as accepted. The answer for its
     client."""
     before = req.known_len
     if len(tokens) > 1 and _goes_on(req, tokens, eos_token_ids):
@@ -71,7 +71,9 @@ def take_tokens(
     else:
         _take_singly(req, tokens, eos_token_ids)
     if len(tokens) > 1:
-        req.accepted += min(req.known_len - before, len(tokens) - 1)
+        accepted = req.known_len - before - 1
+        req.accepted += accepted
+        totals.accepted_tokens += accepted
     if jump is not None and req.finish is None:
         tokens = tokens + jump(req)
     return _output(req, tokens, before, logprobs)

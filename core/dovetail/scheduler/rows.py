@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class DecodeRows:
     """Requests that decode, in the order of their rows, with arrays over them.
 
-    ``reqs``, ``slots``, ``ones`` and ``samples`` go into batches as they are and are never changed: as long as a batch has
-    the same list as the one before, it has the same rows. ``lens`` follows the requests' cursors, up to their ``ends``.
-    Each row can take ``steps_left`` more tokens, and has pages for ``spare`` of them, or more: the arrays are asked only where
-    that is not enough.
+    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_room`` go into batches as they are and are never changed: as long as a batch
+    has the same list as the one before, it has the same rows. ``lens`` follows the requests' cursors, up to their ``ends``, in pages
+    for ``capacity`` tokens. Every row can take ``steps_left`` more tokens at least, and has pages for ``spare`` at least: they are
+    known without asking the arrays, and exact after ``recount_steps`` and ``recount_spare``.
     """
 
     __slots__ = (
@@ -52,55 +52,59 @@ class DecodeRows:
         self.lens = np.fromiter([r.device_len for r in reqs], np.int32, n)
         self.ends = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n)
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
-        self.draft_room = self.draft_lens
-        self._wanted: tuple[int, IntArray] = (
-            -1,
-            self.draft_lens,
-        )  # what rows want of so many drafts, far from their ends
+        self.draft_room = np.zeros(n, np.int32)
+        self._wanted: tuple[int, IntArray] | None = None  # what ``wish`` found for a width, where no end is near
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
-        self.count_steps()
-        self.count_spare()
+        self.recount_steps()
+        self.recount_spare()
 
     @property
     def remain(self) -> IntArray:
         """Tokens that each row may still get."""
         return self.ends - self.lens
 
-    def count_steps(self) -> None:
-        """Set ``steps_left`` to what it is."""
+    def recount_steps(self) -> None:
+        """Set ``steps_left`` by the arrays."""
         self.steps_left = int(self.remain.min(initial=np.iinfo(np.int32).max))
 
-    def count_spare(self) -> None:
-        """Set ``spare`` to what it is."""
+    def recount_spare(self) -> None:
+        """Set ``spare`` by the arrays."""
         self.spare = int((self.capacity - self.lens).min(initial=np.iinfo(np.int32).max))
 
     def wish(self, draft_width: int) -> None:
         """Set ``draft_room``: the drafts that each row wants to verify, ``draft_width`` at most. The next token of its own needs
         room too."""
-        if self._wanted[0] != draft_width:
-            self._wanted = draft_width, np.minimum(self.draft_lens, draft_width)
+        if self._wanted is None or self._wanted[0] != draft_width:
+            self._wanted = draft_width, _read_only(np.minimum(self.draft_lens, draft_width))
         self.draft_room = self._wanted[1]
         if self.steps_left <= draft_width:
-            self.count_steps()
-            self.draft_room = np.minimum(self.remain - 1, self.draft_room)
+            self.recount_steps()
+            self.draft_room = _read_only(np.minimum(self.remain - 1, self.draft_room))
+
+    def do_with_pages(self) -> None:
+        """No more drafts in ``draft_room`` than there are pages for."""
+        self.draft_room = _read_only(np.minimum(self.draft_room, self.capacity - self.lens))
 
     def short_of_pages(self, draft_width: int = 0) -> list[int]:
-        """Rows whose pages do not hold the token that enters now and, with ``draft_width``, those that it wants."""
+        """Rows whose pages do not hold the token that enters now and, with the width of the last ``wish``, the drafts that they
+        want."""
         if self.spare >= draft_width:
             return []
-        self.count_spare()
         lens = self.lens + self.draft_room if draft_width else self.lens
-        return (lens > self.capacity).nonzero()[0].tolist()
+        short = (lens > self.capacity).nonzero()[0].tolist()
+        if not short:
+            self.recount_spare()
+        return short
 
     def hold(self, rows: list[int]) -> None:
         """These rows have other pages than before."""
         page_size = self.page_size
         self.capacity[rows] = [self.reqs[row].num_pages * page_size for row in rows]
-        self.count_spare()
+        self.recount_spare()
 
     def advance(self) -> None:
         """One token of each row enters a step, and its next one is on its way."""
-        self.lens += self.ones
+        self.lens += self.ones  # an array: numpy takes twice as long for a number
         self.steps_left -= 1
         self.spare -= 1
         for req in self.reqs:
@@ -119,7 +123,12 @@ class DecodeRows:
         self.lens[:] = [r.device_len for r in self.reqs]
         if adapted:
             self.draft_lens[:] = [r.draft_len for r in self.reqs]
-            self._wanted = -1, self.draft_lens
+            self._wanted = None
+
+
+def _read_only(array: IntArray) -> IntArray:
+    array.flags.writeable = False  # batches share it, and drafters see them
+    return array
 
 
 def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:

@@ -207,23 +207,19 @@ class Scheduler:
             add_prompt_logprobs(batch.reqs[row], int(batch.prefix_lens[row]), entries)
         for row, vector in output.pooled.items():
             add_pooled(batch.reqs[row], int(batch.prefix_lens[row]), vector)
-        reqs, drafts, before = batch.sampled_reqs, batch.drafts, 0
-        if drafts is not None:
-            adapted = settle_drafts(batch, drafts, output, self.totals, self.limits)
-            self._rows.settle(adapted=adapted)
-            before = sum([req.accepted for req in reqs])
+        if batch.drafts is not None:
+            settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
+            self._rows.settle(adapted=self.limits.adapts(batch.drafts))
         logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
         jump = self._jump if self._jumper is not None else None
         answers = [
-            take_tokens(req, tokens, entries, self.eos_token_ids, jump)
-            for req, tokens, entries in zip(reqs, output.token_ids, logprobs, strict=True)
+            take_tokens(req, tokens, entries, self.eos_token_ids, self.totals, jump)
+            for req, tokens, entries in zip(batch.sampled_reqs, output.token_ids, logprobs, strict=True)
             if req.finish is None and not self._is_wasted(req)
         ]
-        if drafts is not None:
-            self.totals.accepted_tokens += sum([req.accepted for req in reqs]) - before
         if batch.num_extend:
             answers += [end_prefilled(req) for req in prefilled(batch)]
-        self.totals.generated_tokens += sum([len(answer.token_ids) for answer in answers])
+        self.totals.generated_tokens += sum(len(answer.token_ids) for answer in answers)
         ended = [self._by_rid[answer.rid] for answer in answers if answer.finish is not None]
         if ended:
             self._leave(ended)

@@ -55,9 +55,10 @@ class SharedMemory:
         """The text of a running request."""
         number = self._running.get(req.uid)
         if number is None:
-            number = self._running[req.uid] = self._next
+            number, text = self._next, self._new(req)  # made before anything is registered: an interrupt leaves no half
             self._next += 1
-            self._texts[number] = self._new(req)
+            self._texts[number] = text
+            self._running[req.uid] = number
         return self._texts[number]
 
     def find(self, mine: SharedText, ngram: bytes) -> IntArray | None:

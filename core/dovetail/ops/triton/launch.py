@@ -3,9 +3,10 @@
 Programmatic dependent launch (compute capability 9.0 and later): a kernel may start while the one before it still runs, and
 fetch what that one does not write, such as weights. It must execute ``gdc_wait`` before it touches anything else, whether
 to read or to write, and every kernel here does so in every program, so that the end of a kernel still means the end of all
-before it. ``gdc_launch_dependents`` lets the next kernel start; kernels that are launched without it are not affected. A
-weight must not be written by the very kernel before one that reads it ahead. It saves about a microsecond per kernel:
-``benchmarks/ops_gpu.py`` holds what a step gains.
+before it. One waits inside of a loop, whose first loads of weights Triton's pipeline puts before it (``matmul._few_rows``);
+``tests/core/test_early_loads.py`` looks at what the compiler makes of that. ``gdc_launch_dependents`` lets the next kernel start;
+kernels that are launched without it are not affected. A weight must not be written by the very kernel before one that reads it
+ahead. It saves about a microsecond per kernel: ``benchmarks/ops_gpu.py`` holds what a step gains.
 """
 
 from __future__ import annotations

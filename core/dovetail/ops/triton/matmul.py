@@ -5,9 +5,9 @@ as the left operand, whose tiles are at least 64 high, and the rows of ``x`` as 
 tiles the product is split along k; the last program of a tile to finish adds up the parts, in their order, so results
 are the same every time. Both may end in SwiGLU's gate, which costs nothing there.
 
-Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``). The one for few rows does so
-where ``Tile.early`` says: the pipeline of its weights is then full before the wait, and ``x``, which must not be read before
-it, is kept out of that pipeline, in registers, one tile ahead.
+Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``). The one for few rows asks for
+lines (``Tile.ahead``), or loads them (``Tile.early``, never both): the pipeline of its weights is then full before the wait, and
+``x``, which must not be read before it, is kept out of that pipeline, in registers, one tile ahead.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ def _prefetch(address) -> None:
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _wait() -> None:
+    """``gdc_wait`` as text: newer Tritons (3.9) have an operation for it, and pipeline no loop with one in it."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -156,7 +162,7 @@ def _few_rows(
         for start in range(0, span, BLOCK_K):
             if start == 0:  # waits in the loop, before which the pipeline's first loads of ``left`` are
                 if PDL:
-                    gdc_wait()
+                    _wait()
                 right = tl.load(tokens + first, present, 0.0)
             more = token[:, None] < tl.where(start + BLOCK_K < span, m, 0)
             following = tl.load(tokens + _around(start + BLOCK_K, first, span, BLOCK_K), more, 0.0)
