@@ -169,8 +169,8 @@ class Replayed:
         pass
 
     def record(self, step):
-        self.step = step
-        return SimpleNamespace(replay=step), step()
+        kept = step()
+        return SimpleNamespace(replay=lambda: kept.copy_(step())), kept
 
 
 @pytest.mark.parametrize(("chain", "temperature"), [(True, 0), (False, 0.8)], ids=["chains, greedy", "trees, sampled"])

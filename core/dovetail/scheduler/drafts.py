@@ -39,9 +39,8 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int) -> DraftTree | Non
         raise ValueError(f"draft tokens range from {ids.min()} to {ids.max()}; allowed: 0 to {vocab_size - 1}")
     ids, lens = ids.astype(np.int32, copy=False), lens.astype(np.int32, copy=False)
     if drafts.is_chain:
-        return DraftTree.chains(
-            ids, lens
-        )  # its own parents: the drafter's were looked at when ``is_chain`` was asked first
+        # with parents of its own: the drafter's were looked at when this was asked first, and may have changed since
+        return DraftTree.chains(ids, lens)
     parents = parents[:, :longest]
     if valid is not None:
         parents = np.where(valid, parents, -1)
