@@ -1,6 +1,6 @@
 """What drafts gain on a GPU: the cost of verifying, the speed-up at an acceptance that is set, and full batches.
 
-    python benchmarks/speculative.py [--device cuda] [--json FILE] [--parts verify,methods]
+    python benchmarks/speculative.py [--device cuda] [--json FILE] [--parts verify,methods] [--batch-invariant]
 
 A target shaped like Llama 3.2 3B with random weights, random prompts, forced lengths, greedy. ``verify``: an oracle replays the target's
 own output with a given error rate. ``methods``: a batch of 64 under each drafter, sampled from nearly uniform distributions, so that
@@ -109,7 +109,8 @@ class Bench:
 
     def engine(self, speculative: Any = "none", **scheduler: Any) -> dovetail.LLM:
         """An engine of the target, with everything captured."""
-        more = {} if self.args.device == "cpu" else {"memory": {"kv_gib": 8}}
+        more: dict[str, Any] = {} if self.args.device == "cpu" else {"memory": {"kv_gib": 8}}
+        more["batch_invariant"] = self.args.batch_invariant
         llm = dovetail.LLM(device=self.args.device, model=self.model, speculative=speculative, scheduler=scheduler, grammar="none", **more)  # fmt: skip
         while llm.loop.idle():
             pass
@@ -264,6 +265,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["verify", "methods"])
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="with config's batch_invariant; eagle's trees are refused"
+    )
     parser.add_argument("--tiny-shapes", action="store_true", help="does everything run? No number means anything")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Eight conflicts, made by hand: each refusal names the two parts, the feature, and the smallest change that resolves it.
+"""Conflicts, made by hand: each refusal names the two parts, the feature, and the smallest change that resolves it.
 Run: pytest tests/core/test_explain_conflicts.py"""
 
 from __future__ import annotations
@@ -80,6 +80,22 @@ CONFLICTS = {
         frozenset({"memory.kv_dtype: bfloat16", "attention: captured"}),
         machine=Machine.assume("sm90"),
     ),
+    "a tree of drafts where bits must not depend on the step": Conflict(
+        ("batch_invariant=true", "speculative=trees", "graphs.decode=false"),
+        ("speculative is 'trees'", "batch_invariant"),
+        "draft.tree",
+        frozenset({"batch_invariant: false", "speculative: ngram", "speculative: none"}),
+        machine=Machine.assume("sm90"),
+        model={"offers": frozenset({Feature.MODEL_BATCH_INVARIANT})},
+    ),
+    "phases of two backends where bits must not depend on the step": Conflict(
+        ("batch_invariant=true", "attention.prefill=invariant", "attention.decode=captured"),
+        ("attention.prefill is 'invariant'", "attention.decode is 'captured'"),
+        "attention.batch_invariant",
+        frozenset({"batch_invariant: false"}),
+        machine=Machine.assume("sm90"),
+        model={"offers": frozenset({Feature.MODEL_BATCH_INVARIANT})},
+    ),
     "forced text where drafts would stand": Conflict(
         ("grammar.jump_forward=true", "grammar.backend=back", "speculative=ngram", "attention=plain"),
         ("speculative 'ngram'", "grammar.jump_forward is true"),
@@ -99,6 +115,7 @@ def installed(fakes):
         fakes.spec(K.ATTENTION, "treelike", offers=TREE, priority=-1),
         fakes.spec(K.ATTENTION, "captured", offers=VERIFY | {Feature.ATTN_GRAPH}, priority=-1, **cuda),
         fakes.spec(K.ATTENTION, "sixteen", constraints=Constraints(kv_dtypes=("bfloat16", "float32")), priority=-2),
+        fakes.spec(K.ATTENTION, "invariant", offers=TREE | {Feature.ATTN_BATCH_INVARIANT}, priority=-3),
         fakes.spec(K.DRAFTER, "ngram", offers=CHAIN),
         fakes.spec(K.DRAFTER, "trees", offers=TREES),
         fakes.spec(K.POLICY, "lpm", offers=frozenset({Feature.POLICY_PREFIX_AWARE})),

@@ -463,6 +463,110 @@ def test_auto_finds_a_fit_exactly_if_brute_force_does(fakes, offers, drafts, pol
     assert ((chosen[0] or 0), chosen[1], chosen[2], chosen[4], chosen[3]) == min(order)
 
 
+# batch invariance
+
+INVARIANT = PLAIN | {Feature.ATTN_BATCH_INVARIANT}
+INVARIANT_SETS = ("batch_invariant=true", "graphs.decode=false")
+
+
+def invariant_house(fakes, *more, model=True):
+    """Two backends that can do it, and two that ``auto`` would rather have."""
+    registry = fakes.registry(
+        fakes.spec(K.ATTENTION, "quick", priority=9, offers=VERIFY),
+        fakes.spec(K.ATTENTION, "firm", {"split": (int, 4)}, priority=5, offers=INVARIANT | {Feature.ATTN_VERIFY}),
+        fakes.spec(K.ATTENTION, "solid", priority=1, offers=INVARIANT | TREE),
+        fakes.spec(K.DRAFTER, "ngram", offers=DRAFT),
+        fakes.spec(K.DRAFTER, "eagle", offers=DRAFT_TREE),
+        *more,
+    )
+    fakes.model(offers=frozenset({Feature.MODEL_BATCH_INVARIANT} if model else ()))
+    return registry
+
+
+def invariant(fakes, registry, *sets, machine=H100, **given):
+    return resolve(fakes.config(registry, *INVARIANT_SETS, *sets), registry, machine, **given)
+
+
+def invariant_refusal(fakes, registry, *sets):
+    with pytest.raises(ResolutionError) as caught:
+        invariant(fakes, registry, *sets)
+    return str(caught.value)
+
+
+def test_batch_invariance_chooses_a_backend_that_offers_it(fakes):
+    registry = invariant_house(fakes)
+    assert resolve(fakes.config(registry), registry, H100).attention_decode.name == "quick"
+    resolved = invariant(fakes, registry)
+    assert resolved.config.batch_invariant
+    assert (resolved.attention_prefill.name, resolved.attention_decode.name) == ("firm", "firm")
+    assert set(reasons(resolved, "attention.decode", "quick")) == {"features.attention.batch_invariant"}
+    assert verdicts(resolved, "attention.prefill")["solid"] == (Verdict.PASSED_OVER, Stage.FEATURES)
+    assert invariant(fakes, registry, "speculative=ngram").drafter.name == "ngram"
+
+
+def test_batch_invariance_has_one_backend_for_both_phases(fakes):
+    registry = invariant_house(fakes)
+    tuned = invariant(fakes, registry, tuning={"attention.prefill": ["firm"], "attention.decode": ["solid", "firm"]})
+    assert (tuned.attention_prefill.name, tuned.attention_decode.name) == ("firm", "firm")
+    follows = invariant(fakes, registry, "attention.decode=solid")
+    assert (follows.attention_prefill.name, follows.attention_decode.name) == ("solid", "solid")
+    text = invariant_refusal(fakes, registry, "attention.prefill=firm", "attention.decode=solid")
+    assert "batch_invariant needs one attention backend, of the same settings, for both phases" in text
+    assert "attention.prefill is 'firm', attention.decode is 'solid'" in text
+    fixes = set(text.partition("to mend it, set one of:")[2].split("\n  - ")[1:])
+    assert fixes == {
+        "batch_invariant: false",
+        "attention: firm",
+        "attention: solid",
+        "attention.prefill: solid",
+        "attention.decode: firm",
+    }
+    both = ("attention.prefill={kind: firm, split: 2}", "attention.decode={kind: firm, split: 3}")
+    assert "is 'firm' with {'split': 2}, attention.decode is 'firm' with {'split': 3}" in invariant_refusal(
+        fakes, registry, *both
+    )
+    assert invariant(fakes, registry, "attention={kind: firm, split: 2}").attention_decode.config.split == 2
+
+
+def test_batch_invariance_is_refused_over_attention_that_does_not_offer_it(fakes):
+    registry = invariant_house(fakes)
+    text = invariant_refusal(fakes, registry, "attention=quick")
+    for phase in ("prefill", "decode"):
+        assert f"batch_invariant needs attention.batch_invariant; attention.{phase} is 'quick'" in text
+    for fix in ("batch_invariant: false", "attention: firm", "attention: solid"):
+        assert f"  - {fix}" in text
+    assert "attention: plain" not in text
+
+
+def test_batch_invariance_is_refused_with_trees_of_drafts(fakes):
+    registry = invariant_house(fakes)
+    text = invariant_refusal(fakes, registry, "speculative=eagle")
+    assert (
+        "batch_invariant needs drafts that are chains (the nodes of a tree see their ancestors at other places" in text
+    )
+    assert "speculative is 'eagle', which offers draft.chain, draft.tree" in text
+    fixes = set(text.partition("to mend it, set one of:")[2].split("\n  - ")[1:])
+    assert fixes == {"batch_invariant: false", "speculative: ngram", "speculative: none"}
+
+
+def test_batch_invariance_needs_a_model_that_offers_it(fakes):
+    text = invariant_refusal(fakes, invariant_house(fakes, model=False))
+    assert "batch_invariant needs model.batch_invariant; the model offers nothing" in text
+    assert text.endswith("set one of:\n  - batch_invariant: false")
+
+
+@pytest.mark.parametrize(
+    ("machine", "got"),
+    [("cpu", "device is cpu"), ("sm80", "sm80 has 8.0"), ("sm100", "sm100 has 10.0")],
+)
+def test_batch_invariance_is_refused_where_it_has_not_been_shown(fakes, machine, got):
+    with pytest.raises(ConfigError) as caught:
+        invariant(fakes, invariant_house(fakes), machine=Machine.assume(machine))
+    text = str(caught.value)
+    assert text.startswith("batch_invariant is true, which needs CUDA of compute capability 9.0")
+    assert text.endswith(f"; {got}. Set batch_invariant: false")
+
+
 # the model
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from dovetail.testing.attention import AttentionSuite
+from dovetail.testing.attention_divided import Rows
+from dovetail.testing.attention_reference import Case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,4 +29,33 @@ def provider():
 
 class TestFlashAttention(AttentionSuite):
     name = "flash_attn"
+    not_invariant = ("window",)
     device = "cuda"
+
+    @pytest.mark.parametrize("page_size", [16, 128])
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (8, 8)])
+    @torch.inference_mode()
+    def test_bits_do_not_depend_on_the_division_of_long_rows(self, head_dim, page_size, heads, kv_heads):
+        """Of each tile: those of causal rows differ by head_dim, and by whether the page table is read by TMA."""
+        shape = {"head_dim": head_dim, "page_size": page_size, "heads": heads, "kv_heads": kv_heads}
+        lens = [2000, 700, 3, 300]
+        rows = Rows(self.fit(Case([], [], dtype=torch.bfloat16, **shape)), lens, torch.device("cuda"))
+        for memory in (rows.whole.pool.k, rows.whole.pool.v):
+            memory.nan_to_num_(nan=0.0)  # TMA reads whole pages, and nothing times NaN is NaN
+        backend = self.make(rows.whole.context())
+
+        def attend(parts, num_extend):
+            step = rows.step(parts, num_extend)
+            backend.plan(step.batch)
+            return backend.forward(step.q, step.layer, step.batch)
+
+        expected = attend([(0, 0, 2000)], 1)
+        for start in (0, 1, 127, 128, 129, 640, 1500, 1872, 1990, 1999):
+            for parts, num_extend in (
+                ([(0, start, 2000)], 1),
+                ([(0, start, 2000), (1, 600, 700), (2, 2, 3)], 2),
+                ([(0, start, 2000), (3, 299, 300), (2, 2, 3)], 0),
+            ):
+                out = attend(parts, num_extend)[: 2000 - start]
+                assert torch.equal(out, expected[start:]), f"queries {start} to 2000 beside {parts[1:]}"

@@ -19,6 +19,7 @@ from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import EMBEDDED
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import STEPS
+from dovetail.testing.attention_graphs import CapturedDecode
 from dovetail.testing.attention_reference import Case, Step
 
 pytestmark = [
@@ -40,6 +41,7 @@ def has_built(dtypes: str) -> bool:
 
 class TestFlashInfer(AttentionSuite):
     name = "flashinfer"
+    not_invariant = ("kv_dtype",)
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16) if COMPILE else (torch.bfloat16,)
 
@@ -57,10 +59,12 @@ class TestFlashInfer(AttentionSuite):
             pytest.skip("kernels for windows are compiled for minutes: set FLASHINFER_COMPILE=1")
         super().test_layers_of_one_step_may_differ()
 
+    @pytest.mark.parametrize("batch_invariant", [False, True])
     @pytest.mark.parametrize("step", [name for name in STEPS if "tree" not in name])
     @torch.inference_mode()
-    def test_nothing_waits_for_the_device(self, step):
-        prepared = Step(self.fit(STEPS[step][0]), torch.device("cuda"))
+    def test_nothing_waits_for_the_device(self, step, batch_invariant):
+        case = replace(self.fit(STEPS[step][0]), batch_invariant=batch_invariant)
+        prepared = Step(case, torch.device("cuda"))
         backend = self.make(prepared.context())
         for mode in ("default", "error"):  # the first time loads kernels
             torch.cuda.set_sync_debug_mode(mode)
@@ -71,12 +75,14 @@ class TestFlashInfer(AttentionSuite):
                 torch.cuda.set_sync_debug_mode("default")
         self.compare_output(prepared, out)
 
+    @pytest.mark.parametrize("batch_invariant", [False, True])
     @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (4, 2), (8, 1)])
     @pytest.mark.parametrize("page_size", [1, 16])
     @torch.inference_mode()
-    def test_one_graph_for_all_lengths(self, heads, kv_heads, page_size):
-        """Also for rows so long that their keys are divided among several blocks, as they are not at the capture."""
-        shape = {"heads": heads, "kv_heads": kv_heads, "page_size": page_size}
+    def test_one_graph_for_all_lengths(self, heads, kv_heads, page_size, batch_invariant):
+        """Also for rows so long that their keys are divided among several blocks, as they are not at the capture. Batch
+        invariant attention divides none, and has the bits of a step without a graph."""
+        shape = {"heads": heads, "kv_heads": kv_heads, "page_size": page_size, "batch_invariant": batch_invariant}
         longest = Step(self.fit(Case([1500, 900, 20, 0], [1] * 4, padding=1, **shape)), torch.device("cuda"))
         backend = self.make(longest.context())
         backend.plan_capture(longest.batch)
@@ -91,11 +97,29 @@ class TestFlashInfer(AttentionSuite):
             step = Step(replace(longest.case, prefix=prefix), longest.device)
             step.pool, step.table, step.num_pages = longest.pool, longest.table, longest.num_pages
             step.batch.page_table = table.fill_(0)
-            backend.plan_replay(step.batch)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                backend.plan_replay(step.batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
             q.copy_(step.q)
             out.zero_()
             graph.replay()
             self.compare_output(step, out)
+            if batch_invariant:
+                backend.plan(step.batch)
+                eager = backend.forward(q, step.layer, step.batch)
+                assert torch.equal(out[:3], eager[:3])
+
+    @torch.inference_mode()
+    def test_an_invariant_graph_has_room_for_the_plan_of_many_rows(self):
+        """It names every query head of every row."""
+        rows = 320
+        case = Case([0] * rows, [1] * rows, heads=64, kv_heads=8, page_size=16, batch_invariant=True)
+        whole = Step(self.fit(case), torch.device("cuda"))
+        graph = CapturedDecode(self.make(whole.context()), whole, rows, shared=False)
+        step = graph.step(whole.case, [0] * rows, None)
+        self.compare_output(step, graph.replay(step))
 
 
 CONFIG: dict[str, object] = {

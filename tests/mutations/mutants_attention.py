@@ -23,7 +23,7 @@ class Flawed(AttentionBackend):
     """Row by row and dense; ``flaw`` names what it does wrong."""
 
     def __init__(self, context: AttentionContext, flaw: str = "") -> None:
-        self.pool, self.flaw = context.pool, flaw
+        self.pool, self.flaw, self.invariant = context.pool, flaw, context.batch_invariant
 
     def plan(self, batch: Batch) -> None:
         self.window: int | None = -1
@@ -40,16 +40,20 @@ class Flawed(AttentionBackend):
             layer = replace(layer, window=self.window)
         out = torch.empty_like(q)
         for row, (start, end) in enumerate(zip(batch.qo_indptr.tolist(), batch.qo_indptr[1:].tolist(), strict=False)):
-            out[start:end] = self.attend(row, slice(start, end), q[start:end], layer)
+            length = int(self.batch.kv_lens[row])
+            if self.invariant:  # sums have the same order where their terms are as many
+                for token in range(start, end):
+                    out[token] = self.attend(row, slice(token, token + 1), q, layer, length - end + token + 1)[0]
+            else:
+                out[start:end] = self.attend(row, slice(start, end), q, layer, length)
         if self.flaw == "mixes padding in":
             out += 0 * out.sum(0)
         if self.flaw == "writes to the pool":
             self.pool.keys(layer.layer_id)[1] = 0
         return out.float() if self.flaw == "returns float32" else out
 
-    def attend(self, row: int, tokens: slice, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        batch, flaw = self.batch, self.flaw
-        length = int(batch.kv_lens[row])
+    def attend(self, row: int, tokens: slice, q: torch.Tensor, layer: AttentionLayer, length: int) -> torch.Tensor:
+        q, batch, flaw = q[tokens], self.batch, self.flaw
         places = self.places(row, length)
         layer_id = 0 if flaw == "reads layer 0" else layer.layer_id
         if flaw == "reads the tail of the page":
@@ -62,6 +66,8 @@ class Flawed(AttentionBackend):
         scale = q.shape[-1] ** -0.5 if flaw == "knows one scale" else layer.scale
         if flaw == "rounds by the size of the batch":
             scale *= 1 + 1e-6 * len(batch.reqs)
+        if flaw == "rounds by the number of queries":
+            scale *= 1 + 1e-7 * int(batch.extend_lens[row])
         scores = scale * torch.einsum("qhd,khd->hqk", q.float(), k)
         if layer.soft_cap is not None and flaw != "no soft cap":
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
@@ -270,4 +276,11 @@ MUTANTS = [
         fault="takes queries to be contiguous",
     ),
     _of("rounds by the size of the batch", "test_batch_invariance", "decode", says="is another beside other rows"),
+    _of(
+        "rounds by the number of queries",
+        "test_batch_invariance_of_divided_rows",
+        150,
+        "pages of 4",
+        says="have other bits than in one prompt",
+    ),
 ]

@@ -49,10 +49,11 @@ int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seq
 def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, sinks=None, nothing=float("-inf"),
            max_q=None, max_k=None, splits=0):  # fmt: skip
     """One query a row where ``cu_q`` is None, ragged otherwise. Queries without a key get NaN, and ``nothing`` as their
-    log-sum-exp, ``[heads, tokens]`` or ``[rows, heads, 1]``."""
+    log-sum-exp, ``[heads, tokens]`` or ``[rows, heads, 1]``. In float64, so that results do not depend on the batch."""
     calls.append(
-        {"causal": causal, "max_q": max_q, "max_k": max_k, "splits": splits, "rows": len(used_k), "cu_q": cu_q}
-    )
+        {"causal": causal, "max_q": max_q, "max_k": max_k, "splits": splits, "window": window, "rows": len(used_k),
+         "cu_q": cu_q}
+    )  # fmt: skip
     assert keys.shape == values.shape
     assert table.dtype == used_k.dtype == torch.int32
     one_each = cu_q is None
@@ -71,15 +72,15 @@ def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, 
         if count == 0 or tokens.start == tokens.stop:
             continue
         pages = table[row, : -(-count // page_size)].long()
-        k, v = (x[pages].flatten(0, 1)[:count].float().repeat_interleave(group, 1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scale
+        k, v = (x[pages].flatten(0, 1)[:count].double().repeat_interleave(group, 1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].double(), k) * scale
         scores = cap * torch.tanh(scores / cap) if cap else scores
         scores = scores.masked_fill(~seen(tokens.stop - tokens.start, count, causal, window), float("-inf"))
         total = scores.logsumexp(-1)
         if sinks is not None:
-            total = torch.logaddexp(total, sinks.float()[:, None])
+            total = torch.logaddexp(total, sinks.double()[:, None])
         out[tokens] = torch.einsum("hqk,khd->qhd", (scores - total[..., None]).exp(), v).to(q.dtype)
-        lse[:, tokens] = total
+        lse[:, tokens] = total.float()
     return (out[:, None], lse.t()[..., None]) if one_each else (out, lse)
 
 
@@ -210,6 +211,7 @@ def install(monkeypatch, tmp_path):
 
 class OnCpu(AttentionSuite):
     name = "flash_attn"
+    not_invariant = ("window",)
     device = "cpu"
     provider: str
 
@@ -380,6 +382,17 @@ def test_the_library_is_found_within_vllm(tmp_path):
     assert calls == [{"library": str(folder / LIBRARY)}]
 
 
+def test_flash_attention_2_is_refused_where_bits_must_not_depend_on_the_batch(install):
+    install("flash_attn")
+    config = Config(batch_invariant=True, memory={"page_size": 256})
+    assert "batch_invariant is true" in probe(FlashAttnConfig(), config)
+    with pytest.raises(ConfigError, match=r"flash_attn sums in another order .* batch_invariant is true"):
+        prepare(Case([3], [1], page_size=256, batch_invariant=True))
+    install("sgl_kernel")
+    assert probe(FlashAttnConfig(), config) is None
+    assert prepare(Case([3], [1], page_size=256, batch_invariant=True))[1].provider == "sgl_kernel"
+
+
 def test_flash_attention_2_refuses_sinks(install):
     install("flash_attn")
     step, backend = prepare(Case([3, 9], [1, 1], sinks=True, page_size=256))
@@ -462,6 +475,41 @@ def test_a_graph_asks_the_same_of_every_step(install, shared):
     assert 1 <= splits <= MAX_SPLITS
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("provider", ["vllm", "flash_attn_interface"])
+def test_every_step_asks_the_same_where_bits_must_not_depend_on_the_batch(install, provider):
+    """Also in graphs: the kernels choose their tiles by what they are asked."""
+    install(provider)
+    verify = Case([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, batch_invariant=True)
+    whole, backend = prepare(verify, provider=provider)
+    static = static_verify_step(whole.case, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=False)
+    backend.plan_capture(static.batch)
+    step = verify_step(whole.case, whole, *VERIFY_REPLAYS[0], VERIFY_TOKENS)
+    copy_inputs(step, static)
+    backend.plan_replay(static.batch)
+    suite.compare_output(step, backend.forward(static.q, static.layer, static.batch))
+    for name in ("extend", "extend after a prefix", "decode", "mixed", "verify chains", "verify beside extend"):
+        step, backend = check(replace(PLAIN_STEPS[name], batch_invariant=True), provider=provider)
+        if name == "decode":
+            backend.plan_capture(step.batch)
+            suite.compare_output(step, backend.forward(step.q, step.layer, step.batch))
+    asked = [
+        tuple(call[key] for key in ("causal", "max_q", "max_k", "splits", "window")) for call in calls if "rows" in call
+    ]
+    assert len(asked) == 8, "one call for each step"
+    assert set(asked) == {(True, 2048, 2048 if provider == "vllm" else None, 1, (-1, -1))}
+    assert all(call["cu_q"] is not None for call in calls if "rows" in call)
+
+
+def test_windows_are_refused_where_bits_must_not_depend_on_the_batch(install):
+    """But for those that hide nothing."""
+    install("vllm")
+    with pytest.raises(ConfigError, match=r"window of 40 tokens in a context of 2048.*triton"):
+        check(Case([100], [1], window=40, batch_invariant=True))
+    check(Case([100], [1], window=2048, batch_invariant=True))
+    assert calls[-1]["window"] == (-1, -1)
+
+
 def test_keys_are_split_until_the_device_is_busy(install):
     install("vllm")
     _, backend = prepare(Case([3], [1], heads=32, kv_heads=8))
@@ -493,6 +541,13 @@ def test_prefixes_are_shared_where_their_bytes_outweigh_two_more_launches(instal
     install("vllm")
     backend, batch = sharing(starts, lens)
     assert backend.shares(batch) is expected
+
+
+def test_nothing_is_shared_where_bits_must_not_depend_on_the_batch(install):
+    install("vllm")
+    step, backend = prepare(Case([1], [1], heads=32, kv_heads=8, head_dim=128, batch_invariant=True))
+    step.batch.shared = SharedPrefixes(np.array([0, 64], np.int32), np.array([8192], np.int32))
+    assert not backend.shares(step.batch)
 
 
 def test_more_to_save_never_turns_sharing_off(install):

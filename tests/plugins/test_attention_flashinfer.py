@@ -25,7 +25,9 @@ plans: list[str] = []
 
 
 class Wrapper:
-    """Attention over what ``plan`` was told, in float32."""
+    """Attention over what ``plan`` was told, in float64, so that results do not depend on the batch."""
+
+    suffix: str  # of the names of a graph's buffers
 
     def __init__(self, workspace, layout, *, backend, use_tensor_cores=None, use_cuda_graph=False, **buffers):
         assert layout == "NHD"
@@ -47,7 +49,7 @@ class Wrapper:
         self.window_left, self.cap, self.scale = window_left, logits_soft_cap or 0.0, sm_scale
         if self.graph:
             self.indptr, self.last_page_len, self.indices = (
-                self.buffers[f"paged_kv_{name}_buffer"] for name in ("indptr", "last_page_len", "indices")
+                self.buffers[f"paged_kv_{name}_{self.suffix}"] for name in ("indptr", "last_page_len", "indices")
             )
             assert len(self.indptr) == len(indptr)
             self.indptr.copy_(indptr)
@@ -72,8 +74,8 @@ class Wrapper:
             seen = self._seen(own, count, done)
             done += own * count
             group = q.shape[1] // keys.shape[2]
-            k, v = (x[pages].flatten(0, 1)[:count].float().repeat_interleave(group, 1) for x in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * self.scale
+            k, v = (x[pages].flatten(0, 1)[:count].double().repeat_interleave(group, 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q[tokens].double(), k) * self.scale
             if self.cap:
                 scores = self.cap * torch.tanh(scores / self.cap)
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
@@ -93,15 +95,21 @@ class Wrapper:
 
 
 class Prefill(Wrapper):
+    suffix = "buf"
+
     def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, *, head_dim_qk, page_size,
              seq_lens, max_token_per_sequence, **rest):  # fmt: skip
         plans.append(f"prefill {self.backend}")
         assert max_token_per_sequence == int(qo_indptr.diff().max())
+        if self.graph:
+            assert torch.equal(self.buffers["qo_indptr_buf"], qo_indptr)
         check_lens(paged_kv_indptr, paged_kv_last_page_len, seq_lens, page_size)
         self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, head_dim_qk, page_size, **rest)
 
 
 class Decode(Wrapper):
+    suffix = "buffer"
+
     def plan(self, indptr, indices, last_page_len, *, head_dim, page_size, seq_lens, **rest):
         plans.append("decode")
         check_lens(indptr, last_page_len, seq_lens, page_size)
@@ -156,6 +164,7 @@ def library(monkeypatch):
 
 class TestFlashInfer(AttentionSuite):
     name = "flashinfer"
+    not_invariant = ("kv_dtype",)
     device = "cpu"
     settings: ClassVar = {"workspace_mib": 16}
 
@@ -222,6 +231,30 @@ def test_kinds_of_rows_and_the_variant(name, expected):
     assert plans[1:] == expected
 
 
+@pytest.mark.parametrize("name", [name for name in STEPS if "tree" not in name])
+def test_all_rows_are_prompts_where_bits_must_not_depend_on_the_batch(name):
+    step, backend = prepare(replace(STEPS[name][0], batch_invariant=True))
+    backend.plan(step.batch)
+    attend(backend, step)
+    assert plans[1:] == ["prefill fa3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "capability", "reason"),
+    [
+        ({}, {"variant": "fa2"}, (9, 0), r"attention.variant is fa2, allowed here: auto, fa3"),
+        ({"kv_dtype": torch.float8_e4m3fn}, {}, (9, 0), r"memory.kv_dtype to auto"),
+        ({}, {}, (8, 9), r"compute capability 9\.0; this device has 8\.9"),
+        ({}, {}, (10, 0), r"compute capability 9\.0; this device has 10\.0"),
+    ],
+    ids=["fa2", "a pool of 8 bits", "Ada", "Blackwell"],
+)
+def test_what_depends_on_the_batch_is_refused_where_bits_must_not(monkeypatch, changes, settings, capability, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(ConfigError, match=f"batch_invariant is true.*{reason}"):
+        prepare(replace(STEPS["decode"][0], batch_invariant=True, **changes), **settings)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "expected"), [(4, 2, False), (8, 2, True), (7, 1, True), (4, 4, False)])
 def test_tensor_cores_for_decode_where_groups_are_large(heads, kv_heads, expected):
     step, backend = prepare(Case([9], [1], heads=heads, kv_heads=kv_heads))
@@ -246,16 +279,19 @@ def test_pages_are_counted_and_gathered(page_size):
     assert rows.kv_lens.tolist() == lens.tolist()
 
 
+@pytest.mark.parametrize(
+    ("batch_invariant", "first", "again"), [(False, "decode", "again"), (True, "prefill fa3", "prefill fa3")]
+)
 @torch.inference_mode()
-def test_graphs_replay_with_the_lengths_and_pages_of_each_step():
-    case = suite.fit(Case([0, 30, 17, 0], [1, 1, 1, 1], padding=1))
+def test_graphs_replay_with_the_lengths_and_pages_of_each_step(batch_invariant, first, again):
+    case = suite.fit(Case([0, 30, 17, 0], [1, 1, 1, 1], padding=1, batch_invariant=batch_invariant))
     step, backend = prepare(case)
     backend.plan_capture(step.batch)
     for layer_id, window in enumerate((None, 5)):  # what the capture runs: lengths are those of padding
         backend.forward(step.q, replace(step.layer, layer_id=layer_id, window=window), step.batch)
     wrappers = list(backend._graphs[4].wrappers.values())
     addresses = [w.indptr.data_ptr() for w in wrappers] + [w.indices.data_ptr() for w in wrappers]
-    assert plans == ["wait", "decode", "decode"]
+    assert plans == ["wait", first, first]
     for prefix in ([0, 30, 17, 0], [1, 31, 3, 0], [2, 0, 19, 0]):
         later = Step(replace(case, prefix=prefix), step.device)
         later.pool.k[:], later.pool.v[:] = later.pool.k.nan_to_num(9.0), later.pool.v.nan_to_num(9.0)
@@ -264,11 +300,11 @@ def test_graphs_replay_with_the_lengths_and_pages_of_each_step():
         later.batch.page_table = torch.full_like(table, -1)  # filled within the graph
         backend.plan_replay(later.batch)
         later.batch.page_table = table
-        assert plans == ["wait", "again", "again"]
+        assert plans == ["wait", again, again]
         later.pool.k[0], later.pool.v[0] = later.pool.k[1], later.pool.v[1]
         for layer_id, window in enumerate((None, 5)):
             attend(backend, later, layer_id=layer_id, window=window)
-        assert plans == ["wait", "again", "again"], "forward is what was captured: it plans nothing"
+        assert plans == ["wait", again, again], "forward is what was captured: it plans nothing"
     assert [w.indptr.data_ptr() for w in wrappers] + [w.indices.data_ptr() for w in wrappers] == addresses
 
 

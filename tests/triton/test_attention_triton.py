@@ -52,6 +52,8 @@ SLOW: Mapping[str, tuple[object, ...]] = {
     "kv_heads": (4,),
     "dtype": (torch.bfloat16,),
     "step": ("many rows", "nobody shares"),
+    "length": (1500,),
+    "variant": ("pages of 1", "pages of 4", "pages of 16", "bfloat16", "head_dim 128", "sinks"),
 }
 
 
@@ -128,6 +130,24 @@ class TestTriton(AttentionSuite):
             Case([200, 5], [4, 4], trees=[[-1, -1, 0], [-1, 0, 0]]),
         ):
             self.compare(replace(case, window=window, sinks=sinks))
+
+    @pytest.mark.parametrize("window", [None, 90])
+    @pytest.mark.parametrize("sinks", [False, True])
+    @torch.inference_mode()
+    def test_chunks_have_the_same_bits_in_one_program_and_in_several(
+        self, monkeypatch: pytest.MonkeyPatch, sinks: bool, window: int | None
+    ):
+        monkeypatch.setattr(backend, "CHUNK", 128)
+        case = Case([300, 0, 33, 520], [9, 30, 1, 1], num_extend=2, window=window, sinks=sinks, dtype=torch.float16)
+        step = Step(replace(case, batch_invariant=True), torch.device(self.device))
+        outs = []
+        for most in (backend.CUT_TOKENS, 0):
+            monkeypatch.setattr(backend, "CUT_TOKENS", most)
+            built = self.make(step.context())
+            built.plan(step.batch)
+            outs.append(built.forward(step.q, step.layer, step.batch))
+            self.compare_output(step, outs[-1])
+        assert torch.equal(*outs)
 
     @pytest.mark.parametrize("step", [*MIXED_STEPS, "groups and single rows", "padding"])
     @pytest.mark.parametrize("whole", [8, 64], ids=["keys in two parts", "keys in one"])

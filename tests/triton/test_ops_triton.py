@@ -10,13 +10,14 @@ import torch
 
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
+from dovetail.ops.triton import invariant
 from dovetail.ops.triton import matmul as matmul_module
 from dovetail.ops.triton.activation import silu_mul
 from dovetail.ops.triton.kv import store
 from dovetail.ops.triton.matmul import Workspace, matmul
 from dovetail.ops.triton.norm import rms_norm
 from dovetail.ops.triton.rotary import rotate_and_store
-from dovetail.ops.triton.tuning import MAX_ROWS, MEASURED, Tile, guess, tile_of
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MEASURED, Tile, guess, tile_of
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3}
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
@@ -165,6 +166,38 @@ def test_products_of_few_rows(
         for _ in range(2):  # the second finds what the first left in the workspace
             close(matmul(x, weight, bias, tile, space, gated), exact, 4 * tolerance)
             assert not space.arrived.any()
+
+
+@each_dtype
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 96), (5, 70, 192), (40, 128, 176), (65, 40, 1024), (140, 300, 80)])
+def test_products_in_one_order(
+    dtype: torch.dtype, tolerance: float, with_bias: bool, gated: bool, m: int, n: int, k: int
+) -> None:
+    x, weight = torch.randn(m, k).to(dtype), (torch.randn(n, k) / k**0.5).to(dtype)
+    bias, space = torch.randn(n).to(dtype) if with_bias else None, Workspace(torch.device("cpu"))
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    if gated:
+        opens, up = exact.chunk(2, -1)
+        exact = opens / (1 + (-opens).exp()) * up
+    split = invariant.split_of(n, k)
+    close(invariant.many_rows(x, weight, bias, split, gated), exact, 4 * tolerance)
+    for bucket in invariant.FEW:
+        tile = invariant.tile_of(bucket, n, k, split)
+        assert tile is not None
+        if m <= bucket:
+            close(matmul(x, weight, bias, tile, space, gated, in_order=True), exact, 4 * tolerance)
+
+
+def test_one_order_fits_every_shape() -> None:
+    shapes = [*MEASURED, *((n, k) for n in (1, 1000, 4096, 200000) for k in (16, 80, 96, 256, 704, 1536, 5120))]
+    for n, k in shapes:
+        split = invariant.split_of(n, k)
+        for bucket in invariant.FEW:
+            tile = invariant.tile_of(bucket, n, k, split)
+            assert split == 1 or tile is None or n * bucket * split <= MAX_PARTS
+            assert tile is None or (tile.block_m == bucket and k % (tile.block_k * split) == 0)
 
 
 def test_every_choice_fits_its_shape() -> None:

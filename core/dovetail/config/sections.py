@@ -246,6 +246,10 @@ class Config(Section):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of the engine; by default torch's own choice."
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="A token's logits have the same bits whatever is computed beside it, however its row is divided among steps (chunks, decode steps, drafts that are verified), and whether its prefix was cached. `auto` then takes parts that can do it; a prefix that decode rows share is read for each of them. Needs CUDA of compute capability 9.0; not with drafters that draft trees.",
+    )
     attention: AttentionSelection = Field(
         default=AttentionSelection(), description="Attention over the paged KV pool; may differ by phase."
     )

@@ -40,6 +40,7 @@ from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.build import as_module
+from dovetail.layers.linear import make_batch_invariant
 from dovetail.memory.pool import PagedKVPool, pool_dtype
 from dovetail.ops.linear import describe
 from dovetail.ops.transfer import to_device
@@ -72,6 +73,9 @@ class Engine:
         self.info = info
         self.context_len = min(info.context_len, config.model.context_len or info.context_len)
         self.model = build_model(resolved.model.load(), info, self.device, dtype)
+        self._batch_invariant = config.batch_invariant
+        if config.batch_invariant:
+            make_batch_invariant(as_module(self.model))
         load_weights(self.model, resolved.model_dir, config.model.load_format, config.model.seed)
         runtime = self._draft_runtime = EngineDraftRuntime(resolved, self.model, self.device, dtype)
         self.drafter = self._build_drafter(resolved, runtime)
@@ -193,6 +197,7 @@ class Engine:
                 pool=pool,
                 max_rows=max_rows,
                 max_context=self.context_len,
+                batch_invariant=self._batch_invariant,
             )
         )
 
@@ -200,7 +205,10 @@ class Engine:
     def products(self) -> dict[str, str]:
         """What computes the matrix products of the model, by the shape of the weight."""
         weights = {tuple(p.shape): p for p in as_module(self.model).parameters() if p.ndim == 2}
-        return {f"{rows} x {columns}": describe(weight) for (rows, columns), weight in weights.items()}
+        return {
+            f"{rows} x {columns}": describe(weight, batch_invariant=self._batch_invariant)
+            for (rows, columns), weight in weights.items()
+        }
 
     def forward(self, batch: Batch) -> ForwardOutput:
         """Launch the forward pass and sample from it."""
@@ -331,9 +339,10 @@ class Engine:
 
 def _shares_prefixes(resolved: Resolved) -> bool:
     """Whether decode rows are worth ordering by what they share: config says so, somebody knows it, somebody makes use of it,
-    every layer reads the whole past, and rows have one query each."""
+    every layer reads the whole past, rows have one query each, and what others share may change the bits of a row."""
     return (
         resolved.config.scheduler.shared_prefixes
+        and not resolved.config.batch_invariant
         and resolved.drafter is None
         and Feature.CACHE_SHARED_PREFIXES in resolved.cache.spec.offers
         and Feature.ATTN_SHARED_PREFIX in resolved.attention_decode.spec.offers

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What a backend is built for: one cache group of one model on one device."""
+    """What a backend is built for: one cache group of one model on one device.
+
+    With ``batch_invariant`` the bits of a query's output depend on nothing but the query, the keys and values of its row up to
+    it, and the layer: not on other rows or padding, on how many queries of its row are in the step, on the phase (extend, decode,
+    verify), on whether it is replayed from a graph, or on which pages are the row's. Batches then have neither ``tree_mask`` nor
+    ``shared``. Only backends that offer ``attention.batch_invariant`` are asked for it.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -26,6 +32,7 @@ class AttentionContext:
     pool: KVPool
     max_rows: int
     max_context: int
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Feature(enum.StrEnum):
     ATTN_GRAPH = "attention.graph"  # plan and forward can be captured and replayed
     ATTN_VERIFY_GRAPH = "attention.verify_graph"  # so can those of verify rows, with tree masks where they are offered
     ATTN_SHARED_PREFIX = "attention.shared_prefix"  # a prefix that decode rows share is read once for all of them
-    ATTN_BATCH_INVARIANT = "attention.batch_invariant"  # a row's bits do not depend on the other rows
+    ATTN_BATCH_INVARIANT = "attention.batch_invariant"  # bits depend on a row's tokens alone, where the context asks
 
     # prefix caches
     CACHE_REUSE = "cache.reuse"  # match can return a non-empty prefix
@@ -64,3 +64,4 @@ class Feature(enum.StrEnum):
     MODEL_MTP_HEAD = "model.mtp_head"  # the checkpoint has layers that predict further tokens
     MODEL_HIDDEN_STATES = "model.hidden_states"  # forward keeps hidden states of named layers; embed_tokens
     MODEL_LAST_ROWS = "model.last_rows"  # the last layer computes no more than the rows that are sampled
+    MODEL_BATCH_INVARIANT = "model.batch_invariant"  # all products are those of Linear, all else goes token by token

@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from dovetail.layers.base import Layer, parameter
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import Kernels, kernels
-from dovetail.ops.linear import compiled_rows, few_rows, linear, packed, packed_linear
-from dovetail.ops.triton.tuning import MAX_ROWS
+from dovetail.ops.linear import compiled_rows, few_rows, invariant_rows, linear, packed, packed_linear
 
 if TYPE_CHECKING:
+    from dovetail.ops.triton.invariant import InvariantRows
     from dovetail.ops.triton.matmul import FewRows
 
 
 class Linear(Layer):
-    """``x [tokens, in] @ weight [out, in].T + bias [out]``."""
+    """``x [tokens, in] @ weight [out, in].T + bias [out]``. ``batch_invariant``: a row's bits do not depend on how many there are."""
+
+    batch_invariant = False
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -28,17 +31,17 @@ class Linear(Layer):
         self._packed: torch.Tensor | None = None
         self._compiled: Kernels | None = None
         self._compiled_rows = 0
-        self._few_rows: FewRows | None = None
+        self._few_rows: FewRows | InvariantRows | None = None
 
     def prepare(self) -> None:
         """See ``Layer.prepare``. On the CPU it keeps a second copy of the weight, in the order its kernels read; on CUDA it
-        chooses the kernels for few rows."""
+        chooses the kernels for few rows. Raises ``ConfigError`` for a weight without ``batch_invariant`` products."""
         weight = self.weight
         self._operands = (weight, self.bias)
         self._packed = packed(weight)
         self._compiled_rows = compiled_rows(weight)
         self._compiled = kernels(weight.dtype) if self._compiled_rows else None
-        self._few_rows = few_rows(weight)
+        self._few_rows = invariant_rows(weight) if self.batch_invariant else few_rows(weight)
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +51,7 @@ class Linear(Layer):
         weight, bias = self._operands
         if self._compiled is not None and x.shape[0] <= self._compiled_rows:
             return self._compiled.product(x, weight, bias)
-        if self._few_rows is not None and x.shape[0] <= MAX_ROWS:
+        if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
             return self._few_rows(x, bias)
         return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
@@ -56,7 +59,7 @@ class Linear(Layer):
         """``silu_mul(forward(x))``: contiguous ``[tokens, in]`` -> ``[tokens, out / 2]``. Mutates nothing."""
         if not self.prepared:
             self.prepare()
-        if self._few_rows is not None and x.shape[0] <= MAX_ROWS:
+        if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
             return self._few_rows.gated(x, self._operands[1])
         return silu_mul(self.forward(x))
 
@@ -75,3 +78,12 @@ class FusedLinear(Linear):
     def rows(self, part: str) -> tuple[int, int]:
         """Start and size of a part's rows in ``weight`` and ``bias``: what a ``WeightTarget`` wants to know."""
         return self._rows[part]
+
+
+def make_batch_invariant(model: nn.Module) -> None:
+    """Let all linear layers of ``model`` compute each row to the same bits whatever the others are, from their next
+    ``prepare`` on."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.batch_invariant = True
+            module.prepared = False

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from dovetail.errors import ConfigError
 from dovetail.ops.cpu.kernels import kernels
 from dovetail.ops.triton import tuning
 
 if TYPE_CHECKING:
+    from dovetail.ops.triton.invariant import InvariantRows
     from dovetail.ops.triton.matmul import FewRows
 
 
@@ -85,8 +87,8 @@ def compiled_rows(weight: torch.Tensor) -> int:
 
 
 def few_rows(weight: torch.Tensor) -> FewRows | None:
-    """The products ``(x, bias)`` of ``weight [out, in]`` with up to ``tuning.MAX_ROWS`` rows on CUDA; None where there is
-    nothing better than ``linear``. It keeps no copy of the weight."""
+    """The products ``(x, bias)`` of ``weight [out, in]`` with up to ``most_rows`` rows on CUDA; None where there is nothing
+    better than ``linear``. It keeps no copy of the weight."""
     if not weight.is_cuda:
         return None
     from dovetail.ops.triton import matmul
@@ -94,8 +96,25 @@ def few_rows(weight: torch.Tensor) -> FewRows | None:
     return matmul.FewRows(weight) if matmul.supported(weight) else None
 
 
-def describe(weight: torch.Tensor) -> str:
+def invariant_rows(weight: torch.Tensor) -> InvariantRows:
+    """Products like those of ``few_rows``, but of any number of rows, each of which has the same bits whatever the others are.
+    Raises ``ConfigError`` for a weight that there are none for."""
+    if weight.is_cuda:
+        from dovetail.ops.triton import invariant
+
+        if invariant.supported(weight) and weight.shape[1] % invariant.STEP == 0:
+            return invariant.InvariantRows(weight)
+    raise ConfigError(
+        f"batch_invariant is true, and a layer has a weight {list(weight.shape)} of {weight.dtype} on {weight.device}; allowed: "
+        "bfloat16 or float16, with inputs of a multiple of 16, on CUDA of compute capability 9.0. Set batch_invariant: false, or "
+        "model.dtype: bfloat16"
+    )
+
+
+def describe(weight: torch.Tensor, *, batch_invariant: bool = False) -> str:
     """What computes the products with ``weight``, for people: by number of rows where that depends on it."""
+    if batch_invariant:
+        return "triton, the same for any number of rows"
     if not weight.is_cuda:
         rows, others = compiled_rows(weight), "oneDNN, packed" if packed(weight[:1]) is not None else "torch"
         return f"compiled up to {rows} rows, then {others}" if rows else others

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from dovetail.config import PluginConfig
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
@@ -19,7 +20,9 @@ from dovetail.plugins.resolution import Candidate, Reason
 PREFILL, DECODE = "attention.prefill", "attention.decode"
 CACHE, POLICY, GRAMMAR, DRAFTER = "cache", "policy", "grammar", "speculative"
 OVERLAP, MIXED, GRAPHS = "scheduler.overlap", "scheduler.mixed", "graphs.decode"
-VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, OVERLAP, MIXED, GRAPHS)
+BATCH_INVARIANT = "batch_invariant"
+SETTINGS = (OVERLAP, MIXED, GRAPHS, BATCH_INVARIANT)
+VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, *SETTINGS)
 
 MOST_PAIRS = 6
 """Pairs of changes that are told of."""
@@ -40,12 +43,13 @@ class Need:
 
 
 def violations(combo: Combination, model: ModelInfo) -> list[Reason]:
-    """Every need that its owner does not offer. Empty: the parts fit together."""
+    """Every need that its owner does not offer, and what ``batch_invariant`` forbids. Empty: the parts fit together."""
     broken: dict[tuple[Feature, str, str], Need] = {}
     for need in _needs(combo, model):
         if need.feature not in _offers(need.owner, combo, model):
             broken[need.feature, need.who, need.owner] = need
-    return [_reason(need, combo, model) for need in broken.values()]
+    reasons = [_reason(need, combo, model) for need in broken.values()]
+    return [*reasons, *_variances(combo)] if combo[BATCH_INVARIANT] else reasons
 
 
 def search(domains: Domains, model: ModelInfo) -> Combination | None:
@@ -154,6 +158,9 @@ def _runtime_needs(combo: Combination) -> Iterator[Need]:
         yield Need(Feature.ATTN_MIXED, MIXED, PREFILL)
     if combo[GRAPHS]:
         yield Need(Feature.ATTN_GRAPH, GRAPHS, DECODE)
+    if combo[BATCH_INVARIANT]:
+        yield from (Need(Feature.ATTN_BATCH_INVARIANT, BATCH_INVARIANT, phase) for phase in (PREFILL, DECODE))
+        yield Need(Feature.MODEL_BATCH_INVARIANT, BATCH_INVARIANT, "model")
 
 
 def _policy_needs(combo: Combination) -> Iterator[Need]:
@@ -181,6 +188,34 @@ def _drafter_needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
         yield Need(Feature.KV_STATE_ROLLBACK, who, "kv", "the model keeps recurrent state")
     if combo[GRAMMAR] is not None:
         yield Need(Feature.GRAMMAR_ROLLBACK, who, GRAMMAR, "rejected drafts are taken back from the grammar")
+
+
+def _variances(combo: Combination) -> Iterator[Reason]:
+    """What would give a token other bits in another step, although each part is invariant by itself."""
+    prefill, decode, drafter = (combo[slot] for slot in (PREFILL, DECODE, DRAFTER))
+    if isinstance(prefill, Candidate) and isinstance(decode, Candidate) and _identity(prefill) != _identity(decode):
+        yield Reason(
+            "batch_invariant.attention",
+            f"{BATCH_INVARIANT} needs one attention backend, of the same settings, for both phases (what decode steps have "
+            "computed, a prompt may compute again)",
+            f"{PREFILL} is {_settings(prefill)}, {DECODE} is {_settings(decode)}",
+        )
+    if isinstance(drafter, Candidate) and Feature.DRAFT_TREE in drafter.spec.offers:
+        yield Reason(
+            "batch_invariant.draft_tree",
+            f"{BATCH_INVARIANT} needs drafts that are chains (the nodes of a tree see their ancestors at other places than "
+            "a decode step does, and sum over them in another order)",
+            f"{DRAFTER} is {show(drafter)!r}, which offers {', '.join(sorted(drafter.spec.offers))}",
+        )
+
+
+def _identity(candidate: Candidate) -> tuple[str, PluginConfig]:
+    return candidate.spec.name, candidate.config
+
+
+def _settings(candidate: Candidate) -> str:
+    given = candidate.config.model_dump(exclude_defaults=True, exclude={"kind"})
+    return repr(show(candidate)) + (f" with {given}" if given else "")
 
 
 def _reason(need: Need, combo: Combination, model: ModelInfo) -> Reason:

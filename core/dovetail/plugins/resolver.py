@@ -35,6 +35,8 @@ from dovetail.plugins.tuning import Tuned, record_for, tuned_for
 Slots = Mapping[str, Slot]
 FP8_E4M3 = (8, 9)
 """The compute capability from which on CUDA devices convert to that dtype."""
+INVARIANT = ((9, 0),)
+"""Compute capabilities of the CUDA devices on which ``batch_invariant`` has been shown to hold."""
 
 logger = logging.getLogger("dovetail.plugins")
 
@@ -50,6 +52,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     model = choose_model(config, registry, machine, tuning if tuning is not None else shipped.slots if shipped else {})
     tuned = _tuned(config, registry, machine, model, tuning)
     _check_kv_dtype(model.kv_dtype, machine)
+    _check_batch_invariant(config, machine)
     parsers = choose_parsers(config, registry, machine, model)
     slots = _open_slots(config, registry, machine, model, tuned.slots)
     combo = _search(slots, config, machine, model)
@@ -121,6 +124,7 @@ def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequen
         fit.OVERLAP: _lags(config, machine),
         fit.MIXED: [config.scheduler.mixed],
         fit.GRAPHS: _graphs(config, machine),
+        fit.BATCH_INVARIANT: [config.batch_invariant],
     }
 
 
@@ -138,6 +142,18 @@ def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
         raise ConfigError(
             f"memory.kv_dtype is fp8_e4m3, which needs compute capability {'.'.join(map(str, FP8_E4M3))}; "
             f"{machine.device_name} has {'.'.join(map(str, have))}. Set memory.kv_dtype to fp8_e5m2 or auto"
+        )
+
+
+def _check_batch_invariant(config: Config, machine: Machine) -> None:
+    """Its kernels fix the order of sums on devices on which they were compared bit by bit, and are refused elsewhere."""
+    have = machine.compute_capability
+    if config.batch_invariant and have not in INVARIANT:
+        allowed = ", ".join(".".join(map(str, capability)) for capability in INVARIANT)
+        got = f"{machine.device_name} has {'.'.join(map(str, have))}" if have else f"device is {machine.device}"
+        raise ConfigError(
+            f"batch_invariant is true, which needs CUDA of compute capability {allowed}, where it has been shown to hold; "
+            f"{got}. Set batch_invariant: false"
         )
 
 
@@ -206,6 +222,7 @@ def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> Resolutio
         fit.OVERLAP: [False, True],
         fit.MIXED: [False, True],
         fit.GRAPHS: [False, True],
+        fit.BATCH_INVARIANT: [False],
         fit.DRAFTER: slots[fit.DRAFTER].alternatives(),
         "attention": slots[fit.DECODE].alternatives(),
         **{name: slot.alternatives() for name, slot in slots.items() if name != fit.DRAFTER},
@@ -231,11 +248,18 @@ def _judge_the_others(slots: Slots, combo: fit.Combination, lags: Sequence[bool]
                 candidate.stage = candidate.stage if candidate.stage is Stage.PROBE else Stage.FEATURES
             elif candidate.usable:
                 candidate.stage = Stage.FEATURES
-                reasons = [fit.violations({**combo, name: candidate, fit.OVERLAP: lag}, model.info) for lag in lags]
+                there = {**combo, **dict.fromkeys(_places(name, combo), candidate)}
+                reasons = [fit.violations({**there, fit.OVERLAP: lag}, model.info) for lag in lags]
                 if all(reasons):
                     candidate.reject(Stage.FEATURES, *min(reasons, key=len))
     for candidate in _beside(slots, combo):
         candidate.verdict = Verdict.AVAILABLE
+
+
+def _places(name: str, combo: fit.Combination) -> tuple[str, ...]:
+    """The slots that a candidate for ``name`` would fill: with ``batch_invariant`` both phases of attention have one."""
+    phases = (fit.PREFILL, fit.DECODE)
+    return phases if combo[fit.BATCH_INVARIANT] and name in phases else (name,)
 
 
 def _resolved(

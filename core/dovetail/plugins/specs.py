@@ -24,14 +24,13 @@ class ComponentKind(enum.StrEnum):
 
 API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
     **dict.fromkeys(ComponentKind, (1, 0)),
-    ComponentKind.ATTENTION: (
-        1,
-        2,
-    ),  # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows
+    # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows; AttentionContext.batch_invariant
+    ComponentKind.ATTENTION: (1, 3),
     ComponentKind.CACHE: (1, 1),  # shared_prefixes
     ComponentKind.GRAMMAR: (1, 2),  # check, GrammarSpec.backend, more kinds; dump and load
     ComponentKind.DRAFTER: (1, 2),  # DraftRuntime, must_see_all; DraftRoom.run, no probabilities
-    ComponentKind.MODEL: (1, 3),  # batch.last; batch.watch, embed_tokens; before the final norm
+    # batch.last; batch.watch, embed_tokens; before the final norm; model.batch_invariant
+    ComponentKind.MODEL: (1, 4),
     ComponentKind.TOOL_PARSER: (1, 1),  # Gate.marks
 }
 """The version (major, minor) of each kind's interface. A plugin built for another major version is incompatible; one

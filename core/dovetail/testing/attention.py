@@ -27,7 +27,6 @@ from dovetail.testing.attention_cases import (
     WINDOW,
     only_phase,
 )
-from dovetail.testing.attention_checks import AttentionChecks
 from dovetail.testing.attention_graphs import (
     VERIFY_REPLAYS,
     VERIFY_TOKENS,
@@ -36,6 +35,7 @@ from dovetail.testing.attention_graphs import (
     CapturedVerify,
     verify_step,
 )
+from dovetail.testing.attention_invariance import InvarianceCases
 from dovetail.testing.attention_reference import Case, Step
 
 each_step = pytest.mark.parametrize("step", STEPS)
@@ -43,7 +43,7 @@ each_kv_dtype = pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
 each_shared_step = pytest.mark.parametrize("step", SHARED_STEPS)
 
 
-class AttentionSuite(AttentionChecks):
+class AttentionSuite(InvarianceCases):
     """``class TestMine(AttentionSuite): name = "mine"`` is a whole test file.
 
     Cases run on the first device and in the first dtype that the spec allows and this machine has, unless ``device`` and
@@ -339,18 +339,3 @@ class AttentionSuite(AttentionChecks):
                 backend.plan(step.batch)
                 fused = torch.cat([step.q, step.q], 1)[:, : step.case.heads]
                 self.compare_output(step, backend.forward(fused, step.layer, step.batch))
-
-    @pytest.mark.parametrize("step", ["extend after a prefix", "decode", "mixed", "verify beside extend", "trees"])
-    @torch.inference_mode()
-    def test_batch_invariance(self, step: str) -> None:
-        """A row's bits do not depend on the other rows."""
-        case, features = STEPS[step]
-        for feature in (*features, Feature.ATTN_BATCH_INVARIANT):
-            self.require(feature)
-        whole = Step(self.fit(case), self.find_device())
-        backend = self.make(whole.context())
-        backend.plan(whole.batch)
-        together = backend.forward(whole.q, whole.layer, whole.batch)
-        for row in range(len(whole.lens)):
-            alone, tokens = self.alone(backend, whole, row)
-            assert torch.equal(alone, together[tokens]), f"row {row} is another beside other rows"

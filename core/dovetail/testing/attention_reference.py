@@ -48,6 +48,7 @@ class Case:
     value_dim: int | None = None  # the values are the first so many elements of the keys; None: a tensor of their own
     key_scale: float = 1.0
     ordered_pages: bool = False
+    batch_invariant: bool = False
     seed: int = 0
     layer_id: int = 1
 
@@ -121,6 +122,7 @@ class Step:
             pool=pool or self.pool,
             max_rows=max(16, len(case.prefix)),
             max_context=max(2048, *self.lens),
+            batch_invariant=case.batch_invariant,
         )
 
     def _normal(self, *shape: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ FLASH_ATTN = ComponentSpec(
     target="dovetail_attention.flash_attn.backend:FlashAttention",
     config="dovetail_attention.config:FlashAttnConfig",
     summary="FlashAttention-3 on Hopper, from whichever distribution is installed; FlashAttention-2 on Ampere and later.",
-    api=(1, 2),
+    api=(1, 3),
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,
@@ -50,6 +50,7 @@ FLASH_ATTN = ComponentSpec(
             Feature.ATTN_GRAPH,
             Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,
+            Feature.ATTN_BATCH_INVARIANT,
         }
     ),
     constraints=Constraints(
@@ -71,7 +72,7 @@ TRITON = ComponentSpec(
     target="dovetail_attention.triton.backend:TritonAttention",
     config="dovetail_attention.config:TritonConfig",
     summary="Our own kernels, for any head dim, page size and mask, on every GPU that Triton knows from Ampere on.",
-    api=(1, 2),
+    api=(1, 3),
     requires=(Requirement("triton", install="pip install triton"),),
     offers=frozenset(
         {
@@ -86,6 +87,7 @@ TRITON = ComponentSpec(
             Feature.ATTN_GRAPH,
             Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,
+            Feature.ATTN_BATCH_INVARIANT,
         }
     ),
     constraints=Constraints(devices=("cuda",), min_compute_capability=(8, 0), dtypes=DTYPES, kv_dtypes=KV_DTYPES),
@@ -99,7 +101,7 @@ FLASHINFER = ComponentSpec(
     target="dovetail_attention.flashinfer.backend:FlashInfer",
     config="dovetail_attention.config:FlashInferConfig",
     summary="FlashInfer's kernels on Ampere and later; it compiles what its cache of built kernels lacks when first used.",
-    api=(1, 1),
+    api=(1, 3),
     requires=(Requirement("flashinfer-python", ">=0.6.15", "pip install flashinfer-python"),),
     offers=frozenset(
         {
@@ -111,6 +113,7 @@ FLASHINFER = ComponentSpec(
             Feature.ATTN_SLIDING_WINDOW,
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_GRAPH,
+            Feature.ATTN_BATCH_INVARIANT,
         }
     ),
     constraints=Constraints(

@@ -185,7 +185,14 @@ def _dense(config: Mapping[str, Any], variant: Variant, rope: RopeConfig, layers
 
 
 def _offers(dense: DenseConfig) -> frozenset[Feature]:
-    always = frozenset({Feature.MODEL_LAST_ROWS, Feature.MODEL_HIDDEN_STATES, Feature.MODEL_EMBED})
+    always = frozenset(
+        {
+            Feature.MODEL_LAST_ROWS,
+            Feature.MODEL_HIDDEN_STATES,
+            Feature.MODEL_EMBED,
+            Feature.MODEL_BATCH_INVARIANT,
+        }
+    )
     return always | {Feature.MODEL_MTP_HEAD} if dense.predict_layers else always
 
 

@@ -21,15 +21,25 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    as_written: bool = False,
+    **constants: Any,
 ) -> None:
-    """Run ``kernel`` over ``grid`` with its arguments and constants; it has one more constant, ``PDL``."""
-    kernel[grid](*args, **constants, **_options(num_warps, num_stages))
+    """Run ``kernel`` over ``grid`` with its arguments and constants; it has one more constant, ``PDL``. ``as_written``: no
+    multiplication and addition become one, which depends on what the compiler finds next to each other."""
+    kernel[grid](*args, **constants, **_options(num_warps, num_stages, as_written))
 
 
 @functools.cache
-def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
+def _options(num_warps: int, num_stages: int, as_written: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"PDL": False, "num_warps": num_warps, "num_stages": num_stages}
-    if not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9:
-        found.update(PDL=True, launch_pdl=True)
+    if not INTERPRETED:
+        if torch.cuda.get_device_capability()[0] >= 9:
+            found.update(PDL=True, launch_pdl=True)
+        if as_written:
+            found.update(enable_fp_fusion=False)
     return found

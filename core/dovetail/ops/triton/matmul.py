@@ -45,7 +45,7 @@ def _wait() -> None:
 
 
 @triton.jit
-def _rows_of(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+def rows_of(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows of the weight that a tile reads. Gated, the n rows are those of gates, then those of what they let through, and a
     tile reads pairs of them."""
     local = tl.arange(0, BLOCK_N)
@@ -55,8 +55,8 @@ def _rows_of(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate, up):
-    return gate * tl.sigmoid(gate) * up
+def gate(opens, up):
+    return opens * tl.sigmoid(opens) * up
 
 
 @triton.jit
@@ -65,9 +65,9 @@ def _finish_row(y, bias, rows, total, tile, n, GATED: tl.constexpr, BIAS: tl.con
     if BIAS:
         out += tl.load(bias + rows).to(tl.float32)
     if GATED:
-        gate, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
+        opens, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
         column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(y + column, _gate(gate, up).to(y.dtype.element_ty), column < n // 2)
+        tl.store(y + column, gate(opens, up).to(y.dtype.element_ty), column < n // 2)
     else:
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(y + column, out.to(y.dtype.element_ty), column < n)
@@ -80,7 +80,7 @@ def _one_row(
     AHEAD: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     index = tl.program_id(0)
-    rows = _rows_of(index, n, GATED, BLOCK_N)
+    rows = rows_of(index, n, GATED, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     source = w + rows.to(tl.int64)[:, None] * k + at[None, :]
     if PDL:
@@ -99,7 +99,7 @@ def _one_row(
             wraps = start + BLOCK_K == k
             next_index = index + tl.where(wraps, programs, 0)
             next_start = tl.where(wraps, 0, start + BLOCK_K)
-            next_rows = _rows_of(next_index, n, GATED, BLOCK_N)
+            next_rows = rows_of(next_index, n, GATED, BLOCK_N)
             source = w + next_rows.to(tl.int64)[:, None] * k + (next_start + at)[None, :]
             more = (next_start + at)[None, :] < tl.where(step + 1 < steps, k, 0)
             following = tl.load(source, more, 0.0, eviction_policy="evict_first")
@@ -121,7 +121,7 @@ def _one_row(
 
 
 @triton.jit
-def _store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
+def store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
     token = tl.arange(0, BLOCK_M)[None, :]
     column = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     tl.store(y + token.to(tl.int64) * n + column, total.to(y.dtype.element_ty), (token < m) & (column < n))
@@ -139,10 +139,10 @@ def _around(start, first, span, BLOCK_K: tl.constexpr):
 def _few_rows(
     x, w, bias, y, parts, arrived, m, n, k, span,
     GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
-    rows = _rows_of(tile, n, GATED, BLOCK_N)
+    rows = rows_of(tile, n, GATED, BLOCK_N)
     token = tl.arange(0, BLOCK_M)
     at = tl.arange(0, BLOCK_K)
     source = w + rows.to(tl.int64)[:, None] * k + part * span + at[None, :]
@@ -157,7 +157,7 @@ def _few_rows(
             gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if EARLY:
-        first = tl.multiple_of(tile * BLOCK_K % span, BLOCK_K)
+        first = 0 if IN_ORDER else tl.multiple_of(tile * BLOCK_K % span, BLOCK_K)
         right = tl.zeros([BLOCK_M, BLOCK_K], x.dtype.element_ty)
         for start in range(0, span, BLOCK_K):
             if start == 0:  # waits in the loop, before which the pipeline's first loads of ``left`` are
@@ -191,10 +191,10 @@ def _few_rows(
         if BIAS:
             total += tl.load(bias + rows).to(tl.float32)[:, None]
         if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
-            _store_rows(y, _gate(gate, up), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
+            opens, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
+            store_rows(y, gate(opens, up), tile, m, n // 2, BLOCK_M, BLOCK_N // 2)
         else:
-            _store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N)
+            store_rows(y, total, tile, m, n, BLOCK_M, BLOCK_N)
 
 
 class Workspace:
@@ -212,10 +212,18 @@ def workspace(device: torch.device) -> Workspace:
 
 
 def matmul(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, space: Workspace, gated: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    space: Workspace,
+    gated: bool = False,
+    *,
+    in_order: bool = False,
 ) -> torch.Tensor:
     """``ops.linear.linear`` of contiguous ``x [m, k]``, ``weight [n, k]``, cut by ``tile``, whose ``block_k * split``
-    divides k, for at most ``tile.block_m`` rows; ``gated`` also ``ops.activation.silu_mul`` of it, for even n."""
+    divides k, for at most ``tile.block_m`` rows; ``gated`` also ``ops.activation.silu_mul`` of it, for even n. ``in_order``: every
+    part is added up from its beginning, for several rows."""
     (m, k), n = x.shape, weight.shape[0]
     y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(n, tile.block_n)
@@ -232,7 +240,7 @@ def matmul(
         _few_rows, (tiles, tile.split),
         x, weight, bias, y, space.parts, space.arrived, m, n, k, k // tile.split,
         GATED=gated, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLIT=tile.split, AHEAD=tile.ahead, EARLY=tile.early, num_warps=tile.warps, num_stages=tile.stages,
+        SPLIT=tile.split, AHEAD=tile.ahead, EARLY=tile.early, IN_ORDER=in_order, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -244,7 +252,9 @@ def processors(device: torch.device) -> int:
 
 
 class FewRows:
-    """The products of one weight with up to ``MAX_ROWS`` rows, each number of rows by what was fastest."""
+    """The products of one weight with up to ``most_rows`` rows, each number of rows by what was fastest."""
+
+    most_rows = MAX_ROWS
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.detach()
@@ -252,7 +262,7 @@ class FewRows:
         self._tiles = [None, *(tile_of(rows, *weight.shape) for rows in range(1, MAX_ROWS + 1))]
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``ops.linear.linear`` of ``x [m, k]`` with m up to ``MAX_ROWS``."""
+        """``ops.linear.linear`` of ``x [m, k]`` with m up to ``most_rows``."""
         tile = self._tiles[x.shape[0]]
         if tile is None:
             return functional.linear(x, self._weight, bias)

@@ -47,11 +47,22 @@ class Rows(NamedTuple):
 
 
 class FlashAttention(AttentionBackend):
-    """Prompt rows in one call and decode rows in another, as the kernel for one query a row is a different one."""
+    """Prompt rows in one call and decode rows in another, as the kernel for one query a row is a different one.
+
+    Asked to be ``batch_invariant``, it serves all rows by one call that is the same in every step. FlashAttention-3 chooses its
+    tiles by the bounds it is given, not by the lengths on the device; its tiles of keys begin at multiples of their size, but
+    where a window hides the first keys: there they begin with the first query of a tile.
+    """
 
     def __init__(self, config: FlashAttnConfig, context: AttentionContext) -> None:
         capability = torch.cuda.get_device_capability(context.device)
-        opened, reasons = open_first(capability, context.pool.page_size, config.provider, config.library)
+        opened, reasons = open_first(
+            capability,
+            context.pool.page_size,
+            config.provider,
+            config.library,
+            batch_invariant=context.batch_invariant,
+        )
         if opened is None:
             raise ConfigError(f"attention flash_attn has no kernels: {'; '.join(reasons)}")
         self.provider, self._attend = opened
@@ -59,17 +70,23 @@ class FlashAttention(AttentionBackend):
         self._pool = context.pool
         self._heads, self._kv_heads, self._head_dim = context.num_heads, context.num_kv_heads, context.head_dim
         self._max_context = context.max_context
+        self._invariant = context.batch_invariant
         self._processors = torch.cuda.get_device_properties(context.device).multi_processor_count
         self._parts: list[Rows] = []
 
     def shares(self, batch: Batch) -> bool:
         """True if the bytes saved take longer to read than one more call and the merge."""
+        if self._invariant:
+            return False
         assert batch.shared is not None
         token_bytes = 2 * self._kv_heads * self._head_dim * self._pool.keys(0).element_size()
         return batch.shared.saved * token_bytes / BYTES_PER_SECOND > SHARING_SECONDS
 
     def plan(self, batch: Batch) -> None:
         """Divide the rows. No copy, no wait."""
+        if self._invariant:
+            self._parts = [self._all_rows(batch)]
+            return
         rows, split = len(batch.slots), batch.num_extend
         if 0 < split < rows and batch.extend_lens[split:].max() > 1:
             split = rows  # drafts are verified beside prompts: one ragged call for all
@@ -99,6 +116,11 @@ class FlashAttention(AttentionBackend):
         cu_q, used_k, table = batch.qo_indptr[: rows + 1], batch.kv_lens[:rows], batch.page_table[:rows]
         return Rows(slice(0, tokens), cu_q, used_k, table, max_q, max_k, splits)
 
+    def _all_rows(self, batch: Batch) -> Rows:
+        """Every row, with bounds that hold for every batch. The kernel is not told to be causal where ``max_q`` is 1."""
+        longest = max(2, self._max_context)
+        return Rows(slice(None), batch.qo_indptr, batch.kv_lens, batch.page_table, longest, longest, splits=1)
+
     def _splits(self, rows: int) -> int:
         """Parts of the keys of rows with one query each: as many as keep the device busy."""
         return min(MAX_SPLITS, max(1, self._processors // (rows * self._kv_heads)))
@@ -106,6 +128,9 @@ class FlashAttention(AttentionBackend):
     def plan_capture(self, batch: Batch) -> None:
         """One call for all rows, and the longest context. Of verify rows, the fewest that the tokens can be must keep the
         device busy."""
+        if self._invariant:
+            self._parts = [self._all_rows(batch)]
+            return
         rows, cu_q, max_q = len(batch.slots), None, 1
         if batch.drafts is not None:
             cu_q, max_q = batch.qo_indptr, int(batch.extend_lens.max())
@@ -157,16 +182,34 @@ class FlashAttention(AttentionBackend):
                 rows.max_k,
                 layer.scale,
                 causal,
-                layer.window,
+                self._window(layer),
                 layer.soft_cap,
                 layer.sinks.to(q.dtype) if sinks and layer.sinks is not None else None,
                 rows.splits,
             )
         )
 
+    def _window(self, layer: AttentionLayer) -> int | None:
+        """What the kernels are told of. Raises ``ConfigError`` for a window that ``batch_invariant`` does not go with."""
+        if not self._invariant or layer.window is None:
+            return layer.window
+        if layer.window < self._max_context:
+            raise ConfigError(
+                f"batch_invariant is true, and a layer has a window of {layer.window} tokens in a context of "
+                f"{self._max_context}; attention flash_attn then divides keys by the queries that are in a step. Set "
+                "attention to triton or flashinfer"
+            )
+        return None  # it hides nothing, and whether the kernels find that out depends on the page table's width
+
 
 def probe(section: FlashAttnConfig, config: Config) -> str | None:
     """Why no provider that ``section`` allows can be used on the current device; None if one can."""
     capability = torch.cuda.get_device_capability()
-    opened, reasons = open_first(capability, config.memory.page_size, section.provider, section.library)
+    opened, reasons = open_first(
+        capability,
+        config.memory.page_size,
+        section.provider,
+        section.library,
+        batch_invariant=config.batch_invariant,
+    )
     return None if opened else "; ".join(reasons)

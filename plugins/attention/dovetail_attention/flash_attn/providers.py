@@ -69,14 +69,19 @@ class Provider:
     min_capability: tuple[int, int] = (9, 0)
     max_capability: tuple[int, int] = (9, 0)
     page_multiple: int = 1
+    can_be_invariant: bool = True
 
-    def refusal(self, capability: tuple[int, int], page_size: int, library: Path | None) -> str | None:
+    def refusal(
+        self, capability: tuple[int, int], page_size: int, library: Path | None, batch_invariant: bool
+    ) -> str | None:
         """Why it cannot be used on a device of this compute capability with pages of this size; None if it can."""
         if not self.min_capability <= capability <= self.max_capability:
             low, high = (".".join(map(str, c)) for c in (self.min_capability, self.max_capability))
             return f"{self.name} needs compute capability {low} to {high}"
         if page_size % self.page_multiple:
             return f"{self.name} allows multiples of {self.page_multiple} for memory.page_size, which is {page_size}"
+        if batch_invariant and not self.can_be_invariant:
+            return f"{self.name} sums in another order for decode rows than for prompts, and batch_invariant is true"
         missing = self.missing(library)
         return missing and f"{self.name}: {missing} ({self.install})"
 
@@ -111,11 +116,17 @@ def providers() -> Iterator[Provider]:
         min_capability=(8, 0),
         max_capability=(9, 0),
         page_multiple=256,
+        can_be_invariant=False,
     )
 
 
 def open_first(
-    capability: tuple[int, int], page_size: int, name: str = "auto", library: Path | None = None
+    capability: tuple[int, int],
+    page_size: int,
+    name: str = "auto",
+    library: Path | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> tuple[Opened | None, list[str]]:
     """Open the first provider that can be used, of all (``auto``; with a ``library``, vLLM's) or the one that is named; and
     why each one before it cannot, be it that it does not load."""
@@ -125,7 +136,7 @@ def open_first(
     for provider in providers():
         if name not in ("auto", provider.name):
             continue
-        reason = provider.refusal(capability, page_size, library)
+        reason = provider.refusal(capability, page_size, library, batch_invariant)
         if reason is None:
             try:
                 return Opened(provider.name, provider.open(library)), reasons

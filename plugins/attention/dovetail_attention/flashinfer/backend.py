@@ -11,7 +11,7 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
-from dovetail_attention.flashinfer.graph import GraphRows, Indices
+from dovetail_attention.flashinfer.graph import GraphRows, Indices, PromptGraphRows
 from dovetail_attention.flashinfer.masks import tree_mask
 from dovetail_attention.flashinfer.pages import Rows, make_rows, pinned
 
@@ -61,9 +61,11 @@ class Part(NamedTuple):
     pages: Rows
 
 
-def divide(batch: Batch) -> list[tuple[Kind, slice]]:
-    """The rows of a batch by kind, in order."""
+def divide(batch: Batch, *, batch_invariant: bool) -> list[tuple[Kind, slice]]:
+    """The rows of a batch by kind, in order. Only prompts are ``batch_invariant``."""
     rows, split = len(batch.slots), batch.num_extend
+    if batch_invariant:
+        return [(Kind.PROMPT, slice(0, rows))]
     if batch.extend_lens[split:].max(initial=1) == 1:
         last = Kind.DECODE
     else:
@@ -82,8 +84,28 @@ def queries_indptr(batch: Batch, rows: slice, device: torch.device) -> torch.Ten
     return pinned(indptr, device)
 
 
+def check_invariant(config: FlashInferConfig, context: AttentionContext, capability: tuple[int, int]) -> None:
+    """Raises ``ConfigError`` where fa3 cannot be had: it has one tile for each head_dim and does not divide keys, where fa2
+    chooses both by how many queries and keys are in a step."""
+    needed = "batch_invariant is true, for which attention flashinfer needs its kernels fa3"
+    if capability != (9, 0):
+        found = ".".join(map(str, capability))
+        raise ConfigError(
+            f"{needed}, and those compute capability 9.0; this device has {found}. Set attention to triton"
+        )
+    if config.variant == "fa2":
+        raise ConfigError(f"{needed}; attention.variant is fa2, allowed here: auto, fa3")
+    kept = context.pool.keys(0).dtype
+    if kept != context.dtype:
+        raise ConfigError(
+            f"{needed}, and those keys of the model's dtype; the pool has {kept}, the model {context.dtype}. Set memory.kv_dtype "
+            "to auto, or attention to triton"
+        )
+
+
 class FlashInfer(AttentionBackend):
-    """A wrapper per kind of row and way of layer, planned when the step's first such layer comes by.
+    """A wrapper per kind of row and way of layer, planned when the step's first such layer comes by. Asked to be
+    ``batch_invariant``, it treats all rows as prompts.
 
     A plan is copied from memory that the next plan of the same wrapper writes to, so each step first waits until the
     copies of the one before have been made: those come before its kernels, hence hardly ever a wait.
@@ -96,6 +118,10 @@ class FlashInfer(AttentionBackend):
             raise ConfigError(f"attention.variant is fa3, which needs compute capability 9.0; this device has {found}")
         self._context = context
         self._variant = config.variant
+        self._invariant = context.batch_invariant
+        if self._invariant:
+            check_invariant(config, context, capability)
+            self._variant = "fa3"
         if context.pool.keys(0).dtype != context.dtype:  # fa3 multiplies operands of one dtype
             if config.variant == "fa3":
                 raise ConfigError("attention.variant is fa3, which needs memory.kv_dtype auto; allowed here: auto, fa2")
@@ -118,7 +144,7 @@ class FlashInfer(AttentionBackend):
         self._planned.clear()
         self._parts = []
         first = 0
-        for kind, rows in divide(batch):
+        for kind, rows in divide(batch, batch_invariant=self._invariant):
             tokens = slice(first, first + int(batch.extend_lens[rows].sum()))
             kv_lens = batch.prefix_lens[rows] + batch.extend_lens[rows]
             pages = make_rows(kv_lens, batch.page_table[rows], self._page_size)
@@ -130,7 +156,8 @@ class FlashInfer(AttentionBackend):
         rows = len(batch.slots)
         self._copied.synchronize()
         if rows not in self._graphs:
-            self._graphs[rows] = GraphRows(rows, self._indices)
+            kind = PromptGraphRows if self._invariant else GraphRows
+            self._graphs[rows] = kind(rows, self._indices)
         self._graph = self._graphs[rows]
         self._graph.send(np.ones(rows, np.int32))
 
@@ -158,20 +185,17 @@ class FlashInfer(AttentionBackend):
 
     def _of_graph(self, graph: GraphRows, way: Way) -> Any:
         if way not in graph.wrappers:
-            wrapper = graph.wrappers[way] = self._new_decode(
-                use_cuda_graph=True,
-                paged_kv_indptr_buffer=graph.indptr,
-                paged_kv_indices_buffer=graph.indices.pages,
-                paged_kv_last_page_len_buffer=graph.last_page_len,
-            )
+            kind = Kind.PROMPT if self._invariant else Kind.DECODE
+            wrapper = graph.wrappers[way] = self._new(kind, **graph.buffers())
             wrapper.reset_workspace_buffer(self._workspace, graph.indices.plan_memory(way))
-            self._plan_decode(wrapper, graph.now, way)
+            graph.plan(wrapper, **self._shape(), **way.options())
+            self._copied.record()
         return graph.wrappers[way]
 
     def _of_part(self, part: Part, way: Way, batch: Batch) -> Any:
         key = part.kind, way
         if key not in self._wrappers:
-            self._wrappers[key] = self._new_decode() if part.kind is Kind.DECODE else self._new_prompt(part.kind)
+            self._wrappers[key] = self._new(part.kind)
         wrapper = self._wrappers[key]
         if key not in self._planned:
             self._planned.add(key)
@@ -181,15 +205,13 @@ class FlashInfer(AttentionBackend):
                 self._plan_prompt(wrapper, part, way, batch)
         return wrapper
 
-    def _new_decode(self, **buffers: Any) -> Any:
-        """fa2, as it divides the keys of long rows."""
-        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **buffers
-        )
-
-    def _new_prompt(self, kind: Kind) -> Any:
+    def _new(self, kind: Kind, **buffers: Any) -> Any:
+        if kind is Kind.DECODE:  # fa2, as it divides the keys of long rows
+            return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **buffers
+            )
         variant = "fa2" if kind is Kind.TREE else self._variant  # fa3 has no masks
-        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=variant)
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=variant, **buffers)
 
     def _plan_decode(self, wrapper: Any, pages: Rows, way: Way) -> None:
         indptr, last_page_len, kv_lens, indices = pages

@@ -22,6 +22,9 @@ MOST_PAGES = 1 << 24
 PLAN_BYTES = 2 << 20
 """Memory of a decode plan: some int32 for each row and for each of the device's processors."""
 
+TILE_BYTES = 7 * 4
+"""What a plan for prompts takes more for each query head and tile of queries."""
+
 
 class Indices:
     """Memory that all graphs use in turn."""
@@ -31,6 +34,8 @@ class Indices:
         self.device = context.device
         of_rows = context.max_rows * -(-context.max_context // self.page_size)
         self._size = min(of_rows, max(MOST_PAGES, context.pool.num_pages + context.max_rows))
+        tiles = 2 * context.max_rows * context.num_heads if context.batch_invariant else 0
+        self._plan_bytes = PLAN_BYTES + tiles * TILE_BYTES
         self._pages: torch.Tensor | None = None
         self._plans: dict[Hashable, torch.Tensor] = {}
 
@@ -53,7 +58,7 @@ class Indices:
     def plan_memory(self, way: Hashable) -> torch.Tensor:
         """What layers of a way plan in, of whichever graph."""
         if way not in self._plans:
-            self._plans[way] = torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=self.device)
+            self._plans[way] = torch.zeros(self._plan_bytes, dtype=torch.uint8, device=self.device)
         return self._plans[way]
 
 
@@ -85,7 +90,63 @@ class GraphRows:
         if layer_id == self._first_layer:
             gather(table, self.indptr, self.indices.pages)
 
+    def buffers(self) -> dict[str, Any]:
+        """Keywords of a new wrapper."""
+        return {
+            "use_cuda_graph": True,
+            "paged_kv_indptr_buffer": self.indptr,
+            "paged_kv_indices_buffer": self.indices.pages,
+            "paged_kv_last_page_len_buffer": self.last_page_len,
+        }
+
+    def plan(self, wrapper: Any, **options: Any) -> None:
+        """Plan a new wrapper."""
+        indptr, last_page_len, kv_lens, indices = self.now
+        wrapper.plan(indptr, indices, last_page_len, seq_lens=kv_lens, **options)
+
     def plan_again(self, wrapper: Any, **options: Any) -> None:
         """Plan a wrapper that was planned before. Unlike ``plan``, copies nothing that is already there."""
         indptr, last_page_len, _, indices = self.now
         fast_decode_plan(wrapper, indptr, indices, last_page_len, global_override_indptr_cpu=indptr, **options)
+
+
+class PromptGraphRows(GraphRows):
+    """The same with wrappers of prompts, for which each row has one query.
+
+    What such a wrapper launches, and where it reads its plan, depends on how many rows there are and not on their lengths. Its
+    plan copies from host memory, and the pages onto themselves, which is nothing.
+    """
+
+    def __init__(self, rows: int, indices: Indices) -> None:
+        super().__init__(rows, indices)
+        self._on_host = pinned(np.arange(rows + 1, dtype=np.int32), indices.device)
+        self._queries = self._on_host.to(indices.device)
+
+    def buffers(self) -> dict[str, Any]:
+        """See ``GraphRows``."""
+        return {
+            "use_cuda_graph": True,
+            "qo_indptr_buf": self._queries,
+            "paged_kv_indptr_buf": self.indptr,
+            "paged_kv_indices_buf": self.indices.pages,
+            "paged_kv_last_page_len_buf": self.last_page_len,
+        }
+
+    def plan(self, wrapper: Any, *, head_dim: int, **options: Any) -> None:
+        """See ``GraphRows``."""
+        indptr, last_page_len, kv_lens, indices = self.now
+        wrapper.plan(
+            self._on_host,
+            indptr,
+            indices,
+            last_page_len,
+            head_dim_qk=head_dim,
+            seq_lens=kv_lens,
+            max_token_per_sequence=1,
+            causal=True,
+            **options,
+        )
+
+    def plan_again(self, wrapper: Any, **options: Any) -> None:
+        """There is no faster plan for prompts."""
+        self.plan(wrapper, **options)

@@ -1,6 +1,9 @@
 """The attention kernel: flash attention (arXiv 2205.14135, 2307.08691) over pages, one item of a schedule a program.
 
 The query heads of a key head are rows of one tile. Logits are in units of log2(e), so that exponentials are powers of two.
+
+With chunks of fixed size (``Entries.chunk``) keys are put together chunk by chunk, in their order and by the arithmetic of
+``merge``, whether a program has one of them or all: a query's bits then depend on nothing but its row.
 """
 
 from __future__ import annotations
@@ -106,6 +109,31 @@ def _blocks(
 
 
 @triton.jit
+def _both(
+    top, total, acc, q_tile, q_rest, low, middle, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+    first_query, tree_width, window, scale, cap,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
+    V_HEAD: tl.constexpr, SAME: tl.constexpr,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys ``[low, middle)``, which every query sees, and to ``[middle, high)``."""
+    if not WINDOW:
+        top, total, acc = _blocks(
+            top, total, acc, q_tile, q_rest, low, middle, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+            first_query, tree_width, window, scale, cap,
+            PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+            KEYS, CAUSAL, TREE, WINDOW, CAP, False,
+        )  # fmt: skip
+    return _blocks(
+        top, total, acc, q_tile, q_rest, middle, high, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
+        first_query, tree_width, window, scale, cap,
+        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+        KEYS, CAUSAL, TREE, WINDOW, CAP, True,
+    )  # fmt: skip
+
+
+@triton.jit
 def _item(
     item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
     q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
@@ -114,7 +142,7 @@ def _item(
     V_HEAD: tl.constexpr, SAME: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    RECORD: tl.constexpr,
+    CHUNK: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     record = records + item * RECORD
     entry, first_m = tl.load(record), tl.load(record + 1)
@@ -142,34 +170,52 @@ def _item(
     top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see nothing stay free of NaN
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    free = high
     if WINDOW:
-        middle = low
-    else:
-        free = high
-        if TREE:
-            free = tl.minimum(high, prefix)
-        elif CAUSAL:
-            free = tl.minimum(high, prefix + first_m // GROUP + 1)
-        middle = low + tl.maximum(free - low, 0) // KEYS * KEYS
+        free = low
+    elif TREE:
+        free = tl.minimum(high, prefix)
+    elif CAUSAL:
+        free = tl.minimum(high, prefix + first_m // GROUP + 1)
     pages = table + entry.to(tl.int64) * table_row
     tree_rows = tree + token * tree_row
-    if not WINDOW:
-        top, total, acc = _blocks(
-            top, total, acc, q_tile, q_rest, low, middle, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
-            first_query, tree_width, window, scale, cap,
+    if CHUNK:
+        if SINKS:
+            sink = tl.load(sinks + q_row, real, 0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.where(base < 0, sink, top)  # else it is in the merge
+            total = tl.where(base < 0, 1.0, total)
+        for first in range(low // CHUNK * CHUNK, high, CHUNK):
+            begin, end = tl.maximum(low, first), tl.minimum(high, first + CHUNK)
+            middle = begin + tl.maximum(tl.minimum(free, end) - begin, 0) // KEYS * KEYS
+            top_c = tl.full([ROWS], -1e30, tl.float32)
+            total_c = tl.zeros([ROWS], tl.float32)
+            acc_c = tl.zeros([ROWS, BLOCK_V], tl.float32)
+            top_c, total_c, acc_c = _both(
+                top_c, total_c, acc_c, q_tile, q_rest, begin, middle, end, head, k, v, pages, place, position, tree_rows, real,
+                positions, prefix, first_query, tree_width, window, scale, cap,
+                PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
+                KEYS, CAUSAL, TREE, WINDOW, CAP,
+            )  # fmt: skip
+            sum_c = tl.where(total_c > 0, total_c, 1.0)
+            found = acc_c / sum_c[:, None]
+            lse_c = tl.where(total_c > 0, top_c + tl.log2(sum_c), float("-inf"))
+            higher = tl.maximum(top, lse_c)
+            shrink, weight = tl.exp2(top - higher), tl.exp2(lse_c - higher)
+            acc = acc * shrink[:, None] + weight[:, None] * found
+            total = total * shrink + weight
+            top = higher
+    else:
+        middle = low + tl.maximum(free - low, 0) // KEYS * KEYS
+        top, total, acc = _both(
+            top, total, acc, q_tile, q_rest, low, middle, high, head, k, v, pages, place, position, tree_rows, real,
+            positions, prefix, first_query, tree_width, window, scale, cap,
             PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
-            KEYS, CAUSAL, TREE, WINDOW, CAP, False,
+            KEYS, CAUSAL, TREE, WINDOW, CAP,
         )  # fmt: skip
-    top, total, acc = _blocks(
-        top, total, acc, q_tile, q_rest, middle, high, head, k, v, pages, place, position, tree_rows, real, positions, prefix,
-        first_query, tree_width, window, scale, cap,
-        PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
-        KEYS, CAUSAL, TREE, WINDOW, CAP, True,
-    )  # fmt: skip
 
     mask = real[:, None] & (at_v < VALUE_DIM)[None, :]
     if base < 0:
-        if SINKS:
+        if SINKS and not CHUNK:
             sink = tl.load(sinks + q_row, real, 0.0).to(tl.float32) * 1.4426950408889634
             higher = tl.maximum(top, sink)
             shrink = tl.exp2(top - higher)
@@ -197,7 +243,7 @@ def _attend(
     V_HEAD: tl.constexpr, SAME: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    RECORD: tl.constexpr, FEWER: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -211,14 +257,14 @@ def _attend(
                 item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
                 q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
                 PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
-                GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
+                GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD,
             )  # fmt: skip
     elif first < items:
         _item(
             first, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
             q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
             PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
-            GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, RECORD,
+            GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD,
         )  # fmt: skip
 
 
@@ -247,6 +293,6 @@ def attend(
         0 if tree is None else tree.shape[1], layer.window or 0, scale, 0.0 if cap is None else cap * LOG2_E,
         **found, GROUP=q.shape[1] // kv_heads,
         ROWS=tile.rows, KEYS=tile.keys, CAUSAL=entries.causal, TREE=tree is not None, WINDOW=layer.window is not None,
-        CAP=cap is not None, SINKS=layer.sinks is not None, RECORD=RECORD, FEWER=entries.fewer,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        CAP=cap is not None, SINKS=layer.sinks is not None, CHUNK=entries.chunk, RECORD=RECORD,
+        FEWER=entries.fewer, num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,
     )  # fmt: skip

@@ -39,6 +39,14 @@ ROWS_PER_GROUP = 16
 
 CPU_PROCESSORS = 2
 
+CHUNK = 256
+"""Keys that are put together at a time where results must not depend on the batch, and what programs may divide among
+themselves: fewer would keep few rows' devices busier, and make the merge longer."""
+INVARIANT_PAIRS = 64
+"""Pairs of a query and a head of the one tile there is then."""
+CUT_TOKENS, CUT_BYTES = 64, 256 << 20
+"""Queries up to which they do so, if what the chunks leave for the merge takes no more than that."""
+
 MIN_VERIFY_TOKENS = 64
 """Memory for graphs of verify rows is made for so many tokens at least, and then for powers of two."""
 
@@ -80,6 +88,8 @@ class TritonAttention(AttentionBackend):
 
     The schedule of a step is made by the first layer of each window, and read by the others. The pool's values may be of
     another size than its keys, and be a view of them (latent attention): the output has their size.
+
+    Asked to be ``batch_invariant``, it has one kind of launch for all rows, of one tile and fixed chunks.
     """
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:
@@ -94,6 +104,10 @@ class TritonAttention(AttentionBackend):
             found = torch.cuda.get_device_properties(context.device)
             self._processors = found.multi_processor_count
             self._roomy = found.shared_memory_per_multiprocessor >= tiles.ROOM
+        self._invariant = context.batch_invariant
+        self._chunks = -(-context.max_context // CHUNK)
+        bytes_a_token = 4 * self._chunks * context.num_heads * self._value_dim
+        self._cut_tokens = min(CUT_TOKENS, CUT_BYTES // bytes_a_token)
         self._kept: dict[tuple[str, tiles.Tile, int], Memory] = {}
         self._steps: list[Step] = []
         self._even = 0  # parts of every row's keys, in a step of the variant EVEN
@@ -108,6 +122,8 @@ class TritonAttention(AttentionBackend):
     def variant(self, batch: Batch) -> int:
         """``EVEN`` where no row is so long that the device would wait for the program that reads it: its own keys, as shared
         prefixes are always read by a schedule."""
+        if self._invariant:
+            return 0
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
         if batch.shared is not None:
             lens = lens - np.repeat(batch.shared.lens, np.diff(batch.shared.starts))
@@ -123,12 +139,18 @@ class TritonAttention(AttentionBackend):
         if not split and batch.drafts is None:
             self.plan_capture(batch)
             return
+        if self._invariant:
+            self._steps = [self._invariant_step(batch, captured=False)]
+            return
         parts = [part for part in (slice(0, split), slice(split, rows)) if part.start < part.stop]
         self._steps = [self._ragged_step(batch, part) for part in parts]
 
     def plan_capture(self, batch: Batch) -> None:
         """The launches of this many rows. Their memory is that of all other decode steps too."""
         self._leaders = {}
+        if self._invariant:
+            self._even, self._steps, self._shared = 0, [self._invariant_step(batch, captured=True)], None
+            return
         if batch.drafts is not None:
             self._even, self._steps = 0, [self._verify_step(batch)]
             return
@@ -153,7 +175,7 @@ class TritonAttention(AttentionBackend):
                 if launch is not None
             ]
             if own.entries.slots:
-                merge(out, tokens, parts, layer.sinks)
+                merge(out, tokens, parts, layer.sinks, one_by_one=self._invariant)
         return out
 
     def _forward_even(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
@@ -212,6 +234,36 @@ class TritonAttention(AttentionBackend):
         slots = self._slots(tile)
         entries = Entries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)
         return Step(range(rows), Launch(entries, self._keep("own", tile, self._max_rows)), shared)
+
+    def _invariant_step(self, batch: Batch, *, captured: bool) -> Step:
+        """All rows, whatever they do, in one launch. ``captured``: how the tokens are divided among rows is not known, but how
+        many a row can have."""
+        tokens = len(batch.positions)
+        tile = tiles.choose(INVARIANT_PAIRS, self._head_dim, self._value_dim, self._dtype)._replace(num_stages=2)
+        if captured:
+            width = int(batch.extend_lens.max())
+            items, programs = tokens * self._tiles(1, tile), -(-tokens // width) * self._tiles(width, tile)
+        else:
+            items = programs = sum(self._tiles(int(queries), tile) for queries in batch.extend_lens)
+        cut = tokens <= self._cut_tokens
+        if cut:
+            programs = min(items * self._chunks, programs + self._slots(tile))
+            memory = self._invariant_memory(tile, self._cut_tokens, self._chunks)
+        elif captured:
+            memory = self._invariant_memory(tile, 1 << (tokens - 1).bit_length(), 0)
+        else:
+            memory = Memory(items, tokens, 1, self._kv_heads, self._value_dim, self._device)
+        table, lens = batch.page_table, batch.kv_lens
+        entries = Entries(batch.qo_indptr, lens, table, tile, int(cut), programs, fewer=True, chunk=CHUNK)
+        return Step(range(tokens), Launch(entries, memory))
+
+    def _invariant_memory(self, tile: tiles.Tile, tokens: int, chunks: int) -> Memory:
+        """Memory for steps of up to so many tokens, made once. 0 ``chunks``: keys are not cut."""
+        key = f"invariant {chunks}", tile, tokens
+        if key not in self._kept:
+            items, partial_rows = tokens * self._tiles(1, tile) * max(1, chunks), tokens * self._group * chunks or 1
+            self._kept[key] = Memory(items, tokens, partial_rows, self._kv_heads, self._value_dim, self._device)
+        return self._kept[key]
 
     def _shared_launch(self, groups: SharedPrefixes, rows: int) -> Launch:
         """Groups as entries. How many there are, and of how many rows, only the device knows."""

@@ -108,16 +108,23 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, schedule: Schedule, partial
     )  # fmt: skip
 
 
-def merge(out: torch.Tensor, tokens: range, parts: list[tuple[Schedule, Partial]], sinks: torch.Tensor | None) -> None:
+def merge(
+    out: torch.Tensor,
+    tokens: range,
+    parts: list[tuple[Schedule, Partial]],
+    sinks: torch.Tensor | None,
+    *,
+    one_by_one: bool = False,
+) -> None:
     """Write the rows ``tokens`` of ``out [tokens, heads, dim]`` that have several chunks. With two ``parts``, of own keys and
-    of shared ones, write all of them."""
+    of shared ones, write all of them. ``one_by_one``: chunks are added in their order, by the arithmetic of ``attend``."""
     (schedule, partial), (schedule_s, partial_s) = parts[0], parts[-1]
     heads, dim = out.shape[1:]
     kv_heads = partial.lse.shape[1]
-    at_a_time = PARTS_OF_FEW if len(tokens) <= FEW else PARTS
+    at_a_time = 1 if one_by_one else PARTS_OF_FEW if len(tokens) <= FEW else PARTS
     launch(
         _merge, (len(tokens) * heads,),
         out, *partial, schedule.tokens, *partial_s, schedule_s.tokens, out if sinks is None else sinks, tokens.start,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PARTS=at_a_time, TOKEN=TOKEN,
-        SHARED=len(parts) > 1, SINKS=sinks is not None, num_warps=2,
+        SHARED=len(parts) > 1, SINKS=sinks is not None, num_warps=2, as_written=one_by_one,
     )  # fmt: skip

@@ -44,7 +44,8 @@ class Entries(NamedTuple):
     ``causal``: the queries are the last of those keys; otherwise they come after all of them. With a ``tree`` (uint8
     ``[tokens, w]``, see ``AttentionBackend.plan``), windows go by depth. Keys are cut into as many chunks as ``slots``
     programs for each key head need; 0: never. ``programs`` are started for each key head. If they are ``fewer`` than there
-    may be items, they do several.
+    may be items, they do several. With a ``chunk``, a multiple of the tile's keys, chunks are so long, counted from the first key
+    of a row, and ``slots`` says only whether each is an item.
     """
 
     indptr: torch.Tensor
@@ -56,6 +57,7 @@ class Entries(NamedTuple):
     fewer: bool = False
     causal: bool = True
     tree: torch.Tensor | None = None
+    chunk: int = 0
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def _before(values, at, entry):
 def _schedule(
     indptr, kv_lens, records, count, tokens, entries, slots, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, PARTIAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, ENTRIES: tl.constexpr, RECORD: tl.constexpr, TOKEN: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, ENTRIES: tl.constexpr, RECORD: tl.constexpr, TOKEN: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
@@ -88,10 +90,14 @@ def _schedule(
     if WINDOW:
         first_place = lens - queries if CAUSAL else lens
         first_key = tl.maximum(first_place + 1 - window, 0)
+        if CHUNK:
+            first_key = first_key // CHUNK * CHUNK
     spans = tl.where(queries > 0, tl.maximum(lens - first_key, 0), 0)
     tiles = (queries * GROUP + ROWS - 1) // ROWS
     sizes = tl.maximum(spans, 1)
-    if slots > 0:
+    if CHUNK:
+        sizes = tl.where(slots > 0, CHUNK, sizes)
+    elif slots > 0:
         chunk = tl.maximum((tl.sum(tiles * spans, 0) + slots - 1) // slots, KEYS)
         wanted = tl.maximum((spans + chunk - 1) // chunk, 1)
         sizes = tl.maximum(((spans + wanted - 1) // wanted + KEYS - 1) // KEYS * KEYS, 1)
@@ -117,7 +123,10 @@ def _schedule(
             prefix = len_e - queries_e
             high = tl.minimum(high, prefix + (tl.minimum(m + ROWS, pairs) - 1) // GROUP + 1)
             if WINDOW:
-                low = tl.maximum(low, prefix + m // GROUP + 1 - window)
+                seen = prefix + m // GROUP + 1 - window
+                if CHUNK:
+                    seen = seen // KEYS * KEYS
+                low = tl.maximum(low, seen)
         base = base_e + part * pairs
         if not PARTIAL:
             base = tl.where(chunks_e == 1, -1, base)
@@ -146,6 +155,6 @@ def fill(schedule: Schedule, entries: Entries, group: int, window: int | None, *
         _schedule, (count,),
         entries.indptr, entries.kv_lens, *schedule, count, entries.slots, window or 0,
         GROUP=group, CAUSAL=entries.causal, TREE=entries.tree is not None, WINDOW=window is not None, PARTIAL=partial,
-        ROWS=entries.tile.rows, KEYS=entries.tile.keys, ENTRIES=triton.next_power_of_2(count), RECORD=RECORD, TOKEN=TOKEN,
+        ROWS=entries.tile.rows, KEYS=entries.tile.keys, CHUNK=entries.chunk, ENTRIES=triton.next_power_of_2(count), RECORD=RECORD, TOKEN=TOKEN,
         BLOCK=BLOCK,
     )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Matrix products in which a row has the same bits whatever number of rows it is computed with.
+
+Every product of a weight adds up in one order: along k by what tensor cores multiply at a time (16), in as many parts as few
+rows need, to which the workspace's parts are added in their order. Few rows are computed by the kernel of ``ops.triton.matmul``,
+a program for each part, more of them by the one below, which goes through the parts one after the other. That the two agree to the bit, and with every
+tile, is what the hardware does, not what its documents promise: ``tests/gpu/test_batch_invariance_gpu.py`` looks at it on the
+compute capability that ``supported`` names.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.matmul import gate, matmul, rows_of, store_rows, supported, workspace
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, MEASURED, Tile
+
+STEP = 16
+"""What tensor cores add up at a time: k must be a multiple of it."""
+FEW = (16, 32, 64, 128)
+"""Rows of the tiles of the kernel for few rows."""
+WIDE = 16384
+"""Rows of a weight from which on its tiles are twice as high."""
+PROGRAMS, MOST_SPLITS = 264, 8
+"""Programs that parts of a shape that was not measured are made for, and how many parts at most."""
+PROCESSORS = 132
+GROUP = 8
+"""Tiles of rows that go through the weight together, so that what they read of it is still in the L2 cache."""
+
+
+class Block(NamedTuple):
+    """How the kernel for many rows is cut; see ``Tile``."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def split_of(n: int, k: int) -> int:
+    """Parts in which the products of a weight ``[n, k]`` add up, by its shape and nothing else. k must be a multiple of
+    ``STEP``, and every part is."""
+    measured = MEASURED.get((n, k), {}).get(16)
+    if measured is not None:
+        return measured.split
+    wanted, block = max(1, min(MOST_SPLITS, PROGRAMS * 64 // n)), _block_k(256, k)
+    return next(parts for parts in range(wanted, 0, -1) if k % (parts * block) == 0)
+
+
+def tile_of(bucket: int, n: int, k: int, split: int) -> Tile | None:
+    """The tile for up to ``bucket`` rows of the kernel for few rows, what was fastest on an H200; None where parts have no
+    room."""
+    if split > 1 and (-(-n // 128) * 128 * bucket * split > MAX_PARTS or n > 64 * MAX_TILES):
+        return None
+    wide = n >= WIDE
+    block_n, block_k, warps, stages = {
+        16: (64, 256, 4, 3),
+        32: (64, 128, 4, 4),
+        64: (128, 128, 8, 4) if wide else (64, 128, 4, 3),
+        128: (128, 64, 8, 6),
+    }[bucket]
+    return Tile(bucket, block_n, _block_k(block_k, k // split), warps, stages, split, early=bucket == FEW[0])
+
+
+def block_of(m: int, n: int, split: int) -> Block:
+    """How products of many rows are cut: as was fastest on an H200."""
+    if -(-m // 128) * -(-n // 128) < PROCESSORS:
+        return Block(128, 64, 4, 4)
+    return Block(128, 128, 8, 4) if split > 1 else Block(128, 256, 8, 3)
+
+
+def _block_k(most: int, span: int) -> int:
+    return next(block for block in (256, 128, 64, 32, STEP) if block <= most and span % block == 0)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _many_rows(
+    x, w, bias, y, m, n, k, span,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    across, down = tl.cdiv(n, BLOCK_N), tl.cdiv(m, BLOCK_M)
+    group = tl.program_id(0) // (GROUP * across)
+    height = tl.minimum(down - group * GROUP, GROUP)
+    inner = tl.program_id(0) % (GROUP * across)
+    tile, block = inner // height, group * GROUP + inner % height
+    rows = rows_of(tile, n, GATED, BLOCK_N)
+    token = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = tl.arange(0, BLOCK_K)
+    source = w + rows.to(tl.int64)[:, None] * k + at[None, :]
+    tokens = x + tl.minimum(token, m - 1).to(tl.int64)[:, None] * k + at[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if SPLIT == 1:
+        for start in range(0, span, BLOCK_K):
+            total = tl.dot(tl.load(source + start), tl.trans(tl.load(tokens + start)), total, input_precision="ieee")
+    else:
+        for part in range(SPLIT):
+            found = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for start in range(part * span, (part + 1) * span, BLOCK_K):
+                found = tl.dot(
+                    tl.load(source + start), tl.trans(tl.load(tokens + start)), found, input_precision="ieee"
+                )
+            total += found
+    if BIAS:
+        total += tl.load(bias + rows).to(tl.float32)[:, None]
+    first = block.to(tl.int64) * BLOCK_M
+    if GATED:
+        opens, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
+        gated = gate(opens, up)
+        store_rows(y + first * (n // 2), gated, tile, m - block * BLOCK_M, n // 2, BLOCK_M, BLOCK_N // 2)
+    else:
+        store_rows(y + first * n, total, tile, m - block * BLOCK_M, n, BLOCK_M, BLOCK_N)
+
+
+def many_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int, gated: bool = False
+) -> torch.Tensor:
+    """``matmul.matmul`` of any number of rows, in ``split`` parts."""
+    (m, k), n = x.shape, weight.shape[0]
+    y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    span, block = k // split, block_of(m, n, split)
+    launch(
+        _many_rows, (triton.cdiv(m, block.block_m) * triton.cdiv(n, block.block_n),),
+        x, weight, bias, y, m, n, k, span,
+        GATED=gated, BIAS=bias is not None, BLOCK_M=block.block_m, BLOCK_N=block.block_n, BLOCK_K=_block_k(64, span),
+        SPLIT=split, GROUP=GROUP, num_warps=block.warps, num_stages=block.stages,
+    )  # fmt: skip
+    return y
+
+
+class InvariantRows:
+    """The products of one weight with any number of rows; see ``matmul.FewRows``."""
+
+    most_rows = sys.maxsize
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        n, k = weight.shape
+        assert supported(weight)
+        assert k % STEP == 0
+        self._weight = weight.detach()
+        self._space = workspace(weight.device)
+        self._split = split_of(n, k)
+        self._tiles = [(bucket, tile_of(bucket, n, k, self._split)) for bucket in FEW]
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``ops.linear.linear`` of ``x [m, k]``."""
+        return self._product(x, bias, gated=False)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``ops.activation.silu_mul`` of the product, ``[m, n / 2]``."""
+        return self._product(x, bias, gated=True)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
+        assert x.is_contiguous()
+        rows = x.shape[0]
+        if not rows:
+            return x.new_empty(0, len(self._weight) // (2 if gated else 1))
+        tile = next((tile for bucket, tile in self._tiles if rows <= bucket), None)
+        if tile is None:
+            return many_rows(x, self._weight, bias, self._split, gated)
+        return matmul(x, self._weight, bias, tile, self._space, gated, in_order=True)

@@ -1,0 +1,109 @@
+"""Rows whose tokens are divided among steps in every way: batch invariant attention gives a query the same bits in all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dovetail.interfaces.features import Feature
+from dovetail.testing.attention_cases import MIXED, SINKS, SOFT_CAP, VERIFY, WINDOW
+from dovetail.testing.attention_reference import Case, Step
+
+Part = tuple[int, int, int]
+"""(row, start, stop): these tokens of a row enter in a step, those before them are in the pool."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Steps in which the last tokens of row 0 enter. ``cuts`` are where they begin, counted from its end; None is its first
+    query. ``beside`` are the other rows of each step, and how many of their tokens enter; the first ``prompts`` of them extend,
+    and so does row 0 where ``extends``."""
+
+    features: tuple[Feature, ...]
+    cuts: Sequence[int | None]
+    beside: Sequence[tuple[int, int]]
+    prompts: int = 0
+    extends: bool = False
+
+    def parts(self, first: int, length: int) -> Iterator[Part]:
+        """Of row 0, which has ``length`` tokens, in each of its steps."""
+        starts = [first if cut is None else length - cut for cut in self.cuts]
+        return ((0, start, stop) for start, stop in itertools.pairwise([*starts, length]))
+
+    def together(self, part: Part, lens: Sequence[int]) -> tuple[list[Part], int]:
+        """The parts of one step and how many of them extend: ``part`` stands between others."""
+        parts = [(row, lens[row] - count, lens[row]) for row, count in self.beside]
+        parts.insert(1 if self.extends else self.prompts + 1, part)
+        return parts, self.prompts + self.extends
+
+
+PROMPTS, SINGLE, CHAINS = ((1, 40), (4, 50)), ((2, 1), (5, 1)), ((1, 3), (2, 1), (3, 6), (5, 2))
+MANY = tuple((row, 1) for row in range(1, 66))
+DIVISIONS: Mapping[str, Division] = {
+    "a whole prompt": Division((), (None,), PROMPTS, 2, extends=True),
+    "chunks": Division((), (None, 33, 9, 3), PROMPTS, 2, extends=True),
+    "a chunk beside decode rows": Division((MIXED,), (9,), (*PROMPTS, *SINGLE), 2, extends=True),
+    "decode steps": Division((), range(9, 0, -1), ((1, 1), *SINGLE, (3, 1))),
+    "decode steps of many rows": Division((), (2, 1), MANY),
+    "decode steps beside prompts": Division((MIXED,), (2, 1), (*PROMPTS, *SINGLE), 2),
+    "a chain of drafts": Division((VERIFY,), (9,), CHAINS),
+    "chains of several lengths": Division((VERIFY,), (9, 7, 4), CHAINS),
+    "chains beside prompts": Division((VERIFY, MIXED), (9, 5), (*PROMPTS, *SINGLE), 2),
+}
+
+LENGTH, LONG = 150, 1500
+BESIDE = (40, 700, 7, 64, 260, *(3 + row % 37 for row in range(len(MANY) - 5)))
+"""Tokens of the rows beside row 0."""
+
+VARIANTS: Mapping[str, tuple[dict[str, Any], tuple[Feature, ...]]] = {
+    "pages of 1": ({"page_size": 1}, ()),
+    "pages of 4": ({"page_size": 4}, ()),
+    "pages of 16": ({"page_size": 16}, ()),
+    "bfloat16": ({"page_size": 16, "dtype": torch.bfloat16, "heads": 8}, ()),
+    "float16": ({"page_size": 16, "dtype": torch.float16, "heads": 7, "kv_heads": 1}, ()),
+    "fp8_e4m3": ({"page_size": 16, "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn}, ()),
+    "head_dim 128": ({"page_size": 16, "head_dim": 128}, ()),
+    "window": ({"page_size": 16, "window": 40}, (WINDOW,)),
+    "soft cap": ({"soft_cap": 1.5, "scale": 0.5}, (SOFT_CAP,)),
+    "sinks": ({"sinks": True}, (SINKS,)),
+}
+"""What a case changes, and the features that takes."""
+
+
+class Rows:
+    """Rows of ``lens`` tokens in one pool with a query for each of their tokens; ``step`` lets any of them enter."""
+
+    def __init__(self, case: Case, lens: Sequence[int], device: torch.device) -> None:
+        self.whole = Step(replace(case, prefix=[0] * len(lens), extend=lens, batch_invariant=True), device)
+        self.lens = lens
+        self._starts = [0, *itertools.accumulate(lens)]
+
+    def queries(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Those of the tokens of ``parts``, ``[tokens, heads, head_dim]``."""
+        starts = self._starts
+        return torch.cat([self.whole.q[starts[row] + start : starts[row] + stop] for row, start, stop in parts])
+
+    def ends(self, counts: Sequence[int]) -> list[Part]:
+        """The last ``counts[r]`` tokens of row r."""
+        return [(row, self.lens[row] - count, self.lens[row]) for row, count in enumerate(counts)]
+
+    def step(self, parts: Sequence[Part], num_extend: int) -> Step:
+        """The first ``num_extend`` of ``parts`` extend, those after them decode or verify chains."""
+        rows = [row for row, _, _ in parts]
+        prefix, extend = [start for _, start, _ in parts], [stop - start for _, start, stop in parts]
+        chains = [list(range(-1, count - 2)) for count in extend[num_extend:]]
+        case = replace(
+            self.whole.case,
+            prefix=prefix,
+            extend=extend,
+            num_extend=num_extend,
+            trees=chains if any(chains) else None,
+        )
+        step = Step(case, self.whole.device, self.whole)
+        step.table, step.batch.page_table = self.whole.table[rows], self.whole.batch.page_table[rows]
+        step.q, step.layer = self.queries(parts), self.whole.layer
+        return step
