@@ -179,7 +179,9 @@ def test_unknown_key_of_the_core_is_named_with_close_match_and_origin(registry, 
 
 def test_unknown_section(registry):
     text = problems(registry, "schedular.mixed=true")
-    assert text.startswith("schedular is no key of the config; allowed: model, device, threads, batch_invariant, attention")
+    assert text.startswith(
+        "schedular is no key of the config; allowed: model, device, threads, batch_invariant, attention"
+    )
     assert "did you mean 'scheduler'?" in text
     assert "[--set schedular.mixed=true]" in text
 

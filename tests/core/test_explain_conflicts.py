@@ -80,14 +80,6 @@ CONFLICTS = {
         frozenset({"memory.kv_dtype: bfloat16", "attention: captured"}),
         machine=Machine.assume("sm90"),
     ),
-    "a tree of drafts where bits must not depend on the step": Conflict(
-        ("batch_invariant=true", "speculative=trees", "graphs.decode=false"),
-        ("speculative is 'trees'", "batch_invariant"),
-        "draft.tree",
-        frozenset({"batch_invariant: false", "speculative: ngram", "speculative: none"}),
-        machine=Machine.assume("sm90"),
-        model={"offers": frozenset({Feature.MODEL_BATCH_INVARIANT})},
-    ),
     "phases of two backends where bits must not depend on the step": Conflict(
         ("batch_invariant=true", "attention.prefill=invariant", "attention.decode=captured"),
         ("attention.prefill is 'invariant'", "attention.decode is 'captured'"),

@@ -538,15 +538,14 @@ def test_batch_invariance_is_refused_over_attention_that_does_not_offer_it(fakes
     assert "attention: plain" not in text
 
 
-def test_batch_invariance_is_refused_with_trees_of_drafts(fakes):
+def test_batch_invariance_takes_trees_of_drafts_over_pages_of_one_token(fakes):
     registry = invariant_house(fakes)
-    text = invariant_refusal(fakes, registry, "speculative=eagle")
-    assert (
-        "batch_invariant needs drafts that are chains (the nodes of a tree see their ancestors at other places" in text
+    with pytest.raises(ConfigError) as error:
+        invariant(fakes, registry, "speculative=eagle")
+    assert "speculative 'eagle', whose drafts may be trees, and memory.page_size is 16; allowed with trees: 1" in str(
+        error.value
     )
-    assert "speculative is 'eagle', which offers draft.chain, draft.tree" in text
-    fixes = set(text.partition("to mend it, set one of:")[2].split("\n  - ")[1:])
-    assert fixes == {"batch_invariant: false", "speculative: ngram", "speculative: none"}
+    assert invariant(fakes, registry, "speculative=eagle", "memory.page_size=1").drafter.name == "eagle"
 
 
 def test_batch_invariance_needs_a_model_that_offers_it(fakes):

@@ -94,7 +94,7 @@ def needs(backend):
             pytest.skip("its kernels for head_dim 64 are compiled in minutes; set FLASHINFER_COMPILE=1")
 
 
-def make(backend, dtype, speculative="none", **sections):
+def make(backend, dtype, speculative="none", page_size=16, **sections):
     scheduler = {"draft": "always"} | sections.pop("scheduler", {})
     return LLM(
         "tiny",
@@ -104,7 +104,7 @@ def make(backend, dtype, speculative="none", **sections):
         batch_invariant=True,
         speculative=speculative,
         scheduler=scheduler,
-        memory={"kv_gib": 0.5},
+        memory={"kv_gib": 0.5, "page_size": page_size},
         grammar="none",
         **sections,
     )
@@ -169,6 +169,18 @@ def test_drafts_change_no_bit(alone, backend, drafter, dtype):
     if (backend, drafter) == ("flash_attn", "dflash"):
         pytest.skip("dflash needs attention.tree_mask, which flash_attn does not offer")
     llm = make(backend, dtype, drafter)
+    for repeats in (1, 5):
+        assert said(llm.generate(encoded(llm) * repeats, PARAMS)) == expected * repeats
+    assert llm.loop.stats().accepted_tokens > 0
+    llm.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+def test_trees_of_drafts_change_no_bit(alone, backend, dtype):
+    """Nor do pages of another size."""
+    expected = alone(backend, dtype)
+    llm = make(backend, dtype, "eagle3_tree", page_size=1)
     for repeats in (1, 5):
         assert said(llm.generate(encoded(llm) * repeats, PARAMS)) == expected * repeats
     assert llm.loop.stats().accepted_tokens > 0

@@ -26,6 +26,7 @@ from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
 from dovetail.engine.inputs import Inputs
 from dovetail.engine.last import last_rows, narrows
 from dovetail.engine.memory import Needs, budget_for, measure_peak, module_bytes
+from dovetail.engine.node_rows import NodeRows
 from dovetail.engine.outputs import fetched, host_output
 from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
 from dovetail.engine.pieces import ladder as token_ladder
@@ -44,7 +45,7 @@ from dovetail.layers.linear import make_batch_invariant
 from dovetail.memory.pool import PagedKVPool, pool_dtype
 from dovetail.ops.linear import describe
 from dovetail.ops.transfer import to_device
-from dovetail.types import ForwardOutput, HostOutput, Logprobs
+from dovetail.types import Attends, ForwardOutput, HostOutput, Logprobs
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
@@ -111,8 +112,7 @@ class Engine:
         self._prompt_logprobs: list[tuple[int, IntArray, Logprobs]] = []
         self._pooled: list[tuple[int, torch.Tensor]] = []
         if self.drafter is not None and resolved.drafter is not None:
-            trees = Feature.DRAFT_TREE in resolved.drafter.spec.offers
-            self.expect_drafts(self.drafter.max_draft_tokens, trees=trees)
+            self.expect_drafts(self.drafter.max_draft_tokens, trees=_captures_trees(resolved))
 
     def _build_drafter(self, resolved: Resolved, runtime: EngineDraftRuntime) -> Drafter | None:
         """The drafter, before the pool is there: its models and rooms take memory too."""
@@ -142,8 +142,7 @@ class Engine:
         info, config = self.info, resolved.config
         rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
         if resolved.drafter is not None and self.drafter is not None:
-            trees = Feature.DRAFT_TREE in resolved.drafter.spec.offers
-            sizes = self._verify_sizes(config, self.drafter.max_draft_tokens, trees=trees)
+            sizes = self._verify_sizes(config, self.drafter.max_draft_tokens, trees=_captures_trees(resolved))
             rows += 4 * config.graphs.max_rows
             rows += (1 + sizes.trees) * sum(size for size in sizes.counts if size <= OWN_LOGITS)
         logits = rows * info.vocab_size if config.graphs.decode is True else 0
@@ -243,9 +242,13 @@ class Engine:
                 batch.hidden = self._graph.batch.hidden[: len(batch.slots)]
             return
         self.inputs.prepare(batch)
-        batch.attn, batch.kv, batch.watch = (backend,), (self.pool,), self.watched
-        backend.plan(batch)
-        hidden = self._forward(batch, backend)
+        attends: Attends = backend
+        if self._batch_invariant and batch.tree_mask is not None:
+            attends = NodeRows(backend, batch)
+        else:
+            backend.plan(batch)
+        batch.attn, batch.kv, batch.watch = (attends,), (self.pool,), self.watched
+        hidden = self._forward(batch, attends)
         self._prompt_logprobs = prompt_logprobs(self.model, batch, hidden)
         self._pooled = pooled(self.model, batch, hidden)
         whole = batch.logit_rows is None or batch.last is not None
@@ -264,12 +267,12 @@ class Engine:
         key = graphs.key_for(batch)
         return key if key is not None and self._is_ready(graphs, key) else None
 
-    def _forward(self, batch: Batch, backend: AttentionBackend) -> torch.Tensor:
+    def _forward(self, batch: Batch, attends: Attends) -> torch.Tensor:
         """Hidden states of a planned batch, by captured pieces where its size has been needed often enough."""
         pieces = self.pieces
         size = pieces.size_for(len(batch.input_ids)) if pieces is not None else None
         if pieces is not None and size is not None and self._is_ready(pieces, size):
-            return pieces.forward(size, batch, backend)
+            return pieces.forward(size, batch, attends)
         whole = max(self.watched, default=0) >= self.info.num_layers
         if Feature.MODEL_LAST_ROWS in self.info.offers and not whole and narrows(batch):
             batch.last = last_rows(batch, self._decode)
@@ -335,6 +338,12 @@ class Engine:
             or self._draft_runtime.capture_next()
             or (self.pieces is not None and capture_next(self.pieces))
         )
+
+
+def _captures_trees(resolved: Resolved) -> bool:
+    """Whether there are trees, and graphs of their steps: with ``batch_invariant`` the rows of attention are made by the host."""
+    drafter = resolved.drafter
+    return drafter is not None and Feature.DRAFT_TREE in drafter.spec.offers and not resolved.config.batch_invariant
 
 
 def _shares_prefixes(resolved: Resolved) -> bool:

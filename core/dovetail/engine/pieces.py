@@ -21,9 +21,10 @@ from dovetail.layers.build import as_module
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
+    from dovetail.interfaces.attention import AttentionLayer
     from dovetail.interfaces.model import ModelArchitecture
     from dovetail.memory.pool import PagedKVPool
+    from dovetail.types import Attends
 
 
 LAUNCH_SECONDS = 3.5e-4
@@ -103,7 +104,7 @@ class PiecewiseGraphs:
         """True if a step of this size can be replayed."""
         return size in self._captured
 
-    def forward(self, size: int, batch: Batch, backend: AttentionBackend) -> torch.Tensor:
+    def forward(self, size: int, batch: Batch, attends: Attends) -> torch.Tensor:
         """Hidden states ``[tokens, hidden_size]`` of a batch that is prepared and planned; valid until the next call."""
         tokens = len(batch.input_ids)
         for static, given in (
@@ -116,7 +117,7 @@ class PiecewiseGraphs:
         captured = self._captured[size]
         for graph, q, layer in captured.pieces:
             graph.replay()
-            self._attended[:tokens].copy_(backend.forward(q[:tokens], layer, batch))
+            self._attended[:tokens].copy_(attends.forward(q[:tokens], layer, batch))
         captured.last.replay()
         batch.hidden = None if captured.watched is None else captured.watched[:tokens]
         return captured.hidden[:tokens]

@@ -192,20 +192,13 @@ def _drafter_needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
 
 def _variances(combo: Combination) -> Iterator[Reason]:
     """What would give a token other bits in another step, although each part is invariant by itself."""
-    prefill, decode, drafter = (combo[slot] for slot in (PREFILL, DECODE, DRAFTER))
+    prefill, decode = combo[PREFILL], combo[DECODE]
     if isinstance(prefill, Candidate) and isinstance(decode, Candidate) and _identity(prefill) != _identity(decode):
         yield Reason(
             "batch_invariant.attention",
             f"{BATCH_INVARIANT} needs one attention backend, of the same settings, for both phases (what decode steps have "
             "computed, a prompt may compute again)",
             f"{PREFILL} is {_settings(prefill)}, {DECODE} is {_settings(decode)}",
-        )
-    if isinstance(drafter, Candidate) and Feature.DRAFT_TREE in drafter.spec.offers:
-        yield Reason(
-            "batch_invariant.draft_tree",
-            f"{BATCH_INVARIANT} needs drafts that are chains (the nodes of a tree see their ancestors at other places than "
-            "a decode step does, and sum over them in another order)",
-            f"{DRAFTER} is {show(drafter)!r}, which offers {', '.join(sorted(drafter.spec.offers))}",
         )
 
 

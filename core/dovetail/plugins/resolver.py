@@ -58,6 +58,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     combo = _search(slots, config, machine, model)
     _judge_the_others(slots, combo, _lags(config, machine), model)
     _check_jump_forward(config, slots, combo)
+    _check_invariant_trees(config, combo)
     resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
     for resolution in resolved.resolutions:
         logger.info("%s: %s, %s%s", *_told(resolution))
@@ -154,6 +155,18 @@ def _check_batch_invariant(config: Config, machine: Machine) -> None:
         raise ConfigError(
             f"batch_invariant is true, which needs CUDA of compute capability {allowed}, where it has been shown to hold; "
             f"{got}. Set batch_invariant: false"
+        )
+
+
+def _check_invariant_trees(config: Config, combo: fit.Combination) -> None:
+    """The keys of a node's ancestors must follow each other as they do in a decode step, whatever lies between them."""
+    drafter = combo[fit.DRAFTER]
+    trees = isinstance(drafter, Candidate) and Feature.DRAFT_TREE in drafter.spec.offers
+    if config.batch_invariant and trees and config.memory.page_size != 1:
+        raise ConfigError(
+            f"batch_invariant is true with speculative {fit.show(drafter)!r}, whose drafts may be trees, and memory.page_size is "
+            f"{config.memory.page_size}; allowed with trees: 1. Set memory.page_size: 1, batch_invariant: false, or a drafter of "
+            "chains"
         )
 
 

@@ -1,0 +1,68 @@
+"""Trees of drafts for attention that gives a token the same bits in every step: each node is a row of its own.
+
+A tree mask leaves gaps between the keys that a node sees, and sums with gaps add up in another order. So a node's row has, behind the
+pages of its past, those of its ancestors one after the other, as a decode step would find them if they had been accepted.
+That takes pages of one token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dovetail.engine.captures import NO_UPDATES
+from dovetail.engine.inputs import tree_mask
+from dovetail.ops.transfer import to_device
+from dovetail.types import Batch
+
+if TYPE_CHECKING:
+    import torch
+
+    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer
+
+
+def node_rows(batch: Batch) -> Batch:
+    """The rows that extend of a prepared batch with trees, and then a decode row for each node, over the same tokens. Pages must
+    have one token. Mutates nothing."""
+    split, rows = batch.num_extend, len(batch.slots)
+    indptr = np.zeros(rows + 1, np.int32)
+    np.cumsum(batch.extend_lens, out=indptr[1:])
+    sees = tree_mask(batch, indptr)[indptr[split] :]
+    node, seen = np.nonzero(sees)  # ancestors in their order, which is that of depth, and itself
+    depths = sees.sum(axis=1)
+    depth = np.arange(len(node)) - np.repeat(np.cumsum(depths) - depths, depths)
+    row_of = np.concatenate([np.arange(split), np.repeat(np.arange(split, rows), batch.extend_lens[split:])])
+    of_nodes = row_of[split:]
+    prefix = batch.prefix_lens[of_nodes]
+    found = Batch(
+        reqs=[batch.reqs[row] for row in row_of],
+        num_extend=split,
+        slots=batch.slots[row_of],
+        prefix_lens=np.concatenate([batch.prefix_lens[:split], prefix + depths - 1]).astype(np.int32),
+        extend_lens=np.concatenate([batch.extend_lens[:split], np.ones_like(of_nodes)]).astype(np.int32),
+        samples=np.ones(len(row_of), np.bool_),
+        page_updates=NO_UPDATES,
+    )
+    starts = np.concatenate([indptr[:split], np.arange(indptr[split], indptr[-1] + 1)]).astype(np.int32)
+    lens = found.prefix_lens + found.extend_lens
+    places = np.stack([split + node, prefix[node] + depth, of_nodes[node], prefix[node] + seen])
+    device = batch.positions.device
+    found.qo_indptr, found.kv_lens = to_device(starts, device), to_device(lens, device)
+    to_row, to_column, row, column = to_device(places.astype(np.int64), device)
+    found.page_table = batch.page_table.index_select(0, to_device(row_of.astype(np.int64), device))
+    found.page_table[to_row, to_column] = batch.page_table[row, column]
+    found.input_ids, found.positions, found.out_loc = batch.input_ids, batch.positions, batch.out_loc
+    return found
+
+
+class NodeRows:
+    """What attends in a batch's place: a backend, planned for its ``node_rows``."""
+
+    def __init__(self, backend: AttentionBackend, batch: Batch) -> None:
+        self._backend, self._rows = backend, node_rows(batch)
+        backend.plan(self._rows)
+
+    def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
+        """See ``AttentionBackend.forward``; ``batch`` is the one it was made for."""
+        return self._backend.forward(q, layer, self._rows)
