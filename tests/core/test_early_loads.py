@@ -12,13 +12,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import matmul
+from dovetail.ops.triton import invariant, matmul
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import MEASURED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 
-TILES = sorted({tile for tiles in MEASURED.values() for tile in tiles.values() if tile is not None and tile.early})
+TILES = sorted(
+    {tile for tiles in MEASURED.values() for tile in tiles.values() if tile is not None and tile.early}
+    | {
+        invariant.tile_of(16, n, k, invariant.split_of(n, k))
+        for n, k in ((4096, 256), (256, 704), (1000, 96), (640, 2560))
+    }
+)
 WAIT = "griddepcontrol.wait"
 
 

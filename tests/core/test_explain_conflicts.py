@@ -107,7 +107,7 @@ def installed(fakes):
         fakes.spec(K.ATTENTION, "treelike", offers=TREE, priority=-1),
         fakes.spec(K.ATTENTION, "captured", offers=VERIFY | {Feature.ATTN_GRAPH}, priority=-1, **cuda),
         fakes.spec(K.ATTENTION, "sixteen", constraints=Constraints(kv_dtypes=("bfloat16", "float32")), priority=-2),
-        fakes.spec(K.ATTENTION, "invariant", offers=TREE | {Feature.ATTN_BATCH_INVARIANT}, priority=-3),
+        fakes.spec(K.ATTENTION, "invariant", api=(1, 3), offers=TREE | {Feature.ATTN_BATCH_INVARIANT}, priority=-3),
         fakes.spec(K.DRAFTER, "ngram", offers=CHAIN),
         fakes.spec(K.DRAFTER, "trees", offers=TREES),
         fakes.spec(K.POLICY, "lpm", offers=frozenset({Feature.POLICY_PREFIX_AWARE})),

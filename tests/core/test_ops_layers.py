@@ -9,10 +9,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+from dovetail.errors import ConfigError
 from dovetail.layers.base import prepare_layers
 from dovetail.layers.embedding import Embedding, LMHead
-from dovetail.layers.linear import FusedLinear, Linear
+from dovetail.layers.linear import FusedLinear, Linear, make_batch_invariant
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import HeadNorm, RMSNorm
 from dovetail.layers.rope import RopeConfig, RopeKind
@@ -266,3 +268,16 @@ def test_a_tied_head_shares_the_embedding() -> None:
     assert hidden.equal(embed.weight[7:8])
     torch.testing.assert_close(head.forward(hidden), hidden @ embed.weight.t())
     assert LMHead(64, 300).weight.shape == (300, 64)
+
+
+def test_batch_invariant_products_are_refused_where_there_are_none() -> None:
+    layer = Linear(16, 4)
+    make_batch_invariant(layer)
+    with pytest.raises(ConfigError, match=r"weight \[4, 16\] of torch.float32 on cpu; allowed: bfloat16"):
+        prepare_layers(layer)
+
+
+def test_batch_invariance_is_refused_to_products_that_are_not_those_of_the_layers() -> None:
+    mixed = nn.ModuleDict({"norm": RMSNorm(8, 1e-5), "own": nn.Linear(8, 8)})
+    with pytest.raises(ConfigError, match=r"own is a Linear with parameters of its own"):
+        make_batch_invariant(mixed)

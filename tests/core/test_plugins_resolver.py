@@ -473,8 +473,10 @@ def invariant_house(fakes, *more, model=True):
     """Two backends that can do it, and two that ``auto`` would rather have."""
     registry = fakes.registry(
         fakes.spec(K.ATTENTION, "quick", priority=9, offers=VERIFY),
-        fakes.spec(K.ATTENTION, "firm", {"split": (int, 4)}, priority=5, offers=INVARIANT | {Feature.ATTN_VERIFY}),
-        fakes.spec(K.ATTENTION, "solid", priority=1, offers=INVARIANT | TREE),
+        fakes.spec(
+            K.ATTENTION, "firm", {"split": (int, 4)}, priority=5, api=(1, 3), offers=INVARIANT | {Feature.ATTN_VERIFY}
+        ),
+        fakes.spec(K.ATTENTION, "solid", priority=1, api=(1, 3), offers=INVARIANT | TREE),
         fakes.spec(K.DRAFTER, "ngram", offers=DRAFT),
         fakes.spec(K.DRAFTER, "eagle", offers=DRAFT_TREE),
         *more,
@@ -774,3 +776,23 @@ def test_graphs_are_refused_on_a_device_that_has_none(fakes, setting):
     with pytest.raises(ConfigError, match=setting.split("=")[0]):
         run(fakes, sets=[setting])
     run(fakes, sets=["graphs.decode=auto", "graphs.piecewise_tokens=0"])
+
+
+def test_batch_invariance_is_not_believed_of_a_backend_for_which_it_meant_less(fakes):
+    old = fakes.spec(K.ATTENTION, "old", priority=20, api=(1, 2), offers=INVARIANT | TREE)
+    registry = invariant_house(fakes, old)
+    assert invariant(fakes, registry).attention_decode.name == "firm"
+    assert "batch_invariant needs attention.batch_invariant; attention.decode is 'old'" in invariant_refusal(
+        fakes, registry, "attention=old"
+    )
+
+
+def test_batch_invariance_takes_no_float32(fakes):
+    with pytest.raises(ConfigError, match=r"model\.dtype is float32; allowed: bfloat16, float16"):
+        invariant(fakes, invariant_house(fakes), "model.dtype=float32")
+
+
+def test_batch_invariance_goes_by_no_record_of_other_kernels(fakes):
+    registry = invariant_house(fakes)
+    tuning = {"attention.prefill": ["solid"], "attention.decode": ["solid"]}
+    assert invariant(fakes, registry, tuning=tuning).attention_decode.name == "firm"

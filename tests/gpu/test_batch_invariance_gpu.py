@@ -6,6 +6,7 @@ request is computed. Attention alone is tested by the conformance suites of the 
 
 import importlib.util
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ PROMPTS = [
     "What is the capital of France?",
     "Sort these numbers: 9, 3, 7, 1, 12, 5, 8, 2, 2, 40",
     "Which day comes after Monday?",
-    "Copy this: " + "the cat and the dog and the bird and " * 12,
+    "Copy this: " + "the cat and the dog and the bird and " * 70,
 ]
 PARAMS = SamplingParams(temperature=0, max_new_tokens=72, ignore_eos=True, logprobs=2)
 BACKENDS = ("triton", "flash_attn", "flashinfer")
@@ -173,6 +174,19 @@ def test_drafts_change_no_bit(alone, backend, drafter, dtype):
         assert said(llm.generate(encoded(llm) * repeats, PARAMS)) == expected * repeats
     assert llm.loop.stats().accepted_tokens > 0
     llm.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_samples_of_a_seed(backend):
+    needs(backend)
+    params = [replace(PARAMS, temperature=1.5, top_p=0.97, top_k=200, seed=seed) for seed in range(len(PROMPTS))]
+    llm = make(backend, "bfloat16", cache="none")
+    expected = [said(llm.generate([prompt], each))[0] for prompt, each in zip(encoded(llm), params, strict=True)]
+    llm.close()
+    for drafter in ("none", "ngram", "eagle3"):
+        llm = make(backend, "bfloat16", drafter)
+        assert said(llm.generate(encoded(llm) * 4, params * 4)) == expected * 4
+        llm.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -543,13 +543,6 @@ def test_prefixes_are_shared_where_their_bytes_outweigh_two_more_launches(instal
     assert backend.shares(batch) is expected
 
 
-def test_nothing_is_shared_where_bits_must_not_depend_on_the_batch(install):
-    install("vllm")
-    step, backend = prepare(Case([1], [1], heads=32, kv_heads=8, head_dim=128, batch_invariant=True))
-    step.batch.shared = SharedPrefixes(np.array([0, 64], np.int32), np.array([8192], np.int32))
-    assert not backend.shares(step.batch)
-
-
 def test_more_to_save_never_turns_sharing_off(install):
     install("vllm")
     answers = []

@@ -76,7 +76,7 @@ class SchedulerSection(Section):
     )
     shared_prefixes: bool = Field(
         default=True,
-        description="Decode rows are grouped by the prefixes they share, which attention then reads once where that is faster.",
+        description="Decode rows are grouped by the prefixes they share, which attention then reads once where that is faster; not with `batch_invariant`.",
     )
     pin_seconds: float = Field(
         default=60.0,
@@ -248,7 +248,7 @@ class Config(Section):
     )
     batch_invariant: bool = Field(
         default=False,
-        description="A token's logits have the same bits whatever is computed beside it, however its row is divided among steps (chunks, decode steps, drafts that are verified), and whether its prefix was cached. `auto` then takes parts that can do it; a prefix that decode rows share is read for each of them. Needs CUDA of compute capability 9.0; not with drafters that draft trees.",
+        description="A token's logits have the same bits whatever is computed beside it, however its row is divided among steps (chunks, decode steps, drafts that are verified), and whether its prefix was cached. `auto` then takes parts that can do it; a prefix that decode rows share is read for each of them, and tuning records do not count. Needs CUDA of compute capability 9.0; with drafters of trees also `memory.page_size: 1` (docs/batch_invariance.md).",
     )
     attention: AttentionSelection = Field(
         default=AttentionSelection(), description="Attention over the paged KV pool; may differ by phase."

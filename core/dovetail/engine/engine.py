@@ -348,7 +348,7 @@ def _captures_trees(resolved: Resolved) -> bool:
 
 def _shares_prefixes(resolved: Resolved) -> bool:
     """Whether decode rows are worth ordering by what they share: config says so, somebody knows it, somebody makes use of it,
-    every layer reads the whole past, rows have one query each, and what others share may change the bits of a row."""
+    every layer reads the whole past, rows have one query each, and bits may depend on what others share."""
     return (
         resolved.config.scheduler.shared_prefixes
         and not resolved.config.batch_invariant

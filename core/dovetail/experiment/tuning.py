@@ -34,6 +34,10 @@ def _objection(a: Arm, b: Arm, found: Experiment) -> str:
     """Why the experiment as a whole teaches nothing; empty if it may."""
     if found.gate.outcome != "passed":
         return "nothing is kept: the outputs differ"
+    if a.resolved.config.batch_invariant or b.resolved.config.batch_invariant:
+        return (
+            "nothing is kept: with batch_invariant parts take other kernels than without, and `auto` goes by no record"
+        )
     if not _differing(a, b):
         return "nothing is kept: `auto` chooses parts, and the arms have the same ones"
     others = [d.key for d in differences(a, b) if d.intended and d.key.partition(".")[0] not in PLUGIN_SECTIONS]

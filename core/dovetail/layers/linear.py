@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dovetail.errors import ConfigError
 from dovetail.layers.base import Layer, parameter
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import Kernels, kernels
@@ -82,8 +83,14 @@ class FusedLinear(Linear):
 
 def make_batch_invariant(model: nn.Module) -> None:
     """Let all linear layers of ``model`` compute each row to the same bits whatever the others are, from their next
-    ``prepare`` on."""
-    for module in model.modules():
+    ``prepare`` on. Raises ``ConfigError`` for a model with parameters of others than ``dovetail.layers``, in whose products rows may
+    depend on each other."""
+    for name, module in model.named_modules():
+        if not isinstance(module, Layer) and any(True for _ in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"batch_invariant is true, and {name or 'the model'} is a {type(module).__name__} with parameters of its own; allowed: those of "
+                "dovetail.layers. Set batch_invariant: false"
+            )
         if isinstance(module, Linear):
             module.batch_invariant = True
             module.prepared = False

@@ -102,12 +102,11 @@ def invariant_rows(weight: torch.Tensor) -> InvariantRows:
     if weight.is_cuda:
         from dovetail.ops.triton import invariant
 
-        if invariant.supported(weight) and weight.shape[1] % invariant.STEP == 0:
+        if invariant.supported(weight):
             return invariant.InvariantRows(weight)
     raise ConfigError(
         f"batch_invariant is true, and a layer has a weight {list(weight.shape)} of {weight.dtype} on {weight.device}; allowed: "
-        "bfloat16 or float16, with inputs of a multiple of 16, on CUDA of compute capability 9.0. Set batch_invariant: false, or "
-        "model.dtype: bfloat16"
+        "bfloat16 or float16, inputs of a multiple of 16, CUDA of compute capability 9.0. Set batch_invariant: false"
     )
 
 

@@ -16,6 +16,7 @@ from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.plugins.resolution import Candidate, Reason
+from dovetail.plugins.specs import ComponentKind
 
 PREFILL, DECODE = "attention.prefill", "attention.decode"
 CACHE, POLICY, GRAMMAR, DRAFTER = "cache", "policy", "grammar", "speculative"
@@ -23,6 +24,9 @@ OVERLAP, MIXED, GRAPHS = "scheduler.overlap", "scheduler.mixed", "graphs.decode"
 BATCH_INVARIANT = "batch_invariant"
 SETTINGS = (OVERLAP, MIXED, GRAPHS, BATCH_INVARIANT)
 VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, *SETTINGS)
+
+INVARIANT_API = (1, 3)
+"""Version of the interface from which on attention.batch_invariant concerns the division of a row among steps, too."""
 
 MOST_PAIRS = 6
 """Pairs of changes that are told of."""
@@ -49,7 +53,7 @@ def violations(combo: Combination, model: ModelInfo) -> list[Reason]:
         if need.feature not in _offers(need.owner, combo, model):
             broken[need.feature, need.who, need.owner] = need
     reasons = [_reason(need, combo, model) for need in broken.values()]
-    return [*reasons, *_variances(combo)] if combo[BATCH_INVARIANT] else reasons
+    return [*reasons, *_invariance_conflicts(combo)] if combo[BATCH_INVARIANT] else reasons
 
 
 def search(domains: Domains, model: ModelInfo) -> Combination | None:
@@ -121,7 +125,11 @@ def _offers(owner: str, combo: Combination, model: ModelInfo) -> frozenset[Featu
     if owner == "model":
         return model.offers
     option = combo[owner]
-    return option.spec.offers if isinstance(option, Candidate) else frozenset()
+    if not isinstance(option, Candidate):
+        return frozenset()
+    spec = option.spec
+    meant_less = spec.kind is ComponentKind.ATTENTION and spec.api < INVARIANT_API
+    return spec.offers - {Feature.ATTN_BATCH_INVARIANT} if meant_less else spec.offers
 
 
 def _needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
@@ -190,7 +198,7 @@ def _drafter_needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
         yield Need(Feature.GRAMMAR_ROLLBACK, who, GRAMMAR, "rejected drafts are taken back from the grammar")
 
 
-def _variances(combo: Combination) -> Iterator[Reason]:
+def _invariance_conflicts(combo: Combination) -> Iterator[Reason]:
     """What would give a token other bits in another step, although each part is invariant by itself."""
     prefill, decode = combo[PREFILL], combo[DECODE]
     if isinstance(prefill, Candidate) and isinstance(decode, Candidate) and _identity(prefill) != _identity(decode):

@@ -37,6 +37,7 @@ FP8_E4M3 = (8, 9)
 """The compute capability from which on CUDA devices convert to that dtype."""
 INVARIANT = ((9, 0),)
 """Compute capabilities of the CUDA devices on which ``batch_invariant`` has been shown to hold."""
+INVARIANT_DTYPES = ("bfloat16", "float16")
 
 logger = logging.getLogger("dovetail.plugins")
 
@@ -52,7 +53,7 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     model = choose_model(config, registry, machine, tuning if tuning is not None else shipped.slots if shipped else {})
     tuned = _tuned(config, registry, machine, model, tuning)
     _check_kv_dtype(model.kv_dtype, machine)
-    _check_batch_invariant(config, machine)
+    _check_batch_invariant(config, machine, model.dtype)
     parsers = choose_parsers(config, registry, machine, model)
     slots = _open_slots(config, registry, machine, model, tuned.slots)
     combo = _search(slots, config, machine, model)
@@ -67,6 +68,8 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
 
 
 def _tuned(config: Config, registry: Registry, machine: Machine, model: ModelChoice, given: Tuning | None) -> Tuned:
+    if config.batch_invariant:
+        return Tuned({})  # what was measured are kernels that it does not take
     if given is not None:
         return Tuned({slot: tuned_names(given, slot) for slot in given})
     return tuned_for(config, registry, machine, model.info, model.dtype, model.kv_dtype)
@@ -146,7 +149,7 @@ def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
         )
 
 
-def _check_batch_invariant(config: Config, machine: Machine) -> None:
+def _check_batch_invariant(config: Config, machine: Machine, dtype: str) -> None:
     """Its kernels fix the order of sums on devices on which they were compared bit by bit, and are refused elsewhere."""
     have = machine.compute_capability
     if config.batch_invariant and have not in INVARIANT:
@@ -155,6 +158,11 @@ def _check_batch_invariant(config: Config, machine: Machine) -> None:
         raise ConfigError(
             f"batch_invariant is true, which needs CUDA of compute capability {allowed}, where it has been shown to hold; "
             f"{got}. Set batch_invariant: false"
+        )
+    if config.batch_invariant and dtype not in INVARIANT_DTYPES:
+        raise ConfigError(
+            f"batch_invariant is true and model.dtype is {dtype}; allowed: {', '.join(INVARIANT_DTYPES)}. Set model.dtype: bfloat16, or "
+            "batch_invariant: false"
         )
 
 

@@ -55,7 +55,7 @@ DIVISIONS: Mapping[str, Division] = {
     "chains beside prompts": Division((VERIFY, MIXED), (9, 5), (*PROMPTS, *SINGLE), 2),
 }
 
-LENGTH, LONG = 150, 1500
+LENGTH, LONG = 150, 1580
 BESIDE = (40, 700, 7, 64, 260, *(3 + row % 37 for row in range(len(MANY) - 5)))
 """Tokens of the rows beside row 0."""
 

@@ -21,8 +21,9 @@ INVARIANT = Feature.ATTN_BATCH_INVARIANT
 
 
 class InvarianceCases(AttentionChecks):
-    """The part of ``AttentionSuite`` that compares bits. All of it builds backends with ``batch_invariant``. What the backend refuses
-    with it although it does it without is named in ``not_invariant``: fields of ``Case``."""
+    """The part of ``AttentionSuite`` that compares bits. All of it builds backends with ``batch_invariant``.
+
+    ``not_invariant`` names the fields of ``Case`` (``window``, ``kv_dtype``) that a backend has, but refuses with it."""
 
     not_invariant: tuple[str, ...] = ()
 

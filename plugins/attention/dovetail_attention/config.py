@@ -49,7 +49,7 @@ class FlashInferConfig(PluginConfig):
     kind: Literal["flashinfer"] = "flashinfer"  # pyright: ignore[reportIncompatibleVariableOverride]
     variant: Literal["auto", "fa2", "fa3"] = Field(
         default="auto",
-        description="Kernels for prompts; `auto` leaves it to the library, `fa3` needs Hopper and keys in the model's dtype. Decode rows take fa2.",
+        description="Kernels for prompts; `auto` leaves it to the library, `fa3` needs Hopper and keys in the model's dtype. Decode rows take fa2, and with `batch_invariant` all rows fa3.",
     )
     workspace_mib: int = Field(
         default=256, ge=16, description="Memory in which the parts of long rows are put together, MiB of the device."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dovetail.interfaces.features import Feature
 from dovetail.plugins.hookspecs import hookimpl
@@ -125,6 +126,28 @@ FLASHINFER = ComponentSpec(
     ),
     priority=20,
 )
+
+
+@hookimpl
+def adjust_candidates(kind: ComponentKind, request: Any, candidates: list[Any]) -> None:
+    """Rule out what a backend does, but not with ``batch_invariant``."""
+    if kind is ComponentKind.ATTENTION and request.config.batch_invariant:
+        for candidate in candidates:
+            reason = _varies(candidate, request)
+            if reason:
+                candidate.veto(f"batch_invariant is true, and {reason}")
+
+
+def _varies(candidate: Any, request: Any) -> str:
+    """In what a backend of this distribution would depend on the rest of a step; empty if in nothing."""
+    info, name = request.model_info, candidate.spec.name
+    if name == "flash_attn" and info is not None and Feature.ATTN_SLIDING_WINDOW in info.needs:
+        return "with a sliding window its kernels divide the keys by the queries that are in a step"
+    if name == "flashinfer" and request.kv_dtype not in ("auto", request.dtype):
+        return f"its kernels fa3 need keys of the model's dtype, {request.dtype}; memory.kv_dtype is {request.kv_dtype}"
+    if name == "flashinfer" and candidate.config.variant == "fa2":
+        return "attention.variant is fa2, which divides queries and keys by how many are in a step; allowed: auto, fa3"
+    return ""
 
 
 @hookimpl

@@ -1,10 +1,10 @@
 """Matrix products in which a row has the same bits whatever number of rows it is computed with.
 
 Every product of a weight adds up in one order: along k by what tensor cores multiply at a time (16), in as many parts as few
-rows need, to which the workspace's parts are added in their order. Few rows are computed by the kernel of ``ops.triton.matmul``,
-a program for each part, more of them by the one below, which goes through the parts one after the other. That the two agree to the bit, and with every
-tile, is what the hardware does, not what its documents promise: ``tests/gpu/test_batch_invariance_gpu.py`` looks at it on the
-compute capability that ``supported`` names.
+rows need (split-K), which are then added in their order. Few rows are computed by the kernel of ``ops.triton.matmul``, a program for
+each part, more of them by the one below, which goes through the parts one after the other. That the two agree to the bit, and
+with every tile, is what the hardware does, not what its documents promise: ``tests/gpu/test_batch_invariance_gpu.py`` looks at
+it on the compute capability that ``supported`` names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.matmul import gate, matmul, rows_of, store_rows, supported, workspace
+from dovetail.ops.triton.matmul import gate, matmul, rows_of, store_rows, workspace
+from dovetail.ops.triton.matmul import supported as has_kernels
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, MEASURED, Tile
 
 STEP = 16
@@ -28,8 +29,9 @@ FEW = (16, 32, 64, 128)
 WIDE = 16384
 """Rows of a weight from which on its tiles are twice as high."""
 PROGRAMS, MOST_SPLITS = 264, 8
-"""Programs that parts of a shape that was not measured are made for, and how many parts at most."""
+"""Shapes that were not measured are split into so many parts at most, until there are so many programs."""
 PROCESSORS = 132
+"""Those of an H200, on which tiles were compared. Another number would change no bit."""
 GROUP = 8
 """Tiles of rows that go through the weight together, so that what they read of it is still in the L2 cache."""
 
@@ -137,6 +139,11 @@ def many_rows(
     return y
 
 
+def supported(weight: torch.Tensor) -> bool:
+    """Whether there are such products of this weight."""
+    return has_kernels(weight) and weight.shape[1] % STEP == 0
+
+
 class InvariantRows:
     """The products of one weight with any number of rows; see ``matmul.FewRows``."""
 
@@ -145,7 +152,6 @@ class InvariantRows:
     def __init__(self, weight: torch.Tensor) -> None:
         n, k = weight.shape
         assert supported(weight)
-        assert k % STEP == 0
         self._weight = weight.detach()
         self._space = workspace(weight.device)
         self._split = split_of(n, k)

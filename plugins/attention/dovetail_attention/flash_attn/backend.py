@@ -76,8 +76,6 @@ class FlashAttention(AttentionBackend):
 
     def shares(self, batch: Batch) -> bool:
         """True if the bytes saved take longer to read than one more call and the merge."""
-        if self._invariant:
-            return False
         assert batch.shared is not None
         token_bytes = 2 * self._kv_heads * self._head_dim * self._pool.keys(0).element_size()
         return batch.shared.saved * token_bytes / BYTES_PER_SECOND > SHARING_SECONDS

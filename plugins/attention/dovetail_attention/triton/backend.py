@@ -40,12 +40,12 @@ ROWS_PER_GROUP = 16
 CPU_PROCESSORS = 2
 
 CHUNK = 256
-"""Keys that are put together at a time where results must not depend on the batch, and what programs may divide among
-themselves: fewer would keep few rows' devices busier, and make the merge longer."""
+"""Keys of a chunk with ``batch_invariant``: shorter ones would keep the device busier with few rows, and make the merge longer."""
 INVARIANT_PAIRS = 64
-"""Pairs of a query and a head of the one tile there is then."""
-CUT_TOKENS, CUT_BYTES = 64, 256 << 20
-"""Queries up to which they do so, if what the chunks leave for the merge takes no more than that."""
+"""Pairs of a query and a head of the only tile with ``batch_invariant``."""
+CUT_TOKENS, CUT_BYTES = 64, 128 << 20
+"""With ``batch_invariant`` the chunks of a row are divided among programs in steps of up to so many queries, fewer where what the
+chunks leave for the merge would take more memory than that."""
 
 MIN_VERIFY_TOKENS = 64
 """Memory for graphs of verify rows is made for so many tokens at least, and then for powers of two."""
@@ -105,10 +105,14 @@ class TritonAttention(AttentionBackend):
             self._processors = found.multi_processor_count
             self._roomy = found.shared_memory_per_multiprocessor >= tiles.ROOM
         self._invariant = context.batch_invariant
-        self._chunks = -(-context.max_context // CHUNK)
+        self._chunks = -(-(context.max_context + 1) // CHUNK)
         bytes_a_token = 4 * self._chunks * context.num_heads * self._value_dim
         self._cut_tokens = min(CUT_TOKENS, CUT_BYTES // bytes_a_token)
+        self._invariant_tile = tiles.choose(INVARIANT_PAIRS, self._head_dim, self._value_dim, self._dtype)
+        self._invariant_tile = self._invariant_tile._replace(num_stages=2)
         self._kept: dict[tuple[str, tiles.Tile, int], Memory] = {}
+        if self._invariant:  # now, as there may be no memory for it later
+            self._invariant_memory(self._cut_tokens, self._chunks)
         self._steps: list[Step] = []
         self._even = 0  # parts of every row's keys, in a step of the variant EVEN
         self._shared: Launch | None = None  # what its groups share
@@ -123,7 +127,7 @@ class TritonAttention(AttentionBackend):
         """``EVEN`` where no row is so long that the device would wait for the program that reads it: its own keys, as shared
         prefixes are always read by a schedule."""
         if self._invariant:
-            return 0
+            return SCHEDULED
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
         if batch.shared is not None:
             lens = lens - np.repeat(batch.shared.lens, np.diff(batch.shared.starts))
@@ -239,7 +243,7 @@ class TritonAttention(AttentionBackend):
         """All rows, whatever they do, in one launch. ``captured``: how the tokens are divided among rows is not known, but how
         many a row can have."""
         tokens = len(batch.positions)
-        tile = tiles.choose(INVARIANT_PAIRS, self._head_dim, self._value_dim, self._dtype)._replace(num_stages=2)
+        tile = self._invariant_tile
         if captured:
             width = int(batch.extend_lens.max())
             items, programs = tokens * self._tiles(1, tile), -(-tokens // width) * self._tiles(width, tile)
@@ -248,17 +252,18 @@ class TritonAttention(AttentionBackend):
         cut = tokens <= self._cut_tokens
         if cut:
             programs = min(items * self._chunks, programs + self._slots(tile))
-            memory = self._invariant_memory(tile, self._cut_tokens, self._chunks)
+            memory = self._invariant_memory(self._cut_tokens, self._chunks)
         elif captured:
-            memory = self._invariant_memory(tile, 1 << (tokens - 1).bit_length(), 0)
+            memory = self._invariant_memory(1 << (tokens - 1).bit_length(), 0)
         else:
             memory = Memory(items, tokens, 1, self._kv_heads, self._value_dim, self._device)
         table, lens = batch.page_table, batch.kv_lens
         entries = Entries(batch.qo_indptr, lens, table, tile, int(cut), programs, fewer=True, chunk=CHUNK)
         return Step(range(tokens), Launch(entries, memory))
 
-    def _invariant_memory(self, tile: tiles.Tile, tokens: int, chunks: int) -> Memory:
+    def _invariant_memory(self, tokens: int, chunks: int) -> Memory:
         """Memory for steps of up to so many tokens, made once. 0 ``chunks``: keys are not cut."""
+        tile = self._invariant_tile
         key = f"invariant {chunks}", tile, tokens
         if key not in self._kept:
             items, partial_rows = tokens * self._tiles(1, tile) * max(1, chunks), tokens * self._group * chunks or 1
