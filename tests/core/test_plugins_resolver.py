@@ -508,10 +508,10 @@ def test_batch_invariance_chooses_a_backend_that_offers_it(fakes):
 
 def test_batch_invariance_has_one_backend_for_both_phases(fakes):
     registry = invariant_house(fakes)
-    tuned = invariant(fakes, registry, tuning={"attention.prefill": ["firm"], "attention.decode": ["solid", "firm"]})
-    assert (tuned.attention_prefill.name, tuned.attention_decode.name) == ("firm", "firm")
-    follows = invariant(fakes, registry, "attention.decode=solid")
-    assert (follows.attention_prefill.name, follows.attention_decode.name) == ("solid", "solid")
+    for phase in ("prefill", "decode"):
+        follows = invariant(fakes, registry, f"attention.{phase}={{kind: firm, split: 2}}")
+        assert follows.attention_prefill.name == follows.attention_decode.name == "firm"
+        assert follows.attention_prefill.config.split == follows.attention_decode.config.split == 2
     text = invariant_refusal(fakes, registry, "attention.prefill=firm", "attention.decode=solid")
     assert "batch_invariant needs one attention backend, of the same settings, for both phases" in text
     assert "attention.prefill is 'firm', attention.decode is 'solid'" in text

@@ -82,9 +82,12 @@ def _told(resolution: Resolution) -> tuple[str, str, str, str]:
 def _open_slots(
     config: Config, registry: Registry, machine: Machine, model: ModelChoice, tuning: Tuning
 ) -> dict[str, Slot]:
+    prefill, decode = config.attention.prefill, config.attention.decode
+    if config.batch_invariant:  # both have one backend: what config says of one phase it says of the other
+        prefill, decode = decode if prefill.is_auto else prefill, prefill if decode.is_auto else decode
     wanted: list[tuple[ComponentKind, str | None, Selection, bool]] = [
-        (ComponentKind.ATTENTION, "prefill", config.attention.prefill, False),
-        (ComponentKind.ATTENTION, "decode", config.attention.decode, False),
+        (ComponentKind.ATTENTION, "prefill", prefill, False),
+        (ComponentKind.ATTENTION, "decode", decode, False),
         (ComponentKind.CACHE, None, config.cache, False),
         (ComponentKind.POLICY, None, config.policy, False),
         (ComponentKind.GRAMMAR, None, config.grammar, True),
