@@ -271,10 +271,8 @@ def test_a_tied_head_shares_the_embedding() -> None:
 
 
 def test_batch_invariant_products_are_refused_where_there_are_none() -> None:
-    layer = Linear(16, 4)
-    make_batch_invariant(layer)
     with pytest.raises(ConfigError, match=r"weight \[4, 16\] of torch.float32 on cpu; allowed: bfloat16"):
-        prepare_layers(layer)
+        make_batch_invariant(Linear(16, 4))
 
 
 def test_batch_invariance_is_refused_to_products_that_are_not_those_of_the_layers() -> None:

@@ -29,7 +29,6 @@ def provider():
 
 class TestFlashAttention(AttentionSuite):
     name = "flash_attn"
-    not_invariant = ("window",)
     device = "cuda"
 
     @pytest.mark.parametrize("page_size", [16, 128])

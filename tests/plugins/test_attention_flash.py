@@ -211,7 +211,6 @@ def install(monkeypatch, tmp_path):
 
 class OnCpu(AttentionSuite):
     name = "flash_attn"
-    not_invariant = ("window",)
     device = "cpu"
     provider: str
 
@@ -499,15 +498,6 @@ def test_every_step_asks_the_same_where_bits_must_not_depend_on_the_batch(instal
     assert len(asked) == 8, "one call for each step"
     assert set(asked) == {(True, 2048, 2048 if provider == "vllm" else None, 1, (-1, -1))}
     assert all(call["cu_q"] is not None for call in calls if "rows" in call)
-
-
-def test_windows_are_refused_where_bits_must_not_depend_on_the_batch(install):
-    """But for those that hide nothing."""
-    install("vllm")
-    with pytest.raises(ConfigError, match=r"window of 40 tokens in a context of 2048.*triton"):
-        check(Case([100], [1], window=40, batch_invariant=True))
-    check(Case([100], [1], window=2048, batch_invariant=True))
-    assert calls[-1]["window"] == (-1, -1)
 
 
 def test_keys_are_split_until_the_device_is_busy(install):

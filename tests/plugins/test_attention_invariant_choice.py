@@ -12,6 +12,7 @@ from dovetail.plugins import stages
 from dovetail.plugins.machine import Machine
 from dovetail.plugins.resolver import resolve
 from dovetail.plugins.setup import setup
+from dovetail_attention.flashinfer.probe import probe
 
 MISTRAL = {
     "architectures": ["MistralForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
@@ -42,16 +43,21 @@ def test_windows_leave_flash_attn_out(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
     model = f"model.path={tmp_path}"
     assert chosen() == "flash_attn"
-    assert chosen(model) != "flash_attn"
-    assert "with a sliding window its kernels divide the keys" in refusal(model, "attention=flash_attn")
+    assert chosen(model) == "flashinfer"
+    assert "batch_invariant needs attention.batch_invariant_window" in refusal(model, "attention=flash_attn")
 
 
-def test_pools_of_8_bits_leave_flashinfer_out():
-    assert chosen("memory.kv_dtype=fp8_e4m3") == "triton"
-    assert "memory.kv_dtype is fp8_e4m3" in refusal("memory.kv_dtype=fp8_e4m3", "attention=flashinfer")
-    assert chosen("attention=flashinfer") == "flashinfer"
-
-
-def test_flashinfer_takes_its_kernels_for_hopper_alone():
-    assert "allowed: auto, fa3" in refusal("attention={kind: flashinfer, variant: fa2}")
-    assert chosen("attention={kind: flashinfer, variant: fa3}") == "flashinfer"
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("memory.kv_dtype=fp8_e4m3", "memory.kv_dtype is fp8_e4m3"),
+        ("attention={kind: flashinfer, variant: fa2}", "fa2"),
+    ],
+)
+def test_flashinfer_says_what_its_kernels_for_hopper_cannot_do(setting, reason):
+    for invariant in (True, False):
+        config, _ = setup((), [f"batch_invariant={str(invariant).lower()}", "attention=flashinfer", setting])
+        (section,) = config.attention.decode.candidates
+        assert (reason in (probe(section, config) or "")) == invariant
+    config, _ = setup((), ["batch_invariant=true", "attention={kind: flashinfer, variant: fa3}"])
+    assert probe(config.attention.decode.candidates[0], config) is None

@@ -25,6 +25,7 @@ class Feature(enum.StrEnum):
     ATTN_VERIFY_GRAPH = "attention.verify_graph"  # so can those of verify rows, with tree masks where they are offered
     ATTN_SHARED_PREFIX = "attention.shared_prefix"  # a prefix that decode rows share is read once for all of them
     ATTN_BATCH_INVARIANT = "attention.batch_invariant"  # bits depend on a row's tokens alone, where the context asks
+    ATTN_INVARIANT_WINDOW = "attention.batch_invariant_window"  # that, in layers with a sliding window too
 
     # prefix caches
     CACHE_REUSE = "cache.reuse"  # match can return a non-empty prefix

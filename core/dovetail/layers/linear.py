@@ -83,8 +83,8 @@ class FusedLinear(Linear):
 
 def make_batch_invariant(model: nn.Module) -> None:
     """Let all linear layers of ``model`` compute each row to the same bits whatever the others are, from their next
-    ``prepare`` on. Raises ``ConfigError`` for a model with parameters of others than ``dovetail.layers``, in whose products rows may
-    depend on each other."""
+    ``prepare`` on. Raises ``ConfigError`` for a weight without such products, and for a model with parameters of others than
+    ``dovetail.layers``, in whose products rows may depend on each other."""
     for name, module in model.named_modules():
         if not isinstance(module, Layer) and any(True for _ in module.parameters(recurse=False)):
             raise ConfigError(
@@ -92,5 +92,6 @@ def make_batch_invariant(model: nn.Module) -> None:
                 "dovetail.layers. Set batch_invariant: false"
             )
         if isinstance(module, Linear):
+            invariant_rows(module.weight)
             module.batch_invariant = True
             module.prepared = False

@@ -133,7 +133,7 @@ def _offers(owner: str, combo: Combination, model: ModelInfo) -> frozenset[Featu
 
 
 def _needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
-    yield from _runtime_needs(combo)
+    yield from _runtime_needs(combo, model)
     for slot in (PREFILL, DECODE, CACHE, POLICY, GRAMMAR, DRAFTER):
         part = combo[slot]
         if isinstance(part, Candidate):
@@ -159,7 +159,7 @@ def _owners(feature: Feature, mixed: bool) -> tuple[str, ...]:
     return ({"draft": DRAFTER}.get(namespace, namespace),)
 
 
-def _runtime_needs(combo: Combination) -> Iterator[Need]:
+def _runtime_needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
     yield Need(Feature.ATTN_EXTEND, "the runtime", PREFILL)
     yield Need(Feature.ATTN_DECODE, "the runtime", DECODE)
     if combo[MIXED]:
@@ -167,7 +167,10 @@ def _runtime_needs(combo: Combination) -> Iterator[Need]:
     if combo[GRAPHS]:
         yield Need(Feature.ATTN_GRAPH, GRAPHS, DECODE)
     if combo[BATCH_INVARIANT]:
-        yield from (Need(Feature.ATTN_BATCH_INVARIANT, BATCH_INVARIANT, phase) for phase in (PREFILL, DECODE))
+        wanted = [Feature.ATTN_BATCH_INVARIANT]
+        if Feature.ATTN_SLIDING_WINDOW in model.needs:
+            wanted.append(Feature.ATTN_INVARIANT_WINDOW)
+        yield from (Need(feature, BATCH_INVARIANT, phase) for feature in wanted for phase in (PREFILL, DECODE))
         yield Need(Feature.MODEL_BATCH_INVARIANT, BATCH_INVARIANT, "model")
 
 

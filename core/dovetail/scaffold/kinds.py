@@ -45,6 +45,7 @@ FACTS: Mapping[ComponentKind, KindFacts] = {
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_SINKS,
             Feature.ATTN_BATCH_INVARIANT,
+            Feature.ATTN_INVARIANT_WINDOW,
         ),
         setting={"query_block": 64},
         rival="torch_native",

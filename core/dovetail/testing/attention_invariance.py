@@ -23,7 +23,7 @@ INVARIANT = Feature.ATTN_BATCH_INVARIANT
 class InvarianceCases(AttentionChecks):
     """The part of ``AttentionSuite`` that compares bits. All of it builds backends with ``batch_invariant``.
 
-    ``not_invariant`` names the fields of ``Case`` (``window``, ``kv_dtype``) that a backend has, but refuses with it."""
+    ``not_invariant`` names the fields of ``Case`` (``kv_dtype``) that a backend takes without it alone."""
 
     not_invariant: tuple[str, ...] = ()
 

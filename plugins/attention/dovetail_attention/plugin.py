@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from dovetail.interfaces.features import Feature
 from dovetail.plugins.hookspecs import hookimpl
@@ -89,6 +88,7 @@ TRITON = ComponentSpec(
             Feature.ATTN_VERIFY_GRAPH,
             Feature.ATTN_SHARED_PREFIX,
             Feature.ATTN_BATCH_INVARIANT,
+            Feature.ATTN_INVARIANT_WINDOW,
         }
     ),
     constraints=Constraints(devices=("cuda",), min_compute_capability=(8, 0), dtypes=DTYPES, kv_dtypes=KV_DTYPES),
@@ -115,6 +115,7 @@ FLASHINFER = ComponentSpec(
             Feature.ATTN_SOFT_CAP,
             Feature.ATTN_GRAPH,
             Feature.ATTN_BATCH_INVARIANT,
+            Feature.ATTN_INVARIANT_WINDOW,
         }
     ),
     constraints=Constraints(
@@ -125,29 +126,8 @@ FLASHINFER = ComponentSpec(
         head_dims=(64, 128, 256),
     ),
     priority=20,
+    probe="dovetail_attention.flashinfer.probe:probe",
 )
-
-
-@hookimpl
-def adjust_candidates(kind: ComponentKind, request: Any, candidates: list[Any]) -> None:
-    """Rule out what a backend does, but not with ``batch_invariant``."""
-    if kind is ComponentKind.ATTENTION and request.config.batch_invariant:
-        for candidate in candidates:
-            reason = _varies(candidate, request)
-            if reason:
-                candidate.veto(f"batch_invariant is true, and {reason}")
-
-
-def _varies(candidate: Any, request: Any) -> str:
-    """In what a backend of this distribution would depend on the rest of a step; empty if in nothing."""
-    info, name = request.model_info, candidate.spec.name
-    if name == "flash_attn" and info is not None and Feature.ATTN_SLIDING_WINDOW in info.needs:
-        return "with a sliding window its kernels divide the keys by the queries that are in a step"
-    if name == "flashinfer" and request.kv_dtype not in ("auto", request.dtype):
-        return f"its kernels fa3 need keys of the model's dtype, {request.dtype}; memory.kv_dtype is {request.kv_dtype}"
-    if name == "flashinfer" and candidate.config.variant == "fa2":
-        return "attention.variant is fa2, which divides queries and keys by how many are in a step; allowed: auto, fa3"
-    return ""
 
 
 @hookimpl

@@ -180,24 +180,12 @@ class FlashAttention(AttentionBackend):
                 rows.max_k,
                 layer.scale,
                 causal,
-                self._window(layer),
+                layer.window,
                 layer.soft_cap,
                 layer.sinks.to(q.dtype) if sinks and layer.sinks is not None else None,
                 rows.splits,
             )
         )
-
-    def _window(self, layer: AttentionLayer) -> int | None:
-        """What the kernels are told of. Raises ``ConfigError`` for a window that ``batch_invariant`` does not go with."""
-        if not self._invariant or layer.window is None:
-            return layer.window
-        if layer.window < self._max_context:
-            raise ConfigError(
-                f"batch_invariant is true, and a layer has a window of {layer.window} tokens in a context of "
-                f"{self._max_context}; attention flash_attn then divides keys by the queries that are in a step. Set "
-                "attention to triton or flashinfer"
-            )
-        return None  # it hides nothing, and whether the kernels find that out depends on the page table's width
 
 
 def probe(section: FlashAttnConfig, config: Config) -> str | None:
