@@ -16,7 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,15 @@ from dovetail.engine.graphs import GraphKey
 from dovetail.engine.verify_graphs import VerifyKey
 from dovetail.messages import GenerateMsg, TokenOutput
 from gpubench.models import CONFIGS
-from specbench.oracle import Oracle, attach
+from specbench.oracle import Oracle, attach, use
 
 WIDTH = 8
 ERRORS = (0.0, 0.1, 0.3, 0.6)
 METHODS = ("eagle3", "dflash", "mtp", "ngram", "draft_model", "eagle")
 PROMPT, OUTPUT, SHORT_OUTPUT = 256, 513, 257
-ROUNDS = 7
+ROUNDS = 11
+COUNTED = ("steps", "drafted_tokens", "accepted_tokens")
+PARTS = ("step", "schedule", "draft", "launch", "wait", "commit")
 _runs = itertools.count()
 console = Console(width=None if sys.stdout.isatty() else 140)
 
@@ -94,6 +98,45 @@ def replay_ms(graph: torch.cuda.CUDAGraph, count: int = 50) -> float:
     return statistics.median(times)
 
 
+def totals(llm: dovetail.LLM) -> Counter[str]:
+    """What an engine has counted so far: numbers of tokens and steps, and seconds by part of its steps."""
+    stats = llm.loop.stats()
+    return Counter({name: getattr(stats, name) for name in (*COUNTED, *(f"{part}_seconds" for part in PARTS))})
+
+
+def of_ideal(length: float, plain_ms: float, drafted_ms: float, draft_ms: float) -> float:
+    """The speed-up, of what drafts accepted at that length would gain if verifying cost what decoding costs."""
+    return plain_ms / drafted_ms / (length / (1 + draft_ms / plain_ms))
+
+
+@dataclass
+class Row:
+    """Runs of one error rate: milliseconds a token without drafts and with them, those that a step with drafts drafted, and what
+    the steps with drafts were in all."""
+
+    oracle: Oracle
+    errors: float
+    plain: list[float] = field(default_factory=list)
+    drafted: list[float] = field(default_factory=list)
+    drafting: list[float] = field(default_factory=list)
+    spent: Counter[str] = field(default_factory=Counter)
+    same: bool = True
+
+    def found(self) -> dict[str, Any]:
+        """Numbers of the best runs, and ``median_of_ideal`` of the median ones."""
+        decode_steps = self.spent["drafted_tokens"] / WIDTH  # all steps but prompts, and a text's end
+        length = 1 + self.spent["accepted_tokens"] / decode_steps
+        drafted, draft_ms = min(zip(self.drafted, self.drafting, strict=True))
+        plain = min(self.plain)
+        middle = statistics.median(self.plain), statistics.median(self.drafted), statistics.median(self.drafting)
+        return {
+            "errors": self.errors, "plain_ms": plain, "drafted_ms": drafted, "length": length, "draft_ms": draft_ms,
+            "verify_over_decode": (drafted * length - draft_ms) / plain, "speedup": plain / drafted, "same": self.same,
+            "of_ideal": of_ideal(length, plain, drafted, draft_ms), "median_of_ideal": of_ideal(length, *middle),
+            "host_ms": {part: self.spent[f"{part}_seconds"] / self.spent["steps"] * 1e3 for part in PARTS},
+        }  # fmt: skip
+
+
 class Bench:
     """One run."""
 
@@ -138,7 +181,7 @@ class Bench:
         tpots = [(each[-1][0] - each[0][0]) / sum(count for _, count in each[1:]) for each in times.values()]
         return statistics.mean(tpots) * 1e3, list(outputs.values())
 
-    def tpots(self, llm: dovetail.LLM, prompts: Sequence[list[int]], length: int, rounds: int = ROUNDS) -> list[float]:
+    def tpots(self, llm: dovetail.LLM, prompts: Sequence[list[int]], length: int, rounds: int) -> list[float]:
         """``run`` some times, prompts cached, the fastest first."""
         self.run(llm, prompts, length)
         return sorted(self.run(llm, prompts, length)[0] for _ in range(rounds))
@@ -146,26 +189,32 @@ class Bench:
     # -- verify ------------------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """The oracle at batch 1, beside decoding without drafts, in turns."""
+        """The oracle at batch 1, beside decoding without drafts, all in turns: a host that is slow for some seconds slows all rows."""
         llm = self.engine(draft="always")
         prompts = self.prompts(1)
         _, outputs = self.run(llm, prompts, self.output + WIDTH + 1)
         futures = {tuple(prompts[0]): np.array(outputs[0], np.int32)}
-        for errors in ERRORS:
-            oracle = Oracle(futures, WIDTH, errors, self.target["vocab_size"])
-            attach(llm, None)
-            plain = self.tpots(llm, prompts, self.output)
-            attach(llm, oracle)
-            self.run(llm, prompts, self.output)
-            before = llm.loop.stats(), llm.loop._seconds["draft"]
-            drafted = self.tpots(llm, prompts, self.output)
-            after = llm.loop.stats(), llm.loop._seconds["draft"]
-            assert llm.loop.drafter_errors == 0
-            with_drafts = self.run(llm, prompts, self.output)[1][0]
-            same = with_drafts == outputs[0][: self.output]
-            attach(llm, None)
-            self.found["verify"].append(self.row(errors, plain, drafted, before, after, same))
-            console.print(self.found["verify"][-1])
+        rows = [Row(Oracle(futures, WIDTH, errors, self.target["vocab_size"]), errors) for errors in ERRORS]
+        attach(llm, rows[0].oracle)
+        for row in rows:
+            for drafter in (None, row.oracle):
+                use(llm, drafter)
+                self.run(llm, prompts, self.output)
+        for _, row in itertools.product(range(2 if self.args.tiny_shapes else ROUNDS), rows):
+            use(llm, None)
+            row.plain.append(self.run(llm, prompts, self.output)[0])
+            use(llm, row.oracle)
+            before = totals(llm)
+            ms, (output,) = self.run(llm, prompts, self.output)
+            run = totals(llm)
+            run.subtract(before)
+            row.drafted.append(ms)
+            row.drafting.append(run["draft_seconds"] / run["steps"] * 1e3)
+            row.spent.update(run)
+            row.same &= output == outputs[0][: self.output]
+        assert llm.loop.drafter_errors == 0
+        use(llm, None)
+        self.found["verify"] = [row.found() for row in rows]
         self.found["graphs"] = self.graphs(llm)
         llm.close()
 
@@ -183,30 +232,6 @@ class Bench:
             console.print("a decode step or a verify step was not captured")
             return {}
         return {"decode": replay_ms(decode.forward), "verify": replay_ms(verify.graph)}
-
-    def row(
-        self, errors: float, plains: list[float], drafteds: list[float], before: Any, after: Any, same: bool
-    ) -> dict[str, Any]:
-        """One error rate: numbers of the best runs, and ``median_of_ideal`` of the median ones."""
-        plain, drafted = plains[0], drafteds[0]
-        steps = after[0].steps - before[0].steps
-        accepted = after[0].accepted_tokens - before[0].accepted_tokens
-        decode_steps = (
-            after[0].drafted_tokens - before[0].drafted_tokens
-        ) / WIDTH  # all steps but prompts, and a text's end
-        length = 1 + accepted / decode_steps
-        draft_ms = (after[1] - before[1]) / steps * 1e3
-        step_ms = drafted * length
-        steps_ms = {
-            part: (getattr(after[0], f"{part}_seconds") - getattr(before[0], f"{part}_seconds")) / steps * 1e3
-            for part in ("step", "schedule", "launch", "wait", "commit")
-        }
-        return {
-            "host_ms": steps_ms, "errors": errors, "plain_ms": plain, "drafted_ms": drafted, "length": length, "draft_ms": draft_ms,
-            "verify_over_decode": (step_ms - draft_ms) / plain, "speedup": plain / drafted,
-            "of_ideal": plain / drafted / (length / (1 + draft_ms / plain)), "same": same,
-            "median_of_ideal": statistics.median(plains) / statistics.median(drafteds) / (length / (1 + draft_ms / plain)),
-        }  # fmt: skip
 
     # -- methods -----------------------------------------------------------------------------------------------------
 

@@ -49,13 +49,17 @@ class Oracle(Drafter):
         return chains(len(batch.reqs), drafts)
 
 
-def attach(llm: dovetail.LLM, drafter: Drafter | None) -> None:
-    """The engine with this drafter from now on, or with none."""
+def attach(llm: dovetail.LLM, drafter: Drafter) -> None:
+    """Give the engine this drafter, and capture its steps."""
+    use(llm, drafter)
+    llm.loop.engine.expect_drafts(drafter.max_draft_tokens, trees=False)
+    while llm.loop.idle():
+        pass
+
+
+def use(llm: dovetail.LLM, drafter: Drafter | None) -> None:
+    """The engine with this drafter from now on, as wide as that ``attach`` was given, or with none."""
     loop = llm.loop
     loop.drafter = drafter
     width = 0 if drafter is None else drafter.max_draft_tokens
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=width, adapt_drafts=False)
-    if drafter is not None:
-        loop.engine.expect_drafts(width, trees=False)
-        while loop.idle():
-            pass

@@ -102,6 +102,10 @@ class Recorder:
             result = step()
         return graph, result
 
+    def wait(self) -> None:
+        """Wait for all that the current stream has been given."""
+        torch.cuda.current_stream(self._device).synchronize()
+
 
 class Staging:
     """A device buffer of fixed address that one copy a step fills. It has room for ``size`` bytes, and for new pages."""

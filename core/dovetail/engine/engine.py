@@ -214,7 +214,6 @@ class Engine:
         self.launch(batch)
         return self.sample(batch)
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> None:
         """Compute the step's logits, and set the batch's engine fields. Under overlap the host reads the last step's tokens while
         this runs."""
@@ -225,6 +224,11 @@ class Engine:
             numbers = verify_numbers(batch, self.sampler.settings_of(batch))
             self._logits = self.verify_graphs.launch(key, batch, numbers)
             return
+        self._launch(batch)
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> None:
+        """Any step but those that verify in a graph."""
         backend = self._prefill if batch.num_extend else self._decode
         if batch.shared is not None and not (self.shares_prefixes and backend.shares(batch)):
             batch.shared = None
@@ -328,6 +332,8 @@ class Engine:
         """A step's output on the host: the one place where the host waits for the device."""
         if output.event is not None:
             output.event.synchronize()
+            if self.verify_graphs is not None:
+                self.verify_graphs.computed(batch)
         return host_output(batch, output.on_host or output)
 
     def idle(self) -> bool:

@@ -42,6 +42,9 @@ class Inputs:
         on_host = torch.from_numpy(self.page_table)
         self.pages = on_host if device.type == "cpu" else on_host.to(device)
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._flat_table = self.page_table.reshape(-1)
+        self._noted: PageUpdates | None = None
+        self._fresh: tuple[()] | tuple[Int64Array, IntArray] = ()  # of what was noted last
 
     def prepare(self, batch: Batch) -> None:
         """Set the batch's engine fields. Mutates ``batch`` and the page table."""
@@ -109,9 +112,15 @@ class Inputs:
         return table[row_of, page].astype(np.int64) * self.page_size + offset
 
     def note(self, updates: PageUpdates) -> None:
-        """Write new entries to the host's page table. They reach the device's with ``upload``."""
+        """Write new entries to the host's page table, once if they are the last that were noted. They reach the device's with
+        ``upload``."""
+        if updates is self._noted:
+            return
+        self._noted, self._fresh = updates, ()
         if len(updates.slots):
-            self.page_table[updates.slots, updates.columns] = updates.pages[0]
+            places = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
+            self._flat_table[places] = updates.pages[0]
+            self._fresh = places, self._flat_table[places]
 
     def upload(self, *arrays: Array, updates: PageUpdates) -> list[torch.Tensor]:
         """``arrays`` on the device, and ``updates`` in its page table, by one copy."""
@@ -124,12 +133,10 @@ class Inputs:
         return tensors[: len(arrays)]
 
     def places_of(self, updates: PageUpdates) -> tuple[()] | tuple[Int64Array, IntArray]:
-        """Flat places in the page table (int64), and the pages that are there once ``updates`` are noted: several entries for
+        """Flat places in the page table (int64), and the pages that are there, once ``updates`` are noted: several entries for
         one place bring the same page."""
-        if not len(updates.slots):
-            return ()
-        places = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
-        return places, self.page_table.reshape(-1)[places]
+        self.note(updates)
+        return self._fresh
 
 
 class DecodeTensors:

@@ -56,6 +56,7 @@ class Sampler:
         self._masks = MaskBuffers(device)
         self.mask_seconds = 0.0  # of the host, filling and applying grammar masks
         self._settings: RowSettings | None = None
+        self._settings_of: list[Req] | None = None  # the list that they are of: batches of the same rows have the same
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
         """Choose tokens from ``logits [logit rows, V]``, which may be overwritten."""
@@ -75,10 +76,12 @@ class Sampler:
     def settings_of(self, batch: Batch) -> RowSettings:
         """What the sampled rows of a batch want. Kept while the rows stay the same."""
         reqs = batch.sampled_reqs
-        uids = tuple([r.uid for r in reqs])
-        if self._settings is None or self._settings.uids != uids:
-            self._settings = RowSettings.of(reqs, self.vocab_size, self.device)
-            self.penalties.forget_all_but(set(uids))
+        if self._settings is None or self._settings_of is not reqs:
+            uids = tuple([r.uid for r in reqs])
+            if self._settings is None or self._settings.uids != uids:
+                self._settings = RowSettings.of(reqs, self.vocab_size, self.device)
+                self.penalties.forget_all_but(set(uids))
+            self._settings_of = reqs
         return self._settings
 
     def _processed(

@@ -152,7 +152,7 @@ class VerifyGraphs:
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
         self._recorder = Recorder(inputs.device)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
-        self._read: torch.cuda.Event | None = None  # passed once the device has read what the host wrote last
+        self._unread: Batch | None = None  # which the host wrote, and the device may not have read
         self._logits: torch.Tensor | None = None  # of all steps of more than OWN_LOGITS tokens
 
     @property
@@ -189,9 +189,14 @@ class VerifyGraphs:
         step.write(batch, tokens, numbers)
         self._backend.plan_replay(step.batch)
         graph.replay()
-        self._note_read()
+        self._unread = batch
         step.give(batch, tokens)
         return logits[:tokens]
+
+    def computed(self, batch: Batch) -> None:
+        """The host has waited for a step, so that the device need not be asked whether it has read what the step was sent."""
+        if batch is self._unread:
+            self._unread = None
 
     def sample(self, key: VerifyKey, batch: Batch, settings: RowSettings) -> ForwardOutput | None:
         """Replay the sampler of the step just launched, and the verification, with its result on the host's side as well.
@@ -201,13 +206,8 @@ class VerifyGraphs:
         return None if found is None else step.output(len(batch.slots))
 
     def _wait_until_read(self) -> None:
-        if self._read is not None:
-            self._read.synchronize()
-
-    def _note_read(self) -> None:
-        if self._read is None:
-            self._read = torch.cuda.Event()
-        self._read.record()
+        if self._unread is not None:
+            self._recorder.wait()
 
     @torch.inference_mode()
     def capture(self, key: VerifyKey) -> None:
@@ -220,10 +220,8 @@ class VerifyGraphs:
         self._backend.plan_capture(step.batch)
         self._wait_until_read()
         step.tensors.write(empty_batch(), self._inputs)
-        try:
-            graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model)))
-        finally:
-            self._note_read()
+        self._unread = step.batch
+        graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model)))
         self._graphs[key] = Captured(step, graph, logits)
         self.seconds += time.perf_counter() - start
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)

@@ -95,6 +95,7 @@ class VerifyMemory:
         self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
         self.result = torch.zeros(tokens, 2 * shape.width + 1, dtype=torch.int64, device=device)
         self.result_on_host = torch.zeros(self.result.shape, dtype=torch.int64, pin_memory=pinned)
+        self.rows: tuple[VerifyShape, IntArray] | None = None  # slots that are in ``sent``, where a shape has them
 
 
 class VerifyTensors:
@@ -107,7 +108,7 @@ class VerifyTensors:
     def __init__(self, shape: VerifyShape, memory: VerifyMemory) -> None:
         tokens = shape.tokens
         self.shape = shape
-        self._sent, self._block = memory.sent, memory.block[: shape.size]
+        self._memory, self._sent, self._block = memory, memory.sent, memory.block[: shape.size]
         on_host: IntArray = memory.sent.numpy()
         self._own, self._behind = shape.parts(on_host[: shape.size]), on_host[shape.size :]
         numbers, rows, slots, prefix_lens, counts, self.drafts, parents = shape.parts(self._block)
@@ -125,9 +126,11 @@ class VerifyTensors:
         """Write what the host sends. ``numbers`` are those of ``verify_numbers``. The device must have read what was written
         before."""
         uniform, num_rows, slots, prefix_lens, counts, drafts, parents = self._own
-        rows = len(batch.slots)
-        num_rows[0] = rows
-        slots[:rows] = batch.slots
+        rows, there = len(batch.slots), self._memory.rows
+        if there is None or there[0] is not self.shape or there[1] is not batch.slots:
+            num_rows[0] = rows
+            slots[:rows] = batch.slots
+            self._memory.rows = self.shape, batch.slots
         prefix_lens[:rows] = batch.prefix_lens
         counts[:rows] = batch.extend_lens
         if batch.drafts is not None:

@@ -208,13 +208,15 @@ class Loop:
         batch = self._schedule()
         if batch is None:
             return []
+        start = time.perf_counter()
         try:
-            output = self._timed("launch", lambda: self.engine.forward(batch))
+            output = self.engine.forward(batch)
         except BaseException as error:
             self.scheduler.take_back(batch)
             return self._failed(batch, error)
-        if batch.drafts is not None:
-            self.scheduler.reserve_ahead()
+        self._seconds["launch"] += time.perf_counter() - start
+        if batch.drafts is not None:  # while the device computes: what is done now does not delay the next step
+            self.engine.inputs.note(self.scheduler.reserve_ahead())
         self._launched = batch, output
         return []
 
@@ -249,7 +251,9 @@ class Loop:
         return self._commit(batch, output, seen=seen)
 
     def _schedule(self, *, resting: bool = True) -> Batch | None:
-        batch = self._timed("schedule", self.scheduler.schedule)
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        self._seconds["schedule"] += time.perf_counter() - start
         self._with_prompts = batch is not None and batch.num_extend > 0
         if batch is None:
             if resting and self.scheduler.has_work:
@@ -266,13 +270,15 @@ class Loop:
         return batch
 
     def _commit(self, batch: Batch, output: ForwardOutput, *, seen: bool) -> list[Answer]:
+        start = time.perf_counter()
         try:
-            host = self._timed("wait", lambda: self.engine.wait(batch, output))
+            host = self.engine.wait(batch, output)
         except BaseException as error:
             return self._failed(batch, error)
-        start = time.perf_counter()
+        waited = time.perf_counter()
         answers = self.scheduler.commit(batch, host)
-        self._seconds["commit"] += time.perf_counter() - start
+        self._seconds["wait"] += waited - start
+        self._seconds["commit"] += time.perf_counter() - waited
         drafter = self.drafter
         if drafter is not None and seen:
             self._timed("draft", lambda: self._fence.observe(drafter, batch, output))

@@ -47,27 +47,30 @@ class RequestTable:
         """Set ``pages [groups, n]`` at ``columns [n]`` of the rows of ``slots [n]``."""
         update = PageUpdates(np.array(slots, np.int32), np.array(columns, np.int32), pages)
         self.pages[:, update.slots, update.columns] = pages
-        self.settle()
+        self._expand_runs()
         self._updates.append(update)
 
     def take_updates(self) -> PageUpdates:
         """All that was written since the last call, in the order in which it was."""
-        self.settle()
-        updates, self._updates = self._updates, []
-        if len(updates) == 1:
-            return updates[0]
-        if not updates:
+        updates, self._updates = self.next_updates(), []
+        return updates
+
+    def next_updates(self) -> PageUpdates:
+        """What ``take_updates`` will return, the very object, unless something is written before."""
+        self._expand_runs()
+        if not self._updates:
             return _NO_UPDATES
-        slots, columns, pages = zip(*updates, strict=True)
-        return PageUpdates(np.concatenate(slots), np.concatenate(columns), np.concatenate(pages, axis=1))
+        if len(self._updates) > 1:
+            slots, columns, pages = zip(*self._updates, strict=True)
+            self._updates = [PageUpdates(np.concatenate(slots), np.concatenate(columns), np.concatenate(pages, axis=1))]
+        return self._updates[0]
 
     def put_back(self, updates: PageUpdates) -> None:
         """These may not have reached the device: hand them out again, before what was written since."""
         if len(updates.slots):
             self._updates.insert(0, updates)
 
-    def settle(self) -> None:
-        """Do now what ``take_updates`` would have to do."""
+    def _expand_runs(self) -> None:
         if self._runs:
             self._updates.append(_expanded(self._runs))
             self._runs = []

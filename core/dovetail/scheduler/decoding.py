@@ -105,8 +105,8 @@ class Decoding:
         rows.do_with_pages()
 
     def reserve_ahead(self, width: int) -> None:
-        """Reserve pages for the drafts of the step after the one that computes now, however many of its own are accepted: what
-        is done meanwhile does not delay that step. Where pages are short nothing is evicted for it."""
+        """Reserve pages for the drafts of the step after the one that computes now, however many of its own are accepted. Where
+        pages are short nothing is evicted for it."""
         rows = self.rows
         if rows is None or not width:
             return
@@ -118,4 +118,3 @@ class Decoding:
                 self._ledger.reserve(req, length)
         if short:
             rows.hold(short)
-            self._ledger.table.settle()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dovetail.memory.ledger import PageLedger
     from dovetail.scheduler.grammar import GrammarService
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import DraftTree
+    from dovetail.types import DraftTree, PageUpdates
 
 
 class Scheduler:
@@ -143,9 +143,11 @@ class Scheduler:
         self.pins.expire()
         self.groups.expire()
 
-    def reserve_ahead(self) -> None:
-        """Reserve pages for drafts while a step computes, so that the next one need not wait for it."""
+    def reserve_ahead(self) -> PageUpdates:
+        """Reserve pages for drafts while a step computes, so that the next one need not wait for it. The page updates of its
+        batch, unless there are to be more."""
         self._rows.reserve_ahead(self.limits.draft_width)
+        return self.ledger.table.next_updates()
 
     def _retract_one(self) -> None:
         """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""
