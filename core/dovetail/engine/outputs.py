@@ -39,6 +39,8 @@ def host_output(batch: Batch, output: ForwardOutput) -> HostOutput:
     tokens = output.token_ids.tolist()
     if output.accept_lens is not None:
         tokens = [row[:n] for row, n in zip(tokens, output.accept_lens.tolist(), strict=True)]
+    if output.logprobs is None and not output.prompt_logprobs and not output.pooled:
+        return HostOutput(tokens)
     logprobs = None if output.logprobs is None else _logprob_rows(batch, output, tokens)
     prompt = {row: _entries(next_ids.tolist(), lp) for row, next_ids, lp in output.prompt_logprobs}
     return HostOutput(tokens, logprobs, prompt, {row: vector.numpy() for row, vector in output.pooled})

@@ -5,15 +5,14 @@ for its requests."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dovetail.interfaces.speculative import Drafter
     from dovetail.scheduler.scheduler import Scheduler
     from dovetail.types import Batch, ForwardOutput, Req
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +28,12 @@ class Fence:
 
     def propose(self, drafter: Drafter, scheduler: Scheduler, batch: Batch) -> None:
         """Ask for drafts of a step and attach them to it."""
-
         consequence = "this step runs without drafts"
-        drafts = self._run(lambda: drafter.propose(batch), consequence)
+        try:
+            drafts = drafter.propose(batch)
+        except BaseException as error:
+            self._caught(error, consequence)
+            return
         if drafts is None:
             return
         try:
@@ -41,23 +43,26 @@ class Fence:
 
     def observe(self, drafter: Drafter, batch: Batch, output: ForwardOutput) -> None:
         """Show what a step accepted."""
-        self._run(lambda: drafter.observe(batch, output), "it has not seen what this step accepted")
+        try:
+            drafter.observe(batch, output)
+        except BaseException as error:
+            self._caught(error, "it has not seen what this step accepted")
 
     def forget(self, drafter: Drafter, departed: list[Req]) -> None:
         """Say which requests have gone."""
         for req in departed:
-            self._run(lambda req=req: drafter.forget(req), f"it may keep the state of request {req.rid}")
+            try:
+                drafter.forget(req)
+            except BaseException as error:
+                self._caught(error, f"it may keep the state of request {req.rid}")
 
-    def _run(self, part: Callable[[], T], consequence: str) -> T | None:
-        try:
-            return part()
-        except Exception as error:
+    def _caught(self, error: BaseException, consequence: str) -> None:
+        if isinstance(error, Exception):
             self._failed(error, consequence)
-        except BaseException as error:
-            self._check(error)
-            log.warning("the drafter was interrupted; %s", consequence)
-            self._interrupted(error)
-        return None
+            return
+        self._check(error)
+        log.warning("the drafter was interrupted; %s", consequence)
+        self._interrupted(error)
 
     def _failed(self, error: Exception, consequence: str) -> None:
         self._check(error)

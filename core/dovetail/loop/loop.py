@@ -224,19 +224,23 @@ class Loop:
         batch = self._schedule(resting=self._launched is None)
         failure: BaseException | None = None
         if batch is not None:
+            start = time.perf_counter()
             try:
-                self._timed("launch", lambda: self.engine.launch(batch))
+                self.engine.launch(batch)
             except BaseException as error:
                 failure = error
                 self.scheduler.take_back(batch)
+            self._seconds["launch"] += time.perf_counter() - start
         answers = self._commit_launched()
         if batch is None:
             return answers
         if failure is None:
+            start = time.perf_counter()
             try:
-                self._launched = batch, self._timed("launch", lambda: self.engine.sample(batch))
+                self._launched = batch, self.engine.sample(batch)
             except BaseException as error:
                 failure = error
+            self._seconds["launch"] += time.perf_counter() - start
         if failure is not None:
             return answers + self._failed(batch, failure)
         if not self.scheduler.has_work:  # all have finished meanwhile: nobody waits for the step just launched
@@ -265,8 +269,10 @@ class Loop:
             return batch
         self._forget_departed(drafter)  # one of them may be in the batch, as new: retracted, and admitted again
         if self._drafting and batch.num_extend < len(batch.reqs):
+            start = time.perf_counter()
             self.engine.inputs.note(batch.page_updates)  # the drafter's room has the same pages
-            self._timed("draft", lambda: self._fence.propose(drafter, self.scheduler, batch))
+            self._fence.propose(drafter, self.scheduler, batch)
+            self._seconds["draft"] += time.perf_counter() - start
         return batch
 
     def _commit(self, batch: Batch, output: ForwardOutput, *, seen: bool) -> list[Answer]:
@@ -277,11 +283,12 @@ class Loop:
             return self._failed(batch, error)
         waited = time.perf_counter()
         answers = self.scheduler.commit(batch, host)
+        committed = time.perf_counter()
         self._seconds["wait"] += waited - start
-        self._seconds["commit"] += time.perf_counter() - waited
-        drafter = self.drafter
-        if drafter is not None and seen:
-            self._timed("draft", lambda: self._fence.observe(drafter, batch, output))
+        self._seconds["commit"] += committed - waited
+        if self.drafter is not None and seen:
+            self._fence.observe(self.drafter, batch, output)
+            self._seconds["draft"] += time.perf_counter() - committed
         return answers
 
     def _failed(self, batch: Batch, error: BaseException) -> list[Answer]:
@@ -297,7 +304,9 @@ class Loop:
         self._interrupt = self._interrupt or error
 
     def _forget_departed(self, drafter: Drafter) -> None:
-        self._fence.forget(drafter, self.scheduler.take_departed())
+        departed = self.scheduler.take_departed()
+        if departed:
+            self._fence.forget(drafter, departed)
 
     def _end_if_lost(self, error: BaseException) -> None:
         reason = self.engine.lost_device(error)
@@ -306,13 +315,6 @@ class Loop:
             self.dead = f"the device was lost: {reason}; {_START_AGAIN}"
             self._kept = EngineDeadError(self.dead)
             raise self._kept from error
-
-    def _timed(self, name: str, part: Callable[[], T]) -> T:
-        start = time.perf_counter()
-        try:
-            return part()
-        finally:
-            self._seconds[name] += time.perf_counter() - start
 
     def _guarded(self, part: Callable[[], T]) -> T:
         """Run what keeps the books; what it raises is the end of the loop."""

@@ -221,8 +221,11 @@ class Scheduler:
         ]
         if batch.num_extend:
             answers += [end_prefilled(req) for req in prefilled(batch)]
-        self.totals.generated_tokens += sum(len(answer.token_ids) for answer in answers)
-        ended = [self._by_rid[answer.rid] for answer in answers if answer.finish is not None]
+        ended: list[Req] = []
+        for answer in answers:
+            self.totals.generated_tokens += len(answer.token_ids)
+            if answer.finish is not None:
+                ended.append(self._by_rid[answer.rid])
         if ended:
             self._leave(ended)
         for req in batch.reqs[: batch.num_extend]:
