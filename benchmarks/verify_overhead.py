@@ -1,0 +1,127 @@
+"""Host work between two steps that verify drafts, at batch 1: from the moment the host sees the tokens of one to the launch of the next.
+
+    python benchmarks/verify_overhead.py [--rounds 25]
+
+All of it delays the device, as the next step needs what this one accepts. A real ``Loop`` and a real ``Engine`` run the embedded
+model on a CPU; graphs of verify steps are stand-ins that accept every draft of the oracle at once, so that whatever time passes is
+the host's. What a launch itself takes, and the device's way to the host and back, is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from dovetail import LLM, SamplingParams
+from dovetail.engine.engine import Engine
+from dovetail.engine.sampler_graphs import SampleMode
+from dovetail.engine.verify_graphs import Captured, VerifyGraphs, VerifyKey, VerifySizes, VerifyStep
+from dovetail.engine.verify_inputs import VerifyShape
+from dovetail.messages import GenerateMsg
+from dovetail.types import Batch, ForwardOutput, HostOutput
+from specbench.oracle import Oracle, attach
+
+WIDTH, ROWS, OUTPUT = 8, 8, 400
+PROMPT = list(range(16, 80))
+
+
+class StandIn:
+    """A graph, or the recorder of graphs, that calls back instead of launching anything."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay = replay
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+class Planner:
+    """An attention backend that has nothing to plan."""
+
+    def plan_replay(self, batch: Batch) -> None:
+        """Nothing."""
+
+
+class Bench:
+    """An engine whose verify steps end at once, and a clock between them."""
+
+    def __init__(self) -> None:
+        self.seen, self.gaps = 0.0, list[float]()
+        scheduler = {"max_running": ROWS, "draft": "always", "overlap": True}
+        self.llm = LLM("tiny", device="cpu", grammar="none", scheduler=scheduler, memory={"num_pages": 400})
+        engine = self.llm.loop.engine
+        futures = {tuple(PROMPT): np.ones(OUTPUT + WIDTH + 1, np.int32)}
+        attach(self.llm, Oracle(futures, WIDTH, 0.0, engine.info.vocab_size))
+        sizes = VerifySizes(ROWS * (1 + WIDTH), 1 + WIDTH, trees=False, context_len=engine.context_len)
+        with patch("dovetail.engine.verify_graphs.Recorder", lambda device: StandIn(lambda: None)):
+            graphs = VerifyGraphs(engine.model, engine.inputs, engine.pool, Planner(), sizes)  # pyright: ignore[reportArgumentType]
+        for tokens in sizes.counts:
+            self.stand_in(graphs, engine, tokens, sizes)
+        engine.verify_graphs = graphs
+
+    def stand_in(self, graphs: VerifyGraphs, engine: Engine, tokens: int, sizes: VerifySizes) -> None:
+        """Steps of so many tokens: the launch stops the clock, the sampler accepts all drafts of the one row."""
+        shape = VerifyShape(tokens, sizes.width, tree=False)
+        step = VerifyStep(shape, engine.inputs, graphs._memory, sizes.context_len)
+
+        def launched() -> None:
+            if self.seen:
+                self.gaps.append(time.perf_counter() - self.seen)
+            self.seen = 0.0
+
+        def accept() -> None:
+            for result in (step.tensors.result, step.tensors.result_on_host):
+                result[0] = 1  # every token is 1
+                result[0, -1] = int(step.batch.extend_lens[0])
+
+        key, graph = VerifyKey(tokens, False), StandIn(launched)
+        graphs._graphs[key] = Captured(step, graph, torch.zeros(tokens, 1))  # pyright: ignore[reportArgumentType]
+        sampler = StandIn(accept), step.tensors.result
+        graphs._samplers._graphs[key, SampleMode(False)] = sampler  # pyright: ignore[reportArgumentType]
+
+    def run(self, round: int) -> tuple[float, float, float]:
+        """Decode one request; seconds of a step: until the next is launched, of which drafting, and in all."""
+        loop = self.llm.loop
+        self.seen, self.gaps = 0.0, []
+        before, steps = dict(loop._seconds), loop._steps
+        params = SamplingParams(temperature=0, max_new_tokens=OUTPUT, ignore_eos=True)
+        loop.handle(GenerateMsg(str(round), PROMPT, params, seed=0))
+        took: list[float] = []
+        while loop.has_work:
+            start = time.perf_counter()
+            loop.step()
+            took.append(time.perf_counter() - start)
+        drafting = (loop._seconds["draft"] - before["draft"]) / (loop._steps - steps)
+        return statistics.median(self.gaps), drafting, statistics.median(took)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=25, help="requests, of which the median counts")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    bench, wait = Bench(), Engine.wait
+
+    def seen(engine: Engine, batch: Batch, output: ForwardOutput) -> HostOutput:
+        bench.seen = time.perf_counter()
+        return wait(engine, batch, output)
+
+    with patch.object(Engine, "wait", seen):
+        runs = [bench.run(i) for i in range(args.rounds + 3)][3:]
+    gap, drafting, step = (statistics.median(column) * 1e6 for column in zip(*runs, strict=True))
+    Console().print(
+        f"from the tokens of a step to the launch of the next: {gap:.1f} us, of which drafting {drafting:.1f}; "
+        f"all of the step: {step:.1f} us"
+    )
+
+
+if __name__ == "__main__":
+    main()
