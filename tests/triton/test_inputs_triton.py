@@ -89,6 +89,25 @@ def test_of_two_entries_for_one_place_the_last_counts():
     assert list(zip(places.tolist(), pages.tolist(), strict=True)) == [(13, 9), (16, 8), (13, 9)]
 
 
+def test_updates_are_noted_again_where_that_was_interrupted():
+    inputs = Inputs(3, 8, 4, torch.device("cpu"))
+    updates = PageUpdates(np.array([1, 2], np.int32), np.array([5, 0], np.int32), np.array([[7, 8]], np.int32))
+    table, inputs._flat_table = inputs._flat_table, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        inputs.note(updates)
+    inputs._flat_table = table
+    places, pages = inputs.places_of(updates)
+    assert list(zip(places.tolist(), pages.tolist(), strict=True)) == [(13, 7), (16, 8)]
+    assert (inputs.page_table[1, 5], inputs.page_table[2, 0]) == (7, 8)
+
+
+class Interrupted:
+    """An array whose user presses Ctrl-C."""
+
+    def __setitem__(self, places, pages):
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("seed", range(4))
 def test_verify_inputs_fill_a_step_up_with_rows_of_slot_0(seed: int, tree: bool) -> None:

@@ -228,7 +228,7 @@ class Engine:
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> None:
-        """Any step but those that verify in a graph."""
+        """Any step but those that verify in a graph, of which only the planning enters that mode: it takes microseconds to."""
         backend = self._prefill if batch.num_extend else self._decode
         if batch.shared is not None and not (self.shares_prefixes and backend.shares(batch)):
             batch.shared = None

@@ -116,11 +116,12 @@ class Inputs:
         ``upload``."""
         if updates is self._noted:
             return
-        self._noted, self._fresh = updates, ()
+        fresh: tuple[()] | tuple[Int64Array, IntArray] = ()
         if len(updates.slots):
             places = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
             self._flat_table[places] = updates.pages[0]
-            self._fresh = places, self._flat_table[places]
+            fresh = places, self._flat_table[places]
+        self._noted, self._fresh = updates, fresh  # last: what was interrupted is done again
 
     def upload(self, *arrays: Array, updates: PageUpdates) -> list[torch.Tensor]:
         """``arrays`` on the device, and ``updates`` in its page table, by one copy."""

@@ -214,7 +214,8 @@ class Loop:
         except BaseException as error:
             self.scheduler.take_back(batch)
             return self._failed(batch, error)
-        self._seconds["launch"] += time.perf_counter() - start
+        finally:
+            self._seconds["launch"] += time.perf_counter() - start
         if batch.drafts is not None:  # while the device computes: what is done now does not delay the next step
             self.engine.inputs.note(self.scheduler.reserve_ahead())
         self._launched = batch, output
@@ -281,10 +282,11 @@ class Loop:
             host = self.engine.wait(batch, output)
         except BaseException as error:
             return self._failed(batch, error)
-        waited = time.perf_counter()
+        finally:
+            waited = time.perf_counter()
+            self._seconds["wait"] += waited - start
         answers = self.scheduler.commit(batch, host)
         committed = time.perf_counter()
-        self._seconds["wait"] += waited - start
         self._seconds["commit"] += committed - waited
         if self.drafter is not None and seen:
             self._fence.observe(self.drafter, batch, output)

@@ -18,8 +18,9 @@ def pool_dtype(name: str) -> torch.dtype:
 class PagedKVPool(KVPool):
     """Keys and values of one cache group, one tensor each: ``[layers, num_pages, page_size, kv_heads, head_dim]``.
 
-    Page 0 belongs to nobody and starts as zeros. The other pages start uninitialised: they may hold anything until they
-    are written, so memory is touched only when it is used.
+    Page 0 belongs to nobody and starts as zeros. On a CPU the other pages start uninitialised, so that memory is touched only
+    when it is used: they may hold anything until they are written. On CUDA all are zeros: kernels that fetch whole pages (those
+    of FlashAttention-3, where pages have a multiple of 128 tokens) multiply what is behind a row's last token by 0, which NaN survives.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class PagedKVPool(KVPool):
         shape = (group.num_layers, num_pages, page_size, group.num_kv_heads, group.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
-        self.k[:, 0].zero_()
-        self.v[:, 0].zero_()
+        fresh = slice(0, 1) if self.device.type == "cpu" else slice(None)
+        self.k[:, fresh].zero_()
+        self.v[:, fresh].zero_()
         k_places, v_places = self.k.flatten(1, 2), self.v.flatten(1, 2)  # [layers, places, kv_heads, head_dim]
         self._raw = raw(k_places), raw(v_places)  # the same memory
         self._keys = list(self.k.unbind(0))
