@@ -173,7 +173,8 @@ class Replayed:
 
     def record(self, step):
         kept = step()
-        return SimpleNamespace(replay=lambda: kept.copy_(step())), kept
+        replay = torch.inference_mode()(lambda: kept.copy_(step()))  # a graph replays in any mode
+        return SimpleNamespace(replay=replay), kept
 
 
 @pytest.mark.parametrize(("chain", "temperature"), [(True, 0), (False, 0.8)], ids=["chains, greedy", "trees, sampled"])
