@@ -51,7 +51,9 @@ def test_the_device_follows_the_host(groups, ops):
         elif what == "each":
             table.write_each(slots, [(3 * s) % COLUMNS for s in slots], pages(len(slots)))
         elif what == "step":
-            device.take(table.take_updates())
+            ahead, updates = table.next_updates(), table.take_updates()
+            assert updates is ahead
+            device.take(updates)
             assert (device.pages == table.pages).all()
         else:
             table.put_back(table.take_updates())

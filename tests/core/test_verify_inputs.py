@@ -11,7 +11,15 @@ import torch
 
 from dovetail.engine.inputs import Inputs, tree_mask
 from dovetail.engine.verify_graphs import VerifySizes
-from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, VerifyTensors, set_lens, static_batch, write_pages
+from dovetail.engine.verify_inputs import (
+    VerifyMemory,
+    VerifyShape,
+    VerifyTensors,
+    empty_batch,
+    set_lens,
+    static_batch,
+    write_pages,
+)
 from dovetail.testing.batches import make_batch, make_page_table, make_tree_mask
 from dovetail.types import DraftTree, PageUpdates
 
@@ -61,6 +69,31 @@ def test_the_host_sends_slots_lengths_and_drafts(seed, tree):
         if tree:
             assert np.array_equal(parents[row, :k], batch.drafts.parents[row, :k])
     assert memory.sent[shape.size] == 0, "no new pages"
+
+
+def test_rows_that_stay_are_sent_again_where_another_size_or_others_have_been_in_their_place():
+    inputs = Inputs(9, 60, PAGE, torch.device("cpu"))
+    (batch, table), (other, _) = random_batch(3), random_batch(4)
+    shapes = [VerifyShape(tokens, 12, False) for tokens in (40, 48)]
+    memory = VerifyMemory(shapes[1], table.shape[1], torch.device("cpu"))
+    steps = [VerifyTensors(shape, memory) for shape in shapes]
+    for step, sent in [
+        (0, batch),
+        (0, batch),
+        (1, batch),
+        (0, batch),
+        (0, other),
+        (0, batch),
+        (1, other),
+        (1, empty_batch()),
+        (1, other),
+    ]:
+        steps[step].write(sent, inputs)
+        _, count, slots, prefix_lens, *_ = shapes[step].parts(memory.sent.numpy()[: shapes[step].size])
+        rows = len(sent.slots)
+        assert count.tolist() == [rows]
+        assert np.array_equal(slots[:rows], sent.slots)
+        assert np.array_equal(prefix_lens[:rows], sent.prefix_lens)
 
 
 def test_lengths_of_a_planned_batch_follow_the_step():

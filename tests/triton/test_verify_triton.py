@@ -173,8 +173,7 @@ class Replayed:
 
     def record(self, step):
         kept = step()
-        replay = torch.inference_mode()(lambda: kept.copy_(step()))  # a graph replays in any mode
-        return SimpleNamespace(replay=replay), kept
+        return SimpleNamespace(replay=lambda: kept.copy_(step())), kept
 
 
 @pytest.mark.parametrize(("chain", "temperature"), [(True, 0), (False, 0.8)], ids=["chains, greedy", "trees, sampled"])
@@ -224,6 +223,22 @@ class Guesser(Drafter):
             ids[row, : len(drafts)] = drafts
         parents = np.tile(np.array([-1, 0, 1, 2] if self.chain else [-1, -1, 1, 2], np.int32), (rows, 1))
         return DraftTree(ids, parents, lens)
+
+
+def test_what_the_device_may_not_have_read_is_waited_for(engine):
+    graphs, waits = VerifyGraphs.__new__(VerifyGraphs), []
+    graphs._recorder = SimpleNamespace(wait=lambda: waits.append(graphs._unread))
+    first, second = (verify_batch(engine, [3], [[-1]], seed) for seed in range(2))
+    graphs._unread = None
+    graphs._wait_until_read()
+    graphs._unread = first
+    graphs.computed(first)
+    graphs._wait_until_read()
+    assert not waits, "the host has waited for that step itself"
+    graphs._unread = second
+    graphs.computed(first)
+    graphs._wait_until_read()
+    assert waits == [second]
 
 
 def test_steps_go_to_the_smallest_graph_that_holds_them(engine):

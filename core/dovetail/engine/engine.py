@@ -214,6 +214,7 @@ class Engine:
         self.launch(batch)
         return self.sample(batch)
 
+    @torch.inference_mode()
     def launch(self, batch: Batch) -> None:
         """Compute the step's logits, and set the batch's engine fields. Under overlap the host reads the last step's tokens while
         this runs."""
@@ -224,11 +225,6 @@ class Engine:
             numbers = verify_numbers(batch, self.sampler.settings_of(batch))
             self._logits = self.verify_graphs.launch(key, batch, numbers)
             return
-        self._launch(batch)
-
-    @torch.inference_mode()
-    def _launch(self, batch: Batch) -> None:
-        """Any step but those that verify in a graph, of which only the planning enters that mode: it takes microseconds to."""
         backend = self._prefill if batch.num_extend else self._decode
         if batch.shared is not None and not (self.shares_prefixes and backend.shares(batch)):
             batch.shared = None

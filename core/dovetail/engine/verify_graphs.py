@@ -152,7 +152,6 @@ class VerifyGraphs:
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
         self._recorder = Recorder(inputs.device)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
-        self._planning = torch.inference_mode()  # as in ``capture``: the backend's tensors are those of that mode
         self._unread: Batch | None = None  # which the host wrote, and the device may not have read
         self._logits: torch.Tensor | None = None  # of all steps of more than OWN_LOGITS tokens
 
@@ -189,8 +188,7 @@ class VerifyGraphs:
         self._wait_until_read()
         self._unread = batch
         step.write(batch, tokens, numbers)
-        with self._planning:
-            self._backend.plan_replay(step.batch)
+        self._backend.plan_replay(step.batch)
         graph.replay()
         step.give(batch, tokens)
         return logits[:tokens]
