@@ -35,7 +35,8 @@ from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.linear import few_rows
-from dovetail.ops.norm import add_rms_norm, rms_norm
+from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
+from dovetail.ops.parts import Parts
 from dovetail.ops.rotary import apply_rotary, rotate_and_store
 from dovetail.ops.triton import launch, tuning
 from dovetail.ops.triton.matmul import FewRows
@@ -44,7 +45,7 @@ READ = 4.45e12
 """Bytes a second of plain reading, measured on an H200."""
 COLD = 400e6
 """Bytes of weights to rotate over: several times the L2 cache."""
-Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | Parts]
 
 
 class Model(NamedTuple):
@@ -133,27 +134,36 @@ class Step:
     def run(self, rows: int, product: Product, head: bool = True) -> torch.Tensor:
         """Logits (or hidden states) of ``rows`` rows."""
         model, places = self.model, self.places[:rows]
-        x, residual = self.inputs[:rows], None
+        x: torch.Tensor | Parts = self.inputs[:rows]
+        residual = None
         for layer in self.weights:
-            if residual is None:
-                x, residual = rms_norm(x, self.norm, 1e-5), x
-            else:
-                x, residual = add_rms_norm(x, residual, self.norm, 1e-5), x
-            qkv = product("qkv", x, layer["qkv"]).view(rows, -1, model.head_dim)
+            normed, residual = self.add(x, residual)
+            qkv = whole(product("qkv", normed, layer["qkv"])).view(rows, -1, model.head_dim)
             q = rotate_and_store(
                 qkv, model.heads, model.kv_heads, self.table, places, self.qk_norm, self.keys, self.values, places
             )
-            x = product("o", q.view(rows, -1), layer["o"])
-            x, residual = add_rms_norm(x, residual, self.norm, 1e-5), x
-            x = product("down", product("gate_up", x, layer["gate_up"]), layer["down"])
-        assert residual is not None
-        x = add_rms_norm(x, residual, self.norm, 1e-5)
-        return product("head", x, self.head) if head else x
+            normed, residual = self.add(product("o", q.view(rows, -1), layer["o"]), residual)
+            x = product("down", whole(product("gate_up", normed, layer["gate_up"])), layer["down"])
+        normed, _ = self.add(x, residual)
+        return whole(product("head", normed, self.head)) if head else normed
+
+    def add(self, x: torch.Tensor | Parts, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the sum, and the sum."""
+        if isinstance(x, Parts):
+            assert residual is not None
+            return add_parts_rms_norm(x, residual, self.norm, 1e-5)
+        return (rms_norm(x, self.norm, 1e-5) if residual is None else add_rms_norm(x, residual, self.norm, 1e-5)), x
 
     @property
     def bytes(self) -> int:
         """Bytes of all weights."""
         return sum(w.nbytes for layer in self.weights for w in layer.values()) + self.head.nbytes
+
+
+def whole(x: torch.Tensor | Parts) -> torch.Tensor:
+    """What is no product in parts."""
+    assert isinstance(x, torch.Tensor)
+    return x
 
 
 def torch_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -162,17 +172,20 @@ def torch_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     return silu_mul(out) if name == "gate_up" else out
 
 
-def our_product() -> Product:
-    """What the layers use."""
+def our_product(*, in_parts: bool = True) -> Product:
+    """What the layers use. ``in_parts``: sums that a norm follows come in parts, see ``ops.parts``."""
     kept: dict[int, FewRows | None] = {}
 
-    def product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Parts:
         call = kept.get(weight.data_ptr())
         if call is None:
             call = kept[weight.data_ptr()] = few_rows(weight)
         if call is None:
             return torch_product(name, x, weight)
-        return call.gated(x, None) if name == "gate_up" else call(x, None)
+        if name == "gate_up":
+            return call.gated(x, None)
+        parts = call.parts(x) if in_parts and name in ("o", "down") else None
+        return call(x, None) if parts is None else parts
 
     return product
 
@@ -182,7 +195,7 @@ class Independent:
 
     def __enter__(self) -> None:
         self.options = launch._options
-        launch._options = lambda warps, stages: {"PDL": False, "num_warps": warps, "num_stages": stages}
+        launch._options = lambda *given: {**self.options(*given), "PDL": False, "launch_pdl": False}
 
     def __exit__(self, *error: object) -> None:
         launch._options = self.options
@@ -247,7 +260,7 @@ def products(model: Model, rows: Sequence[int]) -> None:
         for m in rows:
             x = randn(m, k)
             exact = x.float() @ weights[0].float().t()
-            error = float((ours("", x, weights[0]).float() - exact).norm() / exact.norm())
+            error = float((whole(ours("", x, weights[0])).float() - exact).norm() / exact.norm())
             assert error < 5e-3, (name, m, error)
             us = per_call([lambda w=w, x=x, ours=ours: ours("", x, w) for w in weights])
             cublas = per_call([lambda w=w, x=x: functional.linear(x, w) for w in weights])
@@ -263,7 +276,11 @@ def steps(model: Model, rows: Sequence[int]) -> None:
     step = Step(model, model.layers)
     for m in rows:
         ours = our_product()
-        ways: dict[str, Product] = {"cuBLAS": torch_product, "ours": ours}
+        ways: dict[str, Product] = {
+            "cuBLAS": torch_product,
+            "ours": ours,
+            "added up by the product": our_product(in_parts=False),
+        }
         exact, once = step.run(m, torch_product).float(), step.run(m, ours)
         torch.cuda.synchronize()
         error = float((once.float() - exact).norm() / exact.norm())
@@ -277,7 +294,8 @@ def steps(model: Model, rows: Sequence[int]) -> None:
         times = {name: per_call([lambda way=way, m=m: step.run(m, way)]) for name, way in ways.items()}
         with Independent():
             times["ours, each after the other"] = per_call([lambda ours=ours, m=m: step.run(m, ours)])
-        matrices = {name: per_call([lambda way=way, m=m: matrices_only(step, m, way)]) for name, way in ways.items()}
+        alone = {"cuBLAS": torch_product, "ours": ways["added up by the product"]}
+        matrices = {name: per_call([lambda way=way, m=m: matrices_only(step, m, way)]) for name, way in alone.items()}
         print(
             f"  m={m:<3} floor {step.bytes / READ * 1e6:7.0f} us;",
             ", ".join(f"{name} {us:.0f}" for name, us in times.items()),

@@ -28,13 +28,16 @@ TILES = sorted(
 WAIT = "griddepcontrol.wait"
 
 
-def compiled(tile, gated, in_order):
+def compiled(tile, form, in_order):
     """The kernel of a tile for float16: in Triton's GPU language, and in the assembler's."""
     constants = {
-        "GATED": gated, "BIAS": True, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "SPLIT": tile.split, "AHEAD": 0, "EARLY": True, "IN_ORDER": in_order, "PDL": True,
+        "GATED": form == "gated", "BIAS": form != "parts", "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "SPLIT": tile.split, "AHEAD": 0, "EARLY": True, "IN_ORDER": in_order, "PARTS": form == "parts",
+        "PDL": True,
     }  # fmt: skip
     pointers = {"x": "*fp16", "w": "*fp16", "bias": "*fp16", "y": "*fp16", "parts": "*fp32", "arrived": "*i32"}
+    if form == "parts":
+        pointers["y"] = "*fp32"
     signature = pointers | dict.fromkeys(("m", "n", "k", "span"), "i32") | dict.fromkeys(constants, "constexpr")
     names = matmul._few_rows.arg_names
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "n", "k", "span")}
@@ -46,10 +49,10 @@ def compiled(tile, gated, in_order):
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("form", ["whole", "gated", "parts"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_weights_alone_are_loaded_before_the_wait(tile, gated, in_order):
-    text, assembly = compiled(tile, gated, in_order)
+def test_weights_alone_are_loaded_before_the_wait(tile, form, in_order):
+    text, assembly = compiled(tile, form, in_order)
     assert text.count(WAIT) == assembly.count(WAIT) == 1
     before, after = text.split(WAIT)
     weights, tokens = f"tensor<{tile.block_n}x{tile.block_k}x!tt.ptr", f"tensor<{tile.block_m}x{tile.block_k}x!tt.ptr"

@@ -67,3 +67,13 @@ def test_store_and_copy():
     pool.copy(torch.tensor([4, 30], device="cuda"), torch.tensor([30, 17], device="cuda"))
     assert torch.equal(pool.keys(1).flatten(0, 1)[[30, 17, 9]], k.bfloat16())
     assert torch.equal(pool.values(1).flatten(0, 1)[[30, 17, 9]], v.bfloat16())
+
+
+def test_a_pool_starts_as_zeros():
+    group = CacheGroup(2, 2, 64)
+    junk = torch.full((4, 2, 64, 128, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    del junk  # its memory is what the pool gets
+    pool = PagedKVPool(group, 64, 128, torch.bfloat16, "cuda")
+    assert not pool.k.any()
+    assert not pool.v.any()

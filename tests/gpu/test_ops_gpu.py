@@ -16,8 +16,8 @@ from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.kv import store
-from dovetail.ops.linear import describe, few_rows
-from dovetail.ops.norm import add_rms_norm, rms_norm
+from dovetail.ops.linear import describe, few_rows, invariant_rows
+from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from dovetail.ops.rotary import rotate_and_store
 from dovetail.ops.triton.tuning import MEASURED
 
@@ -193,6 +193,27 @@ def test_products_with_bias_and_gate(n: int, k: int, dtype: torch.dtype) -> None
 
 
 @needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(3072, 3072), (3072, 8192), (4096, 14336), (1024, 3072)])
+def test_products_in_parts(n: int, k: int, dtype: torch.dtype) -> None:
+    weight, scale = randn(n, k, dtype=dtype) * 0.05, randn(n, dtype=dtype)
+    product = few_rows(weight)
+    assert product is not None
+    assert product.parts(randn(0, k, dtype=dtype)) is None
+    assert product.parts(randn(9, k, dtype=dtype)) is not None
+    assert invariant_rows(weight).parts(randn(9, k, dtype=dtype)) is None
+    for rows in (1, 2, 9, 16, 32, 64, 128):
+        x, residual = randn(rows, k, dtype=dtype), randn(rows, n, dtype=dtype)
+        parts = product.parts(x)
+        if parts is not None:
+            whole = product(x, None)
+            add_rms_norm(whole, residual, scale, 1e-5)
+            got, total = add_parts_rms_norm(parts, residual, scale, 1e-5)
+            assert total.equal(whole)
+            close(got, normed(total, scale, 1e-5), 2 * torch.finfo(dtype).eps)
+
+
+@needs_hopper
 def test_linear_layers_use_them_and_say_so() -> None:
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
@@ -232,9 +253,13 @@ def test_a_step_of_dependent_kernels_gives_the_same_every_time(hidden: int, inne
                 pause()
                 inner = up.gated(x, None)
                 pause()
-                out = down(inner, None)
+                parts = down.parts(inner)
+                out = down(inner, None) if parts is None else inner
                 pause()
-                x, residual = add_rms_norm(out, residual, scale, 1e-5), out
+                if parts is None:
+                    x, residual = add_rms_norm(out, residual, scale, 1e-5), out
+                else:
+                    x, residual = add_parts_rms_norm(parts, residual, scale, 1e-5)
             return x
 
         slow = step(torch.cuda.synchronize)

@@ -15,7 +15,7 @@ from dovetail.ops.triton import matmul as matmul_module
 from dovetail.ops.triton.activation import silu_mul
 from dovetail.ops.triton.kv import store
 from dovetail.ops.triton.matmul import Workspace, matmul
-from dovetail.ops.triton.norm import rms_norm
+from dovetail.ops.triton.norm import add_parts_rms_norm, rms_norm
 from dovetail.ops.triton.rotary import rotate_and_store
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MEASURED, Tile, guess, tile_of
 
@@ -166,6 +166,27 @@ def test_products_of_few_rows(
         for _ in range(2):  # the second finds what the first left in the workspace
             close(matmul(x, weight, bias, tile, space, gated), exact, 4 * tolerance)
             assert not space.arrived.any()
+
+
+@each_dtype
+@pytest.mark.parametrize("early", [False, True])
+def test_products_in_parts_are_added_up_by_the_norm(dtype: torch.dtype, tolerance: float, early: bool) -> None:
+    m, n, k = 5, 40, 192
+    x, weight = torch.randn(m, k).to(dtype), (torch.randn(n, k) / k**0.5).to(dtype)
+    residual, scale, space = torch.randn(m, n).to(dtype), torch.randn(n).to(dtype), Workspace(torch.device("cpu"))
+    kept = residual.clone()
+    for split in (1, 2, 3):
+        tile = Tile(16, 16, 32, 4, split=split, early=early)
+        parts = matmul(x, weight, None, tile, space, parts=True)
+        assert parts.shape == (split, m, n)
+        for part, mine, theirs in zip(parts, x.chunk(split, 1), weight.chunk(split, 1), strict=True):
+            close(part, mine.double() @ theirs.double().t(), 1e-5)
+        whole = matmul(x, weight, None, tile, space)
+        expected = rms_norm(whole, scale, 1e-5, residual)
+        got, total = add_parts_rms_norm(parts, residual, scale, 1e-5)
+        assert total.equal(whole)
+        assert got.equal(expected)
+        assert residual.equal(kept)
 
 
 @each_dtype

@@ -15,6 +15,7 @@ from dovetail.layers.rotary import HeadCounts, KVPlace
 
 if TYPE_CHECKING:
     from dovetail.layers.rotary import Rotation
+    from dovetail.ops.parts import Parts
     from dovetail.types import Batch
 
 
@@ -59,6 +60,18 @@ class SelfAttention(Layer):
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """``[tokens, input_size]`` -> ``[tokens, hidden_size]``. Writes K and V of the step to the pool. With ``last`` only the tokens
         ``batch.logit_rows`` attend, as the rows of ``last``: ``[rows of last, hidden_size]``."""
+        attended = self._attend(x, rotation, batch, last)
+        return self.out.forward(attended) if len(attended) else x[:0]
+
+    def parts_forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> torch.Tensor | Parts:
+        """``forward`` for ``RMSNorm.add_forward``."""
+        attended = self._attend(x, rotation, batch, last)
+        return self.out.parts_forward(attended) if len(attended) else x[:0]
+
+    def _attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None) -> torch.Tensor:
+        """What is projected back."""
         tokens = x.shape[0]
         heads, head_dim = self._heads
         qkv = self.qkv.forward(x).view(tokens, heads, head_dim)
@@ -66,9 +79,7 @@ class SelfAttention(Layer):
         place = KVPlace(batch.kv[group], constants.layer_id, batch.out_loc)
         q = rotation.rotate_and_store(qkv, self._counts, self.qk_norm, place)
         if last is not None:
-            if not len(last.slots):
-                return x[:0]
             assert batch.logit_rows is not None
             q, batch = q.index_select(0, batch.logit_rows), last
-        attended = batch.attn[group].forward(q, constants, batch)
-        return self.out.forward(attended.reshape(len(q), self._out_width))
+        attended = batch.attn[group].forward(q, constants, batch) if len(q) else q
+        return attended.reshape(len(q), self._out_width)

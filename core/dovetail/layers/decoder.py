@@ -18,6 +18,7 @@ from dovetail.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
     from dovetail.layers.rotary import Rotation
+    from dovetail.ops.parts import Parts
     from dovetail.types import Batch
 
 Targets = Iterator[tuple[str, WeightTarget]]
@@ -48,26 +49,30 @@ class DecoderLayer(Layer):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Parts,
         residual: torch.Tensor | None,
         rotation: Rotation,
         batch: Batch,
         last: Batch | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        *,
+        parts: bool = False,
+    ) -> tuple[torch.Tensor | Parts, torch.Tensor]:
         """What this layer adds, and the residual stream before it is added, both ``[tokens, hidden_size]``; with ``last`` of
-        its rows alone, see ``SelfAttention``. Overwrites ``x``."""
-        if residual is None:
-            x, residual = self.attn_norm.forward(x), x
+        its rows alone, see ``SelfAttention``. Overwrites ``x``. ``parts``: what it adds may come in parts, as the next layer and
+        ``RMSNorm.add_forward`` take it."""
+        if residual is not None:
+            normed, residual = self.attn_norm.add_forward(x, residual)
         else:
-            x, residual = self.attn_norm.add_forward(x, residual)
-        x = self.attn.forward(x, rotation, batch, last)
+            assert isinstance(x, torch.Tensor)
+            normed, residual = self.attn_norm.forward(x), x
+        added = self.attn.parts_forward(normed, rotation, batch, last)
         if last is not None:
             assert batch.logit_rows is not None
             residual = residual.index_select(0, batch.logit_rows)
             if not len(residual):
-                return x, residual
-        x, residual = self.mlp_norm.add_forward(x, residual)
-        return self.mlp.forward(x), residual
+                return added, residual
+        normed, residual = self.mlp_norm.add_forward(added, residual)
+        return (self.mlp.parts_forward(normed) if parts else self.mlp.forward(normed)), residual
 
 
 def decoder_targets(layer: DecoderLayer, theirs: str, ours: str) -> Targets:

@@ -15,6 +15,7 @@ from dovetail.ops.cpu.kernels import Kernels, kernels
 from dovetail.ops.linear import compiled_rows, few_rows, invariant_rows, linear, packed, packed_linear
 
 if TYPE_CHECKING:
+    from dovetail.ops.parts import Parts
     from dovetail.ops.triton.invariant import InvariantRows
     from dovetail.ops.triton.matmul import FewRows
 
@@ -55,6 +56,16 @@ class Linear(Layer):
         if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
             return self._few_rows(x, bias)
         return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
+
+    def parts_forward(self, x: torch.Tensor) -> torch.Tensor | Parts:
+        """``forward`` for ``RMSNorm.add_forward``, which adds up what was computed in parts."""
+        if not self.prepared:
+            self.prepare()
+        if self._few_rows is not None and self.bias is None and x.shape[0] <= self._few_rows.most_rows:
+            parts = self._few_rows.parts(x)
+            if parts is not None:
+                return parts
+        return self.forward(x)
 
     def gated_forward(self, x: torch.Tensor) -> torch.Tensor:
         """``silu_mul(forward(x))``: contiguous ``[tokens, in]`` -> ``[tokens, out / 2]``. Mutates nothing."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from dovetail.layers.base import Layer
 from dovetail.layers.linear import FusedLinear, Linear
+
+if TYPE_CHECKING:
+    from dovetail.ops.parts import Parts
 
 
 class GatedMLP(Layer):
@@ -20,3 +25,7 @@ class GatedMLP(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden_size]``, the shape stays. Mutates nothing."""
         return self.down.forward(self.gate_up.gated_forward(x))
+
+    def parts_forward(self, x: torch.Tensor) -> torch.Tensor | Parts:
+        """``forward`` for ``RMSNorm.add_forward``."""
+        return self.down.parts_forward(self.gate_up.gated_forward(x))

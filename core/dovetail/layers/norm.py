@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from dovetail.layers.base import Layer, parameter
-from dovetail.ops.norm import add_rms_norm, rms_norm
+from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
+from dovetail.ops.parts import Parts
 
 
 class RMSNorm(Layer):
@@ -28,10 +29,12 @@ class RMSNorm(Layer):
             self.prepare()
         return rms_norm(x, *self._operands)
 
-    def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``. Overwrites ``x`` with the sum."""
+    def add_forward(self, x: torch.Tensor | Parts, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(x + residual), x + residual)``. Overwrites ``x`` with the sum, unless it comes in parts."""
         if not self.prepared:
             self.prepare()
+        if isinstance(x, Parts):
+            return add_parts_rms_norm(x, residual, *self._operands)
         return add_rms_norm(x, residual, *self._operands), x
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from dovetail.ops.cpu.kernels import kernels
+from dovetail.ops.parts import Parts
 
 
 @functools.cache
@@ -42,3 +43,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if x.is_cuda:
         return _triton().rms_norm(x, weight, eps, residual)
     return functional.rms_norm(x.add_(residual), weight.shape, weight, eps)
+
+
+def add_parts_rms_norm(
+    parts: Parts, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + residual), x + residual)`` of contiguous ``residual [tokens, size]``, where x are the ``parts`` added up and rounded
+    to its dtype. The sum has the bits that ``add_rms_norm`` gives it, its norm need not have. Mutates nothing."""
+    return _triton().add_parts_rms_norm(parts.parts, residual, weight, eps)

@@ -28,7 +28,7 @@ VERIFY_REPLAYS: tuple[tuple[list[int], list[list[int]]], ...] = (
 
 
 class Captured:
-    """``forward`` of a backend for the step ``static``, captured. Call it under inference mode."""
+    """``forward`` of a backend for the step ``static``, as that of its second layer, captured. Call it under inference mode."""
 
     def __init__(self, backend: AttentionBackend, static: Step) -> None:
         self._backend, self._static = backend, static
@@ -37,11 +37,16 @@ class Captured:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                backend.forward(static.q, static.layer, static.batch)
+                self._forward()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream):
-            self._out = backend.forward(static.q, static.layer, static.batch)
+            self._out = self._forward()
+
+    def _forward(self) -> torch.Tensor:
+        static = self._static
+        self._backend.forward(static.q, static.other_layer, static.batch)
+        return self._backend.forward(static.q, static.layer, static.batch)
 
     def replay(self, step: Step) -> torch.Tensor:
         """What the graph computes for ``step``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -109,6 +109,11 @@ class Step:
         sinks = self._normal(case.heads).to(device) if case.sinks else None
         scale = case.head_dim**-0.5 if case.scale is None else case.scale
         self.layer = AttentionLayer(case.layer_id, scale, case.window, case.soft_cap, sinks)
+
+    @property
+    def other_layer(self) -> AttentionLayer:
+        """A layer of the same kind, of which the pool holds nothing."""
+        return replace(self.layer, layer_id=1 - self.layer.layer_id)
 
     def context(self, pool: KVPool | None = None) -> AttentionContext:
         """What a backend for this step is built for."""

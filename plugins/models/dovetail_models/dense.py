@@ -20,6 +20,7 @@ from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rotary import Rotary
 
 if TYPE_CHECKING:
+    from dovetail.ops.parts import Parts
     from dovetail.types import Batch
     from dovetail_models.describe import DenseConfig
 
@@ -41,14 +42,17 @@ class DenseModel(Layer, ModelArchitecture):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See ``ModelArchitecture.forward``."""
-        x, residual = self.embed.forward(batch.input_ids), None
+        x: torch.Tensor | Parts = self.embed.forward(batch.input_ids)
+        residual = None
         rotation = self.rotary.forward(batch.positions)
         watched: dict[int, torch.Tensor] = {}
         final = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if index in batch.watch:
+                assert isinstance(x, torch.Tensor)
                 watched[index] = x.clone() if residual is None else x + residual
-            x, residual = layer.forward(x, residual, rotation, batch, batch.last if index == final else None)
+            last, parts = batch.last if index == final else None, index + 1 not in batch.watch
+            x, residual = layer.forward(x, residual, rotation, batch, last, parts=parts)
         assert residual is not None
         hidden, stream = self.norm.add_forward(x, residual)
         if batch.watch:

@@ -49,8 +49,8 @@ class EagleLayer(Layer):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
         """``x [tokens, input_size]`` and ``residual [tokens, hidden_size]`` -> the residual stream behind the layer."""
-        x = self.attn.forward(x, rotation, batch)
-        x, residual = self.mlp_norm.add_forward(x, residual)
+        added = self.attn.parts_forward(x, rotation, batch)
+        x, residual = self.mlp_norm.add_forward(added, residual)
         return self.mlp.forward(x) + residual
 
     def targets(self, ours: str) -> Targets:

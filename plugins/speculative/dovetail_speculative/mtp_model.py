@@ -68,8 +68,9 @@ class MtpModel(Layer, ModelArchitecture):
         if shape.layout.blind_start:
             embedding *= (batch.positions != 0)[:, None]
         x = entry.forward(embedding, hidden)
-        x, residual = self._layers[index].forward(x, None, self.rotary.forward(batch.positions), batch)
-        return entry.final_norm.add_forward(x, residual)[0]
+        rotation = self.rotary.forward(batch.positions)
+        added, residual = self._layers[index].forward(x, None, rotation, batch, parts=True)
+        return entry.final_norm.add_forward(added, residual)[0]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The first layer over ``batch.input_ids``, with the hidden states ``batch.hidden`` of the tokens before them."""

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.parts import Parts
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import gate, matmul, rows_of, store_rows, workspace
 from dovetail.ops.triton.matmul import supported as has_kernels
@@ -160,6 +161,10 @@ class InvariantRows:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``ops.linear.linear`` of ``x [m, k]``."""
         return self._product(x, bias, gated=False)
+
+    def parts(self, x: torch.Tensor) -> Parts | None:
+        """None: norms of products in parts sum up in another order, and more rows have none."""
+        return None
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``ops.activation.silu_mul`` of the product, ``[m, n / 2]``."""

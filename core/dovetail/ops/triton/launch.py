@@ -7,6 +7,10 @@ before it. One waits inside of a loop, whose first loads of weights Triton's pip
 ``tests/core/test_early_loads.py`` looks at what the compiler makes of that. ``gdc_launch_dependents`` lets the next kernel start;
 kernels that are launched without it are not affected. A weight must not be written by the very kernel before one that reads it
 ahead. It saves about a microsecond per kernel: ``benchmarks/ops_gpu.py`` holds what a step gains.
+
+What a step's first kernels write and all layers read (lengths, page tables, schedules) may be read ahead by a kernel that
+comes behind a *leader*: one that executes ``gdc_wait`` before ``gdc_launch_dependents``. Whatever starts behind it starts after
+everything before it has ended. The first layer's attention is one, and the others read ahead.
 """
 
 from __future__ import annotations
@@ -16,8 +20,23 @@ import os
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def prefetch(address) -> None:
+    """Ask for the lines at ``address``, a tensor of pointers, to be brought to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [address.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def launch(

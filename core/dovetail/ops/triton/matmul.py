@@ -20,22 +20,10 @@ import triton.language as tl
 from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dovetail.ops.parts import Parts
 from dovetail.ops.triton.activation import silu_mul
-from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.launch import launch, prefetch
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, Tile, tile_of
-
-
-@triton.jit
-def _prefetch(address) -> None:
-    """Ask for the lines at ``address``, a tensor of pointers, to be brought to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [address.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -89,7 +77,7 @@ def _one_row(
     if PDL:
         if AHEAD:
             line = tl.minimum(BLOCK_K + tl.arange(0, AHEAD) * 64, k - 1)
-            _prefetch(w + rows.to(tl.int64)[:, None] * k + line[None, :])
+            prefetch(w + rows.to(tl.int64)[:, None] * k + line[None, :])
         gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if PERSISTENT:
@@ -139,7 +127,7 @@ def _around(start, first, span, BLOCK_K: tl.constexpr):
 def _few_rows(
     x, w, bias, y, parts, arrived, m, n, k, span,
     GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, IN_ORDER: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = rows_of(tile, n, GATED, BLOCK_N)
@@ -152,7 +140,7 @@ def _few_rows(
         gdc_launch_dependents()
         if AHEAD:
             line = tl.minimum(tl.arange(0, AHEAD) * 64, span - 1)
-            _prefetch(w + rows.to(tl.int64)[:, None] * k + part * span + line[None, :])
+            prefetch(w + rows.to(tl.int64)[:, None] * k + part * span + line[None, :])
         if not EARLY:
             gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -174,8 +162,10 @@ def _few_rows(
             left = tl.load(source + start, eviction_policy="evict_first")
             right = tl.load(tokens + start, present, 0.0)
             total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-    finished = True
-    if SPLIT > 1:
+    finished = not PARTS
+    if PARTS:
+        store_rows(y + part.to(tl.int64) * m * n, total, tile, m, n, BLOCK_M, BLOCK_N)
+    elif SPLIT > 1:
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
         size: tl.constexpr = BLOCK_N * BLOCK_M
         mine = parts + tile.to(tl.int64) * (SPLIT * size) + inner
@@ -220,12 +210,17 @@ def matmul(
     gated: bool = False,
     *,
     in_order: bool = False,
+    parts: bool = False,
 ) -> torch.Tensor:
     """``ops.linear.linear`` of contiguous ``x [m, k]``, ``weight [n, k]``, cut by ``tile``, whose ``block_k * split``
     divides k, for at most ``tile.block_m`` rows; ``gated`` also ``ops.activation.silu_mul`` of it, for even n. ``in_order``: every
-    part is added up from its beginning, for several rows."""
+    part is added up from its beginning, for several rows. ``parts``: float32 ``[split, m, n]`` instead, whose sum is the product, for
+    several rows without a bias."""
     (m, k), n = x.shape, weight.shape[0]
-    y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    if parts:
+        y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
+    else:
+        y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(n, tile.block_n)
     if tile.block_m == 1:
         programs = min(tiles, tile.per_sm * processors(x.device)) if tile.per_sm else tiles
@@ -240,7 +235,8 @@ def matmul(
         _few_rows, (tiles, tile.split),
         x, weight, bias, y, space.parts, space.arrived, m, n, k, k // tile.split,
         GATED=gated, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLIT=tile.split, AHEAD=tile.ahead, EARLY=tile.early, IN_ORDER=in_order, num_warps=tile.warps, num_stages=tile.stages,
+        SPLIT=tile.split, AHEAD=tile.ahead, EARLY=tile.early, IN_ORDER=in_order, PARTS=parts, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -259,7 +255,7 @@ class FewRows:
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.detach()
         self._space = workspace(weight.device)
-        self._tiles = [None, *(tile_of(rows, *weight.shape) for rows in range(1, MAX_ROWS + 1))]
+        self._tiles = [None, *(tile_of(rows, *weight.shape) for rows in range(1, MAX_ROWS + 1))]  # by rows
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``ops.linear.linear`` of ``x [m, k]`` with m up to ``most_rows``."""
@@ -268,6 +264,13 @@ class FewRows:
             return functional.linear(x, self._weight, bias)
         assert x.is_contiguous()
         return matmul(x, self._weight, bias, tile, self._space)
+
+    def parts(self, x: torch.Tensor) -> Parts | None:
+        """The product in the parts it is computed in; None if that is one for so many rows."""
+        tile = self._tiles[x.shape[0]]
+        if tile is None or tile.split == 1:
+            return None
+        return Parts(matmul(x, self._weight, None, tile, self._space, parts=True))
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``ops.activation.silu_mul`` of the product, ``[m, n / 2]``, in the product's own kernel where there is one."""

@@ -1,4 +1,5 @@
-"""Root mean square normalisation, one program per row. Sums are rounded to the dtype, all else is float32."""
+"""Root mean square normalisation, one program per row. Sums, and products that come in parts, are rounded to the dtype, all else
+is float32."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.launch import launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    x, residual, weight, out, size, heads, x_stride, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, residual, weight, out, total, size, rows, heads, x_stride, total_stride, eps,
+    ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token, head = row // heads, row % heads
@@ -26,28 +27,57 @@ def _rms_norm(
         gdc_wait()
     source = x + token * x_stride + head * size + at
     row_x = tl.load(source, inside, 0.0).to(tl.float32)
+    if PARTS:
+        for part in tl.static_range(1, PARTS):
+            row_x += tl.load(source + part * rows * x_stride, inside, 0.0)
+        row_x = row_x.to(out.dtype.element_ty).to(tl.float32)
     if ADD:
         added = tl.load(residual + row * size + at, inside, 0.0).to(tl.float32)
-        total = (row_x + added).to(x.dtype.element_ty)
-        tl.store(source, total, inside)
-        row_x = total.to(tl.float32)
+        added = (row_x + added).to(out.dtype.element_ty)
+        tl.store(total + token * total_stride + head * size + at, added, inside)
+        row_x = added.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row_x * row_x, 0) / size + eps)
     tl.store(out + row * size + at, (row_x * scale * w).to(out.dtype.element_ty), inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """``ops.norm.rms_norm``; with a ``residual``, ``ops.norm.add_rms_norm``."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm(x, weight, eps, out, residual, x)
+    return out
+
+
+def add_parts_rms_norm(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``ops.norm.add_parts_rms_norm``."""
+    assert parts.dtype == torch.float32
+    assert parts.is_contiguous()
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    _norm(parts[0], weight, eps, out, residual, total, len(parts))
+    return out, total
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    total: torch.Tensor,
+    parts: int = 0,
+) -> None:
+    """``x`` may be the first of several ``parts``."""
     tokens, size = x.shape[0], x.shape[-1]
     heads = 1 if x.ndim == 2 else x.shape[1]
     assert weight.shape == x.shape[1:]
     assert x.stride(-1) == 1
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
         block = triton.next_power_of_2(size)
         launch(
             _rms_norm, (tokens * heads,),
-            x, residual, weight, out, size, heads, x.stride(0), eps,
-            ADD=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            x, residual, weight, out, total, size, tokens, heads, x.stride(0), total.stride(0), eps,
+            ADD=residual is not None, PARTS=parts, BLOCK=block,
+            num_warps=min(32, max(1, block // (128 if parts else 512))),  # parts: more loads on their way at a time
         )  # fmt: skip
-    return out

@@ -8,9 +8,25 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
+
+from dovetail.ops.triton.launch import prefetch
 
 WHOLE = 256
 """Longer keys are read in two parts, where one part would have to be as long as the next power of two."""
+
+
+@triton.jit
+def ask(
+    kv, page, token, head,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr,
+) -> None:  # fmt: skip
+    """Ask for the lines that keys or values of ``token`` are in, which lie in ``page``: they need not be written yet."""
+    line: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth
+    lines: tl.constexpr = BLOCK // line if line < BLOCK else 1
+    place = page.to(tl.int64) * PAGE + token % PAGE
+    at = tl.minimum(tl.arange(0, lines) * line, DIM - 1)
+    prefetch(kv + ((place * KV_HEADS + head) * HEAD)[:, None] + at[None, :])
 
 
 def layout(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int | bool]:

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.pages import layout
+from dovetail.ops.triton.pages import ask, layout
 from dovetail_attention.triton.schedule import RECORD, Entries, Schedule
 
 LOG2_E = math.log2(math.e)
@@ -142,13 +142,21 @@ def _item(
     V_HEAD: tl.constexpr, SAME: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    CHUNK: tl.constexpr, RECORD: tl.constexpr,
+    CHUNK: tl.constexpr, RECORD: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     record = records + item * RECORD
     entry, first_m = tl.load(record), tl.load(record + 1)
     low, high = tl.load(record + 2), tl.load(record + 3)
     first_query, queries = tl.load(record + 4), tl.load(record + 5)
     length, base = tl.load(record + 6), tl.load(record + 7)
+    pages = table + entry.to(tl.int64) * table_row
+    if WAIT:
+        key = low + tl.arange(0, KEYS)
+        page = tl.load(pages + key // PAGE, key < high, 0)
+        ask(k, page, key, head, PAGE, KV_HEADS, KEY_DIM, BLOCK_K, K_HEAD)
+        if not SAME:
+            ask(v, page, key, head, PAGE, KV_HEADS, VALUE_DIM, BLOCK_V, V_HEAD)
+        gdc_wait()
 
     m = first_m + tl.arange(0, ROWS)
     real = m < queries * GROUP
@@ -177,7 +185,6 @@ def _item(
         free = tl.minimum(high, prefix)
     elif CAUSAL:
         free = tl.minimum(high, prefix + first_m // GROUP + 1)
-    pages = table + entry.to(tl.int64) * table_row
     tree_rows = tree + token * tree_row
     if CHUNK:
         if SINKS:
@@ -243,11 +250,12 @@ def _attend(
     V_HEAD: tl.constexpr, SAME: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, RECORD: tl.constexpr, FEWER: tl.constexpr, LEADS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
+        if LEADS:  # in this order: the schedule is then complete before the next kernel starts
+            gdc_wait()
         gdc_launch_dependents()
-        gdc_wait()
     head = tl.program_id(0) % KV_HEADS
     first = tl.program_id(0) // KV_HEADS
     items = tl.load(count)
@@ -257,15 +265,17 @@ def _attend(
                 item, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
                 q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
                 PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
-                GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD,
+                GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD, PDL and not LEADS,
             )  # fmt: skip
     elif first < items:
         _item(
             first, head, q, k, v, out, partial, lse, records, table, positions, tree, sinks,
             q_token, q_head, table_row, tree_row, tree_width, window, scale, cap,
             PAGE, KV_HEADS, KEY_DIM, BLOCK_K, REST, BLOCK_REST, VALUE_DIM, BLOCK_V, K_HEAD, V_HEAD, SAME,
-            GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD,
+            GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD, PDL and not LEADS,
         )  # fmt: skip
+    if PDL:
+        gdc_wait()  # also where there is nothing to do
 
 
 def attend(
@@ -277,8 +287,11 @@ def attend(
     positions: torch.Tensor,
     out: torch.Tensor,
     partial: Partial,
+    *,
+    leads: bool,
 ) -> None:
-    """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's pages."""
+    """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's pages.
+    ``leads``: no launch has read this schedule before. Those that have may read it, and the tables, ahead (see ``launch``)."""
     found = layout(*kv)
     kv_heads = kv[0].shape[2]
     assert q.stride(2) == 1
@@ -294,5 +307,5 @@ def attend(
         **found, GROUP=q.shape[1] // kv_heads,
         ROWS=tile.rows, KEYS=tile.keys, CAUSAL=entries.causal, TREE=tree is not None, WINDOW=layer.window is not None,
         CAP=cap is not None, SINKS=layer.sinks is not None, CHUNK=entries.chunk, RECORD=RECORD,
-        FEWER=entries.fewer, num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,
+        FEWER=entries.fewer, LEADS=leads, num_warps=tile.num_warps, num_stages=tile.num_stages, as_written=entries.chunk > 0,
     )  # fmt: skip

@@ -29,7 +29,7 @@ def _fold(
         sums = tl.load(lse + row, chunk < chunks, float("-inf"))
         higher = tl.maximum(top, tl.max(sums, 0))
         shrink, weights = tl.exp2(top - higher), tl.exp2(sums - higher)
-        mask = (sums > float("-inf"))[:, None] & (at < DIM)[None, :]
+        mask = (chunk < chunks)[:, None] & (at < DIM)[None, :]
         found = tl.load(partial + row[:, None] * DIM + at[None, :], mask, 0.0)
         acc = acc * shrink + tl.sum(weights[:, None] * found, 0)
         total = total * shrink + tl.sum(weights, 0)
@@ -45,12 +45,13 @@ def _merge(
 ) -> None:  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     q_head = tl.program_id(0) % (KV_HEADS * GROUP)
     token = first + tl.program_id(0) // (KV_HEADS * GROUP)
     head, member = q_head // GROUP, q_head % GROUP
     info = own_tokens + token * TOKEN
-    base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)
+    base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)  # ahead: behind a leader, see ``launch``
+    if PDL:
+        gdc_wait()
     if SHARED or chunks > 1:  # a single chunk has been written already
         top, total, acc = -1e30, 0.0, tl.zeros([BLOCK], tl.float32)
         if SINKS:
@@ -77,12 +78,13 @@ def _merge_into(
 ) -> None:  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     q_head = tl.program_id(0) % (KV_HEADS * GROUP)
     token = tl.program_id(0) // (KV_HEADS * GROUP)
     head, member = q_head // GROUP, q_head % GROUP
     info = tokens + token * TOKEN
     base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)
+    if PDL:
+        gdc_wait()
     if chunks > 0:
         at = tl.arange(0, BLOCK)
         place = out + (token.to(tl.int64) * (KV_HEADS * GROUP) + q_head) * DIM + at
