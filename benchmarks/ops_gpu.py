@@ -4,8 +4,8 @@
 
 Three tables. The small ops, beside torch's (``tests/gpu/test_ops_gpu.py`` checks them). Matrix products on cold weights,
 checked first, beside cuBLAS and the time that reading the weight takes at ``READ``. Steps: all layers of a model but
-attention, as one graph whose replays must repeat themselves, with cuBLAS, with the products of ``ops.linear.few_rows``, and
-with those but without programmatic dependent launch (``ops.triton.launch``).
+attention, as one graph whose replays must repeat themselves, with cuBLAS, with the products of ``ops.linear.few_rows``, with
+those but each adding up its own parts (``ops.parts``), and without programmatic dependent launch (``ops.triton.launch``).
 
 On an H200 (torch 2.11, 2026-11-21), microseconds of a step without attention, ours / without dependent launch / cuBLAS:
 8 layers of the 8B shape and its head, one row 1101 / 1151 / 1230, 16 rows 1170 / 1223 / 1264, 64 rows 1276 / 1322 / 1364;
@@ -161,7 +161,7 @@ class Step:
 
 
 def whole(x: torch.Tensor | Parts) -> torch.Tensor:
-    """What is no product in parts."""
+    """``x``, which must not be in parts."""
     assert isinstance(x, torch.Tensor)
     return x
 
@@ -279,7 +279,7 @@ def steps(model: Model, rows: Sequence[int]) -> None:
         ways: dict[str, Product] = {
             "cuBLAS": torch_product,
             "ours": ours,
-            "added up by the product": our_product(in_parts=False),
+            "ours, each adding up its parts": our_product(in_parts=False),
         }
         exact, once = step.run(m, torch_product).float(), step.run(m, ours)
         torch.cuda.synchronize()
@@ -294,8 +294,7 @@ def steps(model: Model, rows: Sequence[int]) -> None:
         times = {name: per_call([lambda way=way, m=m: step.run(m, way)]) for name, way in ways.items()}
         with Independent():
             times["ours, each after the other"] = per_call([lambda ours=ours, m=m: step.run(m, ours)])
-        alone = {"cuBLAS": torch_product, "ours": ways["added up by the product"]}
-        matrices = {name: per_call([lambda way=way, m=m: matrices_only(step, m, way)]) for name, way in alone.items()}
+        matrices = {name: per_call([lambda way=way, m=m: matrices_only(step, m, way)]) for name, way in ways.items()}
         print(
             f"  m={m:<3} floor {step.bytes / READ * 1e6:7.0f} us;",
             ", ".join(f"{name} {us:.0f}" for name, us in times.items()),

@@ -12,9 +12,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dovetail.ops.triton import decode as decode_module
 from dovetail.ops.triton import invariant, matmul
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import MEASURED
+from dovetail_attention.triton import attend as attend_module
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 
@@ -32,7 +34,7 @@ def compiled(tile, form, in_order):
     """The kernel of a tile for float16: in Triton's GPU language, and in the assembler's."""
     constants = {
         "GATED": form == "gated", "BIAS": form != "parts", "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "SPLIT": tile.split, "AHEAD": 0, "EARLY": True, "IN_ORDER": in_order, "PARTS": form == "parts",
+        "SPLIT": tile.split, "AHEAD": 0, "EARLY": True, "IN_ORDER": in_order, "IN_PARTS": form == "parts",
         "PDL": True,
     }  # fmt: skip
     pointers = {"x": "*fp16", "w": "*fp16", "bias": "*fp16", "y": "*fp16", "parts": "*fp32", "arrived": "*i32"}
@@ -64,3 +66,85 @@ def test_weights_alone_are_loaded_before_the_wait(tile, form, in_order):
     assert WAIT not in prologue
     assert "cp.async.cg.shared.global" in prologue
     assert not re.search(r"\b(ld|st|atom|red)(\.\w+)*\.global", prologue)
+
+
+def events(kernel, pointers, numbers, constants):
+    """What a kernel does to memory and about the kernels around it, in the order of its program, with the types that are read."""
+    signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+    found = r"grid_dependency_\w+|prefetch|tt\.load .*?: .*?!tt\.ptr<\w+>|async_copy_global_to_local|tt\.store|scf\.for|tt\.return"
+    return re.findall(found, text)
+
+
+POOL = {"PAGE": 16, "KV_HEADS": 8, "KEY_DIM": 128, "BLOCK_K": 128, "REST": 0, "BLOCK_REST": 16, "VALUE_DIM": 128, "BLOCK_V": 128,
+        "K_HEAD": 128, "V_HEAD": 128, "SAME": False, "GROUP": 3}  # fmt: skip
+
+
+def decode(leads):
+    halves, ints = ("q", "keys", "values", "out"), ("window", "q_row", "q_head", "table_row", "splits", "heads", "rows")
+    pointers = (
+        dict.fromkeys(halves, "*fp16")
+        | dict.fromkeys(("table", "kv_lens"), "*i32")
+        | dict.fromkeys(("lse", "parts"), "*fp32")
+    )
+    shape = {"BLOCK_HEADS": 16, "HEAD_BLOCKS": 1, "BLOCK_N": 64, "SOFT_CAP": False, "SPLIT": True, "sinks": None}
+    constants = POOL | shape | {"WINDOW": False, "SINKS": False, "LEADS": leads, "PDL": True}
+    return events(
+        decode_module._decode, pointers, dict.fromkeys(ints, "i32") | {"scale": "fp32", "soft_cap": "fp32"}, constants
+    )
+
+
+def attend(leads):
+    halves, ints = ("q", "k", "v", "out"), ("q_token", "q_head", "table_row", "tree_row", "tree_width", "window")
+    pointers = (
+        dict.fromkeys(halves, "*fp16")
+        | dict.fromkeys(("records", "count", "table"), "*i32")
+        | dict.fromkeys(("lse", "partial"), "*fp32")
+    )
+    pointers |= {"positions": "*i64", "tree": "*u8", "sinks": "*fp32"}
+    shape = {
+        "ROWS": 32,
+        "KEYS": 64,
+        "CAUSAL": True,
+        "TREE": False,
+        "CAP": False,
+        "CHUNK": 0,
+        "RECORD": 8,
+        "FEWER": True,
+    }
+    constants = POOL | shape | {"WINDOW": False, "SINKS": False, "LEADS": leads, "PDL": True}
+    return events(
+        attend_module._attend, pointers, dict.fromkeys(ints, "i32") | {"scale": "fp32", "cap": "fp32"}, constants
+    )
+
+
+fusion = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+@fusion
+@pytest.mark.parametrize("kernel", [decode, attend])
+def test_leading_attention_waits_before_anything_starts_behind_it(kernel):
+    first, second, *rest = kernel(leads=True)
+    assert (first, second) == ("grid_dependency_wait", "grid_dependency_launch_dependents")
+    assert any(one.startswith("tt.load") for one in rest)
+
+
+@fusion
+@pytest.mark.parametrize("kernel", [decode, attend])
+def test_other_attention_reads_lengths_and_pages_ahead_and_asks_for_keys(kernel):
+    found = kernel(leads=False)
+    asked = max(at for at, one in enumerate(found) if one == "prefetch")
+    assert found[0] == "grid_dependency_launch_dependents"
+    assert found[asked + 1] == "grid_dependency_wait"
+    ahead = [one for one in found[1:asked] if one not in ("prefetch", "scf.for")]
+    if kernel is decode:  # a program that has no keys waits too
+        assert ahead[1:3] == ["grid_dependency_wait", "tt.return"]
+        del ahead[1:3]
+    assert ahead
+    assert all(one.startswith("tt.load") and one.endswith("!tt.ptr<i32>") for one in ahead)
+    assert "async_copy_global_to_local" in found[asked:], "the loop over keys is pipelined"
+    if kernel is attend:
+        assert found[-2:] == ["grid_dependency_wait", "tt.return"], "also where there is nothing to do"

@@ -24,6 +24,7 @@ from dovetail.ops.activation import silu_mul
 from dovetail.ops.kv import store
 from dovetail.ops.linear import compiled_rows, linear, packed, packed_linear
 from dovetail.ops.norm import add_rms_norm, rms_norm
+from dovetail.ops.parts import Parts
 from dovetail.ops.rotary import apply_rotary
 
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -96,6 +97,28 @@ def test_add_forward_returns_norm_and_sum() -> None:
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(normed, rms_norm(expected, layer.weight, 1e-5))
     assert residual.equal(kept)
+
+
+def test_a_norm_adds_up_parts() -> None:
+    layer = RMSNorm(8, 1e-5)
+    filled(layer)
+    addends, residual = torch.randn(3, 5, 8), torch.randn(5, 8)
+    kept = addends.clone(), residual.clone()
+    normed, total = layer.add_forward(Parts(addends), residual)
+    torch.testing.assert_close(total, addends.sum(0) + residual)
+    torch.testing.assert_close(normed, rms_norm(total, layer.weight, 1e-5))
+    assert addends.equal(kept[0])
+    assert residual.equal(kept[1])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_on_a_cpu_never_come_in_parts(bias: bool) -> None:
+    linear, mlp, x = Linear(16, 8, bias=bias), GatedMLP(16, 24, bias=bias), torch.randn(5, 16)
+    for layer in (linear, mlp):
+        filled(layer)
+        parts = layer.parts_forward(x)
+        assert isinstance(parts, torch.Tensor)
+        assert parts.equal(layer.forward(x))
 
 
 def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:

@@ -12,12 +12,14 @@ import torch
 from torch.nn import functional
 
 from dovetail.layers.linear import Linear
+from dovetail.layers.norm import RMSNorm
 from dovetail.layers.rope import RopeConfig
 from dovetail.layers.rotary import rotary_table
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.kv import store
 from dovetail.ops.linear import describe, few_rows, invariant_rows
 from dovetail.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
+from dovetail.ops.parts import Parts
 from dovetail.ops.rotary import rotate_and_store
 from dovetail.ops.triton.tuning import MEASURED
 
@@ -214,6 +216,27 @@ def test_products_in_parts(n: int, k: int, dtype: torch.dtype) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_layers_leave_parts_to_the_norm(bias: bool) -> None:
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            layer, norm = Linear(8192, 3072, bias=bias), RMSNorm(3072, 1e-5)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for parameter in (*layer.parameters(), *norm.parameters()):
+        parameter.normal_()
+    for rows in (0, 1, 9, 16, 128, 129):
+        x, residual = randn(rows, 8192, dtype=torch.bfloat16), randn(rows, 3072, dtype=torch.bfloat16)
+        found, whole = layer.parts_forward(x), layer.forward(x)
+        assert isinstance(found, Parts) == (rows in (9, 16) and not bias)
+        normed, total = norm.add_forward(found, residual)
+        expected, sums = norm.add_forward(whole, residual)
+        assert total.equal(sums)
+        close(normed, expected.double(), 2 * torch.finfo(torch.bfloat16).eps)
+
+
+@needs_hopper
 def test_linear_layers_use_them_and_say_so() -> None:
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
@@ -254,11 +277,12 @@ def test_a_step_of_dependent_kernels_gives_the_same_every_time(hidden: int, inne
                 inner = up.gated(x, None)
                 pause()
                 parts = down.parts(inner)
-                out = down(inner, None) if parts is None else inner
-                pause()
                 if parts is None:
+                    out = down(inner, None)
+                    pause()
                     x, residual = add_rms_norm(out, residual, scale, 1e-5), out
                 else:
+                    pause()
                     x, residual = add_parts_rms_norm(parts, residual, scale, 1e-5)
             return x
 

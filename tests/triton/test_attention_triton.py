@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.interfaces.attention import AttentionLayer
 from dovetail.ops.triton import pages
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import GRAPH_ROWS, REPLAYS, SHARED_STEPS, STEPS
@@ -27,7 +28,10 @@ from dovetail.testing.attention_graphs import (
     verify_step,
 )
 from dovetail.testing.attention_reference import Case, Step
-from dovetail_attention.triton import backend
+from dovetail_attention.triton import backend, tiles
+from dovetail_attention.triton.attend import Partial, attend
+from dovetail_attention.triton.merge import merge
+from dovetail_attention.triton.schedule import Entries, Schedule, fill
 
 CPU = torch.device("cpu")
 FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees beside extend")
@@ -214,3 +218,26 @@ def test_sharing_must_pay():
     assert not built.shares(step.batch)
     step.batch.shared.lens[:] = backend.SHARING_BYTES  # tokens
     assert built.shares(step.batch)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_draft_whose_values_overflow_harms_no_query_before_it(one_by_one: bool):
+    """It is alone in its chunk, of which the query before it sees nothing."""
+    size = 16
+    tile = tiles.choose(4, size, size, torch.float32)
+    keys = tile.keys + 1
+    k, v = torch.randn(2, 1, 2 * tile.keys, 1, size)
+    v[0, keys - 1] = torch.inf
+    q, out = torch.randn(2, 1, size), torch.zeros(2, 1, size)
+    indptr, lens, table = torch.tensor([0, 2]).int(), torch.tensor([keys]).int(), torch.zeros(1, 1).int()
+    entries = Entries(indptr, lens, table, tile, slots=4, programs=8, fewer=True)
+    made, partial = Schedule.empty(8, 2, CPU), Partial.empty(64, 1, size, CPU)
+    layer = AttentionLayer(0, size**-0.5)
+    fill(made, entries, 1, None, partial=False)
+    attend(q, (k, v), entries, made, layer, torch.arange(keys - 2, keys), out, partial, leads=True)
+    assert made.records[:2, 2].tolist() == [0, tile.keys]
+    merge(out, range(2), [(made, partial)], None, one_by_one=one_by_one)
+    seen = k[0, : keys - 1, 0] @ q[0, 0] * layer.scale
+    torch.testing.assert_close(out[0, 0], seen.softmax(0) @ v[0, : keys - 1, 0], atol=1e-5, rtol=1e-5)
+    assert out[1].isinf().all()

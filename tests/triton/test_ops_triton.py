@@ -177,7 +177,7 @@ def test_products_in_parts_are_added_up_by_the_norm(dtype: torch.dtype, toleranc
     kept = residual.clone()
     for split in (1, 2, 3):
         tile = Tile(16, 16, 32, 4, split=split, early=early)
-        parts = matmul(x, weight, None, tile, space, parts=True)
+        parts = matmul(x, weight, None, tile, space, in_parts=True)
         assert parts.shape == (split, m, n)
         for part, mine, theirs in zip(parts, x.chunk(split, 1), weight.chunk(split, 1), strict=True):
             close(part, mine.double() @ theirs.double().t(), 1e-5)

@@ -60,15 +60,13 @@ class SelfAttention(Layer):
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
         """``[tokens, input_size]`` -> ``[tokens, hidden_size]``. Writes K and V of the step to the pool. With ``last`` only the tokens
         ``batch.logit_rows`` attend, as the rows of ``last``: ``[rows of last, hidden_size]``."""
-        attended = self._attend(x, rotation, batch, last)
-        return self.out.forward(attended) if len(attended) else x[:0]
+        return self.out.forward(self._attend(x, rotation, batch, last))
 
     def parts_forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
     ) -> torch.Tensor | Parts:
-        """``forward`` for ``RMSNorm.add_forward``."""
-        attended = self._attend(x, rotation, batch, last)
-        return self.out.parts_forward(attended) if len(attended) else x[:0]
+        """``forward``, whose result may come in ``Parts``: for ``RMSNorm.add_forward``, which adds them up, and nothing else."""
+        return self.out.parts_forward(self._attend(x, rotation, batch, last))
 
     def _attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None) -> torch.Tensor:
         """What is projected back."""

@@ -54,12 +54,33 @@ class DecoderLayer(Layer):
         rotation: Rotation,
         batch: Batch,
         last: Batch | None = None,
-        *,
-        parts: bool = False,
-    ) -> tuple[torch.Tensor | Parts, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What this layer adds, and the residual stream before it is added, both ``[tokens, hidden_size]``; with ``last`` of
-        its rows alone, see ``SelfAttention``. Overwrites ``x``. ``parts``: what it adds may come in parts, as the next layer and
-        ``RMSNorm.add_forward`` take it."""
+        its rows alone, see ``SelfAttention``. Overwrites ``x``, unless it comes in parts."""
+        normed, residual = self._attend(x, residual, rotation, batch, last)
+        return self.mlp.forward(normed), residual
+
+    def parts_forward(
+        self,
+        x: torch.Tensor | Parts,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        batch: Batch,
+        last: Batch | None = None,
+    ) -> tuple[torch.Tensor | Parts, torch.Tensor]:
+        """``forward``, but what the layer adds may come in ``Parts``: for the next layer, or ``RMSNorm.add_forward``, and nothing else."""
+        normed, residual = self._attend(x, residual, rotation, batch, last)
+        return self.mlp.parts_forward(normed), residual
+
+    def _attend(
+        self,
+        x: torch.Tensor | Parts,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        batch: Batch,
+        last: Batch | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What enters the MLP, and the residual stream there."""
         if residual is not None:
             normed, residual = self.attn_norm.add_forward(x, residual)
         else:
@@ -69,10 +90,7 @@ class DecoderLayer(Layer):
         if last is not None:
             assert batch.logit_rows is not None
             residual = residual.index_select(0, batch.logit_rows)
-            if not len(residual):
-                return added, residual
-        normed, residual = self.mlp_norm.add_forward(added, residual)
-        return (self.mlp.parts_forward(normed) if parts else self.mlp.forward(normed)), residual
+        return self.mlp_norm.add_forward(added, residual)
 
 
 def decoder_targets(layer: DecoderLayer, theirs: str, ours: str) -> Targets:

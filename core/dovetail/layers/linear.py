@@ -58,7 +58,7 @@ class Linear(Layer):
         return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
     def parts_forward(self, x: torch.Tensor) -> torch.Tensor | Parts:
-        """``forward`` for ``RMSNorm.add_forward``, which adds up what was computed in parts."""
+        """``forward``, whose result may come in ``Parts``: for ``RMSNorm.add_forward``, which adds them up, and nothing else."""
         if not self.prepared:
             self.prepare()
         if self._few_rows is not None and self.bias is None and x.shape[0] <= self._few_rows.most_rows:

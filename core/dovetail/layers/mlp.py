@@ -27,5 +27,5 @@ class GatedMLP(Layer):
         return self.down.forward(self.gate_up.gated_forward(x))
 
     def parts_forward(self, x: torch.Tensor) -> torch.Tensor | Parts:
-        """``forward`` for ``RMSNorm.add_forward``."""
+        """``forward``, whose result may come in ``Parts``: for ``RMSNorm.add_forward``, which adds them up, and nothing else."""
         return self.down.parts_forward(self.gate_up.gated_forward(x))

@@ -50,4 +50,7 @@ def add_parts_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(rms_norm(x + residual), x + residual)`` of contiguous ``residual [tokens, size]``, where x are the ``parts`` added up and rounded
     to its dtype. The sum has the bits that ``add_rms_norm`` gives it, its norm need not have. Mutates nothing."""
-    return _triton().add_parts_rms_norm(parts.parts, residual, weight, eps)
+    if residual.is_cuda:
+        return _triton().add_parts_rms_norm(parts.addends, residual, weight, eps)
+    total = functools.reduce(torch.add, parts.addends.unbind()).to(residual.dtype)
+    return add_rms_norm(total, residual, weight, eps), total

@@ -9,6 +9,6 @@ import torch
 
 class Parts(NamedTuple):
     """A product that was split along its inner dimension (split-K): float32 ``[parts, tokens, out]``. Who reads it adds the parts up in
-    their order, which saves the programs that computed them from waiting for each other. On CUDA alone."""
+    their order, which saves the programs that computed them from waiting for each other. Only products on CUDA come so."""
 
-    parts: torch.Tensor
+    addends: torch.Tensor

@@ -51,8 +51,9 @@ class DenseModel(Layer, ModelArchitecture):
             if index in batch.watch:
                 assert isinstance(x, torch.Tensor)
                 watched[index] = x.clone() if residual is None else x + residual
-            last, parts = batch.last if index == final else None, index + 1 not in batch.watch
-            x, residual = layer.forward(x, residual, rotation, batch, last, parts=parts)
+            shown = index < final and index + 1 in batch.watch
+            forward = layer.forward if shown else layer.parts_forward
+            x, residual = forward(x, residual, rotation, batch, batch.last if index == final else None)
         assert residual is not None
         hidden, stream = self.norm.add_forward(x, residual)
         if batch.watch:

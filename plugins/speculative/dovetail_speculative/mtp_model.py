@@ -69,7 +69,7 @@ class MtpModel(Layer, ModelArchitecture):
             embedding *= (batch.positions != 0)[:, None]
         x = entry.forward(embedding, hidden)
         rotation = self.rotary.forward(batch.positions)
-        added, residual = self._layers[index].forward(x, None, rotation, batch, parts=True)
+        added, residual = self._layers[index].parts_forward(x, None, rotation, batch)
         return entry.final_norm.add_forward(added, residual)[0]
 
     def forward(self, batch: Batch) -> torch.Tensor:

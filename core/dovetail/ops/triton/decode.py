@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.pages import ask, layout
+from dovetail.ops.triton.pages import layout, prefetch_rows
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
@@ -74,7 +74,7 @@ def _decode(
         if LEADS:
             gdc_wait()
         gdc_launch_dependents()
-    end = tl.load(kv_lens + row)
+    end = tl.load(kv_lens + row, cache_modifier=".cg")
     begin = 0
     if WINDOW:
         begin = tl.maximum(end - window, 0)
@@ -90,9 +90,9 @@ def _decode(
         if not LEADS:
             token = begin + tl.arange(0, BLOCK_N)
             page = tl.load(table + row * table_row + token // PAGE, token < end, 0)
-            ask(keys, page, token, kv_head, PAGE, KV_HEADS, KEY_DIM, BLOCK_K, K_HEAD)
+            prefetch_rows(keys, page, token, kv_head, PAGE, KV_HEADS, KEY_DIM, BLOCK_K, K_HEAD)
             if not SAME:
-                ask(values, page, token, kv_head, PAGE, KV_HEADS, VALUE_DIM, BLOCK_V, V_HEAD)
+                prefetch_rows(values, page, token, kv_head, PAGE, KV_HEADS, VALUE_DIM, BLOCK_V, V_HEAD)
         gdc_wait()
     member = tl.program_id(0) % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head = kv_head * GROUP + member
@@ -163,7 +163,7 @@ def _combine(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    length = tl.load(kv_lens + row)  # ahead: behind a leader, see ``launch``
+    length = tl.load(kv_lens + row, cache_modifier=".cg")  # ahead: behind a leader, see ``launch``
     if PDL:
         gdc_wait()
     if WINDOW:
@@ -199,8 +199,8 @@ def paged_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with ``q [rows, heads, d]``: row r sees its last ``window`` of ``kv_lens[r]`` (int32) keys, which lie in pages
     ``table[r]`` (int32 ``[rows, >= pages]``) of ``keys [pages, page_size, kv_heads, d]`` and ``values``, whose d may differ and
-    which may be a view of the keys (see ``pages.layout``). ``soft_cap`` and ``sinks`` are those of ``AttentionLayer``. A call that
-    does not ``lead`` comes behind one that did, with the same table and lengths (see ``launch``).
+    which may be a view of the keys (see ``pages.layout``). ``soft_cap`` and ``sinks`` are those of ``AttentionLayer``. Without
+    ``leads`` a call must come behind one with it, of the same table and lengths (see ``launch``).
 
     Returns the output ``[rows, heads, d of values]`` and the log-sum-exp, float32 ``[heads, rows]``; a row without a key gets
     -inf there, and zeros.

@@ -163,7 +163,7 @@ class InvariantRows:
         return self._product(x, bias, gated=False)
 
     def parts(self, x: torch.Tensor) -> Parts | None:
-        """None: norms of products in parts sum up in another order, and more rows have none."""
+        """None: a norm of parts sums up in another order than one of whole products, which is all that ``many_rows`` makes."""
         return None
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

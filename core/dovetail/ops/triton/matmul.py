@@ -3,7 +3,7 @@
 One row: plain multiply and add in float32, the weights straight to registers. Up to 128 rows: tensor cores with the weight
 as the left operand, whose tiles are at least 64 high, and the rows of ``x`` as a narrow right one. Where there are few
 tiles the product is split along k; the last program of a tile to finish adds up the parts, in their order, so results
-are the same every time. Both may end in SwiGLU's gate, which costs nothing there.
+are the same every time, or they are left to the norm that follows (``ops.parts``). Both may end in SwiGLU's gate, which costs nothing there.
 
 Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``). The one for few rows asks for
 lines (``Tile.ahead``), or loads them (``Tile.early``, never both): the pipeline of its weights is then full before the wait, and
@@ -127,7 +127,7 @@ def _around(start, first, span, BLOCK_K: tl.constexpr):
 def _few_rows(
     x, w, bias, y, parts, arrived, m, n, k, span,
     GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, IN_ORDER: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, IN_ORDER: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = rows_of(tile, n, GATED, BLOCK_N)
@@ -162,8 +162,8 @@ def _few_rows(
             left = tl.load(source + start, eviction_policy="evict_first")
             right = tl.load(tokens + start, present, 0.0)
             total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-    finished = not PARTS
-    if PARTS:
+    finished = not IN_PARTS
+    if IN_PARTS:
         store_rows(y + part.to(tl.int64) * m * n, total, tile, m, n, BLOCK_M, BLOCK_N)
     elif SPLIT > 1:
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
@@ -210,14 +210,14 @@ def matmul(
     gated: bool = False,
     *,
     in_order: bool = False,
-    parts: bool = False,
+    in_parts: bool = False,
 ) -> torch.Tensor:
     """``ops.linear.linear`` of contiguous ``x [m, k]``, ``weight [n, k]``, cut by ``tile``, whose ``block_k * split``
     divides k, for at most ``tile.block_m`` rows; ``gated`` also ``ops.activation.silu_mul`` of it, for even n. ``in_order``: every
-    part is added up from its beginning, for several rows. ``parts``: float32 ``[split, m, n]`` instead, whose sum is the product, for
+    part is added up from its beginning, for several rows. ``in_parts``: float32 ``[split, m, n]`` instead, whose sum is the product, for
     several rows without a bias."""
     (m, k), n = x.shape, weight.shape[0]
-    if parts:
+    if in_parts:
         y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
     else:
         y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
@@ -235,7 +235,7 @@ def matmul(
         _few_rows, (tiles, tile.split),
         x, weight, bias, y, space.parts, space.arrived, m, n, k, k // tile.split,
         GATED=gated, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLIT=tile.split, AHEAD=tile.ahead, EARLY=tile.early, IN_ORDER=in_order, PARTS=parts, num_warps=tile.warps,
+        SPLIT=tile.split, AHEAD=tile.ahead, EARLY=tile.early, IN_ORDER=in_order, IN_PARTS=in_parts, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -270,7 +270,8 @@ class FewRows:
         tile = self._tiles[x.shape[0]]
         if tile is None or tile.split == 1:
             return None
-        return Parts(matmul(x, self._weight, None, tile, self._space, parts=True))
+        assert x.is_contiguous()
+        return Parts(matmul(x, self._weight, None, tile, self._space, in_parts=True))
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``ops.activation.silu_mul`` of the product, ``[m, n / 2]``, in the product's own kernel where there is one."""

@@ -79,5 +79,5 @@ def _norm(
             _rms_norm, (tokens * heads,),
             x, residual, weight, out, total, size, tokens, heads, x.stride(0), total.stride(0), eps,
             ADD=residual is not None, PARTS=parts, BLOCK=block,
-            num_warps=min(32, max(1, block // (128 if parts else 512))),  # parts: more loads on their way at a time
+            num_warps=min(32, max(1, block // 128)) if parts else min(16, max(1, block // 512)),  # parts: more loads at a time
         )  # fmt: skip

@@ -17,11 +17,11 @@ WHOLE = 256
 
 
 @triton.jit
-def ask(
+def prefetch_rows(
     kv, page, token, head,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Ask for the lines that keys or values of ``token`` are in, which lie in ``page``: they need not be written yet."""
+    """Ask for the lines of the first DIM elements of keys or values of ``token``, which lie in ``page``: they need not be written yet."""
     line: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth
     lines: tl.constexpr = BLOCK // line if line < BLOCK else 1
     place = page.to(tl.int64) * PAGE + token % PAGE

@@ -87,7 +87,7 @@ MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
     },
     (3072, 8192): {
         1: Tile(1, 1, 512, 2, ahead=8),
-        16: Tile(16, 64, 256, 4, 3, split=4, early=True),
+        16: Tile(16, 64, 256, 4, 3, split=4, early=True),  # measured in a step whose norm adds up the parts
         32: Tile(32, 64, 128, 4, 6, split=2, ahead=8),
         64: Tile(64, 64, 256, 4, 3, split=2, ahead=8),
     },

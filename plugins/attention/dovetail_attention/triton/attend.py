@@ -18,14 +18,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.pages import ask, layout
+from dovetail.ops.triton.pages import layout, prefetch_rows
 from dovetail_attention.triton.schedule import RECORD, Entries, Schedule
 
 LOG2_E = math.log2(math.e)
 
 
 class Partial(NamedTuple):
-    """Attention over chunks of keys, and the base-2 logarithms of the sums of exponentials; -inf: nothing was seen."""
+    """Attention over chunks of keys, and the base-2 logarithms of the sums of exponentials; -inf: nothing was seen, and ``out`` is anything."""
 
     out: torch.Tensor  # float32 [rows, kv_heads, value_dim]
     lse: torch.Tensor  # float32 [rows, kv_heads]
@@ -145,17 +145,17 @@ def _item(
     CHUNK: tl.constexpr, RECORD: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     record = records + item * RECORD
-    entry, first_m = tl.load(record), tl.load(record + 1)
-    low, high = tl.load(record + 2), tl.load(record + 3)
-    first_query, queries = tl.load(record + 4), tl.load(record + 5)
-    length, base = tl.load(record + 6), tl.load(record + 7)
+    entry, first_m = tl.load(record, cache_modifier=".cg"), tl.load(record + 1, cache_modifier=".cg")
+    low, high = tl.load(record + 2, cache_modifier=".cg"), tl.load(record + 3, cache_modifier=".cg")
+    first_query, queries = tl.load(record + 4, cache_modifier=".cg"), tl.load(record + 5, cache_modifier=".cg")
+    length, base = tl.load(record + 6, cache_modifier=".cg"), tl.load(record + 7, cache_modifier=".cg")
     pages = table + entry.to(tl.int64) * table_row
     if WAIT:
         key = low + tl.arange(0, KEYS)
         page = tl.load(pages + key // PAGE, key < high, 0)
-        ask(k, page, key, head, PAGE, KV_HEADS, KEY_DIM, BLOCK_K, K_HEAD)
+        prefetch_rows(k, page, key, head, PAGE, KV_HEADS, KEY_DIM, BLOCK_K, K_HEAD)
         if not SAME:
-            ask(v, page, key, head, PAGE, KV_HEADS, VALUE_DIM, BLOCK_V, V_HEAD)
+            prefetch_rows(v, page, key, head, PAGE, KV_HEADS, VALUE_DIM, BLOCK_V, V_HEAD)
         gdc_wait()
 
     m = first_m + tl.arange(0, ROWS)
@@ -258,7 +258,7 @@ def _attend(
         gdc_launch_dependents()
     head = tl.program_id(0) % KV_HEADS
     first = tl.program_id(0) // KV_HEADS
-    items = tl.load(count)
+    items = tl.load(count, cache_modifier=".cg")
     if FEWER:
         for item in range(first, items, tl.num_programs(0) // KV_HEADS):
             _item(
@@ -291,7 +291,7 @@ def attend(
     leads: bool,
 ) -> None:
     """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's pages.
-    ``leads``: no launch has read this schedule before. Those that have may read it, and the tables, ahead (see ``launch``)."""
+    ``leads``: this launch is a leader (see ``launch``), the first behind ``fill``. The others read schedule and tables ahead."""
     found = layout(*kv)
     kv_heads = kv[0].shape[2]
     assert q.stride(2) == 1

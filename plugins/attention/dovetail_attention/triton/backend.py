@@ -205,7 +205,7 @@ class TritonAttention(AttentionBackend):
         return out
 
     def _leads(self, layer: AttentionLayer) -> bool:
-        """True for the layer that makes the schedule."""
+        """True for the first layer of its window in this plan: it makes the schedule, and its kernels lead (see ``launch``)."""
         return self._leaders.setdefault(layer.window, layer.layer_id) == layer.layer_id
 
     def _attend(

@@ -18,6 +18,16 @@ FEW = 64
 
 
 @triton.jit
+def _where(info):
+    """Base, stride and number of the chunks of a query."""
+    return (
+        tl.load(info, cache_modifier=".cg"),
+        tl.load(info + 1, cache_modifier=".cg"),
+        tl.load(info + 2, cache_modifier=".cg"),
+    )
+
+
+@triton.jit
 def _fold(
     top, total, acc, partial, lse, base, stride, chunks, member, head,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -31,7 +41,8 @@ def _fold(
         shrink, weights = tl.exp2(top - higher), tl.exp2(sums - higher)
         mask = (chunk < chunks)[:, None] & (at < DIM)[None, :]
         found = tl.load(partial + row[:, None] * DIM + at[None, :], mask, 0.0)
-        acc = acc * shrink + tl.sum(weights[:, None] * found, 0)
+        found = tl.where((sums > float("-inf"))[:, None], weights[:, None] * found, 0.0)  # what saw nothing may be NaN
+        acc = acc * shrink + tl.sum(found, 0)
         total = total * shrink + tl.sum(weights, 0)
         top = higher
     return top, total, acc
@@ -48,8 +59,7 @@ def _merge(
     q_head = tl.program_id(0) % (KV_HEADS * GROUP)
     token = first + tl.program_id(0) // (KV_HEADS * GROUP)
     head, member = q_head // GROUP, q_head % GROUP
-    info = own_tokens + token * TOKEN
-    base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)  # ahead: behind a leader, see ``launch``
+    base, stride, chunks = _where(own_tokens + token * TOKEN)  # ahead: behind a leader, see ``launch``
     if PDL:
         gdc_wait()
     if SHARED or chunks > 1:  # a single chunk has been written already
@@ -60,8 +70,7 @@ def _merge(
             top, total, acc, own, own_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
         )
         if SHARED:
-            info = shared_tokens + token * TOKEN
-            base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)
+            base, stride, chunks = _where(shared_tokens + token * TOKEN)
             top, total, acc = _fold(
                 top, total, acc, shared, shared_lse, base, stride, chunks, member, head, KV_HEADS, DIM, BLOCK, PARTS
             )
@@ -81,8 +90,7 @@ def _merge_into(
     q_head = tl.program_id(0) % (KV_HEADS * GROUP)
     token = tl.program_id(0) // (KV_HEADS * GROUP)
     head, member = q_head // GROUP, q_head % GROUP
-    info = tokens + token * TOKEN
-    base, stride, chunks = tl.load(info), tl.load(info + 1), tl.load(info + 2)
+    base, stride, chunks = _where(tokens + token * TOKEN)  # ahead
     if PDL:
         gdc_wait()
     if chunks > 0:
