@@ -1,5 +1,5 @@
-"""What the compiler makes of products that load weights before they wait (``ops/triton/matmul.py``): their source leaves it to
-Triton's pipeline which loads come first, and a load of ``x`` there would now and then read what is not written yet. Compiled
+"""What the compiler makes of kernels that read before they wait for the one before (``ops/triton/launch.py``). Products leave it
+to Triton's pipeline which loads come first, and a load of ``x`` there would now and then read what is not written yet. Compiled
 for compute capability 9.0, which needs no GPU.
 
 .venv/bin/python -m pytest -q tests/core/test_early_loads.py
@@ -12,7 +12,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.ops.triton import decode as decode_module
 from dovetail.ops.triton import invariant, matmul
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import MEASURED
@@ -68,9 +67,20 @@ def test_weights_alone_are_loaded_before_the_wait(tile, form, in_order):
     assert not re.search(r"\b(ld|st|atom|red)(\.\w+)*\.global", prologue)
 
 
-def events(kernel, pointers, numbers, constants):
-    """What a kernel does to memory and about the kernels around it, in the order of its program, with the types that are read."""
-    signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
+def attend(leads, ahead):
+    """What attention does to memory and about the kernels around it, in the order of its program, with the types that are read."""
+    kernel = attend_module._attend
+    pointers = {
+        "q": "*fp16", "k": "*fp16", "v": "*fp16", "out": "*fp16", "partial": "*fp32", "lse": "*fp32", "records": "*i32", "count": "*i32",
+        "table": "*i32", "positions": "*i64", "tree": "*u8", "sinks": "*fp32",
+    }  # fmt: skip
+    numbers = dict.fromkeys(("q_token", "q_head", "table_row", "tree_row", "tree_width", "window"), "i32")
+    constants = {
+        "PAGE": 16, "KV_HEADS": 8, "KEY_DIM": 128, "BLOCK_K": 128, "REST": 0, "BLOCK_REST": 16, "VALUE_DIM": 128, "BLOCK_V": 128,
+        "K_HEAD": 128, "V_HEAD": 128, "SAME": False, "GROUP": 3, "ROWS": 32, "KEYS": 64, "CAUSAL": True, "TREE": False,
+        "WINDOW": False, "CAP": False, "SINKS": False, "CHUNK": 0, "RECORD": 8, "FEWER": True, "LEADS": leads, "AHEAD": ahead, "PDL": True,
+    }  # fmt: skip
+    signature = pointers | numbers | {"scale": "fp32", "cap": "fp32"} | dict.fromkeys(constants, "constexpr")
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
@@ -79,72 +89,31 @@ def events(kernel, pointers, numbers, constants):
     return re.findall(found, text)
 
 
-POOL = {"PAGE": 16, "KV_HEADS": 8, "KEY_DIM": 128, "BLOCK_K": 128, "REST": 0, "BLOCK_REST": 16, "VALUE_DIM": 128, "BLOCK_V": 128,
-        "K_HEAD": 128, "V_HEAD": 128, "SAME": False, "GROUP": 3}  # fmt: skip
-
-
-def decode(leads):
-    halves, ints = ("q", "keys", "values", "out"), ("window", "q_row", "q_head", "table_row", "splits", "heads", "rows")
-    pointers = (
-        dict.fromkeys(halves, "*fp16")
-        | dict.fromkeys(("table", "kv_lens"), "*i32")
-        | dict.fromkeys(("lse", "parts"), "*fp32")
-    )
-    shape = {"BLOCK_HEADS": 16, "HEAD_BLOCKS": 1, "BLOCK_N": 64, "SOFT_CAP": False, "SPLIT": True, "sinks": None}
-    constants = POOL | shape | {"WINDOW": False, "SINKS": False, "LEADS": leads, "PDL": True}
-    return events(
-        decode_module._decode, pointers, dict.fromkeys(ints, "i32") | {"scale": "fp32", "soft_cap": "fp32"}, constants
-    )
-
-
-def attend(leads):
-    halves, ints = ("q", "k", "v", "out"), ("q_token", "q_head", "table_row", "tree_row", "tree_width", "window")
-    pointers = (
-        dict.fromkeys(halves, "*fp16")
-        | dict.fromkeys(("records", "count", "table"), "*i32")
-        | dict.fromkeys(("lse", "partial"), "*fp32")
-    )
-    pointers |= {"positions": "*i64", "tree": "*u8", "sinks": "*fp32"}
-    shape = {
-        "ROWS": 32,
-        "KEYS": 64,
-        "CAUSAL": True,
-        "TREE": False,
-        "CAP": False,
-        "CHUNK": 0,
-        "RECORD": 8,
-        "FEWER": True,
-    }
-    constants = POOL | shape | {"WINDOW": False, "SINKS": False, "LEADS": leads, "PDL": True}
-    return events(
-        attend_module._attend, pointers, dict.fromkeys(ints, "i32") | {"scale": "fp32", "cap": "fp32"}, constants
-    )
-
-
 fusion = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
 @fusion
-@pytest.mark.parametrize("kernel", [decode, attend])
-def test_leading_attention_waits_before_anything_starts_behind_it(kernel):
-    first, second, *rest = kernel(leads=True)
+def test_leading_attention_waits_before_anything_starts_behind_it():
+    first, second, *rest = attend(leads=True, ahead=False)
     assert (first, second) == ("grid_dependency_wait", "grid_dependency_launch_dependents")
     assert any(one.startswith("tt.load") for one in rest)
 
 
 @fusion
-@pytest.mark.parametrize("kernel", [decode, attend])
-def test_other_attention_reads_lengths_and_pages_ahead_and_asks_for_keys(kernel):
-    found = kernel(leads=False)
+def test_attention_that_reads_nothing_ahead_waits_first():
+    first, second, *rest = attend(leads=False, ahead=False)
+    assert (first, second) == ("grid_dependency_launch_dependents", "grid_dependency_wait")
+    assert any(one.startswith("tt.load") for one in rest)
+
+
+@fusion
+def test_other_attention_reads_its_schedule_and_pages_ahead_and_asks_for_keys():
+    found = attend(leads=False, ahead=True)
     asked = max(at for at, one in enumerate(found) if one == "prefetch")
     assert found[0] == "grid_dependency_launch_dependents"
     assert found[asked + 1] == "grid_dependency_wait"
     ahead = [one for one in found[1:asked] if one not in ("prefetch", "scf.for")]
-    if kernel is decode:  # a program that has no keys waits too
-        assert ahead[1:3] == ["grid_dependency_wait", "tt.return"]
-        del ahead[1:3]
     assert ahead
     assert all(one.startswith("tt.load") and one.endswith("!tt.ptr<i32>") for one in ahead)
     assert "async_copy_global_to_local" in found[asked:], "the loop over keys is pipelined"
-    if kernel is attend:
-        assert found[-2:] == ["grid_dependency_wait", "tt.return"], "also where there is nothing to do"
+    assert found[-2:] == ["grid_dependency_wait", "tt.return"], "also where there is nothing to do"

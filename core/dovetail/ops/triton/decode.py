@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail.ops.triton.pages import layout, prefetch_rows
+from dovetail.ops.triton.pages import layout
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
@@ -66,15 +66,14 @@ def _decode(
     BLOCK_REST: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, K_HEAD: tl.constexpr,
     V_HEAD: tl.constexpr, SAME: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEADS: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     kv_head = tl.program_id(0) // HEAD_BLOCKS
     if PDL:
-        if LEADS:
-            gdc_wait()
         gdc_launch_dependents()
-    end = tl.load(kv_lens + row, cache_modifier=".cg")
+        gdc_wait()
+    end = tl.load(kv_lens + row)
     begin = 0
     if WINDOW:
         begin = tl.maximum(end - window, 0)
@@ -82,18 +81,8 @@ def _decode(
         span = _span(end - begin, splits, BLOCK_N)
         begin += part * span
         if (begin >= end) & (part > 0):  # the first part also answers for a row without keys
-            if PDL:
-                gdc_wait()
             return
         end = tl.minimum(end, begin + span)
-    if PDL:
-        if not LEADS:
-            token = begin + tl.arange(0, BLOCK_N)
-            page = tl.load(table + row * table_row + token // PAGE, token < end, 0)
-            prefetch_rows(keys, page, token, kv_head, PAGE, KV_HEADS, KEY_DIM, BLOCK_K, K_HEAD)
-            if not SAME:
-                prefetch_rows(values, page, token, kv_head, PAGE, KV_HEADS, VALUE_DIM, BLOCK_V, V_HEAD)
-        gdc_wait()
     member = tl.program_id(0) % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head = kv_head * GROUP + member
     at, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -163,9 +152,8 @@ def _combine(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    length = tl.load(kv_lens + row, cache_modifier=".cg")  # ahead: behind a leader, see ``launch``
-    if PDL:
         gdc_wait()
+    length = tl.load(kv_lens + row)
     if WINDOW:
         length = tl.minimum(length, window)
     used = tl.maximum(tl.cdiv(length, tl.maximum(_span(length, splits, BLOCK_N), 1)), 1)
@@ -195,12 +183,10 @@ def paged_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
-    leads: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with ``q [rows, heads, d]``: row r sees its last ``window`` of ``kv_lens[r]`` (int32) keys, which lie in pages
     ``table[r]`` (int32 ``[rows, >= pages]``) of ``keys [pages, page_size, kv_heads, d]`` and ``values``, whose d may differ and
-    which may be a view of the keys (see ``pages.layout``). ``soft_cap`` and ``sinks`` are those of ``AttentionLayer``. Without
-    ``leads`` a call must come behind one with it, of the same table and lengths (see ``launch``).
+    which may be a view of the keys (see ``pages.layout``). ``soft_cap`` and ``sinks`` are those of ``AttentionLayer``.
 
     Returns the output ``[rows, heads, d of values]`` and the log-sum-exp, float32 ``[heads, rows]``; a row without a key gets
     -inf there, and zeros.
@@ -225,7 +211,7 @@ def paged_decode(
         q, keys, values, table, kv_lens, sinks, out, part_lse, parts, scale, soft_cap or 0.0, window or 0,
         q.stride(0), q.stride(1), table.stride(0), splits, heads, rows,
         **found, GROUP=group, BLOCK_HEADS=block_heads, HEAD_BLOCKS=head_blocks, BLOCK_N=block_n, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
-        SINKS=sinks is not None, SPLIT=splits > 1, LEADS=leads, num_warps=warps, num_stages=stages,
+        SINKS=sinks is not None, SPLIT=splits > 1, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         launch(

@@ -1,17 +1,17 @@
 """How kernels are launched.
 
 Programmatic dependent launch (compute capability 9.0 and later): a kernel may start while the one before it still runs, and
-fetch what that one does not write, such as weights. It must execute ``gdc_wait`` before it touches anything else, whether
-to read or to write (but see leaders, below), and every kernel here does so in every program, so that the end of a kernel still means the end of all
-before it. One waits inside of a loop, whose first loads of weights Triton's pipeline puts before it (``matmul._few_rows``);
+fetch what that one does not write, such as weights. It must execute ``gdc_wait`` before it touches anything else (but see
+leaders, below), whether to read or to write, and every kernel here does so in every program, so that the end of a kernel still
+means the end of all before it. One waits inside of a loop, whose first loads of weights Triton's pipeline puts before it (``matmul._few_rows``);
 ``tests/core/test_early_loads.py`` looks at what the compiler makes of that. ``gdc_launch_dependents`` lets the next kernel start;
 kernels that are launched without it are not affected. A weight must not be written by the very kernel before one that reads it
 ahead. It saves about a microsecond per kernel: ``benchmarks/ops_gpu.py`` holds what a step gains.
 
-What was written before a *leader*, and is not written behind it (lengths, page tables, schedules), may be read ahead by every
-kernel behind that leader. A leader executes ``gdc_wait`` before ``gdc_launch_dependents``, in every program: what starts behind it starts when
-all before it has ended. They read it around the L1 cache (``.cg``), which may hold what was there before. Attention of the first layer
-of each window leads.
+What was written before a *leader*, and is not written behind it (page tables, schedules of attention), may be read ahead by every
+kernel behind that leader. A leader executes ``gdc_wait`` before ``gdc_launch_dependents``, in every program: what starts behind it
+starts when all before it has ended. They read around the L1 cache (``.cg``), which may hold what was there before. Attention of the
+first layer of each window leads.
 """
 
 from __future__ import annotations

@@ -168,9 +168,9 @@ class TritonAttention(AttentionBackend):
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
-        leads = self._leads(layer)
         if self._even:
-            return self._forward_even(q, layer, batch, leads=leads)
+            return self._forward_even(q, layer, batch)
+        leads = self._leads(layer)
         out = q.new_empty(*q.shape[:2], self._value_dim)
         for tokens, own, shared in self._steps:
             parts = [
@@ -182,7 +182,7 @@ class TritonAttention(AttentionBackend):
                 merge(out, tokens, parts, layer.sinks, one_by_one=self._invariant)
         return out
 
-    def _forward_even(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch, *, leads: bool) -> torch.Tensor:
+    def _forward_even(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """Every row's own keys in the same number of parts, then what groups share."""
         groups = batch.shared
         table, lens = (batch.page_table, batch.kv_lens) if groups is None else (groups.own_table, groups.own_lens)
@@ -194,12 +194,12 @@ class TritonAttention(AttentionBackend):
             lens,
             layer.scale,
             splits=self._even,
-            leads=leads,
             window=layer.window,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
         )
         if self._shared is not None:
+            leads = self._leads(layer)
             schedule, partial = self._attend(q, layer, batch, self._shared, out, leads=leads, partial=True)
             merge_into(out, lse, schedule, partial)
         return out
