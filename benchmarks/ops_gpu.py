@@ -20,6 +20,11 @@ above), steps now / before / cuBLAS:
 8 of the 8B shape, 9 rows 1156 / 1159 / 1255; the small one, 9 rows 617 / 651 / 884. 9 rows of the 3B shape on cold weights,
 now / before / one row: [5120, 3072] 9.9 / 10.9 / 8.3, [3072, 3072] 6.9 / 8.1 / 6.6, [16384, 3072] 25.5 / 26.0 / 25.7,
 [3072, 8192] 15.1 / 17.7 / 14.0.
+
+What it gains that norms add up the parts of the product before them (the same machine and day, later), steps in parts / each adding up
+its own / cuBLAS, at 2, 9, 16, 32 and 64 rows: the 3B shape 1736 / 1798 / 2064, 1819 / 1881 / 2110, 1874 / 1924 / 2136,
+1915 / 1958 / 2195, 2116 / 2144 / 2253; 8 layers of the 8B shape 1096 / 1114 / 1205, 1127 / 1140 / 1223, 1135 / 1151 / 1242, 1184 / 1198 / 1286,
+1263 / 1273 / 1338; the small one 551 / 589 / 1010, 576 / 619 / 877, 590 / 626 / 887, 663 / 708 / 902, 779 / 841 / 939.
 """
 
 from __future__ import annotations
