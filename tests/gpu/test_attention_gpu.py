@@ -71,9 +71,9 @@ def test_store_and_copy():
 
 def test_a_pool_starts_as_zeros():
     group = CacheGroup(2, 2, 64)
-    junk = torch.full((4, 2, 64, 128, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    junk = [torch.full((2, 64, 128, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     torch.cuda.synchronize()
-    del junk  # its memory is what the pool gets
+    junk.clear()  # their memory is what the pool gets
     pool = PagedKVPool(group, 64, 128, torch.bfloat16, "cuda")
     assert not pool.k.any()
     assert not pool.v.any()

@@ -47,50 +47,25 @@ class DecoderLayer(Layer):
         self.mlp_norm = RMSNorm(hidden, shape.norm_eps)
         self.mlp = GatedMLP(hidden, shape.intermediate_size, bias=shape.mlp_bias)
 
-    def forward(
-        self,
-        x: torch.Tensor | Parts,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        batch: Batch,
-        last: Batch | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this layer adds, and the residual stream before it is added, both ``[tokens, hidden_size]``; with ``last`` of
-        its rows alone, see ``SelfAttention``. Overwrites ``x``, unless it comes in parts."""
-        normed, residual = self._attend(x, residual, rotation, batch, last)
-        return self.mlp.forward(normed), residual
-
-    def parts_forward(
-        self,
-        x: torch.Tensor | Parts,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        batch: Batch,
-        last: Batch | None = None,
-    ) -> tuple[torch.Tensor | Parts, torch.Tensor]:
-        """``forward``, but what the layer adds may come in ``Parts``: for the next layer, or ``RMSNorm.add_forward``, and nothing else."""
-        normed, residual = self._attend(x, residual, rotation, batch, last)
-        return self.mlp.parts_forward(normed), residual
-
-    def _attend(
-        self,
-        x: torch.Tensor | Parts,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        batch: Batch,
-        last: Batch | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What enters the MLP, and the residual stream there."""
+    def enter(self, x: torch.Tensor | Parts, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``forward`` takes, both ``[tokens, hidden_size]``: the norm of ``x + residual``, and that sum, which nothing behind it
+        changes. Overwrites ``x`` with the sum, unless it comes in parts. Without ``residual``, ``x`` is the sum."""
         if residual is not None:
-            normed, residual = self.attn_norm.add_forward(x, residual)
-        else:
-            assert isinstance(x, torch.Tensor)
-            normed, residual = self.attn_norm.forward(x), x
-        added = self.attn.parts_forward(normed, rotation, batch, last)
+            return self.attn_norm.add_forward(x, residual)
+        assert isinstance(x, torch.Tensor)
+        return self.attn_norm.forward(x), x
+
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
+    ) -> tuple[torch.Tensor | Parts, torch.Tensor]:
+        """From what ``enter`` returns: what this layer adds, for the next one's ``enter`` or ``RMSNorm.add_forward``, and the residual
+        stream before it is added, both ``[tokens, hidden_size]``; with ``last`` of its rows alone, see ``SelfAttention``."""
+        added = self.attn.parts_forward(x, rotation, batch, last)
         if last is not None:
             assert batch.logit_rows is not None
-            residual = residual.index_select(0, batch.logit_rows)
-        return self.mlp_norm.add_forward(added, residual)
+            stream = stream.index_select(0, batch.logit_rows)
+        x, stream = self.mlp_norm.add_forward(added, stream)
+        return self.mlp.parts_forward(x), stream
 
 
 def decoder_targets(layer: DecoderLayer, theirs: str, ours: str) -> Targets:

@@ -48,12 +48,10 @@ class DenseModel(Layer, ModelArchitecture):
         watched: dict[int, torch.Tensor] = {}
         final = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
+            normed, stream = layer.enter(x, residual)
             if index in batch.watch:
-                assert isinstance(x, torch.Tensor)
-                watched[index] = x.clone() if residual is None else x + residual
-            shown = index < final and index + 1 in batch.watch
-            forward = layer.forward if shown else layer.parts_forward
-            x, residual = forward(x, residual, rotation, batch, batch.last if index == final else None)
+                watched[index] = stream
+            x, residual = layer.forward(normed, stream, rotation, batch, batch.last if index == final else None)
         assert residual is not None
         hidden, stream = self.norm.add_forward(x, residual)
         if batch.watch:

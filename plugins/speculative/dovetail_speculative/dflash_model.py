@@ -82,7 +82,7 @@ class DFlashModel(Layer, ModelArchitecture):
         x, residual = self._embed(batch.input_ids), None
         rotation = self.rotary.forward(batch.positions)
         for layer in self._layers:
-            x, residual = layer.parts_forward(x, residual, rotation, batch)
+            x, residual = layer.forward(*layer.enter(x, residual), rotation, batch)
         assert residual is not None
         return self.norm.add_forward(x, residual)[0]
 

@@ -67,9 +67,8 @@ class MtpModel(Layer, ModelArchitecture):
         embedding = self._embed(ids)
         if shape.layout.blind_start:
             embedding *= (batch.positions != 0)[:, None]
-        x = entry.forward(embedding, hidden)
-        rotation = self.rotary.forward(batch.positions)
-        added, residual = self._layers[index].parts_forward(x, None, rotation, batch)
+        layer, rotation = self._layers[index], self.rotary.forward(batch.positions)
+        added, residual = layer.forward(*layer.enter(entry.forward(embedding, hidden)), rotation, batch)
         return entry.final_norm.add_forward(added, residual)[0]
 
     def forward(self, batch: Batch) -> torch.Tensor:
