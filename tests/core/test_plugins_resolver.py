@@ -285,6 +285,30 @@ def test_a_drafter_gets_along_with_overlap(fakes):
         assert (Feature.RUNTIME_OVERLAP in chosen.runtime) is overlap
 
 
+def test_unlikely_drafts_are_left_out_where_the_drafter_says_which_they_are(fakes):
+    specs = [
+        fakes.spec(K.DRAFTER, "eagle", offers=DRAFT | {Feature.DRAFT_PROBS}),
+        fakes.spec(K.DRAFTER, "ngram", offers=DRAFT),
+    ]
+    given = "scheduler.min_draft_probability=0.3"
+
+    def least(*sets):
+        return run(fakes, *specs, sets=sets).config.scheduler.min_draft_probability
+
+    assert least("speculative=eagle") == 0.05
+    assert least("speculative=eagle", given) == 0.3
+    assert least("speculative=eagle", "scheduler.min_draft_probability=0") == 0
+    assert least("speculative=ngram") == least("speculative=none") == 0
+    assert least("speculative=ngram", "scheduler.min_draft_probability=0") == 0
+    assert least(given) == 0.3, "no drafts, none of them unlikely"
+    with pytest.raises(ConfigError) as caught:
+        least("speculative=ngram", given)
+    assert str(caught.value) == (
+        "scheduler.min_draft_probability is 0.3 with speculative 'ngram', which does not say how likely its drafts are; it would "
+        "need draft.probs. Set scheduler.min_draft_probability: 0 or speculative: eagle"
+    )
+
+
 def test_overlap_auto_is_off_on_cpu_and_can_be_asked_for(fakes):
     assert run(fakes).config.scheduler.overlap is False
     assert run(fakes, sets=["scheduler.overlap=true"]).config.scheduler.overlap is True

@@ -133,7 +133,8 @@ def model(target, tmp_path, request):
 
 
 def engine(model, speculative, page_size=4, **sections):
-    sections["scheduler"] = {"draft": "always", "chunk_size": 20} | sections.get("scheduler", {})
+    always = {"draft": "always", "min_draft_probability": 0}  # random heads hold nothing for likely
+    sections["scheduler"] = always | {"chunk_size": 20} | sections.get("scheduler", {})
     return make_llm(model, speculative=speculative, **paged(page_size, **sections))
 
 

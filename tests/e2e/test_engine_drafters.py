@@ -34,7 +34,7 @@ CUTS = {
 
 
 def with_drafts(sections, speculative):
-    scheduler = {"draft": "always"} | sections.get("scheduler", {})
+    scheduler = {"draft": "always", "min_draft_probability": 0} | sections.get("scheduler", {})  # heads are random
     return sections | {"speculative": speculative, "scheduler": scheduler}
 
 
@@ -81,6 +81,22 @@ def test_texts_are_those_without_a_drafter(target, expected, monkeypatch, name, 
     assert stats.cached_tokens > 0
     assert (cut == "retraction") == (stats.retractions > 0)
     check_idle(llm)
+
+
+@pytest.mark.parametrize("name", ["eagle, chains", "eagle", "eagle3_tree"])
+def test_unlikely_drafts_are_not_verified(target, expected, name):
+    """Fewer are, of which more are right; texts are the same."""
+    counted = []
+    for least in (0, 0.02, 0.05):
+        sections = paged(4, scheduler={"min_draft_probability": least})
+        llm = make_llm(target, **with_drafts(sections, DRAFTERS[name]))
+        for job, texts in zip(jobs(), expected, strict=True):
+            assert results(llm.generate(*job)) == texts
+        assert llm.loop.drafter_errors == 0
+        stats = llm.loop.stats()
+        counted.append(stats.drafted_tokens)
+        check_idle(llm)
+    assert counted[0] > counted[1] > counted[2] >= 0
 
 
 def test_some_drafts_are_accepted_and_some_are_not(target):

@@ -58,6 +58,12 @@ class UndeclaredTree(NgramDrafter):
         return tree and dataclasses.replace(tree, parents=np.full_like(tree.parents, -1))
 
 
+class UndeclaredProbabilities(NgramDrafter):
+    def propose(self, batch: Batch) -> DraftTree | None:
+        tree = super().propose(batch)
+        return tree and dataclasses.replace(tree, probs=np.ones(tree.token_ids.shape, np.float32))
+
+
 class ForgetsNothing(NgramDrafter):
     def forget(self, req: Req) -> None:
         return
@@ -186,6 +192,7 @@ MUTANTS = [
     _of("drafts tokens that do not exist", OutsideTheVocabulary, TREES),
     _of("puts children before their parents", ChildrenFirst, TREES, "parents come before their children"),
     _of("drafts a tree and declares chains", UndeclaredTree, TREES, "only chains are declared"),
+    _of("states probabilities and does not declare it", UndeclaredProbabilities, TREES, "probabilities are stated"),
     _of("has a tree of nothing in place of None", NeverNone, "test_without_room_there_are_no_drafts", runs=[()]),
     _of("drafts where nothing is verified", ForPromptRows, "test_extend_rows_alone_get_no_drafts", runs=[()]),
     _of("has no room for a draft", HasNoWidth, "test_max_draft_tokens_is_positive", runs=[()]),

@@ -120,7 +120,7 @@ class Growing:
 
 def paths_of(found: torch.Tensor) -> list[Path]:
     """Of a row of ``best_of``."""
-    count, most = int(found[0]), len(found) // 2
+    count, most = int(found[0]), len(found) // 3
     paths: list[Path] = []
     for token, parent in zip(found[1 : 1 + count].tolist(), found[1 + most : 1 + most + count].tolist(), strict=True):
         assert -1 <= parent < len(paths), "parents come first"
@@ -148,6 +148,9 @@ def test_trees_are_the_most_probable_ones(rows, topk, sharp, seed, padding):
         expected = searched(texts, seeds[row], widths[row], depth, count)
         paths = paths_of(found[row])
         assert len(paths) == len(set(paths)) == len(expected)
+        stated = found[row, 1 + 2 * most :][: len(paths)].int().view(torch.float32)
+        logprobs = [sum(texts.logprobs(seeds[row], path[:i])[path[i]] for i in range(len(path))) for path in paths]
+        assert np.allclose(stated.numpy(), np.exp(logprobs), rtol=1e-4)
         if sharp < 40:  # beyond, children are as probable as their parents to the last bit
             assert set(paths) == expected
 

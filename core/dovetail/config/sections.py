@@ -70,6 +70,12 @@ class SchedulerSection(Section):
         default="adaptive",
         description="When the drafter is asked. `adaptive`: while steps with drafts bring more tokens in the same time than steps without, as measured at each number of running requests, and for fewer tokens where few are accepted; `always`.",
     )
+    min_draft_probability: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Drafts that the drafter itself holds for less likely than this, given the text, are not verified. Only for drafters that say so (they offer `draft.probs`), for which it is 0.05 by default. 0: all are verified.",
+    )
     wait_for_prefix: bool = Field(
         default=True,
         description="A request whose prefix another is computing now waits for it, rather than computing it again.",

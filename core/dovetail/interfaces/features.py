@@ -52,6 +52,7 @@ class Feature(enum.StrEnum):
     # drafters
     DRAFT_CHAIN = "draft.chain"
     DRAFT_TREE = "draft.tree"
+    DRAFT_PROBS = "draft.probs"  # says of each draft how likely it holds it to be
 
     # schedule policies
     POLICY_PREFIX_AWARE = "policy.prefix_aware"  # orders by what the prefix cache holds

@@ -9,11 +9,12 @@ import numpy as np
 from dovetail.types import DraftTree
 
 if TYPE_CHECKING:
-    from dovetail.types import Batch
+    from dovetail.types import Batch, BoolArray, FloatArray
 
 
-def checked(batch: Batch, drafts: DraftTree, vocab_size: int) -> DraftTree | None:
-    """``drafts`` as wide as the longest row, with 0 and -1 where a row has no draft; None if no row has one.
+def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
+    """``drafts`` as wide as the longest row, with 0 and -1 where a row has no draft, and without those that their drafter holds
+    for less likely than ``min_probability``; None if no row has one. ``probs`` are there if drafts were cut by them.
 
     Raises ``ValueError`` for what the contract of ``Drafter.propose`` excludes.
     """
@@ -38,12 +39,48 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int) -> DraftTree | Non
     if ids.astype(np.uint64).max() >= vocab_size:  # a negative one is large too
         raise ValueError(f"draft tokens range from {ids.min()} to {ids.max()}; allowed: 0 to {vocab_size - 1}")
     ids, lens = ids.astype(np.int32, copy=False), lens.astype(np.int32, copy=False)
+    probs = _checked_probs(drafts, longest, valid) if min_probability > 0 else None
     if drafts.is_chain:
         # with parents of its own: the drafter's were looked at when this was asked first, and may have changed since
-        return DraftTree.chains(ids, lens)
+        return _likely(DraftTree.chains(ids, lens), probs, min_probability)
     parents = parents[:, :longest]
     if valid is not None:
         parents = np.where(valid, parents, -1)
     if parents.min() < -1 or (parents >= np.arange(longest)).any():
         raise ValueError("a draft's parent comes after it; allowed: -1 (the row's last token) or an earlier draft")
-    return DraftTree(ids, parents.astype(np.int32), lens)
+    return _likely(DraftTree(ids, parents.astype(np.int32), lens), probs, min_probability)
+
+
+def _checked_probs(drafts: DraftTree, longest: int, valid: BoolArray | None) -> FloatArray | None:
+    """Those of ``drafts``, 0 where a row has no draft; None where there are none."""
+    probs = drafts.probs
+    if probs is None:
+        return None
+    if probs.shape != drafts.token_ids.shape:
+        raise ValueError(f"draft probs are {probs.shape}; allowed: as token_ids, {drafts.token_ids.shape}")
+    probs = probs[:, :longest].astype(np.float32, copy=False)
+    if valid is not None:
+        probs = np.where(valid, probs, np.float32(0))
+    if not ((probs >= 0) & (probs <= 1)).all():  # NaN is neither
+        raise ValueError(f"draft probs range from {probs.min()} to {probs.max()}; allowed: 0 to 1")
+    return probs
+
+
+def _likely(tree: DraftTree, probs: FloatArray | None, floor: float) -> DraftTree | None:
+    """What is left of ``tree`` without drafts below ``floor`` and those behind them; None if nothing is."""
+    if probs is None:
+        return tree
+    first, above = tree.parents < 0, np.maximum(tree.parents, 0)
+    kept = probs >= floor
+    while (orphans := kept & ~first & ~np.take_along_axis(kept, above, 1)).any():
+        kept &= ~orphans  # a drafter may hold a draft for likelier than its parent
+    lens = kept.sum(1, dtype=np.int32)
+    longest = int(lens.max())
+    if longest == 0:
+        return None
+    order = np.argsort(~kept, axis=1, kind="stable")[:, :longest]
+    valid = np.arange(longest) < lens[:, None]
+    places = np.where(first, -1, np.take_along_axis(np.cumsum(kept, 1, dtype=np.int32) - 1, above, 1))
+    columns = (tree.token_ids, 0), (places, -1), (probs, 0)
+    ids, parents, probs = (np.where(valid, np.take_along_axis(a, order, 1), junk) for a, junk in columns)
+    return DraftTree(ids.astype(np.int32), parents.astype(np.int32), lens, probs.astype(np.float32))

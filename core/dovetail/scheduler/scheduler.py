@@ -181,7 +181,7 @@ class Scheduler:
     def attach(self, batch: Batch, drafts: DraftTree) -> None:
         """Turn the decode rows of a batch into verify rows. Cursors advance as if every draft were accepted. Raises
         ``ValueError``, with nothing changed, for drafts that break the contract of ``Drafter.propose``."""
-        tree = checked(batch, drafts, self.limits.vocab_size)
+        tree = checked(batch, drafts, self.limits.vocab_size, self.limits.min_draft_probability)
         if tree is None:
             return
         batch.drafts = tree

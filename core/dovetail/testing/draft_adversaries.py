@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dovetail.interfaces.speculative import Drafter
-from dovetail.types import Batch, DraftTree, Req
+from dovetail.types import Batch, DraftTree, FloatArray, Req
 
 Nodes = Sequence[tuple[int, int]]
 """Drafts of one row: (token, parent), parents before their children, -1 for the row's last token."""
@@ -43,7 +43,11 @@ class Adversary(Drafter):
             room = min(int(batch.draft_room[row]), self._width)
             for place, (token, parent) in enumerate(self.nodes(batch.reqs[row], room) if room > 0 else ()):
                 ids[row, place], parents[row, place], lens[row] = token, parent, place + 1
-        return DraftTree(ids, parents, lens) if lens.any() else None
+        return DraftTree(ids, parents, lens, self.probs(ids.shape)) if lens.any() else None
+
+    def probs(self, shape: tuple[int, ...]) -> FloatArray | None:
+        """What it says of its drafts, ``[rows, k]``. Nothing, unless a subclass does."""
+        return None
 
 
 class RandomChains(Adversary):
@@ -60,6 +64,14 @@ class RandomTrees(Adversary):
     def nodes(self, req: Req, room: int) -> Nodes:
         """A tree."""
         return [(int(self.rng.integers(self.vocab_size)), int(self.rng.integers(-1, i))) for i in range(room)]
+
+
+class Overconfident(RandomTrees):
+    """Is sure of any token, now and then not of its parent, and says so."""
+
+    def probs(self, shape: tuple[int, ...]) -> FloatArray:
+        """1 or nearly 0."""
+        return self.rng.choice(np.array([1.0, 0.001], np.float32), shape, p=[0.8, 0.2])
 
 
 class AlwaysTheSame(Adversary):
@@ -109,5 +121,6 @@ ADVERSARIES: Mapping[str, type[Adversary]] = {
     "always the same": AlwaysTheSame,
     "zero drafts": NoDrafts,
     "random trees": RandomTrees,
+    "over-confident": Overconfident,
 }
 """All of them."""

@@ -15,7 +15,7 @@ from dovetail.plugins.specs import ComponentKind
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.draft_engine import DrafterEngineTests
 from dovetail.testing.policy import snapshot
-from dovetail.types import Batch, DraftTree, IntArray, PageUpdates, Req, SamplingParams
+from dovetail.types import Batch, DraftTree, FloatArray, IntArray, PageUpdates, Req, SamplingParams
 
 VOCAB_SIZE = 64
 MAX_CONTEXT = 256
@@ -129,6 +129,20 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
                 assert 0 <= token < VOCAB_SIZE
                 assert -1 <= parent < place, "parents come before their children"
         assert tree.is_chain or self.offers(Feature.DRAFT_TREE), "a tree was drafted, but only chains are declared"
+        stated = "are not stated" if tree.probs is None else "are stated"
+        assert (tree.probs is not None) == self.offers(Feature.DRAFT_PROBS), f"probabilities {stated}; see draft.probs"
+        if tree.probs is not None:
+            self.proves(Feature.DRAFT_PROBS)
+            self.check_probs(tree, tree.probs)
+
+    def check_probs(self, tree: DraftTree, probs: FloatArray) -> None:
+        """Between 0 and 1, and of no draft more than of its parent."""
+        assert (probs.shape, probs.dtype) == (tree.token_ids.shape, np.dtype(np.float32))
+        for row, count in enumerate(tree.lens.tolist()):
+            for place in range(count):
+                parent = int(tree.parents[row, place])
+                most = probs[row, parent] if parent >= 0 else 1
+                assert 0 <= probs[row, place] <= most, "a draft is no likelier than its parent"
 
     def test_without_room_there_are_no_drafts(self) -> None:
         """None, rather than a tree of nothing."""

@@ -164,12 +164,8 @@ def fitted(tree: TreeShape, limits: IntArray) -> tuple[IntArray, IntArray]:
 def _spread(found: torch.Tensor, rows: DraftRows) -> DraftTree:
     """What ``best_of`` found for ``rows``, among all of their batch. Waits for the device."""
     drafts = found.cpu().numpy().astype(np.int32)
-    most = drafts.shape[1] // 2
-    token_ids, parents = np.zeros((2, rows.total, most), np.int32)
-    lens = np.zeros(rows.total, np.int32)
-    lens[rows.rows], token_ids[rows.rows], parents[rows.rows] = (
-        drafts[:, 0],
-        drafts[:, 1 : most + 1],
-        drafts[:, most + 1 :],
-    )
-    return DraftTree(token_ids, parents, lens)
+    most = drafts.shape[1] // 3
+    spread = np.zeros((rows.total, drafts.shape[1]), np.int32)
+    spread[rows.rows] = drafts
+    lens, ids, parents, bits = np.split(spread, [1, 1 + most, 1 + 2 * most], 1)
+    return DraftTree(ids, parents, lens[:, 0], bits.view(np.float32))

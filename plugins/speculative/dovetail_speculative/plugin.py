@@ -55,15 +55,16 @@ DRAFT_MODEL = ComponentSpec(
 )
 
 
-def _eagle(name: str, target: str, config: str, offers: Feature, summary: str) -> ComponentSpec:
+def _eagle(name: str, target: str, config: str, summary: str, *, trees: bool) -> ComponentSpec:
     return ComponentSpec(
         kind=ComponentKind.DRAFTER,
         name=name,
         target=f"dovetail_speculative.eagle:{target}",
         config=f"dovetail_speculative.config:{config}",
         summary=summary,
-        offers=frozenset({offers}),
-        needs=_OF_HIDDEN_STATES | ({Feature.ATTN_TREE_MASK} if offers is Feature.DRAFT_TREE else frozenset()),
+        offers=frozenset({Feature.DRAFT_TREE, Feature.DRAFT_PROBS} if trees else {Feature.DRAFT_CHAIN}),
+        needs=_OF_HIDDEN_STATES | ({Feature.ATTN_TREE_MASK} if trees else frozenset()),
+        api=(1, 3),
         probe=_PROBE,
     )
 
@@ -72,19 +73,17 @@ EAGLE = _eagle(
     "eagle",
     "EagleDrafter",
     "EagleConfig",
-    Feature.DRAFT_TREE,
     "EAGLE-2: a head that predicts the target's hidden states drafts trees.",
+    trees=True,
 )
 EAGLE3 = _eagle(
     "eagle3",
     "Eagle3Drafter",
     "Eagle3Config",
-    Feature.DRAFT_CHAIN,
     "EAGLE-3: a head that reads three layers of the target drafts chains.",
+    trees=False,
 )
-EAGLE3_TREE = _eagle(
-    "eagle3_tree", "Eagle3Drafter", "Eagle3TreeConfig", Feature.DRAFT_TREE, "EAGLE-3 heads that draft trees."
-)
+EAGLE3_TREE = _eagle("eagle3_tree", "Eagle3Drafter", "Eagle3TreeConfig", "EAGLE-3 heads that draft trees.", trees=True)
 
 
 @hookimpl

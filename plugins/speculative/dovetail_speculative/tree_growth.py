@@ -168,9 +168,9 @@ def _levels(widths: tuple[int, ...], depths: tuple[int, ...]) -> list[tuple[IntA
 
 
 def best_of(trees: Trees, counts: torch.Tensor, most: int) -> torch.Tensor:
-    """The ``counts [rows]`` best candidates of each row, ``most`` at most, or as many as there are, as a tree: int64 ``[rows, 1 + 2 *
-    most]``, how many they are, their tokens, their parents. Of equals the first stays, so that no node is without its
-    parent."""
+    """The ``counts [rows]`` best candidates of each row, ``most`` at most, or as many as there are, as a tree: int64 ``[rows, 1 + 3 *
+    most]``, how many they are, their tokens, their parents, and the bits of their probabilities, float32. Of equals the first
+    stays, so that no node is without its parent."""
     width = trees.scores.shape[1]
     lens = torch.minimum(counts, trees.scores.isfinite().sum(1))
     place = torch.arange(most, device=lens.device)
@@ -182,4 +182,5 @@ def best_of(trees: Trees, counts: torch.Tensor, most: int) -> torch.Tensor:
     own = kept.clamp(max=width - 1)
     parents = trees.parents.gather(1, own)
     parents = there.gather(1, parents.masked_fill(parents < 0, width))
-    return torch.cat((lens[:, None], trees.ids.gather(1, own), parents), 1)
+    bits = trees.scores.gather(1, own).exp_().view(torch.int32).long()
+    return torch.cat((lens[:, None], trees.ids.gather(1, own), parents, bits), 1)

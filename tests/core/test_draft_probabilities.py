@@ -1,0 +1,131 @@
+"""Drafts that a drafter holds for unlikely are not verified: against a search over paths.
+
+Run: python -m pytest -q tests/core/test_draft_probabilities.py
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.scheduler.drafts import checked
+from dovetail.scheduler.limits import Limits
+from dovetail.types import DraftTree
+
+VOCAB = 9
+Node = tuple[int, int, float]
+"""Token, parent, probability."""
+
+
+def batch(rows: int, room: int = 99) -> SimpleNamespace:
+    return SimpleNamespace(reqs=[None] * rows, draft_room=np.full(rows, room, np.int32))
+
+
+def drafted(rows: list[list[Node]], *, spare: int = 2) -> DraftTree:
+    """With junk where a row has no draft."""
+    shape = len(rows), max(map(len, rows)) + spare
+    ids, parents, probs = np.full(shape, -7, np.int32), np.full(shape, 70, np.int32), np.full(shape, np.nan, np.float32)
+    for row, nodes in enumerate(rows):
+        for place, node in enumerate(nodes):
+            ids[row, place], parents[row, place], probs[row, place] = node
+    return DraftTree(ids, parents, np.array([len(nodes) for nodes in rows], np.int32), probs)
+
+
+def paths(tree: DraftTree | None, row: int) -> list[list[tuple[int, float]]]:
+    """Of each node, in order: tokens and probabilities from the root down to it."""
+    found: list[list[tuple[int, float]]] = []
+    if tree is not None:
+        assert tree.probs is not None
+        for token, parent, p in zip(tree.token_ids[row], tree.parents[row], tree.probs[row], strict=True):
+            if len(found) == tree.lens[row]:
+                assert (token, parent, p) == (0, -1, 0), "what is no draft says nothing"
+                continue
+            found.append([*(found[parent] if parent >= 0 else []), (int(token), float(p))])
+    return found
+
+
+@st.composite
+def node_lists(draw) -> list[Node]:
+    """A tree whose children may be likelier than their parents."""
+    count = draw(st.integers(0, 12))
+    likely = st.sampled_from([0.0, 0.05, 0.2, 0.5, 1.0])
+    return [(draw(st.integers(0, VOCAB - 1)), draw(st.integers(-1, i - 1)), draw(likely)) for i in range(count)]
+
+
+@given(rows=st.lists(node_lists(), min_size=1, max_size=5), floor=st.sampled_from([1e-6, 0.05, 0.1, 0.5, 1.0]))
+def test_what_is_left_are_the_paths_on_which_everything_is_likely(rows, floor):
+    tree = drafted(rows)
+    kept = checked(batch(len(rows)), tree, VOCAB, floor)
+    least = np.float32(floor) if floor == 0.05 else floor
+    for row in range(len(rows)):
+        whole: list[list[tuple[int, float]]] = []
+        for token, parent, p in rows[row]:
+            whole.append([*(whole[parent] if parent >= 0 else []), (token, float(np.float32(p)))])
+        expected = [path for path in whole if all(p >= least for _, p in path)]
+        assert paths(kept, row) == expected
+    if kept is not None:
+        assert {array.dtype for array in (kept.token_ids, kept.parents, kept.lens)} == {np.dtype(np.int32)}
+        assert kept.probs is not None
+        assert kept.probs.dtype == np.float32
+        assert kept.token_ids.shape[1] == kept.lens.max() > 0
+
+
+@given(lens=st.lists(st.integers(0, 6), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_chains_stay_chains(lens, seed):
+    probs = np.sort(np.random.default_rng(seed).random((len(lens), 6)).astype(np.float32))[:, ::-1]
+    ids = np.tile(np.arange(6, dtype=np.int32), (len(lens), 1))
+    kept = checked(batch(len(lens)), DraftTree.chains(ids, np.array(lens, np.int32), probs), VOCAB, 0.4)
+    left = [int((probs[row, :count] >= 0.4).sum()) for row, count in enumerate(lens)]
+    if not any(left):
+        assert kept is None
+        return
+    assert kept is not None
+    assert kept.is_chain
+    assert kept.lens.tolist() == left
+    for row, count in enumerate(left):
+        assert kept.token_ids[row, :count].tolist() == list(range(count))
+
+
+def test_a_tree_of_which_a_chain_is_left_is_one():
+    tree = drafted([[(1, -1, 0.9), (2, -1, 0.01), (3, 0, 0.8)]])
+    assert not tree.is_chain
+    kept = checked(batch(1), tree, VOCAB, 0.05)
+    assert kept is not None
+    assert kept.is_chain
+    assert kept.token_ids.tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize("probs", [[[0.5, 1.5]], [[-0.1, 0.5]], [[float("nan"), 0.5]], [[float("inf"), 0.5]]])
+def test_what_is_no_probability_is_refused(probs):
+    ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
+    with pytest.raises(ValueError, match="allowed: 0 to 1"):
+        checked(batch(1), DraftTree.chains(ids, lens, np.array(probs, np.float32)), VOCAB, 0.1)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 3), (2, 2), (1, 2, 1)])
+def test_probabilities_of_something_else_are_refused(shape):
+    ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
+    with pytest.raises(ValueError, match=r"allowed: as token_ids, \(1, 2\)"):
+        checked(batch(1), DraftTree.chains(ids, lens, np.ones(shape, np.float32)), VOCAB, 0.1)
+
+
+def test_without_a_least_probability_all_are_verified():
+    tree = drafted([[(1, -1, 0.0), (2, -1, 0.0)]])
+    kept = checked(batch(1), tree, VOCAB, 0.0)
+    assert kept is not None
+    assert (kept.lens.tolist(), kept.probs) == ([2], None)
+
+
+def test_drafts_cut_by_their_probabilities_do_not_also_adapt_to_what_is_accepted():
+    limits = Limits(max_running=1, max_waiting=1, chunk_size=1, context_len=9, vocab_size=VOCAB, adapt_drafts=True)
+    ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
+    chain = DraftTree.chains(ids, lens, np.ones((1, 2), np.float32))
+    cut, uncut = checked(batch(1), chain, VOCAB, 0.1), checked(batch(1), chain, VOCAB)
+    assert cut is not None
+    assert uncut is not None
+    assert not limits.adapts(cut)
+    assert limits.adapts(uncut)
