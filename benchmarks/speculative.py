@@ -243,9 +243,7 @@ class Bench:
         length = min(self.output, SHORT_OUTPUT)
         plain = self.engine()
         for name in self.args.methods:
-            with_drafts = self.engine(
-                self.sections[name], min_draft_probability=0
-            )  # random heads hold nothing for likely
+            with_drafts = self.engine(self.sections[name])
             for _ in range(6):
                 self.run(with_drafts, prompts, length)  # drafts are tried, and found not to pay
             ratios, times = [], []

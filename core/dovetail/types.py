@@ -190,23 +190,23 @@ class Phase(enum.StrEnum):
 class DraftTree:
     """Draft tokens for every row of a batch, in topological order: ``parents[r, j] < j``, -1 is the row's last token.
 
-    A chain is ``parents[r] = [-1, 0, 1, ...]``. Rows without drafts have ``lens[r] = 0``. ``probs``, from drafters that offer
-    draft.probs, says how likely the drafter holds each draft to be, with those above it, given the text: never more than its
-    parent's. Drafts that are too unlikely are not verified; whether one is accepted does not depend on it. The arrays do not
-    change once ``is_chain`` has been asked.
+    A chain is ``parents[r] = [-1, 0, 1, ...]``. Rows without drafts have ``lens[r] = 0``. ``probs`` (0 to 1; anything beyond
+    ``lens``) is the probability, by the drafter, of a draft and all those above it, given the text: at most its parent's.
+    Below ``scheduler.min_draft_probability`` a draft is not verified; what is accepted does not depend on it. The arrays do
+    not change once ``is_chain`` has been asked.
     """
 
     token_ids: IntArray  # [rows, k]
     parents: IntArray  # [rows, k]
     lens: IntArray  # [rows]
-    probs: FloatArray | None = None  # [rows, k]
+    probs: FloatArray | None = None  # [rows, k], of drafters that offer draft.probs
 
     _chain: bool | None = field(init=False, default=None, repr=False)
 
     @classmethod
-    def chains(cls, token_ids: IntArray, lens: IntArray, probs: FloatArray | None = None) -> DraftTree:
+    def chains(cls, token_ids: IntArray, lens: IntArray) -> DraftTree:
         """A chain in every row. Its ``parents`` are read-only."""
-        tree = cls(token_ids, _chain_parents(*token_ids.shape), lens, probs)
+        tree = cls(token_ids, _chain_parents(*token_ids.shape), lens)
         tree._chain = True
         return tree
 

@@ -138,7 +138,8 @@ def expected(logits):
 def drafting(llm, adversary):
     loop, before = llm.loop, llm.loop.drafter
     loop.drafter = adversary
-    given = {"draft_width": adversary.max_draft_tokens, "adapt_drafts": False, "min_draft_probability": 0.05}
+    least = 0.05 if adversary.probs((1, 1)) is not None else 0
+    given = {"draft_width": adversary.max_draft_tokens, "adapt_drafts": False, "min_draft_probability": least}
     loop.scheduler.limits = replace(loop.scheduler.limits, **given)
     yield
     loop.drafter = before

@@ -5,6 +5,7 @@ Run: python -m pytest -q tests/core/test_draft_probabilities.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,16 +36,19 @@ def drafted(rows: list[list[Node]], *, spare: int = 2) -> DraftTree:
     return DraftTree(ids, parents, np.array([len(nodes) for nodes in rows], np.int32), probs)
 
 
-def paths(tree: DraftTree | None, row: int) -> list[list[tuple[int, float]]]:
-    """Of each node, in order: tokens and probabilities from the root down to it."""
-    found: list[list[tuple[int, float]]] = []
+def chain(ids, lens, probs) -> DraftTree:
+    return replace(DraftTree.chains(ids, lens), probs=probs)
+
+
+def paths(tree: DraftTree | None, row: int) -> list[list[int]]:
+    """Of each node, in order: the tokens from the root down to it."""
+    found: list[list[int]] = []
     if tree is not None:
-        assert tree.probs is not None
-        for token, parent, p in zip(tree.token_ids[row], tree.parents[row], tree.probs[row], strict=True):
+        for token, parent in zip(tree.token_ids[row].tolist(), tree.parents[row].tolist(), strict=True):
             if len(found) == tree.lens[row]:
-                assert (token, parent, p) == (0, -1, 0), "what is no draft says nothing"
-                continue
-            found.append([*(found[parent] if parent >= 0 else []), (int(token), float(p))])
+                assert (token, parent) == (0, -1), "what is no draft says nothing"
+                break
+            found.append([*(found[parent] if parent >= 0 else []), token])
     return found
 
 
@@ -58,19 +62,15 @@ def node_lists(draw) -> list[Node]:
 
 @given(rows=st.lists(node_lists(), min_size=1, max_size=5), floor=st.sampled_from([1e-6, 0.05, 0.1, 0.5, 1.0]))
 def test_what_is_left_are_the_paths_on_which_everything_is_likely(rows, floor):
-    tree = drafted(rows)
-    kept = checked(batch(len(rows)), tree, VOCAB, floor)
-    least = np.float32(floor) if floor == 0.05 else floor
-    for row in range(len(rows)):
-        whole: list[list[tuple[int, float]]] = []
-        for token, parent, p in rows[row]:
-            whole.append([*(whole[parent] if parent >= 0 else []), (token, float(np.float32(p)))])
-        expected = [path for path in whole if all(p >= least for _, p in path)]
-        assert paths(kept, row) == expected
+    kept = checked(batch(len(rows)), drafted(rows), VOCAB, floor)
+    for row, nodes in enumerate(rows):
+        whole: list[list[tuple[int, np.float32]]] = []
+        for token, parent, p in nodes:
+            whole.append([*(whole[parent] if parent >= 0 else []), (token, np.float32(p))])
+        likely = [path for path in whole if all(p >= np.float32(floor) for _, p in path)]
+        assert paths(kept, row) == [[token for token, _ in path] for path in likely]
     if kept is not None:
         assert {array.dtype for array in (kept.token_ids, kept.parents, kept.lens)} == {np.dtype(np.int32)}
-        assert kept.probs is not None
-        assert kept.probs.dtype == np.float32
         assert kept.token_ids.shape[1] == kept.lens.max() > 0
 
 
@@ -78,7 +78,7 @@ def test_what_is_left_are_the_paths_on_which_everything_is_likely(rows, floor):
 def test_chains_stay_chains(lens, seed):
     probs = np.sort(np.random.default_rng(seed).random((len(lens), 6)).astype(np.float32))[:, ::-1]
     ids = np.tile(np.arange(6, dtype=np.int32), (len(lens), 1))
-    kept = checked(batch(len(lens)), DraftTree.chains(ids, np.array(lens, np.int32), probs), VOCAB, 0.4)
+    kept = checked(batch(len(lens)), chain(ids, np.array(lens, np.int32), probs), VOCAB, 0.4)
     left = [int((probs[row, :count] >= 0.4).sum()) for row, count in enumerate(lens)]
     if not any(left):
         assert kept is None
@@ -91,7 +91,7 @@ def test_chains_stay_chains(lens, seed):
 
 
 def test_a_tree_of_which_a_chain_is_left_is_one():
-    tree = drafted([[(1, -1, 0.9), (2, -1, 0.01), (3, 0, 0.8)]])
+    tree = drafted([[(1, -1, 0.9), (2, -1, 0.01), (3, 0, 0.8)]], spare=0)
     assert not tree.is_chain
     kept = checked(batch(1), tree, VOCAB, 0.05)
     assert kept is not None
@@ -103,29 +103,30 @@ def test_a_tree_of_which_a_chain_is_left_is_one():
 def test_what_is_no_probability_is_refused(probs):
     ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
     with pytest.raises(ValueError, match="allowed: 0 to 1"):
-        checked(batch(1), DraftTree.chains(ids, lens, np.array(probs, np.float32)), VOCAB, 0.1)
+        checked(batch(1), chain(ids, lens, np.array(probs, np.float32)), VOCAB, 0.1)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 3), (2, 2), (1, 2, 1)])
 def test_probabilities_of_something_else_are_refused(shape):
     ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
     with pytest.raises(ValueError, match=r"allowed: as token_ids, \(1, 2\)"):
-        checked(batch(1), DraftTree.chains(ids, lens, np.ones(shape, np.float32)), VOCAB, 0.1)
+        checked(batch(1), chain(ids, lens, np.ones(shape, np.float32)), VOCAB, 0.1)
+
+
+def test_drafts_without_probabilities_are_refused_where_these_decide():
+    ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
+    with pytest.raises(ValueError, match="have no probs, which scheduler.min_draft_probability needs"):
+        checked(batch(1), DraftTree.chains(ids, lens), VOCAB, 0.1)
 
 
 def test_without_a_least_probability_all_are_verified():
-    tree = drafted([[(1, -1, 0.0), (2, -1, 0.0)]])
-    kept = checked(batch(1), tree, VOCAB, 0.0)
+    kept = checked(batch(1), drafted([[(1, -1, 0.0), (2, -1, 0.0)]]), VOCAB, 0.0)
     assert kept is not None
-    assert (kept.lens.tolist(), kept.probs) == ([2], None)
+    assert kept.lens.tolist() == [2]
 
 
 def test_drafts_cut_by_their_probabilities_do_not_also_adapt_to_what_is_accepted():
     limits = Limits(max_running=1, max_waiting=1, chunk_size=1, context_len=9, vocab_size=VOCAB, adapt_drafts=True)
-    ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
-    chain = DraftTree.chains(ids, lens, np.ones((1, 2), np.float32))
-    cut, uncut = checked(batch(1), chain, VOCAB, 0.1), checked(batch(1), chain, VOCAB)
-    assert cut is not None
-    assert uncut is not None
-    assert not limits.adapts(cut)
-    assert limits.adapts(uncut)
+    tree = DraftTree.chains(np.array([[1, 2]], np.int32), np.array([2], np.int32))
+    assert limits.adapts(tree)
+    assert not replace(limits, min_draft_probability=0.1).adapts(tree)

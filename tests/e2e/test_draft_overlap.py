@@ -306,8 +306,7 @@ def run_mess(llm, jobs, said, monkeypatch, seed, *, drafter=None, luck=(), error
 
 def engine_of(target, name, cut, **scheduler):
     sections = CUTS[cut] | {"speculative": DRAFTERS[name]}
-    given = {"draft": "always", "min_draft_probability": 0, "overlap": True, "mixed": len(name) % 2 == 0}
-    given |= sections.pop("scheduler") | scheduler
+    given = {"draft": "always", "overlap": True, "mixed": len(name) % 2 == 0} | sections.pop("scheduler") | scheduler
     return make_llm(target, **sections, scheduler=given)
 
 

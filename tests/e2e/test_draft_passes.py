@@ -133,8 +133,7 @@ def model(target, tmp_path, request):
 
 
 def engine(model, speculative, page_size=4, **sections):
-    always = {"draft": "always", "min_draft_probability": 0}  # random heads hold nothing for likely
-    sections["scheduler"] = always | {"chunk_size": 20} | sections.get("scheduler", {})
+    sections["scheduler"] = {"draft": "always", "chunk_size": 20} | sections.get("scheduler", {})
     return make_llm(model, speculative=speculative, **paged(page_size, **sections))
 
 

@@ -149,7 +149,7 @@ def drafted(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_beside_drafters_that_watch_hidden_states(drafted, kind):
     directory, prompts, plain = drafted
-    scheduler = {"draft": "always", "min_draft_probability": 0, "chunk_size": 48}
+    scheduler = {"draft": "always", "chunk_size": 48}
     llm = make_llm(directory, speculative={"kind": kind, "path": str(directory / kind)}, scheduler=scheduler)
     for _ in range(2):
         for found, wanted in zip(beside(llm, prompts), plain, strict=True):

@@ -73,7 +73,7 @@ def make(model, speculative, attention, dtype, **sections):
         attention=attention,
         grammar="none",
         speculative=speculative,
-        scheduler={"draft": "always", "min_draft_probability": 0, "chunk_size": 64} | sections.pop("scheduler", {}),
+        scheduler={"draft": "always", "chunk_size": 64} | sections.pop("scheduler", {}),
         memory={"page_size": 16, "kv_gib": 0.25},
         **sections,
     )

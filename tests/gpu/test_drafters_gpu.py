@@ -44,8 +44,7 @@ NAMES = ("draft_model", "eagle", "eagle3", "eagle3_tree")
 
 
 def make(device, speculative, dtype="float32", **sections):
-    always = {"draft": "always", "min_draft_probability": 0}  # random heads hold nothing for likely
-    scheduler = always | {"chunk_size": 64} | sections.pop("scheduler", {})
+    scheduler = {"draft": "always", "chunk_size": 64} | sections.pop("scheduler", {})
     memory = {"page_size": 16, "kv_gib": 0.25}
     model = {"path": "tiny", "dtype": dtype}
     return LLM(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from mutant import Mutant, Suite
 
+from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.llm import LLM
 from dovetail.testing.drafter import DrafterSuite
@@ -58,10 +59,27 @@ class UndeclaredTree(NgramDrafter):
         return tree and dataclasses.replace(tree, parents=np.full_like(tree.parents, -1))
 
 
-class UndeclaredProbabilities(NgramDrafter):
+class StatesProbabilities(NgramDrafter):
+    def probs(self, places: np.ndarray) -> np.ndarray:
+        return 0.9 ** (places + 1)
+
     def propose(self, batch: Batch) -> DraftTree | None:
         tree = super().propose(batch)
-        return tree and dataclasses.replace(tree, probs=np.ones(tree.token_ids.shape, np.float32))
+        if tree is None:
+            return None
+        rows, width = tree.token_ids.shape
+        stated = np.tile(self.probs(np.arange(width)).astype(np.float32), (rows, 1))
+        return dataclasses.replace(tree, probs=stated)
+
+
+class StatesConditionalProbabilities(StatesProbabilities):
+    def probs(self, places: np.ndarray) -> np.ndarray:
+        return 0.5 + 0.01 * places
+
+
+class StatesLogarithms(StatesProbabilities):
+    def probs(self, places: np.ndarray) -> np.ndarray:
+        return -0.1 * (places + 1)
 
 
 class ForgetsNothing(NgramDrafter):
@@ -142,9 +160,12 @@ class MustKnowWhatItForgets(NgramDrafter):
         self._known.remove(req.uid)
 
 
-def suite(drafter_class: type[NgramDrafter], **settings: int) -> Suite:
+def suite(drafter_class: type[NgramDrafter], *more: Feature, **settings: int) -> Suite:
     class Suite(DrafterSuite):
         name = "ngram"
+
+        def offers(self, feature: Feature) -> bool:
+            return feature in more or super().offers(feature)
 
         def make(self) -> Drafter:
             return drafter_class(NgramConfig.model_validate(settings), CONTEXT)
@@ -171,6 +192,7 @@ class WritesInEngines(Engines):
     drafter_class = WritesTheLastToken
 
 
+STATING = suite(StatesProbabilities, Feature.DRAFT_PROBS, shared=0)
 ALONE, SHARED = suite(NgramDrafter, shared=0), suite(NgramDrafter)
 SEEDS = tuple((seed,) for seed in range(8))
 TREES = "test_drafts_are_valid_trees_within_their_room"
@@ -186,13 +208,20 @@ def _of(
     return Mutant(fault, case, suite(drafter_class, shared=0), ALONE, runs, says)
 
 
+def _stating(fault: str, drafter_class: type[NgramDrafter], says: str) -> Mutant:
+    return Mutant(fault, TREES, suite(drafter_class, Feature.DRAFT_PROBS, shared=0), STATING, SEEDS, says)
+
+
 MUTANTS = [
     _of("drafts beyond its room", BeyondItsRoom, TREES, "more was drafted than pages were reserved for"),
     _of("drafts for prompt rows", ForPromptRows, TREES, "more was drafted than pages were reserved for"),
     _of("drafts tokens that do not exist", OutsideTheVocabulary, TREES),
     _of("puts children before their parents", ChildrenFirst, TREES, "parents come before their children"),
     _of("drafts a tree and declares chains", UndeclaredTree, TREES, "only chains are declared"),
-    _of("states probabilities and does not declare it", UndeclaredProbabilities, TREES, "probabilities are stated"),
+    _of("states probabilities and does not declare them", StatesProbabilities, TREES, "draft.probs is not declared"),
+    _stating("declares probabilities and states none", NgramDrafter, "no probs are stated"),
+    _stating("states probabilities given the parent", StatesConditionalProbabilities, "likelier than its parent"),
+    _stating("states logarithms of probabilities", StatesLogarithms, "has probability -0.1"),
     _of("has a tree of nothing in place of None", NeverNone, "test_without_room_there_are_no_drafts", runs=[()]),
     _of("drafts where nothing is verified", ForPromptRows, "test_extend_rows_alone_get_no_drafts", runs=[()]),
     _of("has no room for a draft", HasNoWidth, "test_max_draft_tokens_is_positive", runs=[()]),

@@ -70,11 +70,11 @@ class SchedulerSection(Section):
         default="adaptive",
         description="When the drafter is asked. `adaptive`: while steps with drafts bring more tokens in the same time than steps without, as measured at each number of running requests, and for fewer tokens where few are accepted; `always`.",
     )
-    min_draft_probability: float | None = Field(
-        default=None,
+    min_draft_probability: float = Field(
+        default=0.0,
         ge=0,
         le=1,
-        description="Drafts that the drafter itself holds for less likely than this, given the text, are not verified. Only for drafters that say so (they offer `draft.probs`), for which it is 0.05 by default. 0: all are verified.",
+        description="A draft is not verified if the drafter gives it, together with the drafts before it, a lower probability than this. Needs a drafter that states probabilities (`draft.probs`): `eagle`, `eagle3_tree`. 0: all are verified.",
     )
     wait_for_prefix: bool = Field(
         default=True,

@@ -118,9 +118,10 @@ class Engine:
         """The drafter, before the pool is there: its models and rooms take memory too."""
         if resolved.drafter is None:
             return None
-        rows = resolved.config.scheduler.rows
+        section = resolved.config.scheduler
+        sizes = self.info.vocab_size, section.rows, self.context_len
         return resolved.drafter.build(
-            DrafterContext(self.device, self.info.vocab_size, rows, self.context_len, runtime)
+            DrafterContext(self.device, *sizes, runtime, min_draft_probability=section.min_draft_probability)
         )
 
     def _measure(self, resolved: Resolved, pool: PagedKVPool, dtype: torch.dtype) -> Needs:

@@ -52,7 +52,7 @@ class Feature(enum.StrEnum):
     # drafters
     DRAFT_CHAIN = "draft.chain"
     DRAFT_TREE = "draft.tree"
-    DRAFT_PROBS = "draft.probs"  # says of each draft how likely it holds it to be
+    DRAFT_PROBS = "draft.probs"  # states the probabilities of its drafts: DraftTree.probs
 
     # schedule policies
     POLICY_PREFIX_AWARE = "policy.prefix_aware"  # orders by what the prefix cache holds

@@ -123,13 +123,14 @@ class DraftRuntime(ABC):
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
     """What a drafter is built for. ``runtime`` is None where there is no engine: in the conformance suite of drafters that
-    need none."""
+    need none. Drafts below ``min_draft_probability`` are not verified; where it is not 0, drafts must have ``probs``."""
 
     device: torch.device
     vocab_size: int
     max_rows: int
     max_context: int
     runtime: DraftRuntime | None = None
+    min_draft_probability: float = 0.0
 
 
 class Drafter(ABC):
@@ -156,7 +157,7 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree | None:
         """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_room[r]`` (read-only) for row r;
-        None where there are none at all. ``req.token_ids[:req.known_len]`` is each row's text so far, all of it known; the
+        None where there are none at all; with ``probs`` if the drafter offers draft.probs. ``req.token_ids[:req.known_len]`` is each row's text so far, all of it known; the
         target's KV of all but the last token is in the pool, and pages are reserved for so many drafts behind it."""
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:

@@ -78,7 +78,7 @@ def build_scheduler(
         shared_prefixes=engine.shares_prefixes,
         draft_width=draft_width,
         adapt_drafts=section.draft == "adaptive",
-        min_draft_probability=section.min_draft_probability or 0.0,
+        min_draft_probability=section.min_draft_probability,
         jump_forward=resolved.config.grammar.jump_forward,
         embeds=Feature.MODEL_EMBED in engine.info.offers,
         pin_seconds=section.pin_seconds,

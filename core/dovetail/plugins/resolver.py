@@ -38,8 +38,6 @@ FP8_E4M3 = (8, 9)
 INVARIANT = ((9, 0),)
 """Compute capabilities of the CUDA devices on which ``batch_invariant`` has been shown to hold."""
 INVARIANT_DTYPES = ("bfloat16", "float16")
-MIN_DRAFT_PROBABILITY = 0.05
-"""Where drafters say how likely their drafts are and nothing is set: it costs hardly an accepted token, and saves half of the nodes."""
 
 logger = logging.getLogger("dovetail.plugins")
 
@@ -185,15 +183,15 @@ def _check_invariant_trees(config: Config, combo: fit.Combination) -> None:
 
 
 def _check_draft_probability(config: Config, slots: Slots, combo: fit.Combination) -> None:
-    """Drafts can be told apart by their probabilities where the drafter states them."""
+    """Drafts can only be left out by their probabilities if the drafter states them."""
     drafter, least = combo[fit.DRAFTER], config.scheduler.min_draft_probability
     if not least or not isinstance(drafter, Candidate) or Feature.DRAFT_PROBS in drafter.spec.offers:
         return
     able = [c.spec.name for c in slots[fit.DRAFTER].candidates if c.usable and Feature.DRAFT_PROBS in c.spec.offers]
     changes = ["scheduler.min_draft_probability: 0", *(f"speculative: {name}" for name in able)]
     raise ConfigError(
-        f"scheduler.min_draft_probability is {least:g} with speculative {fit.show(drafter)!r}, which does not say how likely its "
-        f"drafts are; it would need {Feature.DRAFT_PROBS}. Set {' or '.join(changes)}"
+        f"scheduler.min_draft_probability is {least:g} with speculative {fit.show(drafter)!r}, which states no probabilities of its "
+        f"drafts (it does not offer {Feature.DRAFT_PROBS}). Set {' or '.join(changes)}"
     )
 
 
@@ -388,14 +386,10 @@ def _concrete(
         }
     )
     on_cuda = machine.device_type == "cuda"
-    drafter, least = parts[fit.DRAFTER], config.scheduler.min_draft_probability
-    if least is None:
-        least = MIN_DRAFT_PROBABILITY if drafter and Feature.DRAFT_PROBS in drafter.spec.offers else 0.0
     scheduler = {
         "overlap": overlap,
         "max_running": config.scheduler.max_running or (512 if on_cuda else 256),
         "chunk_size": config.scheduler.chunk_size or (8192 if on_cuda else 2048),
-        "min_draft_probability": least,
     }
     attention = AttentionSelection(prefill=_selection(parts[fit.PREFILL]), decode=_selection(parts[fit.DECODE]))
     return config.model_copy(

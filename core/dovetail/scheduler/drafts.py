@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
-    """``drafts`` as wide as the longest row, with 0 and -1 where a row has no draft, and without those that their drafter holds
-    for less likely than ``min_probability``; None if no row has one. ``probs`` are there if drafts were cut by them.
+    """``drafts`` as wide as the longest row, with 0 and -1 where a row has no draft, without ``probs``: those below
+    ``min_probability`` are left out, with what hangs on them. None if no row has a draft.
 
     Raises ``ValueError`` for what the contract of ``Drafter.propose`` excludes.
     """
@@ -42,45 +42,47 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: f
     probs = _checked_probs(drafts, longest, valid) if min_probability > 0 else None
     if drafts.is_chain:
         # with parents of its own: the drafter's were looked at when this was asked first, and may have changed since
-        return _likely(DraftTree.chains(ids, lens), probs, min_probability)
+        return _pruned(DraftTree.chains(ids, lens), probs, min_probability)
     parents = parents[:, :longest]
     if valid is not None:
         parents = np.where(valid, parents, -1)
     if parents.min() < -1 or (parents >= np.arange(longest)).any():
         raise ValueError("a draft's parent comes after it; allowed: -1 (the row's last token) or an earlier draft")
-    return _likely(DraftTree(ids, parents.astype(np.int32), lens), probs, min_probability)
+    return _pruned(DraftTree(ids, parents.astype(np.int32), lens), probs, min_probability)
 
 
-def _checked_probs(drafts: DraftTree, longest: int, valid: BoolArray | None) -> FloatArray | None:
-    """Those of ``drafts``, 0 where a row has no draft; None where there are none."""
+def _checked_probs(drafts: DraftTree, longest: int, valid: BoolArray | None) -> FloatArray:
+    """Those of ``drafts``, 0 where a row has no draft."""
     probs = drafts.probs
     if probs is None:
-        return None
+        raise ValueError("drafts have no probs, which scheduler.min_draft_probability needs")
     if probs.shape != drafts.token_ids.shape:
         raise ValueError(f"draft probs are {probs.shape}; allowed: as token_ids, {drafts.token_ids.shape}")
-    probs = probs[:, :longest].astype(np.float32, copy=False)
+    probs = probs[:, :longest]
     if valid is not None:
-        probs = np.where(valid, probs, np.float32(0))
+        probs = np.where(valid, probs, 0)
     if not ((probs >= 0) & (probs <= 1)).all():  # NaN is neither
         raise ValueError(f"draft probs range from {probs.min()} to {probs.max()}; allowed: 0 to 1")
     return probs
 
 
-def _likely(tree: DraftTree, probs: FloatArray | None, floor: float) -> DraftTree | None:
-    """What is left of ``tree`` without drafts below ``floor`` and those behind them; None if nothing is."""
+def _pruned(tree: DraftTree, probs: FloatArray | None, min_probability: float) -> DraftTree | None:
+    """``tree`` without drafts below ``min_probability`` and those behind them; None if nothing is left."""
     if probs is None:
         return tree
+    kept = probs >= min_probability
     first, above = tree.parents < 0, np.maximum(tree.parents, 0)
-    kept = probs >= floor
     while (orphans := kept & ~first & ~np.take_along_axis(kept, above, 1)).any():
-        kept &= ~orphans  # a drafter may hold a draft for likelier than its parent
+        kept &= ~orphans  # a drafter may state more than the parent's: without its parent a draft has no place
     lens = kept.sum(1, dtype=np.int32)
+    if (lens == tree.lens).all():
+        return tree
     longest = int(lens.max())
     if longest == 0:
         return None
     order = np.argsort(~kept, axis=1, kind="stable")[:, :longest]
     valid = np.arange(longest) < lens[:, None]
-    places = np.where(first, -1, np.take_along_axis(np.cumsum(kept, 1, dtype=np.int32) - 1, above, 1))
-    columns = (tree.token_ids, 0), (places, -1), (probs, 0)
-    ids, parents, probs = (np.where(valid, np.take_along_axis(a, order, 1), junk) for a, junk in columns)
-    return DraftTree(ids.astype(np.int32), parents.astype(np.int32), lens, probs.astype(np.float32))
+    places = np.where(first, -1, np.take_along_axis(np.cumsum(kept, 1) - 1, above, 1))
+    ids = np.where(valid, np.take_along_axis(tree.token_ids, order, 1), 0)
+    parents = np.where(valid, np.take_along_axis(places, order, 1), -1)
+    return DraftTree(ids.astype(np.int32), parents.astype(np.int32), lens)

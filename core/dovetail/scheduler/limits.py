@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The scheduler's bounds, from config and model. ``reuses_prefixes``: the prefix cache keeps something. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
-    with ``adapt_drafts`` each request gets fewer where few are accepted; drafts whose drafter holds them for less likely than ``min_draft_probability`` are not verified; ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
+    with ``adapt_drafts`` each request gets fewer where few are accepted; drafts of a lower probability than ``min_draft_probability`` are not verified; ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
     ``jump_forward`` appends text that a grammar forces; not together with drafts. ``embeds``: the model offers model.embed.
     Groups and sessions keep prefixes locked for ``pin_seconds``, ``pin_pages`` of them in all."""
 
@@ -35,8 +35,8 @@ class Limits:
 
     def adapts(self, drafts: DraftTree) -> bool:
         """Whether what comes of ``drafts`` decides how many a request gets next: of a tree most nodes are there not to be
-        accepted, and drafts that come with probabilities are cut by those."""
-        return self.adapt_drafts and drafts.probs is None and drafts.is_chain
+        accepted, and what is left of a tree may be a chain."""
+        return self.adapt_drafts and self.min_draft_probability == 0 and drafts.is_chain
 
 
 @dataclass(slots=True)

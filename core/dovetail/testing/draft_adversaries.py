@@ -66,12 +66,13 @@ class RandomTrees(Adversary):
         return [(int(self.rng.integers(self.vocab_size)), int(self.rng.integers(-1, i))) for i in range(room)]
 
 
-class Overconfident(RandomTrees):
-    """Is sure of any token, now and then not of its parent, and says so."""
+class Miscalibrated(RandomTrees):
+    """States probabilities that have nothing to do with its drafts: far too high ones, far too low ones, of a child more than of
+    its parent."""
 
     def probs(self, shape: tuple[int, ...]) -> FloatArray:
-        """1 or nearly 0."""
-        return self.rng.choice(np.array([1.0, 0.001], np.float32), shape, p=[0.8, 0.2])
+        """Some below any threshold."""
+        return self.rng.choice(np.array([1.0, 0.3, 0.06, 0.001], np.float32), shape, p=[0.2, 0.3, 0.3, 0.2])
 
 
 class AlwaysTheSame(Adversary):
@@ -121,6 +122,6 @@ ADVERSARIES: Mapping[str, type[Adversary]] = {
     "always the same": AlwaysTheSame,
     "zero drafts": NoDrafts,
     "random trees": RandomTrees,
-    "over-confident": Overconfident,
+    "miscalibrated": Miscalibrated,
 }
 """All of them."""

@@ -129,8 +129,9 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
                 assert 0 <= token < VOCAB_SIZE
                 assert -1 <= parent < place, "parents come before their children"
         assert tree.is_chain or self.offers(Feature.DRAFT_TREE), "a tree was drafted, but only chains are declared"
-        stated = "are not stated" if tree.probs is None else "are stated"
-        assert (tree.probs is not None) == self.offers(Feature.DRAFT_PROBS), f"probabilities {stated}; see draft.probs"
+        stated, offered = tree.probs is not None, self.offers(Feature.DRAFT_PROBS)
+        assert offered or not stated, "probs are stated, but draft.probs is not declared"
+        assert stated or not offered, "draft.probs is declared, but no probs are stated"
         if tree.probs is not None:
             self.proves(Feature.DRAFT_PROBS)
             self.check_probs(tree, tree.probs)
@@ -140,9 +141,10 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
         assert (probs.shape, probs.dtype) == (tree.token_ids.shape, np.dtype(np.float32))
         for row, count in enumerate(tree.lens.tolist()):
             for place in range(count):
-                parent = int(tree.parents[row, place])
+                p, parent = probs[row, place], int(tree.parents[row, place])
+                assert 0 <= p <= 1, f"draft {place} of row {row} has probability {p}"
                 most = probs[row, parent] if parent >= 0 else 1
-                assert 0 <= probs[row, place] <= most, "a draft is no likelier than its parent"
+                assert p <= most, "a draft is likelier than its parent: probs include the drafts above"
 
     def test_without_room_there_are_no_drafts(self) -> None:
         """None, rather than a tree of nothing."""

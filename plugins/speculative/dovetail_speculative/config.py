@@ -119,9 +119,9 @@ class _Tree(CheckpointConfig):
     )
 
     @property
-    def tree(self) -> TreeShape:
-        """The tree's shape."""
-        return TreeShape(self.topk, self.depth)
+    def tree(self) -> TreeShape | None:
+        """The tree's shape; None makes chains."""
+        return None if self.topk == 1 else TreeShape(self.topk, self.depth)
 
     @property
     def most(self) -> int:
