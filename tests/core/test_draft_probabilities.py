@@ -60,7 +60,7 @@ def node_lists(draw) -> list[Node]:
     return [(draw(st.integers(0, VOCAB - 1)), draw(st.integers(-1, i - 1)), draw(likely)) for i in range(count)]
 
 
-@given(rows=st.lists(node_lists(), min_size=1, max_size=5), floor=st.sampled_from([1e-6, 0.05, 0.1, 0.5, 1.0]))
+@given(rows=st.lists(node_lists(), min_size=1, max_size=5), floor=st.sampled_from([1e-46, 1e-6, 0.05, 0.1, 0.5, 1.0]))
 def test_what_is_left_are_the_paths_on_which_everything_is_likely(rows, floor):
     kept = checked(batch(len(rows)), drafted(rows), VOCAB, floor)
     for row, nodes in enumerate(rows):
@@ -111,6 +111,16 @@ def test_probabilities_of_something_else_are_refused(shape):
     ids, lens = np.array([[1, 2]], np.int32), np.array([2], np.int32)
     with pytest.raises(ValueError, match=r"allowed: as token_ids, \(1, 2\)"):
         checked(batch(1), chain(ids, lens, np.ones(shape, np.float32)), VOCAB, 0.1)
+
+
+@pytest.mark.parametrize("floor", [1e-46, 1e-9, 0.5])
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_a_row_without_drafts_gets_none(dtype, floor):
+    tree = drafted([[(1, -1, 1.0), (2, 0, 1.0)], []])
+    assert tree.probs is not None
+    kept = checked(batch(2), replace(tree, probs=tree.probs.astype(dtype)), VOCAB, floor)
+    assert kept is not None
+    assert kept.lens.tolist() == [2, 0]
 
 
 def test_drafts_without_probabilities_are_refused_where_these_decide():

@@ -298,12 +298,11 @@ def test_unlikely_drafts_are_left_out_where_the_drafter_says_which_they_are(fake
     assert least("speculative=eagle") == least("speculative=ngram") == 0
     assert least("speculative=eagle", given) == 0.3
     assert least(given) == 0.3, "no drafts, none of them unlikely"
-    with pytest.raises(ConfigError) as caught:
-        least("speculative=ngram", given)
-    assert str(caught.value) == (
-        "scheduler.min_draft_probability is 0.3 with speculative 'ngram', which states no probabilities of its drafts "
-        "(it does not offer draft.probs). Set scheduler.min_draft_probability: 0 or speculative: eagle"
-    )
+    text = refusal(fakes, *specs, sets=["speculative=ngram", given])
+    assert "scheduler.min_draft_probability needs draft.probs; speculative is 'ngram', which offers draft.chain" in text
+    fixes = text.partition("to mend it, set one of:")[2].split("\n  - ")[1:]
+    assert set(fixes) == {"scheduler.min_draft_probability: 0", "speculative: none", "speculative: eagle"}
+    assert run(fakes, *specs, sets=["speculative=auto", given]).drafter.name == "eagle"
 
 
 def test_overlap_auto_is_off_on_cpu_and_can_be_asked_for(fakes):

@@ -13,7 +13,7 @@ from engine_runs import Traffic, check_idle, make_llm, paged, prompts_of, result
 from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
-from dovetail.errors import ConfigError
+from dovetail.errors import ResolutionError
 from dovetail.scheduler import admission
 
 DRAFTERS = {
@@ -123,9 +123,7 @@ def test_likely_drafts_are_right_more_often():
 
 def test_chains_of_tree_drafters_refuse_a_least_probability(target):
     sections = paged(4, scheduler={"min_draft_probability": 0.1})
-    with pytest.raises(
-        ConfigError, match=r"min_draft_probability is 0\.1 with speculative\.topk 1.*Set speculative\.topk: 2"
-    ):
+    with pytest.raises(ResolutionError, match=r"speculative\.topk is 1.*set speculative\.topk to 2 or more"):
         make_llm(target, **with_drafts(sections, DRAFTERS["eagle, chains"]))
 
 

@@ -166,6 +166,16 @@ def test_a_child_as_probable_as_its_parent_comes_after_it():
     assert paths_of(best_of(trees, torch.tensor([3]), 3)[0]) == [(1,), (1, 3), (1, 3, 3)]
 
 
+def test_a_score_that_is_no_number_is_no_candidate():
+    shape = TreeShape(2, 2)
+    first = torch.tensor([[1, 2]]), torch.tensor([[-0.1, -5.0]])
+    steps = TreeSteps(shape, lambda batch, ids, hidden: hidden, lambda x: first, lambda n: torch.zeros(n, 1))
+    trees = steps.begin(torch.zeros(1, 1), torch.tensor([2]), torch.tensor([2]))
+    scores = torch.tensor([[[torch.nan, torch.nan], [-0.5, -9.0]]])
+    steps.grow(trees, 1, torch.tensor([[[3, 4], [5, 6]]]), scores)
+    assert paths_of(best_of(trees, torch.tensor([3]), 3)[0]) == [(1,), (2,), (2, 5)]
+
+
 @given(limits=st.lists(st.integers(1, 80), min_size=1, max_size=5), topk=st.integers(2, 10), depth=st.integers(1, 8))
 def test_trees_fit_into_the_pages_there_are(limits, topk, depth):
     """Nodes that are expanded have places, a tree is never deeper than its drafts are many, full room gives the full tree, and

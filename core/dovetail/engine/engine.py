@@ -118,10 +118,9 @@ class Engine:
         """The drafter, before the pool is there: its models and rooms take memory too."""
         if resolved.drafter is None:
             return None
-        section = resolved.config.scheduler
-        sizes = self.info.vocab_size, section.rows, self.context_len
+        rows = resolved.config.scheduler.rows
         return resolved.drafter.build(
-            DrafterContext(self.device, *sizes, runtime, min_draft_probability=section.min_draft_probability)
+            DrafterContext(self.device, self.info.vocab_size, rows, self.context_len, runtime)
         )
 
     def _measure(self, resolved: Resolved, pool: PagedKVPool, dtype: torch.dtype) -> Needs:

@@ -123,14 +123,13 @@ class DraftRuntime(ABC):
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
     """What a drafter is built for. ``runtime`` is None where there is no engine: in the conformance suite of drafters that
-    need none. Drafts below ``min_draft_probability`` are not verified; where it is not 0, drafts must have ``probs``."""
+    need none."""
 
     device: torch.device
     vocab_size: int
     max_rows: int
     max_context: int
     runtime: DraftRuntime | None = None
-    min_draft_probability: float = 0.0
 
 
 class Drafter(ABC):

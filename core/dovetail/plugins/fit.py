@@ -21,8 +21,8 @@ from dovetail.plugins.specs import ComponentKind
 PREFILL, DECODE = "attention.prefill", "attention.decode"
 CACHE, POLICY, GRAMMAR, DRAFTER = "cache", "policy", "grammar", "speculative"
 OVERLAP, MIXED, GRAPHS = "scheduler.overlap", "scheduler.mixed", "graphs.decode"
-BATCH_INVARIANT = "batch_invariant"
-SETTINGS = (OVERLAP, MIXED, GRAPHS, BATCH_INVARIANT)
+BATCH_INVARIANT, MIN_PROBABILITY = "batch_invariant", "scheduler.min_draft_probability"
+SETTINGS = (OVERLAP, MIXED, GRAPHS, BATCH_INVARIANT, MIN_PROBABILITY)
 VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, *SETTINGS)
 
 INVARIANT_API = (1, 3)
@@ -31,7 +31,7 @@ INVARIANT_API = (1, 3)
 MOST_PAIRS = 6
 """Pairs of changes that are told of."""
 
-Option = Candidate | bool | None
+Option = Candidate | bool | float | None
 Combination = Mapping[str, Option]
 Domains = Mapping[str, Sequence[Option]]
 
@@ -192,6 +192,8 @@ def _drafter_needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
         attention.append(Feature.ATTN_TREE_MASK)
     for feature in attention:
         yield from (Need(feature, who, owner) for owner in _owners(feature, bool(combo[MIXED])))
+    if combo[MIN_PROBABILITY]:
+        yield Need(Feature.DRAFT_PROBS, MIN_PROBABILITY, DRAFTER)
     kinds = {group.kind for group in model.cache_groups}
     if kinds - {CacheGroupKind.STATE}:
         yield Need(Feature.KV_ROLLBACK, who, "kv")

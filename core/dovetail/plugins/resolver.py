@@ -60,7 +60,6 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     _judge_the_others(slots, combo, _lags(config, machine), model)
     _check_jump_forward(config, slots, combo)
     _check_invariant_trees(config, combo)
-    _check_draft_probability(config, slots, combo)
     resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
     for resolution in resolved.resolutions:
         logger.info("%s: %s, %s%s", *_told(resolution))
@@ -133,6 +132,7 @@ def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequen
         fit.MIXED: [config.scheduler.mixed],
         fit.GRAPHS: _graphs(config, machine),
         fit.BATCH_INVARIANT: [config.batch_invariant],
+        fit.MIN_PROBABILITY: [config.scheduler.min_draft_probability],
     }
 
 
@@ -180,19 +180,6 @@ def _check_invariant_trees(config: Config, combo: fit.Combination) -> None:
             f"{config.memory.page_size}; allowed with trees: 1. Set memory.page_size: 1, batch_invariant: false, or a drafter of "
             "chains"
         )
-
-
-def _check_draft_probability(config: Config, slots: Slots, combo: fit.Combination) -> None:
-    """Drafts can only be left out by their probabilities if the drafter states them."""
-    drafter, least = combo[fit.DRAFTER], config.scheduler.min_draft_probability
-    if not least or not isinstance(drafter, Candidate) or Feature.DRAFT_PROBS in drafter.spec.offers:
-        return
-    able = [c.spec.name for c in slots[fit.DRAFTER].candidates if c.usable and Feature.DRAFT_PROBS in c.spec.offers]
-    changes = ["scheduler.min_draft_probability: 0", *(f"speculative: {name}" for name in able)]
-    raise ConfigError(
-        f"scheduler.min_draft_probability is {least:g} with speculative {fit.show(drafter)!r}, which states no probabilities of its "
-        f"drafts (it does not offer {Feature.DRAFT_PROBS}). Set {' or '.join(changes)}"
-    )
 
 
 def _check_jump_forward(config: Config, slots: Slots, combo: fit.Combination) -> None:
@@ -261,6 +248,7 @@ def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> Resolutio
         fit.MIXED: [False, True],
         fit.GRAPHS: [False, True],
         fit.BATCH_INVARIANT: [False],
+        fit.MIN_PROBABILITY: [0],
         fit.DRAFTER: slots[fit.DRAFTER].alternatives(),
         "attention": slots[fit.DECODE].alternatives(),
         **{name: slot.alternatives() for name, slot in slots.items() if name != fit.DRAFTER},

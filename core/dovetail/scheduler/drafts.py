@@ -56,11 +56,12 @@ def _checked_probs(drafts: DraftTree, longest: int, valid: BoolArray | None) -> 
     probs = drafts.probs
     if probs is None:
         raise ValueError("drafts have no probs, which scheduler.min_draft_probability needs")
+    probs = np.asarray(probs, np.float32)
     if probs.shape != drafts.token_ids.shape:
         raise ValueError(f"draft probs are {probs.shape}; allowed: as token_ids, {drafts.token_ids.shape}")
     probs = probs[:, :longest]
     if valid is not None:
-        probs = np.where(valid, probs, 0)
+        probs = np.where(valid, probs, np.float32(0))
     if not ((probs >= 0) & (probs <= 1)).all():  # NaN is neither
         raise ValueError(f"draft probs range from {probs.min()} to {probs.max()}; allowed: 0 to 1")
     return probs
@@ -70,7 +71,7 @@ def _pruned(tree: DraftTree, probs: FloatArray | None, min_probability: float) -
     """``tree`` without drafts below ``min_probability`` and those behind them; None if nothing is left."""
     if probs is None:
         return tree
-    kept = probs >= min_probability
+    kept = (probs >= min_probability) & (np.arange(probs.shape[1]) < tree.lens[:, None])
     first, above = tree.parents < 0, np.maximum(tree.parents, 0)
     while (orphans := kept & ~first & ~np.take_along_axis(kept, above, 1)).any():
         kept &= ~orphans  # a drafter may state more than the parent's: without its parent a draft has no place

@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError, WeightsError
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.interfaces.speculative import DraftRuntime
-    from dovetail_speculative.config import CheckpointConfig
+    from dovetail_speculative.config import CheckpointConfig, Eagle3TreeConfig, EagleConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of tensors, by name."""
@@ -34,6 +34,17 @@ def find_checkpoint(runtime: DraftRuntime, section: CheckpointConfig) -> Path:
 def probe(section: CheckpointConfig, config: Config) -> str | None:
     """See ``ComponentSpec.probe``."""
     return _missing(locate(config.model.path), section.folder) if section.path == "auto" else None
+
+
+def probe_tree(section: EagleConfig | Eagle3TreeConfig, config: Config) -> str | None:
+    """``probe``, and whether there are the probabilities that are asked for."""
+    least = config.scheduler.min_draft_probability
+    if section.topk == 1 and least > 0:
+        return (
+            f"speculative.topk is 1, which makes chains, and only trees have the probabilities that scheduler.min_draft_probability "
+            f"{least:g} needs: set speculative.topk to 2 or more, or scheduler.min_draft_probability to 0"
+        )
+    return probe(section, config)
 
 
 def _missing(target: Path, folder: str) -> str | None:

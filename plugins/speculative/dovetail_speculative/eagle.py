@@ -39,13 +39,7 @@ class EagleDrafterBase(HiddenDrafter):
     def __init__(
         self, context: DrafterContext, head: EagleModel, num_draft_tokens: int, tree: TreeShape | None
     ) -> None:
-        """``tree`` says how trees grow; None makes chains, which come without probabilities: raises ``ConfigError`` where those are
-        needed."""
-        if tree is None and context.min_draft_probability > 0:
-            raise ConfigError(
-                f"scheduler.min_draft_probability is {context.min_draft_probability:g} with speculative.topk 1, which makes chains, and "
-                "only trees come with probabilities. Set speculative.topk: 2 or more, or scheduler.min_draft_probability: 0"
-            )
+        """``tree`` says how trees grow; None makes chains."""
         runtime = _runtime(context)
         room, size = runtime.room(head.info), head.info.hidden_size
         accepted = num_draft_tokens if tree is None else tree.depth

@@ -9,6 +9,7 @@ from dovetail.plugins.hookspecs import hookimpl
 from dovetail.plugins.specs import ComponentKind, ComponentSpec
 
 _PROBE = "dovetail_speculative.checkpoints:probe"
+_PROBE_TREE = "dovetail_speculative.checkpoints:probe_tree"
 
 NGRAM = ComponentSpec(
     kind=ComponentKind.DRAFTER,
@@ -65,7 +66,7 @@ def _eagle(name: str, target: str, config: str, summary: str, *, trees: bool) ->
         offers=frozenset({Feature.DRAFT_TREE, Feature.DRAFT_PROBS} if trees else {Feature.DRAFT_CHAIN}),
         needs=_OF_HIDDEN_STATES | ({Feature.ATTN_TREE_MASK} if trees else frozenset()),
         api=(1, 3),
-        probe=_PROBE,
+        probe=_PROBE_TREE if trees else _PROBE,
     )
 
 

@@ -171,10 +171,11 @@ def best_of(trees: Trees, counts: torch.Tensor, most: int) -> torch.Tensor:
     """The ``counts [rows]`` best candidates of each row, ``most`` at most, or as many as there are, as a tree: int64 ``[rows, 1 + 3 *
     most]``, how many they are, their tokens, their parents, and the bits of their probabilities, float32. Of equals the first
     stays, so that no node is without its parent."""
-    width = trees.scores.shape[1]
-    lens = torch.minimum(counts, trees.scores.isfinite().sum(1))
+    width, there_are = trees.scores.shape[1], trees.scores.isfinite()
+    scores = trees.scores.masked_fill(~there_are, -torch.inf)  # NaN would be the best of all
+    lens = torch.minimum(counts, there_are.sum(1))
     place = torch.arange(most, device=lens.device)
-    ranked = torch.sort(trees.scores, stable=True, dim=1, descending=True).indices[:, :most]
+    ranked = torch.sort(scores, stable=True, dim=1, descending=True).indices[:, :most]
     kept = ranked.masked_fill(place >= lens[:, None], width).sort(1).values
     there = torch.full((len(lens), width + 1), -1, device=lens.device)
     there.scatter_(1, kept, place.expand_as(kept))
@@ -182,5 +183,5 @@ def best_of(trees: Trees, counts: torch.Tensor, most: int) -> torch.Tensor:
     own = kept.clamp(max=width - 1)
     parents = trees.parents.gather(1, own)
     parents = there.gather(1, parents.masked_fill(parents < 0, width))
-    bits = trees.scores.gather(1, own).exp_().view(torch.int32).long()
+    bits = scores.gather(1, own).exp_().view(torch.int32).long()
     return torch.cat((lens[:, None], trees.ids.gather(1, own), parents, bits), 1)
