@@ -13,6 +13,7 @@ from dovetail.interfaces.cache import CacheContext
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
+from dovetail.memory.pairs import PAIR, PairCache
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.scheduler.grammar import GrammarService
@@ -88,10 +89,14 @@ def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, **limi
         "chunk_size": 9,
         "context_len": CONTEXT,
         "vocab_size": VOCAB,
-        "reuses_prefixes": cache == "radix",
+        "reuses_prefixes": cache != "none",
+        "next_token_counts": cache == "pairs",
     } | limits
-    context = CacheContext(page_size)
-    index = RadixCache(RadixConfig(), context) if cache == "radix" else NoCache(NoneConfig(), context)
+    if cache == "pairs":
+        index = PairCache(RadixCache(RadixConfig(), CacheContext(PAIR * page_size)), page_size)
+    else:
+        context = CacheContext(page_size)
+        index = RadixCache(RadixConfig(), context) if cache == "radix" else NoCache(NoneConfig(), context)
     table = RequestTable(settings["max_running"], -(-CONTEXT // page_size) + 1)
     ledger = PageLedger(PageAllocator(num_pages), index, table, page_size)
     policy = Fcfs(FcfsConfig(), PolicyContext(index))

@@ -19,14 +19,14 @@ from pretended import CONTEXT, EOS, VOCAB, Run, build, half_right
 
 
 @pytest.mark.parametrize("lag", [False, True])
-@pytest.mark.parametrize("cache", ["radix", "none"])
+@pytest.mark.parametrize("cache", ["radix", "pairs", "none"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
     rng = random.Random(seed)
     limits = {"mixed": bool(seed % 2), "chunk_size": rng.choice([3, 9, 64])}
-    limits["wait_for_prefix"] = seed < 2 and cache == "radix"
-    limits["shared_prefixes"] = cache == "radix"
+    limits["wait_for_prefix"] = seed < 2 and cache != "none"
+    limits["shared_prefixes"] = cache != "none"
     scheduler, device = build(page_size, 1 + 160 // page_size, cache, **limits)
     run = Run(scheduler, device, lag)
     stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
@@ -45,11 +45,12 @@ def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize("cache", ["radix", "pairs"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_in_little_memory(page_size, seed, ahead):
+def test_drafts_in_little_memory(page_size, cache, seed, ahead):
     rng = random.Random(seed)
-    scheduler, device = build(page_size, 1 + 160 // page_size, draft_width=3, adapt_drafts=bool(seed % 2))
+    scheduler, device = build(page_size, 1 + 160 // page_size, cache, draft_width=3, adapt_drafts=bool(seed % 2))
     run = Run(scheduler, device, drafts=half_right, ahead=ahead)
     for i in range(20):
         run.add(
@@ -224,6 +225,20 @@ def test_the_next_turn_finds_the_last_answer_too():
     run.add("second", [*run.texts["first"], 1, 2], max_new_tokens=1)
     run.finish()
     assert scheduler.totals.cached_tokens == 29
+
+
+@pytest.mark.parametrize(("page_size", "cached"), [(1, 19), (4, 16)])
+def test_where_the_next_token_counts_a_place_is_another_before_another_token(page_size, cached):
+    """The twentieth token is in the cache, in front of others; with pages of four so is its page."""
+    scheduler, device = build(page_size, 200, "pairs")
+    run = Run(scheduler, device)
+    for i in range(4):
+        run.add(f"r{i}", [*range(20, 40), i], max_new_tokens=2, ignore_eos=True)
+        run.finish()
+    assert [run.cached[f"r{i}"] for i in range(4)] == [0, cached, cached, cached]
+    run.add("again", [*range(20, 40), 2, 3, 3], max_new_tokens=2, ignore_eos=True)
+    run.finish()
+    assert run.cached["again"] == 20
 
 
 def test_namespaces_do_not_share():

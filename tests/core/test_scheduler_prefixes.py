@@ -149,6 +149,21 @@ def test_a_wait_needs_the_same_beginning_and_a_whole_page_more():
     assert waits.start(req_of(3, text[: 496 + PAGE + 1]), 496)
 
 
+def test_nobody_waits_for_a_place_that_is_another_before_another_token():
+    rng = random.Random(0)
+    shared = ids(rng, 512)
+    other, req = req_of(0, [*shared, 5, *ids(rng, 2000)]), req_of(1, [*shared, 6, 7])
+    for ahead, most in ((0, 32), (1, 31)):
+        waits = PrefixWaits(PAGE, ahead=ahead)
+        waits.begin([other])
+        assert not waits.start(req, most * PAGE)
+        assert waits.start(req, (most - 1) * PAGE)
+        other.shared_pages = most - 1
+        assert waits.still(req)
+        other.shared_pages = most
+        assert not waits.still(req)
+
+
 @each_lag
 def test_others_go_first_while_a_request_waits(lag):
     """The chunk is filled with those behind the ones that wait, and these go as soon as their prefix is there."""

@@ -153,6 +153,12 @@ class Drafter(ABC):
         target's hidden states. It is then not switched off for the sake of a comparison that it is sure to win."""
         return False
 
+    @property
+    def reads_next_token(self) -> bool:
+        """True if its keys and values at a place depend on the token after it, as those of heads do. A cached prefix is then one
+        only for texts that go on with the same token."""
+        return False
+
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree | None:
         """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_room[r]`` (read-only) for row r;

@@ -11,6 +11,7 @@ from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
+from dovetail.memory.pairs import PAIR, PairCache
 from dovetail.memory.table import RequestTable
 from dovetail.scheduler.grammar import GrammarService
 from dovetail.scheduler.grammar_choice import GrammarRecipe
@@ -63,7 +64,10 @@ def build_scheduler(
 ) -> Scheduler:
     """The scheduler, with books that fit the engine's pool. ``draft_width`` is the most drafts a row can have."""
     section = resolved.config.scheduler
-    cache = resolved.cache.build(CacheContext(engine.page_size))
+    paired = engine.drafter is not None and engine.drafter.reads_next_token
+    cache = resolved.cache.build(CacheContext(engine.page_size * (PAIR if paired else 1)))
+    if paired:
+        cache = PairCache(cache, engine.page_size)
     table = RequestTable(section.rows, engine.inputs.page_table.shape[1])
     ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size)
     limits = Limits(
@@ -80,6 +84,7 @@ def build_scheduler(
         adapt_drafts=section.draft == "adaptive",
         min_draft_probability=section.min_draft_probability,
         jump_forward=resolved.config.grammar.jump_forward,
+        next_token_counts=paired,
         embeds=Feature.MODEL_EMBED in engine.info.offers,
         pin_seconds=section.pin_seconds,
         pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),

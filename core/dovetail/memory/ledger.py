@@ -105,7 +105,9 @@ class PageLedger:
         if count <= req.shared_pages:
             return
         own = self.table.pages[:, req.slot, :count].copy()
-        held = self.cache.insert(req.token_ids[: count * self.page_size], own, req.namespace, req.priority)
+        end = count * self.page_size
+        behind = int(self.page_size > 1 and req.known_len > end)  # a cache may want to know how the text goes on
+        held = self.cache.insert(req.token_ids[: end + behind], own, req.namespace, req.priority)
         kept = held.pages.shape[1]
         duplicate = np.flatnonzero((held.pages != own[:, :kept]).any(axis=0))
         if len(duplicate):

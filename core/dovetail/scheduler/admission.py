@@ -32,7 +32,9 @@ class Admission:
         self.policy = policy
         self.totals = totals
         self._groups = groups
-        self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix)
+        self._waits = PrefixWaits(
+            ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=int(limits.next_token_counts)
+        )
 
     def fill(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Requests and the prompt tokens of each that enter this step, ``limits.chunk_size`` in all. Mutates

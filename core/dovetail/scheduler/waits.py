@@ -27,9 +27,10 @@ class PrefixWaits:
     has lost meanwhile.
     """
 
-    def __init__(self, page_size: int, *, only_groups: bool = False) -> None:
-        """``only_groups``: members of a group wait for each other, and nobody else for anybody."""
-        self._page_size = page_size
+    def __init__(self, page_size: int, *, only_groups: bool = False, ahead: int = 0) -> None:
+        """``only_groups``: members of a group wait for each other, and nobody else for anybody. So many tokens ``ahead`` of a prefix
+        must be the same for the cache to know it."""
+        self._page_size, self._ahead = page_size, ahead
         self._only_groups = only_groups
         self._waits: dict[int, tuple[Req, int]] = {}  # by uid: who is waited for, and the pages in common
         self._computing: list[Req] = []
@@ -68,13 +69,13 @@ class PrefixWaits:
     def start(self, req: Req, cached: int) -> bool:
         """True if a prompt that is being computed has more of this request's prefix than the ``cached`` tokens that the
         cache has: then ``req`` waits from now on."""
-        end = cached + self._page_size
+        end = cached + self._page_size + self._ahead
         if end > req.device_len - 1 or (self._only_groups and not req.group):
             return False
         for other in self._index(end).get(self._key(req, end), ()):
             if np.array_equal(req.token_ids[:end], other.token_ids[:end]):
                 mine, theirs = req.token_ids[: req.device_len - 1], other.token_ids[: other.prompt_len]
-                self._waits[req.uid] = other, common_length(mine, theirs) // self._page_size
+                self._waits[req.uid] = other, (common_length(mine, theirs) - self._ahead) // self._page_size
                 return True
         return False
 

@@ -44,7 +44,7 @@ class HiddenDrafter(Drafter):
 
     Subclasses call ``runtime.watch`` in their constructor, and say what the head computes. A request of which a token was
     missed is not drafted for until it starts anew. A text that begins in the prefix cache finds the head's keys and values
-    there; the last of them was made with the token that followed in the other text, which costs little: it is one of many.
+    there.
     """
 
     def __init__(
@@ -83,6 +83,11 @@ class HiddenDrafter(Drafter):
     @property
     def must_see_all(self) -> bool:
         """True: every token's hidden state is needed."""
+        return True
+
+    @property
+    def reads_next_token(self) -> bool:
+        """True: see the module."""
         return True
 
     # -- what a head says --------------------------------------------------------------------------------------------
