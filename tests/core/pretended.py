@@ -9,11 +9,10 @@ import zlib
 
 import numpy as np
 
-from dovetail.interfaces.cache import CacheContext
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
-from dovetail.memory.pairs import PAIR, PairCache
+from dovetail.memory.lookahead import with_lookahead
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.scheduler.grammar import GrammarService
@@ -90,15 +89,12 @@ def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, **limi
         "context_len": CONTEXT,
         "vocab_size": VOCAB,
         "reuses_prefixes": cache != "none",
-        "next_token_counts": cache == "pairs",
     } | limits
-    if cache == "pairs":
-        index = PairCache(RadixCache(RadixConfig(), CacheContext(PAIR * page_size)), page_size)
-    else:
-        context = CacheContext(page_size)
-        index = RadixCache(RadixConfig(), context) if cache == "radix" else NoCache(NoneConfig(), context)
+    ahead = {"pairs": 1, "triples": 2}.get(cache, 0)
+    kind, config = (NoCache, NoneConfig) if cache == "none" else (RadixCache, RadixConfig)
+    index = with_lookahead(lambda context: kind(config(), context), page_size, ahead)
     table = RequestTable(settings["max_running"], -(-CONTEXT // page_size) + 1)
-    ledger = PageLedger(PageAllocator(num_pages), index, table, page_size)
+    ledger = PageLedger(PageAllocator(num_pages), index, table, page_size, ahead)
     policy = Fcfs(FcfsConfig(), PolicyContext(index))
     scheduler = Scheduler(Limits(**settings), ledger, policy, GrammarService(None), None, frozenset([EOS]), clock)
     return scheduler, Device(settings["max_running"], table.pages.shape[2], num_pages, page_size)

@@ -19,7 +19,7 @@ from pretended import CONTEXT, EOS, VOCAB, Run, build, half_right
 
 
 @pytest.mark.parametrize("lag", [False, True])
-@pytest.mark.parametrize("cache", ["radix", "pairs", "none"])
+@pytest.mark.parametrize("cache", ["radix", "pairs", "triples", "none"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
@@ -45,7 +45,7 @@ def test_random_traffic_in_little_memory(page_size, cache, lag, seed):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-@pytest.mark.parametrize("cache", ["radix", "pairs"])
+@pytest.mark.parametrize("cache", ["radix", "pairs", "triples"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_in_little_memory(page_size, cache, seed, ahead):

@@ -234,23 +234,3 @@ def test_a_tree_of_a_head_that_knows_its_target_has_the_text_in_it(memoryless):
     llm = make_llm(memoryless, **with_drafts(paged(16), trees))
     llm.generate(prompts_of([20]), SamplingParams(max_new_tokens=51, temperature=0, ignore_eos=True))
     assert llm.loop.stats().accepted_tokens >= 35, "four of five tokens, but for the end"
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("name", ["eagle3", "eagle3_tree", "mtp"])
-def test_a_cached_prefix_is_drafted_behind_as_well_as_any(name, page_size):
-    """What a head knows of a cached prefix is what it would know had it read it here."""
-    prompts = [f"What is {a} + {b}?" for a in (7, 17) for b in (5, 3, 12, 13)]
-    drafted = []
-    for cache in ("radix", "none"):
-        memory = {"page_size": page_size, "num_pages": 2048 // page_size}
-        parts = {"cache": cache, "grammar": "none", "speculative": name, "scheduler": {"draft": "always"}}
-        llm = LLM("tiny", device="cpu", threads=1, memory=memory, **parts)
-        texts = [
-            llm.chat([{"role": "user", "content": prompt}], SamplingParams(temperature=0)).text for prompt in prompts
-        ]
-        stats = llm.loop.stats()
-        drafted.append((texts, stats.drafted_tokens, stats.accepted_tokens))
-        assert (stats.cached_tokens > 0) == (cache == "radix")
-        llm.close()
-    assert drafted[0] == drafted[1]

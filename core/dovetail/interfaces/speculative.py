@@ -154,10 +154,10 @@ class Drafter(ABC):
         return False
 
     @property
-    def reads_next_token(self) -> bool:
-        """True if its keys and values at a place depend on the token after it, as those of heads do. A cached prefix is then one
-        only for texts that go on with the same token."""
-        return False
+    def tokens_ahead(self) -> int:
+        """How many of the tokens after a place its keys and values there depend on; 1 for a head. A cached prefix is then only one for
+        texts that go on with the same so many tokens."""
+        return 0
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree | None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from dovetail.interfaces.cache import CacheContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
-from dovetail.memory.pairs import PAIR, PairCache
+from dovetail.memory.lookahead import with_lookahead
 from dovetail.memory.table import RequestTable
 from dovetail.scheduler.grammar import GrammarService
 from dovetail.scheduler.grammar_choice import GrammarRecipe
@@ -64,12 +63,10 @@ def build_scheduler(
 ) -> Scheduler:
     """The scheduler, with books that fit the engine's pool. ``draft_width`` is the most drafts a row can have."""
     section = resolved.config.scheduler
-    paired = engine.drafter is not None and engine.drafter.reads_next_token
-    cache = resolved.cache.build(CacheContext(engine.page_size * (PAIR if paired else 1)))
-    if paired:
-        cache = PairCache(cache, engine.page_size)
+    ahead = engine.drafter.tokens_ahead if engine.drafter is not None else 0
+    cache = with_lookahead(resolved.cache.build, engine.page_size, ahead)
     table = RequestTable(section.rows, engine.inputs.page_table.shape[1])
-    ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size)
+    ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size, ahead)
     limits = Limits(
         max_running=section.rows,
         max_waiting=section.max_waiting,
@@ -84,7 +81,6 @@ def build_scheduler(
         adapt_drafts=section.draft == "adaptive",
         min_draft_probability=section.min_draft_probability,
         jump_forward=resolved.config.grammar.jump_forward,
-        next_token_counts=paired,
         embeds=Feature.MODEL_EMBED in engine.info.offers,
         pin_seconds=section.pin_seconds,
         pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),

@@ -24,11 +24,20 @@ if TYPE_CHECKING:
 class PageLedger:
     """Pages of running requests. Mutates the requests' ``slot``, ``num_pages``, ``shared_pages`` and ``cache_handle``."""
 
-    def __init__(self, allocator: PageAllocator, cache: PrefixCache, table: RequestTable, page_size: int) -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        cache: PrefixCache,
+        table: RequestTable,
+        page_size: int,
+        tokens_ahead: int = 0,
+    ) -> None:
+        """``tokens_ahead``: so many tokens behind a page ``cache`` knows it by, too; see ``memory.lookahead``."""
         self.allocator = allocator
         self.cache = cache
         self.table = table
         self.page_size = page_size
+        self.tokens_ahead = tokens_ahead
         self.give_way: Callable[[int], bool] = lambda short: False
         """Asked when so many pages are missing: unlocks something that is only there for speed; False if that is no use."""
 
@@ -105,9 +114,8 @@ class PageLedger:
         if count <= req.shared_pages:
             return
         own = self.table.pages[:, req.slot, :count].copy()
-        end = count * self.page_size
-        behind = int(self.page_size > 1 and req.known_len > end)  # a cache may want to know how the text goes on
-        held = self.cache.insert(req.token_ids[: end + behind], own, req.namespace, req.priority)
+        known = min(count * self.page_size + self.tokens_ahead, req.known_len)
+        held = self.cache.insert(req.token_ids[:known], own, req.namespace, req.priority)
         kept = held.pages.shape[1]
         duplicate = np.flatnonzero((held.pages != own[:, :kept]).any(axis=0))
         if len(duplicate):

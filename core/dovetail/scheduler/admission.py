@@ -32,9 +32,7 @@ class Admission:
         self.policy = policy
         self.totals = totals
         self._groups = groups
-        self._waits = PrefixWaits(
-            ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=int(limits.next_token_counts)
-        )
+        self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
 
     def fill(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
         """Requests and the prompt tokens of each that enter this step, ``limits.chunk_size`` in all. Mutates
@@ -106,7 +104,8 @@ class Admission:
     def _match(self, req: Req) -> Match:
         """The cached prefix, short of the last token, whose logits are needed, and of any token of which something is."""
         length = min(_first_read(req) if _reads_prompt(req) else req.device_len, req.device_len) - 1
-        return self.ledger.cache.match(req.token_ids[:length], req.namespace)
+        known = min(length + self.ledger.tokens_ahead, req.device_len)
+        return self.ledger.cache.match(req.token_ids[:known], req.namespace)
 
     def _claim(self, req: Req) -> int:
         """Pages that a running request is likely to need soon, beyond those it has."""

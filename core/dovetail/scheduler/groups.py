@@ -37,9 +37,9 @@ class _Group:
 class Groups:
     """The groups of which members are still to come, to wait or to be admitted."""
 
-    def __init__(self, pins: Pins, page_size: int, seconds: float) -> None:
-        """``seconds`` after its last member has come a group is forgotten."""
-        self._pins, self._page_size, self._seconds = pins, page_size, seconds
+    def __init__(self, pins: Pins, page_size: int, seconds: float, ahead: int = 0) -> None:
+        """``seconds`` after its last member has come a group is forgotten. The cache knows pages by the tokens ``ahead``, too."""
+        self._pins, self._page_size, self._seconds, self._ahead = pins, page_size, seconds, ahead
         self._groups: OrderedDict[PinKey, _Group] = OrderedDict()
 
     def __len__(self) -> int:
@@ -54,8 +54,7 @@ class Groups:
         if group is not None:
             self._narrow(key, group, prompt)
         elif req.group_size > 1:
-            whole = req.prompt_len - req.prompt_len % self._page_size
-            self._groups[key] = _Group(req.group_size, prompt[:whole].copy(), 0.0)
+            self._groups[key] = _Group(req.group_size, prompt[: self._whole(req.prompt_len)].copy(), 0.0)
         self._renew(key)
         if len(self._groups) > MOST:
             self._forget(next(iter(self._groups)))
@@ -93,11 +92,16 @@ class Groups:
             self._forget(key)
 
     def _narrow(self, key: PinKey, group: _Group, prompt: IntArray) -> None:
-        length = common_length(group.common, prompt) // self._page_size * self._page_size
+        length = self._whole(common_length(group.common, prompt))
         if length < len(group.common):
             group.common = group.common[:length]
             if key in self._pins:
                 self._pins.keep(key, group.common)
+
+    def _whole(self, length: int) -> int:
+        """As many of ``length`` tokens as the cache needs for what pages it knows of them."""
+        pages = (length - self._ahead) // self._page_size
+        return pages * self._page_size + self._ahead if pages > 0 else 0
 
     def _renew(self, key: PinKey) -> None:
         group = self._groups.get(key)

@@ -28,8 +28,8 @@ class PrefixWaits:
     """
 
     def __init__(self, page_size: int, *, only_groups: bool = False, ahead: int = 0) -> None:
-        """``only_groups``: members of a group wait for each other, and nobody else for anybody. So many tokens ``ahead`` of a prefix
-        must be the same for the cache to know it."""
+        """``only_groups``: members of a group wait for each other, and nobody else for anybody. The cache knows pages by the tokens
+        ``ahead``, too."""
         self._page_size, self._ahead = page_size, ahead
         self._only_groups = only_groups
         self._waits: dict[int, tuple[Req, int]] = {}  # by uid: who is waited for, and the pages in common
@@ -70,11 +70,14 @@ class PrefixWaits:
         """True if a prompt that is being computed has more of this request's prefix than the ``cached`` tokens that the
         cache has: then ``req`` waits from now on."""
         end = cached + self._page_size + self._ahead
-        if end > req.device_len - 1 or (self._only_groups and not req.group):
+        known = req.device_len - (
+            self._ahead == 0
+        )  # the logits of the last token are needed, but it may stand behind a page
+        if end > known or (self._only_groups and not req.group):
             return False
         for other in self._index(end).get(self._key(req, end), ()):
             if np.array_equal(req.token_ids[:end], other.token_ids[:end]):
-                mine, theirs = req.token_ids[: req.device_len - 1], other.token_ids[: other.prompt_len]
+                mine, theirs = req.token_ids[:known], other.token_ids[: other.prompt_len]
                 self._waits[req.uid] = other, (common_length(mine, theirs) - self._ahead) // self._page_size
                 return True
         return False

@@ -44,7 +44,7 @@ class HiddenDrafter(Drafter):
 
     Subclasses call ``runtime.watch`` in their constructor, and say what the head computes. A request of which a token was
     missed is not drafted for until it starts anew. A text that begins in the prefix cache finds the head's keys and values
-    there.
+    there, where the steps that computed it were observed.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class HiddenDrafter(Drafter):
         return True
 
     @property
-    def reads_next_token(self) -> bool:
-        """True: see the module."""
-        return True
+    def tokens_ahead(self) -> int:
+        """1: see the module."""
+        return 1
 
     # -- what a head says --------------------------------------------------------------------------------------------
 

@@ -51,6 +51,11 @@ class MtpDrafter(HiddenDrafter):
         self._depth, self._size = info.num_layers, info.hidden_size
         self._floors = np.zeros(context.max_rows + 1, np.int32)  # by slot: the first place that was seen
 
+    @property
+    def tokens_ahead(self) -> int:
+        """As many as there are layers: the last one takes a token so far ahead."""
+        return self._depth
+
     def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """See ``HiddenDrafter.step``: the layers' outputs side by side, each after the same token."""
         outputs = [self._model.advance(0, batch, ids, hidden)]

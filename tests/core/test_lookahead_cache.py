@@ -1,24 +1,29 @@
-"""A cache in which the next token counts, against a dictionary of prefixes.
+"""A cache in which the next tokens count, against a dictionary of prefixes.
 
 Run: python -m pytest -q tests/core/test_pair_cache.py
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.interfaces.cache import CacheContext
-from dovetail.memory.pairs import PAIR, PairCache
+from dovetail.interfaces.cache import CacheContext, PrefixCache
+from dovetail.memory.lookahead import LookaheadCache, with_lookahead
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.radix import RadixCache
 
 Text = tuple[int, ...]
 
 
-def make(page_size: int, groups: int = 1) -> PairCache:
-    return PairCache(RadixCache(RadixConfig(), CacheContext(PAIR * page_size, groups)), page_size)
+def make(page_size: int, ahead: int, groups: int = 1) -> PrefixCache:
+    def build(context: CacheContext) -> PrefixCache:
+        return RadixCache(RadixConfig(), replace(context, num_groups=groups))
+
+    return with_lookahead(build, page_size, ahead)
 
 
 def tokens(text: Text) -> np.ndarray:
@@ -26,14 +31,14 @@ def tokens(text: Text) -> np.ndarray:
 
 
 class Known:
-    """Which page a text's n-th page is in, by all tokens up to the one behind it."""
+    """Which page a text's n-th page is in, by all tokens up to those behind it."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, ahead: int) -> None:
+        self.page_size, self.ahead = page_size, ahead
         self.pages: dict[tuple[str, Text], int] = {}
 
     def keys(self, text: Text, namespace: str) -> list[tuple[str, Text]]:
-        ends = range(self.page_size + 1, len(text) + 1, self.page_size)
+        ends = range(self.page_size + self.ahead, len(text) + 1, self.page_size)
         return [(namespace, text[:end]) for end in ends]
 
     def match(self, text: Text, namespace: str) -> list[int]:
@@ -56,10 +61,11 @@ texts = st.lists(st.integers(0, 2), max_size=14).map(tuple)
 
 @given(
     page_size=st.integers(1, 4),
+    ahead=st.integers(0, 3),
     asked=st.lists(st.tuples(st.booleans(), texts, st.sampled_from(["", "tenant"])), max_size=25),
 )
-def test_prefixes_are_found_as_far_as_the_next_token_is_the_same(page_size, asked):
-    cache, known, free = make(page_size), Known(page_size), 1
+def test_prefixes_are_found_as_far_as_what_follows_is_the_same(page_size, ahead, asked):
+    cache, known, free = make(page_size, ahead), Known(page_size, ahead), 1
     for inserts, text, namespace in asked:
         if inserts:
             count = len(text) // page_size
@@ -77,7 +83,8 @@ def test_prefixes_are_found_as_far_as_the_next_token_is_the_same(page_size, aske
 
 
 def test_what_is_locked_stays_and_rows_that_share_are_told():
-    cache = make(2, groups=2)
+    cache = make(2, 1, groups=2)
+    assert isinstance(cache, LookaheadCache)
     pages = np.array([[1, 2, 3], [11, 12, 13]], np.int32)
     held = [cache.insert(tokens((0, 0, 1, 1, 2, 2, last)), pages + 3 * i) for i, last in enumerate((3, 4))]
     assert held[0].pages.tolist() == pages.tolist()
