@@ -70,9 +70,8 @@ class PrefixWaits:
         """True if a prompt that is being computed has more of this request's prefix than the ``cached`` tokens that the
         cache has: then ``req`` waits from now on."""
         end = cached + self._page_size + self._ahead
-        known = req.device_len - (
-            self._ahead == 0
-        )  # the logits of the last token are needed, but it may stand behind a page
+        # the logits of the last token are needed, but it may be one of those behind a page
+        known = req.device_len if self._ahead else req.device_len - 1
         if end > known or (self._only_groups and not req.group):
             return False
         for other in self._index(end).get(self._key(req, end), ()):
