@@ -4,7 +4,7 @@ PYTHON ?= python3
 # Without a GPU its thousands of tests are left out, where they would be collected by each worker and skipped one by one.
 NO_GPU := $(if $(wildcard /dev/nvidia[0-9]*),,--ignore tests/gpu)
 
-.PHONY: serve test lint check setup clean
+.PHONY: serve test fuzz lint check setup clean
 
 serve: setup
 	$(BIN)/dovetail serve
@@ -12,6 +12,10 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -q --ignore tests/triton $(NO_GPU)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p no:schemathesis -q tests/triton
+
+# The properties once more, with examples of their own every time and more of them.
+fuzz: setup
+	$(BIN)/python -m pytest -n 3 --dist loadscope -q --hypothesis-profile fuzz tests/core tests/plugins tests/e2e
 
 check: lint test
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests of every folder import fresh.py by its name
 
@@ -13,6 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests of every folder import f
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quick_engines import _engines_are_built_quickly, _what_is_there_is_set_apart  # noqa: F401
+
+# The same examples in every run, so that what fails fails for everybody; `make fuzz` looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("fuzz", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile("repeatable")
 
 LONG = ("test_parsers_enforced.py",)
 """Files that take half a minute and would be the last of a run, with nothing left for the other workers."""

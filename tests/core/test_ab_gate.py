@@ -169,14 +169,14 @@ def test_constrained_outputs_must_keep_their_schema(text, ended, counts):
     assert valid_outputs([given_answer], {}) is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 3), max_size=6), st.lists(st.integers(0, 3), max_size=6))
 def test_first_difference_is_where_the_longest_common_prefix_ends(a, b):
     common = next((n for n in range(min(len(a), len(b)), -1, -1) if a[:n] == b[:n]), 0)
     assert first_difference(a, b) == (None if a == b else common)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 10_000), st.floats(0, 2))
 def test_kl_is_never_above_the_true_one_and_near_it(seed, shake):
     """Against the whole distributions."""

@@ -15,7 +15,7 @@ def _free_columns(allocator: PageAllocator, held: np.ndarray, keep: np.ndarray) 
     return held[:, keep]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(2, 70), st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=60))
 def test_every_page_has_one_owner(groups: int, num_pages: int, steps: list[tuple[bool, int]]):
     allocator = PageAllocator(num_pages, groups)

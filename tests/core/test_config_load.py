@@ -336,7 +336,7 @@ TREES = st.dictionaries(
 
 
 @given(TREES, TREES, TREES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_merging_is_associative_has_an_identity_and_the_last_wins(x, y, z):
     assert combine(x, {}) == combine({}, x) == combine(x, x) == x
     leaves_kept = combine(combine(x, y), z)

@@ -44,11 +44,14 @@ def paths(tree: DraftTree | None, row: int) -> list[list[int]]:
     """Of each node, in order: the tokens from the root down to it."""
     found: list[list[int]] = []
     if tree is not None:
-        for token, parent in zip(tree.token_ids[row].tolist(), tree.parents[row].tolist(), strict=True):
-            if len(found) == tree.lens[row]:
-                assert (token, parent) == (0, -1), "what is no draft says nothing"
-                break
-            found.append([*(found[parent] if parent >= 0 else []), token])
+        for place, (token, parent) in enumerate(
+            zip(tree.token_ids[row].tolist(), tree.parents[row].tolist(), strict=True)
+        ):
+            if place < tree.lens[row]:
+                found.append([*(found[parent] if parent >= 0 else []), token])
+            else:
+                assert token == 0
+                assert -1 <= parent < place, "what is no draft may be read, though nothing comes of it"
     return found
 
 

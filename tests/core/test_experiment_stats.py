@@ -114,7 +114,6 @@ def test_the_martingale_is_the_bayes_factor_of_the_t_statistic():
 
 
 @given(st.integers(4, 60), st.sampled_from([0.001, 0.05, 0.1]))
-@settings(deadline=None)
 def test_at_the_bound_p_is_alpha(blocks, alpha):
     for peeking in (True, False):
         bound = radius(blocks - 1, alpha, peeking)
@@ -140,7 +139,7 @@ def test_holm_by_hand():
     st.sampled_from(["mean", "quantile", "rate"]),
     st.integers(0, 9999),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_resampled_statistics_are_those_of_repeated_requests(times, kind, seed):
     if not any(times):
         return
@@ -183,7 +182,7 @@ def _block(rng, effect=0.0, requests=20, drift=0.0) -> Block:
 
 
 @given(st.integers(0, 10_000), st.floats(-0.2, 0.2), st.sampled_from(["e2e_mean", "ttft_p50", "throughput"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_arms_exchanged_and_units_changed_the_verdict_is_the_same(seed, effect, name):
     blocks = [_block(np.random.default_rng(seed + k), effect) for k in range(6)]
     exchanged = [Block(block.b, block.a) for block in blocks]
@@ -216,7 +215,6 @@ def test_linear_drift_cancels_in_each_block():
 
 
 @given(st.floats(-0.2, 0.2), st.floats(1e-6, 1e-2), st.floats(0, 1e-4), st.integers(4, 12), st.booleans())
-@settings(deadline=None)
 def test_so_many_blocks_settle_it_and_one_fewer_would_not(ratio, variance, requests, blocks, peeking):
     rules = Rules(peeking=peeking)
     estimate = Estimate(ratio, variance, requests, blocks, blocks - 1, lasting=requests)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import RequestError
@@ -100,7 +100,6 @@ def test_those_that_do_not_fit_come_in_the_next_step():
     assert entered == [["g0"], ["g0", "g1", "g2"], ["g3", "g4", "g5"], ["g5"]]
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from("xab"), st.sampled_from(["", "tenant"]))))
 def test_groups_stand_where_their_first_stands(asked):
     """Whatever order a policy gives; ``x`` stands for no group."""

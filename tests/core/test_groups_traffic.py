@@ -124,6 +124,4 @@ class Traffic(RuleBasedStateMachine):
 @pytest.mark.parametrize(("lag", "drafts"), [(False, False), (True, False), (False, True)])
 def test_random_traffic(lag, drafts):
     machine = type("Machine", (Traffic,), {"lag": lag, "drafts": drafts})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None, derandomize=True)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40))

@@ -206,7 +206,7 @@ class LateDevice(Device):
 TEMPLATES = st.lists(st.sampled_from(['{"', "ab", "?", '": ', "c", '",', "abc", "??", "}"]), min_size=1, max_size=14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(TEMPLATES.map("".join), min_size=1, max_size=9), st.integers(2, 40), st.booleans(), st.integers(9, 60))
 def test_text_and_state_are_as_without(templates, most, lag, pages):
     jobs = [(t, SamplingParams(max_new_tokens=most + i)) for i, t in enumerate(templates)]

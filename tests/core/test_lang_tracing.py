@@ -262,7 +262,7 @@ def random_program(s: Any, steps: list[tuple[str, int]]) -> None:
                 on[f"s{pick}"] = s[made[pick % len(made)]]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(step, st.integers(0, 2)), max_size=12))
 def test_eager_traced_and_one_after_another_are_equal(steps):
     found = []

@@ -92,7 +92,7 @@ texts = st.lists(
 stops = st.lists(st.sampled_from(["STOP", "a", "aST", "\n", '"', "<tool_call>", "OP a"]), min_size=1, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=texts, given_stops=stops, at=places, thinks=st.booleans())
 def test_pieces_do_not_matter_and_calls_stay_whole(text: str, given_stops: list[str], at: list[int], thinks: bool):
     made = reader(*given_stops, thinks=thinks)

@@ -423,7 +423,7 @@ def test_declared_needs_of_any_part_count(fakes):
 FEATURES = [Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK, Feature.ATTN_MIXED]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     offers=st.lists(st.frozensets(st.sampled_from(FEATURES)), min_size=1, max_size=3),
     drafts=st.lists(st.booleans(), max_size=2),

@@ -62,13 +62,13 @@ def check(fake: httpx.Client, path: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_field_may_hold_anything(fake: httpx.Client, path: str, data: st.DataObject):
     check(fake, path, data.draw(REQUESTS[path]))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=MESSAGES)
 def test_any_message_may_hold_anything(fake: httpx.Client, body: dict[str, Any]):
     check(fake, "/v1/chat/completions", body)

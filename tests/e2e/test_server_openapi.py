@@ -37,9 +37,7 @@ def test_requests_made_from_it_are_answered_as_it_says(schema: schemathesis.Base
     for operation in operations:
         made = st.one_of(operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode)
 
-        @settings(
-            max_examples=6, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-        )
+        @settings(max_examples=6, suppress_health_check=list(HealthCheck))
         @given(case=made)
         def check(case: Any) -> None:
             case.call_and_validate(checks=CHECKS, timeout=20)

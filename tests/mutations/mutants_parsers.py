@@ -93,7 +93,6 @@ class ToolSuite(ToolParserSuite):
     name = "hermes"
     phases = (Phase.generate,)
     max_examples = 120
-    derandomize = True
 
     def __init__(self, stream: Callable[[], ToolStream] | None = None) -> None:
         self._stream = stream or (lambda: hermes().stream(TOOLS))
@@ -164,7 +163,6 @@ class ReasoningSuite(ReasoningParserSuite):
     name = "qwen3"
     phases = (Phase.generate,)
     max_examples = 120
-    derandomize = True
     prompts = (OPENED,)
 
     def __init__(self, stream: Callable[[], ReasoningStream] | None = None, parser: type[Qwen3] = Qwen3) -> None:

@@ -101,7 +101,7 @@ def test_rows_of_very_different_lengths_are_not_filled_up():
 row = st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 60)))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     rows=st.lists(row, min_size=1, max_size=12),
     window=st.sampled_from([None, 1, 20]),

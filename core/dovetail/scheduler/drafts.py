@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
-    """``drafts`` as wide as the longest row, with 0 and -1 where a row has no draft, without ``probs``: those below
-    ``min_probability`` are left out, with what hangs on them. None if no row has a draft.
+    """``drafts`` as wide as the longest row, without ``probs``: those below ``min_probability`` are left out, with what
+    hangs on them. Where a row has no draft it has token 0, and a parent that comes before. None if no row has a draft.
 
     Raises ``ValueError`` for what the contract of ``Drafter.propose`` excludes.
     """

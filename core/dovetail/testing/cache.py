@@ -64,8 +64,6 @@ class PrefixCacheSuite(ComponentSuite):
             max_examples=self.examples,
             stateful_step_count=40,
             deadline=None,
-            database=None,
-            derandomize=True,
             report_multiple_bugs=False,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )

@@ -117,15 +117,12 @@ class PropertySuite(ComponentSuite):
 
     max_examples: ClassVar[int] = 50
     phases: ClassVar[Sequence[Phase]] = tuple(Phase)
-    derandomize: ClassVar[bool] = False
-    """True: the same examples every time."""
 
     def check(self, test: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> None:
         """Run a property. (``@given`` methods that are inherited would share their examples and failures.)"""
         quiet = settings(
             max_examples=self.max_examples,
             phases=self.phases,
-            derandomize=self.derandomize,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
         )
