@@ -37,7 +37,13 @@ class Traffic(RuleBasedStateMachine):
     def start(self, num_pages, bound, chunk, wait):
         self.now = 0.0
         width = 3 if self.drafts else 0
-        limits = {"pin_pages": bound, "pin_seconds": 10.0, "chunk_size": chunk, "wait_for_prefix": wait}
+        limits = {
+            "pin_pages": bound,
+            "pin_seconds": 10.0,
+            "chunk_size": chunk,
+            "wait_for_prefix": wait,
+            "max_waiting": 999,
+        }
         scheduler, device = build(
             PAGE, num_pages, clock=lambda: self.now, draft_width=width, shared_prefixes=not width, **limits
         )
