@@ -77,6 +77,12 @@ def test_mistakes_are_named(bench, tmp_path):
         assert (status, text in err) == (2, True), err
 
 
+def test_a_method_that_cannot_run_is_refused_before_others_have(bench, monkeypatch):
+    monkeypatch.setattr("dovetail.bench.spec.measure_methods", lambda *_: pytest.fail("it was measured"))
+    status, _, err = bench("--methods", "none,ngram", "--set", "scheduler.min_draft_probability=0.05")
+    assert (status, "ngram" in err, "scheduler.min_draft_probability" in err) == (2, True, True), err
+
+
 def test_prompts_repeat_for_a_seed_and_differ_between_seeds():
     for topic in TOPICS:
         spec = QuestionsSpec(topic=topic, count=12)

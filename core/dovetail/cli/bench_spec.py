@@ -83,11 +83,16 @@ def _names(text: str) -> list[str]:
 
 
 def _config(files: list[Path] | None, sets: list[str], method: str) -> Config:
-    """The config with this drafter; what it says of that drafter's settings is kept."""
-    config, _ = load(files, sets)
-    if [candidate.kind for candidate in config.speculative.candidates] == [method]:
-        return config
-    return load(files, [*(s for s in sets if not s.startswith("speculative")), f"speculative={method}"])[0]
+    """The config with this drafter; what it says of that drafter's settings is kept. What cannot run is refused here, before
+    other methods have taken their time."""
+    from dovetail.plugins import Machine, resolve
+
+    config, registry = load(files, sets)
+    if [candidate.kind for candidate in config.speculative.candidates] != [method]:
+        others = [text for text in sets if not text.startswith("speculative")]
+        config, registry = load(files, [*others, f"speculative={method}"])
+    resolve(config, registry, Machine.detect(config.device))
+    return config
 
 
 def _print(rows: list[SpecRow]) -> None:
