@@ -107,4 +107,5 @@ def test_pieces_do_not_matter_and_calls_stay_whole(text: str, given_stops: list[
     assert free[2][: len(found[2])] == found[2]
     assert all(json.loads(arguments) for _, arguments in found[2])
     assert any(f"{shown}{made.stopped}" in whole for shown, whole in zip(found[:2], free[:2], strict=True))
-    assert not any(stop in shown for stop in given_stops for shown in found[:2])
+    if not found[2]:  # over a call no stop string reaches
+        assert not any(stop in shown for stop in given_stops for shown in found[:2])
