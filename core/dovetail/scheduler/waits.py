@@ -71,7 +71,7 @@ class PrefixWaits:
         cache has: then ``req`` waits from now on."""
         end = cached + self._page_size + self._ahead
         # the logits of the last token are needed, but it may be one of those behind a page
-        known = req.device_len if self._ahead else req.device_len - 1
+        known = min(req.device_len - 1 + self._ahead, req.device_len)
         if end > known or (self._only_groups and not req.group):
             return False
         for other in self._index(end).get(self._key(req, end), ()):
