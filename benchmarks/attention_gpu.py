@@ -20,7 +20,7 @@ import torch
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.memory.pool import PagedKVPool
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table, share_prefixes
 from dovetail.testing.component import installed
 from dovetail.types import Batch

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from dovetail.engine.build import as_module
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.interfaces.attention import AttentionContext
-from dovetail.layers.build import as_module
 from dovetail.memory.pool import PagedKVPool
 from dovetail.ops.activation import silu_mul
 from dovetail.ops.cpu.kernels import kernels
 from dovetail.ops.linear import linear, packed, packed_linear
 from dovetail.ops.norm import rms_norm
 from dovetail.ops.rotary import apply_rotary
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.component import installed
 from dovetail_models.dense import DenseModel

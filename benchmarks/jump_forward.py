@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dovetail import LLM, SamplingParams
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 
 SHEET = (
     r'\{"name": "[A-Za-z ]{1,20}", "class": "[a-z]{1,12}", "level": [0-9]{1,2}, "hp": [0-9]{1,3}, '

@@ -16,7 +16,7 @@ MIB = 1 << 20
 MOST_GROWTH_MIB = 16.0
 LEAST_SAMPLES = 3
 _ROLES = {
-    "grammar_worker": "grammar compiler",
+    "constraints.worker": "grammar compiler",
     "resource_tracker": "resource tracker",
     "multiprocessing.spawn": "engine",
 }

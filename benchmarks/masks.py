@@ -25,10 +25,10 @@ from rich.table import Table
 from dovetail.interfaces.grammar import GrammarBackend, GrammarContext, Matcher
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
 from dovetail.ops.transfer import to_device
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.tokenizer import Tokenizer
-from dovetail.types import GrammarKind, GrammarSpec
 from grammarbench.runner import TINY, engine_names, registry
 from grammarbench.vocabulary import tokenizer_of
 

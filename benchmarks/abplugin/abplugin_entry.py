@@ -4,8 +4,8 @@ the Triton kernels on a CPU, interpreted."""
 from __future__ import annotations
 
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.hookspecs import hookimpl
-from dovetail.plugins.specs import ComponentKind, ComponentSpec, Constraints
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, ComponentSpec, Constraints
 
 PLAIN = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED})
 

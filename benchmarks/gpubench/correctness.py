@@ -41,7 +41,7 @@ Scores = list[list[float]]
 def names() -> list[str]:
     """Every attention backend that is installed, the reference first."""
     from dovetail.config import PluginsSection
-    from dovetail.plugins.loader import load_plugins
+    from dovetail.registry.loader import load_plugins
 
     found = load_plugins(PluginsSection()).names("attention")
     return sorted(found, key=lambda name: (name != "torch_native", name))

@@ -12,10 +12,10 @@ from pathlib import Path
 from dovetail.config import PluginsSection
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
-from dovetail.plugins.loader import load_plugins
-from dovetail.plugins.registry import Registry
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.installed import Registry
+from dovetail.registry.loader import load_plugins
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.grammar_corpora import Judge, SchemaCase, Verdict
 from dovetail.tokenizer import Tokenizer
 

@@ -9,8 +9,8 @@ import numpy as np
 
 import dovetail
 from dovetail.interfaces.speculative import Drafter
-from dovetail.layers.drafts import chains
 from dovetail.types import Batch, DraftTree, IntArray
+from dovetail_speculative.steps import chains
 
 Futures = Mapping[tuple[int, ...], IntArray]
 """Outputs, int32, by prompt."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dovetail.interfaces.features import Feature
     from dovetail.lang import *  # noqa: F403
     from dovetail.llm import LLM, Output
-    from dovetail.plugins import (
+    from dovetail.registry import (
         ComponentKind,
         ComponentSpec,
         Constraints,
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
         resolve,
         setup,
     )
-    from dovetail.types import FinishReason, GrammarKind, GrammarSpec, SamplingParams
+    from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
+    from dovetail.types import FinishReason
 
     __version__: str
 
@@ -79,7 +80,7 @@ _HOMES = {
     "interfaces.features": ("Feature",),
     "lang": tuple(lang.__all__),
     "llm": ("LLM", "Output"),
-    "plugins": (
+    "registry": (
         "ComponentKind",
         "ComponentSpec",
         "Constraints",
@@ -90,7 +91,8 @@ _HOMES = {
         "resolve",
         "setup",
     ),
-    "types": ("FinishReason", "GrammarKind", "GrammarSpec", "SamplingParams"),
+    "sampling_params": ("GrammarKind", "GrammarSpec", "SamplingParams"),
+    "types": ("FinishReason",),
 }
 _MODULE_OF = {name: f"dovetail.{module}" for module, names in _HOMES.items() for name in names}
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from dovetail.errors import DovetailError, EngineError, QueueFullError, RequestError
-from dovetail.types import FinishReason, SamplingParams, TokenLogprob
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import FinishReason, TokenLogprob
 
 
 class GenerateMsg(msgspec.Struct, tag=True, frozen=True):

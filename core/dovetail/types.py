@@ -1,5 +1,5 @@
-"""The data that travels through a step: requests, batches, outputs, and what requests ask for (``sampling_params``), which is
-imported from here. Data only, no behaviour.
+"""The data that travels through a step: requests, batches and outputs. Data only, no behaviour.
+``dovetail.sampling_params`` holds what a request may ask for.
 
 Shapes: ``rows`` is the number of requests in a batch, ``tokens`` the number of tokens that enter the forward pass,
 ``k`` the width of a draft tree, ``V`` the vocabulary size. Host arrays are numpy, device tensors are torch.
@@ -17,18 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dovetail.sampling_params import MAX_LABELS as MAX_LABELS
-from dovetail.sampling_params import MAX_TOKEN_SETTINGS as MAX_TOKEN_SETTINGS
-from dovetail.sampling_params import MIN_TEMPERATURE as MIN_TEMPERATURE
-from dovetail.sampling_params import GrammarGate as GrammarGate
-from dovetail.sampling_params import GrammarKind as GrammarKind
-from dovetail.sampling_params import GrammarSpec as GrammarSpec
-from dovetail.sampling_params import Pooling as Pooling
-from dovetail.sampling_params import PoolingKind as PoolingKind
-from dovetail.sampling_params import SamplingParams as SamplingParams
-
 if TYPE_CHECKING:
     import torch
+
+    from dovetail.sampling_params import SamplingParams
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -133,7 +125,7 @@ class Req:
     cache_handle: Any = None  # set by the scheduler: what match or insert returned, locked
     prefix_hit_len: int = 0  # set by the scheduler at first admission: tokens found in the prefix cache
     matcher: Any = None  # an interfaces.grammar.Matcher, set by the scheduler once the grammar is compiled
-    meter: Any = None  # a scheduler.grammar_pace.Meter, set with the matcher: how long that takes
+    meter: Any = None  # a constraints.mask_budget.Meter, set with the matcher: how long that takes
     masks: Any = None  # the GrammarBackend that fills its bitmask together with others', set with the matcher
     grammar_backend: str | None = None  # set by the scheduler with the matcher: whose it is
     finish: FinishReason | None = None  # set by the scheduler

@@ -19,8 +19,8 @@ from dovetail.config.tree import validate
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
-from dovetail.plugins import ComponentKind, ComponentSpec, Registry, hookimpl, load_plugins
-from dovetail.plugins.loader import REGISTER_HOOKS
+from dovetail.registry import ComponentKind, ComponentSpec, Registry, hookimpl, load_plugins
+from dovetail.registry.loader import REGISTER_HOOKS
 
 MODULE = "dovetail_fakes"
 HOOK_OF = {kind: hook for hook, kind in REGISTER_HOOKS.items()}

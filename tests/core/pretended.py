@@ -9,16 +9,17 @@ import zlib
 
 import numpy as np
 
+from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg, TokenOutput
-from dovetail.scheduler.grammar import GrammarService
+from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import Limits
 from dovetail.scheduler.scheduler import Scheduler
-from dovetail.types import DraftTree, HostOutput, SamplingParams
+from dovetail.types import DraftTree, HostOutput
 from dovetail_cache.config import NoneConfig, RadixConfig
 from dovetail_cache.none import NoCache
 from dovetail_cache.radix import RadixCache

@@ -16,8 +16,8 @@ from dovetail.experiment.arms import make_arm
 from dovetail.experiment.result import Arm as ToldArm
 from dovetail.experiment.result import Comparison, Experiment, Gate, Plan, WorkloadSummary
 from dovetail.experiment.tuning import tuning_records
-from dovetail.plugins import ComponentKind, Machine, resolve
-from dovetail.plugins.measured import (
+from dovetail.registry import ComponentKind, Machine, resolve
+from dovetail.registry.measured import (
     MeasuredPart,
     MeasuredRecord,
     add_records,
@@ -27,7 +27,7 @@ from dovetail.plugins.measured import (
     read_records,
     tuning_file,
 )
-from dovetail.plugins.resolution import Rule
+from dovetail.registry.resolution import Rule
 
 K = ComponentKind
 CPU = Machine("cpu", None, "cpu", "cpu")

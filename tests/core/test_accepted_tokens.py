@@ -7,9 +7,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import Totals
 from dovetail.scheduler.outcome import take_tokens
-from dovetail.types import FinishKind, Req, SamplingParams, TokenLogprob
+from dovetail.types import FinishKind, Req, TokenLogprob
 
 VOCAB, EOS = 12, frozenset([3, 4])
 TOKENS = st.integers(0, VOCAB - 1)

@@ -6,9 +6,9 @@
 import pytest
 
 from dovetail.errors import ResolutionError
-from dovetail.plugins.apichoice import choose_apis
-from dovetail.plugins.resolution import Rule
-from dovetail.plugins.specs import ComponentKind, Requirement
+from dovetail.registry.api_choice import choose_apis
+from dovetail.registry.resolution import Rule
+from dovetail.registry.specs import ComponentKind, Requirement
 
 
 def test_auto_is_all_that_can_be_served(fakes):

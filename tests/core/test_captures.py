@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dovetail import LLM
+from dovetail.engine.build import build_model
 from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, capture_next, ladder, try_capture
 from dovetail.engine.dry_run import dry_run
 from dovetail.engine.engine import Engine
 from dovetail.engine.pieces import launch_bound
-from dovetail.layers.build import build_model
 from dovetail_models.dense import DenseModel
 from dovetail_models.describe import describe_llama
 

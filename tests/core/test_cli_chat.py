@@ -13,7 +13,7 @@ from dovetail.cli.chat_speakers import Answer, Settings
 from dovetail.cli.chat_talk import Talk
 from dovetail.cli.chat_view import View, figures, safe
 from dovetail.errors import EngineError
-from dovetail.types import GrammarKind, SamplingParams
+from dovetail.sampling_params import GrammarKind, SamplingParams
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
 

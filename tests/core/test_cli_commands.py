@@ -12,8 +12,8 @@ import yaml
 
 from dovetail.cli import main
 from dovetail.interfaces.features import Feature
-from dovetail.plugins import ComponentKind, Requirement
-from dovetail.plugins import loader as loader_module
+from dovetail.registry import ComponentKind, Requirement
+from dovetail.registry import loader as loader_module
 
 K = ComponentKind
 

@@ -20,9 +20,9 @@ import pytest
 from dovetail.cli import main, plugins_check
 from dovetail.config import PluginsSection
 from dovetail.interfaces.features import Feature
-from dovetail.plugins import ComponentKind, Requirement, load_plugins
-from dovetail.plugins import loader as loader_module
-from dovetail.plugins.reports import Case, CheckReport, ComponentReport, folder, stale, store, stored
+from dovetail.registry import ComponentKind, Requirement, load_plugins
+from dovetail.registry import loader as loader_module
+from dovetail.registry.reports import Case, CheckReport, ComponentReport, folder, stale, store, stored
 from dovetail.scaffold import named, render, write
 from fresh import run_python
 

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from dovetail.config import Config, config_hash, dump, load_config, plugins_section, read
 from dovetail.config.longform import OPTIONAL_SECTIONS, PLUGIN_SECTIONS, combine, long_form
 from dovetail.errors import ConfigError
-from dovetail.plugins import ComponentKind, PluginStatus, setup
+from dovetail.registry import ComponentKind, PluginStatus, setup
 
 
 @pytest.fixture

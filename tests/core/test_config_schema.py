@@ -15,7 +15,7 @@ from dovetail.config.schema import config_schema
 from dovetail.config.sources import read
 from dovetail.config.tree import dump, validate
 from dovetail.errors import ConfigError
-from dovetail.plugins import ComponentKind, setup
+from dovetail.registry import ComponentKind, setup
 
 ROOT = Path(__file__).parents[2]
 

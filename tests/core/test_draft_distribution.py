@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from dovetail import LLM, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.testing.draft_adversaries import ADVERSARIES, Adversary, AlwaysWrong
 from dovetail.testing.draft_distribution import joint, next_token, p_value, texts
-from dovetail.types import GrammarKind, GrammarSpec
 
 VOCAB, HIDDEN = 8, 32
 LETTERS = "abcdefgh"

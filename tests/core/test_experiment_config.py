@@ -14,7 +14,7 @@ import yaml
 
 from dovetail.config import Config, config_hash, dump
 from dovetail.errors import ConfigError
-from dovetail.plugins.setup import setup
+from dovetail.registry.setup import setup
 from dovetail.server.arm_configs import arm_configs, check_arms
 
 TINY = Path(__file__).parents[2] / "core/dovetail/assets/tiny"

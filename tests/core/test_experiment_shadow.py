@@ -14,10 +14,11 @@ import pytest
 from dovetail.config.experiment import ShadowSection
 from dovetail.errors import EngineDeadError
 from dovetail.messages import GenerateMsg, TokenOutput
+from dovetail.sampling_params import SamplingParams
 from dovetail.server.arm_log import ArmLog, StreamLog
 from dovetail.server.shadow import WORKERS, Finished, Shadow, TokenBudget, divergence
 from dovetail.server.streams import OutputStream
-from dovetail.types import FinishKind, FinishReason, SamplingParams
+from dovetail.types import FinishKind, FinishReason
 
 LENGTH = FinishReason(FinishKind.LENGTH)
 

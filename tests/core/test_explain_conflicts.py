@@ -12,7 +12,7 @@ from dovetail.cli import main
 from dovetail.errors import ConfigError, ResolutionError
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
-from dovetail.plugins import ComponentKind, Constraints, Machine, resolve
+from dovetail.registry import ComponentKind, Constraints, Machine, resolve
 
 K = ComponentKind
 PLAIN = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED})

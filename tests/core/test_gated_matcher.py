@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.constraints.gated import FreeTokens, gated
 from dovetail.interfaces.grammar import Matcher
-from dovetail.scheduler.gated import FreeTokens, gated
-from dovetail.types import GrammarGate, IntArray
+from dovetail.sampling_params import GrammarGate
+from dovetail.types import IntArray
 
 V, EOS = 40, 39
 WORD = (5, 6, 7)

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from dovetail.config import PluginConfig
+from dovetail.constraints import process as grammar_process
+from dovetail.constraints.choice import GrammarRecipe
+from dovetail.constraints.compilers import ProcessCompiler
+from dovetail.constraints.service import GrammarService, GrammarTicket
 from dovetail.errors import EngineError, GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
-from dovetail.scheduler import grammar_process
-from dovetail.scheduler.grammar import GrammarService, GrammarTicket
-from dovetail.scheduler.grammar_choice import GrammarRecipe
-from dovetail.scheduler.grammar_compilers import ProcessCompiler
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 
 BACKEND = """
     import os, signal, time

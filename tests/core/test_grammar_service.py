@@ -8,15 +8,16 @@ from collections import Counter
 
 import pytest
 
+from dovetail.constraints import cache as grammar_cache
+from dovetail.constraints.choice import GrammarEngine
+from dovetail.constraints.compilers import ThreadCompiler
+from dovetail.constraints.limits import MAX_NESTING, MAX_TEXT_BYTES, nesting
+from dovetail.constraints.service import GrammarService, GrammarTicket
 from dovetail.errors import EngineError, GrammarError, QueueFullError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher
-from dovetail.scheduler import grammar_cache
-from dovetail.scheduler.grammar import GrammarService, GrammarTicket
-from dovetail.scheduler.grammar_choice import GrammarEngine
-from dovetail.scheduler.grammar_compilers import ThreadCompiler
-from dovetail.scheduler.grammar_limits import MAX_NESTING, MAX_TEXT_BYTES, nesting
-from dovetail.types import GrammarKind, GrammarSpec, IntArray
+from dovetail.sampling_params import GrammarKind, GrammarSpec
+from dovetail.types import IntArray
 
 
 class FakeMatcher(Matcher):

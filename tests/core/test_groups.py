@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import RequestError
+from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.groups import together
-from dovetail.types import FinishKind, Req, SamplingParams
+from dovetail.types import FinishKind, Req
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pretended import Run, build, half_right

@@ -42,11 +42,11 @@ def heavy_modules_after(code: str) -> list[str]:
         "import dovetail",
         "import dovetail; dovetail.SamplingParams(); dovetail.ConfigError; dovetail.hookimpl; dovetail.ComponentSpec",
         "import dovetail; dovetail.gen; dovetail.function; dovetail.OpenAI; dovetail.Runtime; dovetail.RuntimeEndpoint",
-        "import dovetail.plugins, dovetail.config, dovetail.messages, dovetail.types, dovetail.cli.app",
+        "import dovetail.registry, dovetail.config, dovetail.messages, dovetail.types, dovetail.cli.app",
         "import dovetail.interfaces.attention, dovetail.interfaces.cache, dovetail.interfaces.model",
         "from dovetail.cli import main; main(['plugins', 'list', '--json'])",
         "from dovetail.cli import main; main(['config', 'show'])",
-        "from dovetail.plugins import setup; setup()",
+        "from dovetail.registry import setup; setup()",
     ],
 )
 def test_no_torch_and_no_kernel_library(code):

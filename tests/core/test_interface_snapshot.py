@@ -2,7 +2,7 @@
 
     .venv/bin/python -m pytest -q tests/core/test_interface_snapshot.py
 
-After a change that is meant, raise the kind's version in plugins/specs.py and write the snapshot anew:
+After a change that is meant, raise the kind's version in registry/specs.py and write the snapshot anew:
 ``.venv/bin/python tests/core/test_interface_snapshot.py``.
 """
 
@@ -34,7 +34,7 @@ def describe(cls):
 
 
 def signatures():
-    from dovetail.plugins.specs import API_VERSIONS, ComponentSpec, Constraints, Requirement
+    from dovetail.registry.specs import API_VERSIONS, ComponentSpec, Constraints, Requirement
 
     lines = [f"api {kind} {major}.{minor}" for kind, (major, minor) in API_VERSIONS.items()]
     for name in MODULES:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.constraints.jump_forward import Jumper
+from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.cache import CacheContext
 from dovetail.interfaces.grammar import Matcher
 from dovetail.interfaces.policy import PolicyContext
@@ -18,11 +20,10 @@ from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg
-from dovetail.scheduler.grammar import GrammarService
-from dovetail.scheduler.jump import Jumper
+from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import Limits
 from dovetail.scheduler.scheduler import Scheduler
-from dovetail.types import FinishKind, HostOutput, Req, SamplingParams
+from dovetail.types import FinishKind, HostOutput, Req
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.radix import RadixCache
 from dovetail_policies.config import FcfsConfig

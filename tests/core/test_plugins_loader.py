@@ -9,7 +9,7 @@ from pydantic import create_model
 
 from dovetail.config import PluginConfig, PluginsSection
 from dovetail.errors import ConfigError, DuplicateComponentError, PluginLoadError, UnknownComponentError
-from dovetail.plugins import ComponentKind, ComponentSpec, PluginStatus, Requirement, load_plugins
+from dovetail.registry import ComponentKind, ComponentSpec, PluginStatus, Requirement, load_plugins
 
 CACHE = ComponentKind.CACHE
 

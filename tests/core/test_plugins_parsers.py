@@ -7,8 +7,8 @@ import json
 import pytest
 
 from dovetail.errors import ResolutionError
-from dovetail.plugins import ComponentKind, Machine, Requirement, load_plugins, resolve
-from dovetail.plugins.resolution import Rule, Stage, Verdict
+from dovetail.registry import ComponentKind, Machine, Requirement, load_plugins, resolve
+from dovetail.registry.resolution import Rule, Stage, Verdict
 
 TOOL, REASONING = ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER
 

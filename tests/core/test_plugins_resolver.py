@@ -14,8 +14,8 @@ from dovetail.errors import ConfigError, PluginError, PluginLoadError, Resolutio
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
-from dovetail.plugins import ComponentKind, Constraints, Machine, Requirement, resolve
-from dovetail.plugins.resolution import Rule, Stage, Verdict
+from dovetail.registry import ComponentKind, Constraints, Machine, Requirement, resolve
+from dovetail.registry.resolution import Rule, Stage, Verdict
 
 K = ComponentKind
 CPU = Machine.assume("cpu")
@@ -675,7 +675,7 @@ def test_to_json_is_json_and_holds_every_candidate(fakes):
 
 
 def test_one_info_line_per_part(fakes, caplog):
-    caplog.set_level("INFO", logger="dovetail.plugins")
+    caplog.set_level("INFO", logger="dovetail.registry")
     run(fakes, sets=["cache=none"])
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 10  # every slot

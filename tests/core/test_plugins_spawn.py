@@ -7,11 +7,11 @@ import pickle
 import subprocess
 import sys
 
-from dovetail.plugins import Machine, resolve, setup
+from dovetail.registry import Machine, resolve, setup
 
 CHILD = """
 import json, pickle, sys
-from dovetail.plugins import Machine, load_plugins, resolve
+from dovetail.registry import Machine, load_plugins, resolve
 config = pickle.load(sys.stdin.buffer)
 resolved = resolve(config, load_plugins(config.plugins), Machine.assume("cpu"))
 print(json.dumps(resolved.to_json()))

@@ -13,7 +13,8 @@ from dovetail.engine.verify import accept
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
 from dovetail.ops.random import derive_seed, uniform
 from dovetail.ops.sampling import Filters, greedy, sample
-from dovetail.types import Req, SamplingParams
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import Req
 
 VOCAB = 37
 

@@ -20,8 +20,8 @@ import pytest
 
 from dovetail.config import PluginsSection, dump
 from dovetail.errors import ConfigError
-from dovetail.plugins import ComponentKind, Registry, load_plugins, setup
-from dovetail.plugins.reports import ComponentReport, Findings
+from dovetail.registry import ComponentKind, Registry, load_plugins, setup
+from dovetail.registry.reports import ComponentReport, Findings
 from dovetail.scaffold import named, render, write
 from dovetail.scaffold.names import LONGEST_NAME, LONGEST_PACKAGE
 from fresh import run_python

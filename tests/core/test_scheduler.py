@@ -12,7 +12,8 @@ import pytest
 
 from dovetail.errors import ContextLengthError, QueueFullError, RequestError
 from dovetail.messages import GenerateMsg, RequestFailed
-from dovetail.types import DraftTree, FinishKind, SamplingParams
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import DraftTree, FinishKind
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pretended import CONTEXT, EOS, VOCAB, Run, build, half_right

@@ -7,15 +7,16 @@ import itertools
 
 import pytest
 
+from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.cache import CacheContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg
-from dovetail.scheduler.grammar import GrammarService
+from dovetail.sampling_params import SamplingParams
 from dovetail.scheduler.limits import Limits
 from dovetail.scheduler.scheduler import Scheduler
-from dovetail.types import HostOutput, SamplingParams
+from dovetail.types import HostOutput
 from dovetail_cache.config import RadixConfig
 from dovetail_cache.radix import RadixCache
 from dovetail_policies.config import FcfsConfig

@@ -11,7 +11,8 @@ import pytest
 
 from dovetail import LLM
 from dovetail.messages import GenerateMsg, TokenOutput
-from dovetail.types import FinishKind, FinishReason, SamplingParams, TokenLogprob
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import soak

@@ -17,13 +17,13 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
+from dovetail.engine.build import as_module
 from dovetail.engine.progress import bytes_progress
 from dovetail.engine.shards import StoredTensor, stored_tensors
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.errors import WeightsError
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
-from dovetail.layers.build import as_module
 from dovetail.layers.embedding import Embedding
 from dovetail.layers.linear import FusedLinear
 from dovetail.layers.norm import RMSNorm

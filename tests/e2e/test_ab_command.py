@@ -14,7 +14,7 @@ import pytest
 from dovetail.cli import main
 from dovetail.experiment import jobs
 from dovetail.experiment.result import read_experiment
-from dovetail.plugins.measured import read_records
+from dovetail.registry.measured import read_records
 from fresh import ForkedWorker
 
 HERE = Path(__file__).parent

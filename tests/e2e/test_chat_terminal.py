@@ -19,7 +19,7 @@ import pytest
 from dovetail import LLM
 from dovetail.cli.chat_speakers import Answer, Local, Remote, Settings, Speaker
 from dovetail.errors import EngineError, RequestError
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 pty = pytest.importorskip("pty")
 

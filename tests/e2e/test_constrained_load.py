@@ -15,8 +15,9 @@ from engine_runs import Traffic, check_idle
 
 from dovetail import LLM, SamplingParams
 from dovetail.messages import GenerateMsg
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.scheduler import admission
-from dovetail.types import FinishKind, FinishReason, GrammarKind, GrammarSpec
+from dovetail.types import FinishKind, FinishReason
 
 CONSTRAINED = 500
 FREE = 100

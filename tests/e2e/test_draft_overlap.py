@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
 from dovetail.messages import AbortAllMsg, FlushCacheMsg, GenerateMsg, StatsRequestMsg
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.scheduler import admission
-from dovetail.types import FinishKind, ForwardOutput, GrammarKind, GrammarSpec
+from dovetail.types import FinishKind, ForwardOutput
 
 DRAFTERS = {
     "ngram": {"kind": "ngram", "min_ngram": 1, "max_ngram": 2},

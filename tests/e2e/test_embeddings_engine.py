@@ -16,7 +16,7 @@ from transformers import AutoModel, Qwen2Config, Qwen3Config
 from dovetail import SamplingParams
 from dovetail.errors import RequestError
 from dovetail.messages import AbortMsg, GenerateMsg
-from dovetail.types import Pooling, PoolingKind
+from dovetail.sampling_params import Pooling, PoolingKind
 
 LENGTHS = (1, 15, 16, 17, 40, 100)
 

@@ -11,14 +11,14 @@ import pytest
 from engine_runs import Traffic, TreeDrafter, check_idle, drafting
 
 from dovetail import LLM, SamplingParams
+from dovetail.constraints.choice import GrammarEngine
+from dovetail.constraints.compilers import ThreadCompiler
+from dovetail.constraints.service import GrammarService
 from dovetail.errors import EngineError, RequestError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.scheduler import admission
-from dovetail.scheduler.grammar import GrammarService
-from dovetail.scheduler.grammar_choice import GrammarEngine
-from dovetail.scheduler.grammar_compilers import ThreadCompiler
-from dovetail.types import GrammarKind, GrammarSpec
 
 SCHEMA = {
     "type": "object",

@@ -13,8 +13,8 @@ from engine_runs import Traffic, check_idle
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.scheduler import admission
-from dovetail.types import GrammarKind, GrammarSpec
 
 SHEET = (
     r'\{"name": "[A-Za-z ]{1,20}", "class": "[a-z]{1,12}", "level": [0-9]{1,2}, "hp": [0-9]{1,3}, '

@@ -16,7 +16,7 @@ from engine_ngram_odd import run_odd_engine
 from dovetail import LLM, SamplingParams
 from dovetail.config import Config
 from dovetail.messages import GenerateMsg, TokenOutput
-from dovetail.plugins.setup import setup
+from dovetail.registry.setup import setup
 from dovetail.server.launch import running_server
 
 COPY = "Repeat this text: the red fox saw seven green birds over the old stone bridge. "

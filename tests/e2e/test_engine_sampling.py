@@ -16,8 +16,8 @@ from transformers.generation import logits_process as hf
 
 from dovetail import LLM, SamplingParams
 from dovetail.messages import FlushCacheMsg
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.scheduler import admission
-from dovetail.types import GrammarKind, GrammarSpec
 
 
 @pytest.fixture(scope="module")

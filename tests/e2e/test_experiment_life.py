@@ -20,7 +20,7 @@ from fake_engine import run_broken_engine, run_fake_engine
 
 from dovetail.config import Config
 from dovetail.errors import EngineError
-from dovetail.plugins.setup import setup
+from dovetail.registry.setup import setup
 from dovetail.server.engine_process import Endpoints
 from dovetail.server.launch import EngineTarget, running_server
 from dovetail.server.routing import pick

@@ -16,7 +16,7 @@ from experiments import arms, eventually
 
 from dovetail.errors import ConfigError
 from dovetail.experiment.online import judge
-from dovetail.plugins.setup import setup
+from dovetail.registry.setup import setup
 from dovetail.server.launch import running_server
 from dovetail.server.routing import pick
 

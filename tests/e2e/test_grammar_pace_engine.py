@@ -10,13 +10,14 @@ import pytest
 from engine_runs import Traffic, check_idle
 
 from dovetail import LLM, SamplingParams
+from dovetail.constraints.choice import GrammarRecipe
+from dovetail.constraints.compilers import ProcessCompiler
+from dovetail.constraints.service import GrammarService
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.messages import RequestFailed
-from dovetail.scheduler.grammar import GrammarService
-from dovetail.scheduler.grammar_choice import GrammarRecipe
-from dovetail.scheduler.grammar_compilers import ProcessCompiler
-from dovetail.types import FinishReason, GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
+from dovetail.types import FinishReason
 
 AMBIGUOUS = 'root ::= s\ns ::= "a" s s | "a" s | "a" s s s | "a"'
 """After n tokens there are more than n squared ways to have come there."""

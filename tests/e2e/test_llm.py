@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dovetail import LLM, ConfigError
-from dovetail.plugins import hookimpl, loader
+from dovetail.registry import hookimpl, loader
 
 
 @pytest.mark.parametrize("section", ["other", {"path": "other"}])

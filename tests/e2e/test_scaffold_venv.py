@@ -15,9 +15,9 @@ from served import ask, served
 
 from dovetail.config import PluginsSection
 from dovetail.llm import LLM
-from dovetail.plugins import ComponentKind, load_plugins
+from dovetail.registry import ComponentKind, load_plugins
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 from dovetail.scaffold import named, render, write
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
 
 NAMES = {kind: f"begun_{kind.name.lower()}" for kind in ComponentKind}
 PARTS = {kind.value: name for kind, name in NAMES.items()} | {

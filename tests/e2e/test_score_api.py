@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dovetail.config.checkpoint import locate
 from dovetail.errors import ConfigError
-from dovetail.plugins import setup
+from dovetail.registry import setup
 from dovetail.server.launch import running_server
 from dovetail.tokenizer import Tokenizer
 from dovetail_apis.score.pairs import written

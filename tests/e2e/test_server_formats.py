@@ -19,9 +19,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from dovetail.config.checkpoint import locate
 from dovetail.interfaces.api import ApiRequest, Prompt
 from dovetail.ops.random import derive_seed
+from dovetail.sampling_params import SamplingParams
 from dovetail.server.expansion import messages
 from dovetail.tokenizer import Tokenizer
-from dovetail.types import SamplingParams
 
 TINY = Tokenizer.from_dir(locate("tiny"))
 TEXT = "Zürich 日本 🎉 and some more words"

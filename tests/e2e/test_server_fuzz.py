@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.component import installed
 from dovetail_apis.native import NativeSampling
 

@@ -20,9 +20,10 @@ from fake_engine import run_broken_engine, run_fake_engine, run_stuck_engine
 from dovetail.config import Config
 from dovetail.errors import ConfigError, EngineDeadError, EngineError
 from dovetail.messages import GenerateMsg
+from dovetail.sampling_params import SamplingParams
 from dovetail.server.client import EngineClient
 from dovetail.server.launch import running_server
-from dovetail.types import FinishKind, SamplingParams
+from dovetail.types import FinishKind
 
 SLOW = {"prompt": "one two", "max_tokens": 2000, "cache_salt": "slow"}  # 20 ms a token: 40 s
 PATIENCE = 30.0  # of which a machine with other work to do may take most

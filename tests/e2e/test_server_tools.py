@@ -15,7 +15,7 @@ import pytest
 from openai.lib.streaming._deltas import accumulate_delta
 
 from dovetail.config import Config
-from dovetail.plugins import setup
+from dovetail.registry import setup
 from dovetail.server.launch import running_server
 
 

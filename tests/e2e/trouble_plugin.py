@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.hookspecs import hookimpl
-from dovetail.plugins.specs import ComponentKind, ComponentSpec
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 
 @hookimpl

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail.types import Pooling, PoolingKind
+from dovetail.sampling_params import Pooling, PoolingKind
 
 pytestmark = [
     pytest.mark.gpu,

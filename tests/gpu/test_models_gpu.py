@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.engine.build import WeightFiller, as_module
 from dovetail.engine.weights import build_model, load_weights
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-from dovetail.layers.build import WeightFiller, as_module
 from dovetail.memory.pool import PagedKVPool
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.eager import EagerAttention

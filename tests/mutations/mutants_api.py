@@ -17,8 +17,8 @@ from dovetail.api.body import ApiModel, examples, parse, validate
 from dovetail.api.requests import new_id
 from dovetail.api.responses import SSE, event, json_response, streamed, whole
 from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Delta, Generation, Problem, Prompt, Route
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing.api import ApiSuite
-from dovetail.types import SamplingParams
 
 
 class Ask(ApiModel):

@@ -11,7 +11,7 @@ from mutant import Mutant
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.specs import ComponentKind, ComponentSpec
+from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.testing.attention import AttentionSuite
 from dovetail.types import Batch
 

@@ -10,6 +10,7 @@ from mutant import Mutant, Suite
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher
+from dovetail.sampling_params import GrammarSpec
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.grammar_cases import (
     EBNF,
@@ -22,7 +23,7 @@ from dovetail.testing.grammar_cases import (
     TOKEN_BYTES,
     context,
 )
-from dovetail.types import GrammarSpec, IntArray
+from dovetail.types import IntArray
 from dovetail_grammar.config import XGrammarConfig
 from dovetail_grammar.xgrammar_backend import XGrammarBackend, XGrammarCompiled, XGrammarMatcher
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from mutant import Mutant
 
+from dovetail.engine.build import as_module, build_model
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo, WeightTarget
-from dovetail.layers.build import as_module, build_model
 from dovetail.testing.model import ModelSuite, Reference, Tensors, read_tensors
 from dovetail.types import Batch
 from dovetail_models.dense import DenseModel

@@ -12,9 +12,9 @@ from mutant import Mutant
 from mutated_config import BoundConfig, ForgetfulConfig, LaxConfig
 
 from dovetail.config.plugin import PluginConfig
-from dovetail.plugins.registry import RegisteredComponent
-from dovetail.plugins.specs import ComponentSpec
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.installed import RegisteredComponent
+from dovetail.registry.specs import ComponentSpec
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.policy import PolicySuite
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dovetail.plugins.hookspecs import hookimpl
-from dovetail.plugins.specs import ComponentKind, ComponentSpec
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 SPEC = ComponentSpec(
     ComponentKind.POLICY,

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from dovetail.interfaces.api import Api
-from dovetail.plugins import setup
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry import setup
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.api import ApiSuite
 from dovetail.testing.component import installed
 

@@ -16,7 +16,7 @@ import torch
 
 from dovetail.config import Config
 from dovetail.errors import ConfigError, ResolutionError
-from dovetail.plugins import Machine, resolve, setup
+from dovetail.registry import Machine, resolve, setup
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import SHARED_STEPS, STEPS
 from dovetail.testing.attention_graphs import (

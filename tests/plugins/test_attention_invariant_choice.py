@@ -8,10 +8,10 @@ import json
 import pytest
 
 from dovetail.errors import ResolutionError
-from dovetail.plugins import stages
-from dovetail.plugins.machine import Machine
-from dovetail.plugins.resolver import resolve
-from dovetail.plugins.setup import setup
+from dovetail.registry import stages
+from dovetail.registry.machine import Machine
+from dovetail.registry.resolver import resolve
+from dovetail.registry.setup import setup
 from dovetail_attention.flashinfer.probe import probe
 
 MISTRAL = {

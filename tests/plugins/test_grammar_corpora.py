@@ -21,9 +21,9 @@ import pytest
 from dovetail.config import PluginsSection
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
-from dovetail.plugins.loader import load_plugins
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.loader import load_plugins
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.grammar_corpora import (
     Judge,
     SchemaCase,

@@ -12,9 +12,9 @@ import pytest
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import GrammarContext
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.grammar_cases import EOS, TOKEN_BYTES, VOCAB_SIZE, context
-from dovetail.types import GrammarKind, GrammarSpec
 from dovetail_grammar.config import LLGuidanceConfig
 from dovetail_grammar.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 

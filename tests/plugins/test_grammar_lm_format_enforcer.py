@@ -18,9 +18,9 @@ import pytest
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import GrammarContext
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.grammar_corpora import Judge, real_schemas, suite_schemas
-from dovetail.types import GrammarKind, GrammarSpec
 from dovetail_grammar import automaton, json_numbers
 from dovetail_grammar.automaton import Automaton
 from dovetail_grammar.config import LMFormatEnforcerConfig

@@ -18,7 +18,7 @@ import pytest
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import GrammarContext, Matcher
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail_grammar.config import XGrammarConfig
 from dovetail_grammar.schemas import rewrite
 from dovetail_grammar.xgrammar_backend import XGrammarBackend

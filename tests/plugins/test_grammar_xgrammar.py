@@ -10,9 +10,9 @@ import pytest
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import GrammarContext
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.testing.grammar import GrammarSuite
 from dovetail.testing.grammar_cases import context
-from dovetail.types import GrammarKind, GrammarSpec
 from dovetail_grammar.config import XGrammarConfig
 from dovetail_grammar.xgrammar_backend import XGrammarBackend
 

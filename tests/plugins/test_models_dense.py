@@ -16,14 +16,14 @@ import pytest
 import torch
 import transformers
 
+from dovetail.engine.build import as_module
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-from dovetail.layers.build import as_module
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.component import installed
 from dovetail.testing.model import ModelSuite, Reference, read_tensors
 from dovetail_models.describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3

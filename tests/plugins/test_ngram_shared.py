@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from dovetail.interfaces.speculative import DrafterContext
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing.drafter import draft_of, make_decode_batch, make_running
-from dovetail.types import ForwardOutput, Req, SamplingParams
+from dovetail.types import ForwardOutput, Req
 from dovetail_speculative.config import NgramConfig
 from dovetail_speculative.ngram import NgramDrafter
 

@@ -17,13 +17,13 @@ import pytest
 
 from dovetail.chat.parsing import ChatPlan, OutputParsers
 from dovetail.config.checkpoint import EMBEDDED
+from dovetail.constraints.gated import FreeTokens, gated
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarBackend, GrammarContext
 from dovetail.interfaces.parsers import ParserContext, Tool, ToolRequest
-from dovetail.scheduler.gated import FreeTokens, gated
+from dovetail.sampling_params import SamplingParams
 from dovetail.tokenizer import Tokenizer
-from dovetail.types import SamplingParams
 from dovetail_grammar.config import LLGuidanceConfig, XGrammarConfig
 from dovetail_grammar.llguidance_backend import LLGuidanceBackend
 from dovetail_grammar.xgrammar_backend import XGrammarBackend

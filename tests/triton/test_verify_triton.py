@@ -18,8 +18,9 @@ from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey, VerifySizes, 
 from dovetail.engine.verify_inputs import VerifyMemory, VerifyShape, empty_batch
 from dovetail.interfaces.attention import AttentionContext
 from dovetail.interfaces.speculative import Drafter
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing.batches import make_page_table
-from dovetail.types import Batch, DraftTree, Req, SamplingParams
+from dovetail.types import Batch, DraftTree, Req
 from dovetail_attention.triton.backend import TritonAttention
 
 WIDTH, TOKENS = 5, 16

@@ -12,7 +12,7 @@ import msgspec
 
 from dovetail.errors import GrammarError, RequestError
 from dovetail.interfaces.api import ApiHost
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "lark", "choice", "structural_tag")
 """The request fields that each hold one constraint, which every API has."""

@@ -23,7 +23,7 @@ from dovetail.errors import ConfigError, RequestError
 from dovetail.llm.interrupts import Held
 from dovetail.llm.runs import Run
 from dovetail.messages import FlushCacheMsg, GenerateMsg, RequestFailed, TokenOutput
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.llm import LLM

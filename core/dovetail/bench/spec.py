@@ -11,7 +11,8 @@ from dovetail.bench.parting import first_difference
 from dovetail.bench.prompts import encoded, first_prompt
 from dovetail.errors import ConfigError
 from dovetail.llm import LLM, Output
-from dovetail.types import Acceptance, SamplingParams
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import Acceptance
 
 if TYPE_CHECKING:
     from dovetail.bench.records import Call

@@ -19,11 +19,11 @@ from dovetail.interfaces.parsers import (
     ToolParser,
     ToolRequest,
 )
-from dovetail.plugins.registry import Registry
-from dovetail.plugins.resolution import Chosen
-from dovetail.plugins.specs import ComponentKind
+from dovetail.registry.installed import Registry
+from dovetail.registry.resolution import Chosen
+from dovetail.registry.specs import ComponentKind
+from dovetail.sampling_params import GrammarGate, SamplingParams
 from dovetail.tokenizer import Tokenizer
-from dovetail.types import GrammarGate, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

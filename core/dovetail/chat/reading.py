@@ -12,7 +12,7 @@ from dovetail.tokenizer.stops import StopFinder
 from dovetail.types import FinishKind, FinishReason
 
 if TYPE_CHECKING:
-    from dovetail.types import SamplingParams
+    from dovetail.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def ab(asked: AbOptions) -> None:
     """
     from dovetail.cli.ab_view import View
     from dovetail.experiment.runner import Experiment, check_alike
-    from dovetail.plugins.measured import tuning_file
+    from dovetail.registry.measured import tuning_file
 
     settings = asked.settings()
     first, second = _arms(asked)
@@ -107,7 +107,7 @@ def _keep(found: Finished, folder: Path) -> None:
 def _write_tuning(a: Arm, b: Arm, found: Finished) -> tuple[Path, list[str]]:
     """The file of records, and what is now in it or why not."""
     from dovetail.experiment.tuning import tuning_records
-    from dovetail.plugins.measured import add_records, tuning_file
+    from dovetail.registry.measured import add_records, tuning_file
 
     file = tuning_file(a.config)
     records, reasons = tuning_records(a, b, found)

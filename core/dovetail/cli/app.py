@@ -38,7 +38,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 def _add_plugin_commands(app: typer.Typer) -> None:
     from dovetail.cli.sources import load_registry
-    from dovetail.plugins.candidates import call_hook
+    from dovetail.registry.candidates import call_hook
 
     call_hook(load_registry((), ()).hooks, "register_cli", app=app)
 

@@ -52,7 +52,7 @@ def spec(
     given.append(f"scheduler.draft={'adaptive' if adaptive else 'always'}")
     configs = {name: _config(files, given, name) for name in _names(methods)}
     from dovetail.bench.spec import measure_methods
-    from dovetail.types import SamplingParams
+    from dovetail.sampling_params import SamplingParams
 
     chosen = _workloads(_names(workloads or ""), prompts, count, seed)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
@@ -85,7 +85,7 @@ def _names(text: str) -> list[str]:
 def _config(files: list[Path] | None, sets: list[str], method: str) -> Config:
     """The config with this drafter; what it says of that drafter's settings is kept. What cannot run is refused here, before
     other methods have taken their time."""
-    from dovetail.plugins import Machine, resolve
+    from dovetail.registry import Machine, resolve
 
     config, registry = load(files, sets)
     if [candidate.kind for candidate in config.speculative.candidates] != [method]:

@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
     from dovetail.cli.chat_speakers import Message, Speaker
-    from dovetail.types import SamplingParams
+    from dovetail.sampling_params import SamplingParams
 
 Url = Annotated[str | None, typer.Option(help="Talk to this server instead, as in http://127.0.0.1:30000.")]
 Key = Annotated[
@@ -39,7 +39,7 @@ def chat(
 ) -> None:
     """Talk with a model: in this process, or with --url on a server. Where someone sits at the terminal, /help lists what can be
     said to the program itself, and figures stand below each answer. Piped, one line is one turn, and an empty line ends it."""
-    from dovetail.types import SamplingParams
+    from dovetail.sampling_params import SamplingParams
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     speaker = _remote(url, key, files, sets, model) if url else _local(files, sets, model)

@@ -12,7 +12,7 @@ import msgspec
 
 from dovetail.errors import DovetailError, EngineError, RequestError
 from dovetail.lang.backends.answers import lines_of, message_of, refusal, said
-from dovetail.types import SamplingParams
+from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import httpx

@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.cli.chat_speakers import SAMPLING, Answer, Message, Settings, Speaker
 from dovetail.cli.chat_view import View
 from dovetail.errors import ConfigError, DovetailError
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 
 class Talk:

@@ -12,8 +12,8 @@ from dovetail.cli.sources import Files, Json, Model, Sets, load, shortcuts
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dovetail.plugins import Resolution, Resolved
-    from dovetail.plugins.resolution import Candidate
+    from dovetail.registry import Resolution, Resolved
+    from dovetail.registry.resolution import Candidate
 
 NARROW = 110
 """Columns below which the table has fewer."""
@@ -32,7 +32,7 @@ def explain(
     files: Files = None, sets: Sets = None, model: Model = None, as_json: Json = False, assume: Assume = None
 ) -> None:
     """Show every part that a config chooses, every other candidate, and the reasons. Loads no weights."""
-    from dovetail.plugins import Machine, resolve
+    from dovetail.registry import Machine, resolve
 
     config, registry = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
     machine = Machine.assume(assume) if assume else Machine.detect(config.device)

@@ -32,7 +32,7 @@ def generate(
     """Continue a text, offline."""
     config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
     from dovetail.llm import LLM
-    from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+    from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
     grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, json_schema.read_text(encoding="utf-8")) if json_schema else None
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, grammar=grammar)

@@ -14,7 +14,7 @@ from dovetail.cli.plugins_new import new
 from dovetail.cli.sources import FileOptions, Json, Sets, load_registry
 
 if TYPE_CHECKING:
-    from dovetail.plugins import ComponentSpec, RegisteredComponent, Registry
+    from dovetail.registry import ComponentSpec, RegisteredComponent, Registry
 
 app = typer.Typer(help="List, show, check and begin plugins.", no_args_is_help=True)
 app.command()(new)
@@ -75,7 +75,7 @@ def show(
 
 
 def _components(registry: Registry) -> list[RegisteredComponent]:
-    from dovetail.plugins import ComponentKind
+    from dovetail.registry import ComponentKind
 
     return [component for kind in ComponentKind for component in registry.components(kind)]
 
@@ -117,7 +117,7 @@ def _settings(registry: Registry, component: RegisteredComponent) -> str:
 
 def _proven(registry: Registry, component: RegisteredComponent) -> str:
     """What the last ``plugins check`` of its distribution says of it, and whether that still holds."""
-    from dovetail.plugins.reports import stale, stored
+    from dovetail.registry.reports import stale, stored
 
     report = stored(component.distribution)
     label = f"{component.spec.kind}/{component.spec.name}"

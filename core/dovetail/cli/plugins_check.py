@@ -21,8 +21,8 @@ from dovetail.cli.sources import Json
 from dovetail.errors import ConfigError, PluginLoadError
 
 if TYPE_CHECKING:
-    from dovetail.plugins import RegisteredComponent, Registry
-    from dovetail.plugins.reports import CheckReport, Findings
+    from dovetail.registry import RegisteredComponent, Registry
+    from dovetail.registry.reports import CheckReport, Findings
 
 NOTHING_COLLECTED = 5
 
@@ -35,7 +35,7 @@ def check(
     """Run the conformance suites of a package, and keep a report of what they prove for `plugins show`. Exit status 1 if a
     case fails, or a component has none."""
     from dovetail.cli.sources import load_registry
-    from dovetail.plugins.reports import store
+    from dovetail.registry.reports import store
 
     directory, tests, distribution = _located(package)
     components = _components(load_registry(None, None), distribution, directory)
@@ -96,15 +96,15 @@ def _shipped(found: importlib.metadata.Distribution) -> list[str]:
 
 def _with_plugins() -> list[str]:
     """Every installed distribution that brings plugins."""
-    from dovetail.plugins.loader import installed_plugins
+    from dovetail.registry.loader import installed_plugins
 
     return sorted({entry.dist.name for entry in installed_plugins() if entry.dist})
 
 
 def _components(registry: Registry, distribution: str, directory: Path) -> list[RegisteredComponent]:
     """What the distribution brings. Raises ``PluginLoadError``, also if one of its plugins did not load."""
-    from dovetail.plugins import ComponentKind
-    from dovetail.plugins.loader import normal
+    from dovetail.registry import ComponentKind
+    from dovetail.registry.loader import normal
 
     wanted = normal(distribution)
     for record in registry.plugins:
@@ -125,7 +125,7 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
 def _run(directory: Path, tests: Sequence[str], timeout: float, *, quiet: bool) -> Findings:
     """Run pytest over the suites in ``directory``, or those of ``tests`` there. Its output is shown; where ``quiet``, on
     stderr."""
-    from dovetail.plugins.reports import Findings
+    from dovetail.registry.reports import Findings
 
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if missing:
@@ -159,7 +159,7 @@ def _report(
 ) -> CheckReport:
     from datetime import UTC, datetime
 
-    from dovetail.plugins.reports import CheckReport, ComponentReport, digest
+    from dovetail.registry.reports import CheckReport, ComponentReport, digest
 
     labels = {f"{c.spec.kind}/{c.spec.name}": c for c in components}
     return CheckReport(

@@ -15,7 +15,7 @@ from dovetail.cli.sources import FileOptions, Json, Sets
 
 if TYPE_CHECKING:
     from dovetail.config import PluginsSection
-    from dovetail.plugins import RegisteredComponent, Registry
+    from dovetail.registry import RegisteredComponent, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) 
     """The state of every plugin and component, of those too that the config names and nobody brings; why it is so, and the
     command that mends it. Exit status 1 if something is broken or missing."""
     from dovetail.config import plugins_section, read
-    from dovetail.plugins.loader import load_plugins
+    from dovetail.registry.loader import load_plugins
 
     raw = read(files or (), sets or (), os.environ)
     policy = plugins_section(raw)
@@ -64,8 +64,8 @@ def _print(findings: Iterable[Finding], registry: Registry) -> None:
 
 def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str, str]]) -> Iterator[Finding]:
     """Every plugin, and under it its components."""
-    from dovetail.plugins import ComponentKind
-    from dovetail.plugins.loader import normal
+    from dovetail.registry import ComponentKind
+    from dovetail.registry.loader import normal
 
     required = set(map(normal, policy.require))
     for record in registry.plugins:
@@ -84,7 +84,7 @@ def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str,
 def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -> Finding:
     """One component; ``asked`` if the config names it."""
     from dovetail.errors import PluginLoadError
-    from dovetail.plugins.stages import unmet
+    from dovetail.registry.stages import unmet
 
     what = f"  {component.spec.kind.value}/{component.spec.name}"
     if component.incompatible:
@@ -105,7 +105,7 @@ def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -
 def _unknown_plugins(policy: PluginsSection, registry: Registry) -> Iterator[Finding]:
     """Names in ``plugins.allow`` and ``plugins.require`` that nobody brings."""
     from dovetail.config.problems import suggest
-    from dovetail.plugins.loader import normal
+    from dovetail.registry.loader import normal
 
     known = [name for record in registry.plugins for name in (record.name, record.distribution)]
     plain = {normal(name) for name in known}

@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from dovetail.config import Config
-    from dovetail.plugins import Registry
+    from dovetail.registry import Registry
 
 _FILES_HELP = "YAML, TOML or JSON files, merged left to right."
 
@@ -35,7 +35,7 @@ def shortcuts(values: Mapping[str, object]) -> list[str]:
 
 def load(files: Sequence[Path] | None, sets: Sequence[str] | None) -> tuple[Config, Registry]:
     """The config that files, environment and overrides make, and the registry it was validated with."""
-    from dovetail.plugins.setup import setup
+    from dovetail.registry.setup import setup
 
     return setup(files or (), sets or (), os.environ)
 
@@ -43,6 +43,6 @@ def load(files: Sequence[Path] | None, sets: Sequence[str] | None) -> tuple[Conf
 def load_registry(files: Sequence[Path] | None, sets: Sequence[str] | None) -> Registry:
     """The installed components under the ``plugins`` section alone; the rest of the config may be wrong."""
     from dovetail.config import plugins_section, read
-    from dovetail.plugins.loader import load_plugins
+    from dovetail.registry.loader import load_plugins
 
     return load_plugins(plugins_section(read(files or (), sets or (), os.environ)))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dovetail.config.checkpoint import read_json
+from dovetail.engine.build import as_module, build_model
 from dovetail.engine.captures import NO_UPDATES, capture_all, capture_next
 from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.draft_layout import seen_by, wide_shape
@@ -21,15 +22,14 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import DraftPass, DraftRoom, DraftRuntime, DraftSteps
-from dovetail.layers.build import as_module, build_model
 from dovetail.memory.pool import PagedKVPool
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.targets import load_attribute
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
     from dovetail.engine.inputs import Array
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-    from dovetail.plugins.resolver import Resolved
+    from dovetail.registry.resolver import Resolved
     from dovetail.types import BoolArray, IntArray
 
 

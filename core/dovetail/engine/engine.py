@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dovetail.engine.build import as_module
 from dovetail.engine.captures import (
     NEEDED_BEFORE_CAPTURE,
     Captures,
@@ -40,7 +41,6 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.layers.build import as_module
 from dovetail.layers.linear import make_batch_invariant
 from dovetail.memory.pool import PagedKVPool, pool_dtype
 from dovetail.ops.linear import describe
@@ -49,7 +49,7 @@ from dovetail.types import Attends, ForwardOutput, HostOutput, Logprobs
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
-    from dovetail.plugins.resolver import Chosen, Resolved
+    from dovetail.registry.resolver import Chosen, Resolved
     from dovetail.types import Batch, IntArray
 
 log = logging.getLogger(__name__)

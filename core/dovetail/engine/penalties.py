@@ -14,7 +14,8 @@ from dovetail.ops.penalties import apply_penalties
 from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
-    from dovetail.types import DraftTree, Req, SamplingParams
+    from dovetail.sampling_params import SamplingParams
+    from dovetail.types import DraftTree, Req
 
 
 class TokenCounts:

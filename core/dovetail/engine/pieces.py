@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from dovetail.engine.build import as_module
 from dovetail.engine.captures import NO_UPDATES, WARM_UPS
-from dovetail.layers.build import as_module
 from dovetail.types import Batch
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 from dovetail.config.checkpoint import read_json
 from dovetail.ops.transfer import to_device
-from dovetail.types import PoolingKind
+from dovetail.sampling_params import PoolingKind
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from dovetail.engine.build import WeightFiller, as_module, build_model
 from dovetail.engine.progress import Advance, bytes_progress, size_text
 from dovetail.engine.shards import Reader, StoredTensor, stored_tensors
 from dovetail.errors import WeightsError
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.layers.base import prepare_layers
-from dovetail.layers.build import WeightFiller, as_module, build_model
 
 __all__ = ["build_model", "checkpoint_files", "load_weights"]
 

@@ -11,10 +11,10 @@ from dovetail.config import Config, config_hash, dump, read
 from dovetail.config.longform import PLUGIN_SECTIONS
 from dovetail.config.sources import read_set
 from dovetail.errors import ConfigError, PluginError
-from dovetail.plugins.machine import Machine
-from dovetail.plugins.resolution import Resolved
-from dovetail.plugins.resolver import resolve
-from dovetail.plugins.setup import setup
+from dovetail.registry.machine import Machine
+from dovetail.registry.resolution import Resolved
+from dovetail.registry.resolver import resolve
+from dovetail.registry.setup import setup
 
 FILE_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 SILENT = ("tuning", "server")

@@ -16,7 +16,8 @@ from dovetail.bench.offline import params_of
 from dovetail.bench.prompts import Prompt, encoded, first_prompt, next_prompt
 from dovetail.bench.records import Call, Workload
 from dovetail.errors import ConfigError
-from dovetail.types import FinishKind, SamplingParams, TokenLogprob
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import FinishKind, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.llm import LLM, Output

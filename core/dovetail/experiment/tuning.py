@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dovetail.config.longform import PLUGIN_SECTIONS
 from dovetail.experiment.arms import Arm, differences
 from dovetail.experiment.result import Comparison, Experiment
-from dovetail.plugins.measured import MeasuredRecord, device_key, measured_part, model_key
-from dovetail.plugins.resolution import Chosen
+from dovetail.registry.measured import MeasuredRecord, device_key, measured_part, model_key
+from dovetail.registry.resolution import Chosen
 
 METRIC_OF: Mapping[str, str] = {"attention.prefill": "ttft_p50", "attention.decode": "tpot_mean"}
 """The metric that a slot is judged by, where one alone shows what it does; others by all primary metrics, which must agree."""

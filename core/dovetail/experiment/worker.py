@@ -25,7 +25,7 @@ from dovetail.experiment.gate import Outputs, read_outputs
 from dovetail.experiment.jobs import Job, read_job
 from dovetail.experiment.trace import answer, force, frozen_trace, record, warm_up
 from dovetail.llm import LLM
-from dovetail.plugins.loader import load_plugins
+from dovetail.registry.loader import load_plugins
 
 FACTS = ("architecture", "device", "cpu_kernels", "products", "page_size", "num_pages", "overlap", "graphs")
 """Of what an engine says of itself, that which config does not say."""

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from dovetail.config import Config
     from dovetail.interfaces.parsers import CallDelta, ToolRequest
+    from dovetail.sampling_params import SamplingParams
     from dovetail.tokenizer import Tokenizer
-    from dovetail.types import Acceptance, FinishReason, FloatArray, SamplingParams, TokenLogprob
+    from dovetail.types import Acceptance, FinishReason, FloatArray, TokenLogprob
 
 
 class ChatDelta(NamedTuple):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from dovetail.types import GrammarSpec, IntArray
+    from dovetail.sampling_params import GrammarSpec
+    from dovetail.types import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from dovetail.interfaces.features import Feature
-    from dovetail.types import GrammarSpec
+    from dovetail.sampling_params import GrammarSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from dovetail.errors import ConfigError, RequestError
-from dovetail.types import SamplingParams
+from dovetail.sampling_params import SamplingParams
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -32,12 +32,13 @@ from dovetail.llm.runs import ChatOutput, ChatStream, Output, Run, chat_output
 from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.ops.random import derive_seed
 from dovetail.ops.vectors import embedding, pooling_kind
-from dovetail.plugins.candidates import call_hook
-from dovetail.plugins.machine import Machine
-from dovetail.plugins.resolver import resolve
-from dovetail.plugins.setup import setup
+from dovetail.registry.candidates import call_hook
+from dovetail.registry.machine import Machine
+from dovetail.registry.resolver import resolve
+from dovetail.registry.setup import setup
+from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
 from dovetail.tokenizer import Tokenizer, load_tokenizer
-from dovetail.types import FloatArray, Pooling, PoolingKind, SamplingParams
+from dovetail.types import FloatArray
 
 if TYPE_CHECKING:
     from dovetail.config import Config

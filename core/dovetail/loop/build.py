@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
+from dovetail.constraints.choice import GrammarRecipe
+from dovetail.constraints.compilers import Compiler, ProcessCompiler, ThreadCompiler
+from dovetail.constraints.mask_budget import Pace
+from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.interfaces.policy import PolicyContext
@@ -12,17 +16,13 @@ from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
 from dovetail.memory.table import RequestTable
-from dovetail.scheduler.grammar import GrammarService
-from dovetail.scheduler.grammar_choice import GrammarRecipe
-from dovetail.scheduler.grammar_compilers import Compiler, ProcessCompiler, ThreadCompiler
-from dovetail.scheduler.grammar_pace import Pace
 from dovetail.scheduler.limits import Limits
 from dovetail.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from dovetail.engine.engine import Engine
-    from dovetail.plugins.resolution import Chosen
-    from dovetail.plugins.resolver import Resolved
+    from dovetail.registry.resolution import Chosen
+    from dovetail.registry.resolver import Resolved
     from dovetail.tokenizer import Tokenizer
 
 

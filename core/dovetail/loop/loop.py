@@ -39,7 +39,7 @@ from dovetail.messages import (
 
 if TYPE_CHECKING:
     from dovetail.interfaces.speculative import Drafter
-    from dovetail.plugins.resolver import Resolved
+    from dovetail.registry.resolver import Resolved
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import Batch, ForwardOutput
 

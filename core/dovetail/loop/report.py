@@ -12,7 +12,7 @@ from dovetail.ops.cpu.library import library
 
 if TYPE_CHECKING:
     from dovetail.engine.engine import Engine
-    from dovetail.plugins.resolver import Resolved
+    from dovetail.registry.resolver import Resolved
     from dovetail.scheduler.scheduler import Scheduler
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import RequestError
-from dovetail.types import FloatArray, PoolingKind
+from dovetail.sampling_params import PoolingKind
+from dovetail.types import FloatArray
 
 
 def from_bytes(data: bytes) -> FloatArray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.specs import ComponentKind
+from dovetail.registry.specs import ComponentKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import yaml
 from dovetail.config.longform import reserved_words
 from dovetail.config.problems import suggest
 from dovetail.errors import ConfigError
-from dovetail.plugins.registry import Registry
-from dovetail.plugins.specs import ComponentKind
+from dovetail.registry.installed import Registry
+from dovetail.registry.specs import ComponentKind
 from dovetail.scaffold.kinds import FACTS
 
 LONGEST_NAME, LONGEST_PACKAGE = 30, 48

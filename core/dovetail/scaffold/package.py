@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.plugins.loader import REGISTER_HOOKS
-from dovetail.plugins.specs import API_VERSIONS, ComponentKind
+from dovetail.registry.loader import REGISTER_HOOKS
+from dovetail.registry.specs import API_VERSIONS, ComponentKind
 from dovetail.scaffold.kinds import FACTS
 from dovetail.scaffold.names import Names
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.errors import ContextLengthError, RequestError
+from dovetail.sampling_params import PoolingKind
 from dovetail.tokenizer import IncrementalDetokenizer
-from dovetail.types import PoolingKind, Req, TokenLogprob
+from dovetail.types import Req, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.messages import GenerateMsg

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.messages import TokenOutput
+from dovetail.sampling_params import PoolingKind
 from dovetail.scheduler.stopping import LENGTH, end_of, finish_reason
-from dovetail.types import FinishKind, FinishReason, PoolingKind
+from dovetail.types import FinishKind, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dovetail.scheduler.jump import Jumper
+    from dovetail.constraints.jump_forward import Jumper
     from dovetail.scheduler.limits import Limits, Totals
     from dovetail.types import Batch, DraftTree, FloatArray, HostOutput, Req, TokenLogprob
 

@@ -14,16 +14,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dovetail.constraints.gated import FreeTokens
+from dovetail.constraints.jump_forward import Jumper
+from dovetail.constraints.pending import Compiling
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
-from dovetail.scheduler.compiling import Compiling
 from dovetail.scheduler.decoding import Decoding
 from dovetail.scheduler.drafts import checked
-from dovetail.scheduler.gated import FreeTokens
 from dovetail.scheduler.groups import Groups
 from dovetail.scheduler.intake import make_req
-from dovetail.scheduler.jump import Jumper
 from dovetail.scheduler.limits import Limits, Totals
 from dovetail.scheduler.outcome import (
     add_pooled,
@@ -40,9 +40,9 @@ from dovetail.scheduler.sharing import Sharing
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
 
 if TYPE_CHECKING:
+    from dovetail.constraints.service import GrammarService
     from dovetail.interfaces.policy import SchedulePolicy
     from dovetail.memory.ledger import PageLedger
-    from dovetail.scheduler.grammar import GrammarService
     from dovetail.tokenizer import Tokenizer
     from dovetail.types import DraftTree, PageUpdates
 

@@ -16,8 +16,8 @@ from dovetail.api.responses import json_response
 from dovetail.config import dump
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
+from dovetail.sampling_params import SamplingParams
 from dovetail.server.service import Service
-from dovetail.types import SamplingParams
 
 
 class AbortRequest(ApiModel):

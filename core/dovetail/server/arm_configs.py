@@ -62,9 +62,9 @@ def check_arms(arms: Mapping[str, Config]) -> None:
 
 def _refusal(config: Config) -> str | None:
     """Why a config cannot run; None if it can. Runs in a process of its own."""
-    from dovetail.plugins.loader import load_plugins
-    from dovetail.plugins.machine import Machine
-    from dovetail.plugins.resolver import resolve
+    from dovetail.registry.loader import load_plugins
+    from dovetail.registry.machine import Machine
+    from dovetail.registry.resolver import resolve
 
     try:
         resolve(config, load_plugins(config.plugins), Machine.detect(config.device))

@@ -66,10 +66,10 @@ def run_engine(config: Config, endpoints: Endpoints) -> None:
 def open_loop(config: Config) -> Iterator[Driven]:
     """Load the plugins, resolve the parts and build the loop; imports torch. Raises ``DovetailError``."""
     from dovetail.loop import Loop
-    from dovetail.plugins.candidates import call_hook
-    from dovetail.plugins.loader import load_plugins
-    from dovetail.plugins.machine import Machine
-    from dovetail.plugins.resolver import resolve
+    from dovetail.registry.candidates import call_hook
+    from dovetail.registry.loader import load_plugins
+    from dovetail.registry.machine import Machine
+    from dovetail.registry.resolver import resolve
 
     resolved = resolve(config, load_plugins(config.plugins), Machine.detect(config.device))
     loop = Loop(resolved, load_tokenizer(config))

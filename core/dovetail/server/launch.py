@@ -22,10 +22,10 @@ from starlette.types import ASGIApp
 from dovetail.chat.parsing import load_parsers
 from dovetail.config import Config
 from dovetail.errors import ConfigError, EngineDeadError
-from dovetail.plugins.apichoice import load_apis
-from dovetail.plugins.candidates import call_hook
-from dovetail.plugins.loader import load_plugins
-from dovetail.plugins.registry import Registry
+from dovetail.registry.api_choice import load_apis
+from dovetail.registry.candidates import call_hook
+from dovetail.registry.installed import Registry
+from dovetail.registry.loader import load_plugins
 from dovetail.server.app import build_app
 from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import Endpoints, run_engine

@@ -21,7 +21,7 @@ from dovetail.api.body import ApiModel, parse
 from dovetail.api.responses import json_response
 from dovetail.config import Config
 from dovetail.interfaces.api import Api
-from dovetail.plugins.registry import Registry
+from dovetail.registry.installed import Registry
 from dovetail.server.app import Route, build_app
 from dovetail.server.arm_configs import arm_configs, check_arms
 from dovetail.server.arm_log import Latency

@@ -16,12 +16,12 @@ from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import EngineStats
+from dovetail.sampling_params import SamplingParams
 from dovetail.server.engines import Engine
 from dovetail.server.expansion import messages
 from dovetail.server.metrics import Metrics, RequestMetrics
 from dovetail.server.outputs import Outputs, Terms
 from dovetail.tokenizer import Tokenizer
-from dovetail.types import SamplingParams
 
 P = ParamSpec("P")
 T = TypeVar("T")

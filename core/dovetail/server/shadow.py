@@ -23,10 +23,11 @@ from prometheus_client import Counter
 from dovetail.config.experiment import ShadowSection
 from dovetail.errors import DovetailError
 from dovetail.messages import GenerateMsg
+from dovetail.sampling_params import SamplingParams
 from dovetail.server.arm_log import KEPT, ArmLog, Latency, StreamLog
 from dovetail.server.routing import uniform
 from dovetail.server.streams import OutputStream
-from dovetail.types import FinishKind, SamplingParams
+from dovetail.types import FinishKind
 
 logger = logging.getLogger("dovetail.server")
 

@@ -21,8 +21,8 @@ from dovetail.errors import (
     TimeLimitError,
 )
 from dovetail.interfaces.api import Api, Problem, Route
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.api_server import Answer, EchoServer
 from dovetail.testing.component import ComponentSuite
 

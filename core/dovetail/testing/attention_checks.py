@@ -11,7 +11,7 @@ import torch
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.specs import ComponentKind, Constraints
+from dovetail.registry.specs import ComponentKind, Constraints
 from dovetail.testing.attention_cases import STEPS
 from dovetail.testing.attention_reference import TOLERANCES, Case, Step, output_shape, poisoned_equal, reference
 from dovetail.testing.component import ComponentSuite

@@ -7,17 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dovetail.types import (
-    Attends,
-    Batch,
-    DraftTree,
-    IntArray,
-    PageUpdates,
-    Req,
-    SamplingParams,
-    SharedPrefixes,
-    StoresKV,
-)
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import Attends, Batch, DraftTree, IntArray, PageUpdates, Req, SharedPrefixes, StoresKV
 
 
 def make_page_table(lens: Sequence[int], page_size: int, num_pages: int, *, seed: int | None = 0) -> IntArray:

@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from dovetail.interfaces.cache import CacheContext, Match, PrefixCache
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.specs import ComponentKind
+from dovetail.registry.specs import ComponentKind
 from dovetail.testing.cache_machine import PrefixCacheMachine, tokens_of
 from dovetail.testing.cache_sharing import check_groups, most_saved, saved
 from dovetail.testing.component import ComponentSuite

@@ -10,10 +10,10 @@ import pytest
 
 from dovetail.config import PluginConfig, PluginsSection
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.loader import load_plugins
-from dovetail.plugins.registry import RegisteredComponent, Registry
-from dovetail.plugins.specs import ComponentKind, ComponentSpec
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.installed import RegisteredComponent, Registry
+from dovetail.registry.loader import load_plugins
+from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.registration import RegistrationTests
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from dovetail.types import SamplingParams
+from dovetail.sampling_params import SamplingParams
 
 Tokens = tuple[int, ...]
 Logits = Callable[[Sequence[int]], np.ndarray]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.llm import LLM, Output

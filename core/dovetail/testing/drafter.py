@@ -11,11 +11,12 @@ import torch
 
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.plugins.specs import ComponentKind
+from dovetail.registry.specs import ComponentKind
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.draft_engine import DrafterEngineTests
 from dovetail.testing.policy import snapshot
-from dovetail.types import Batch, DraftTree, FloatArray, IntArray, PageUpdates, Req, SamplingParams
+from dovetail.types import Batch, DraftTree, FloatArray, IntArray, PageUpdates, Req
 
 VOCAB_SIZE = 64
 MAX_CONTEXT = 256

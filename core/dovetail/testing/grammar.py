@@ -14,7 +14,8 @@ import pytest
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, Matcher
-from dovetail.plugins.specs import ComponentKind
+from dovetail.registry.specs import ComponentKind
+from dovetail.sampling_params import GrammarSpec
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.grammar_cases import (
     EOS,
@@ -35,7 +36,7 @@ from dovetail.testing.grammar_cases import (
     context,
 )
 from dovetail.testing.grammar_languages import Language, follow
-from dovetail.types import GrammarSpec, IntArray
+from dovetail.types import IntArray
 
 WIDTH = -(-VOCAB_SIZE // 32)
 STEPS = 24

@@ -9,8 +9,8 @@ from typing import Any
 
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.testing.grammar_languages import EMPTY, Language, Nested, Star, any_char, any_of, chars, maybe, seq, times
-from dovetail.types import GrammarKind, GrammarSpec
 
 _PIECES = [
     *("ab", "abc", "bc", "ba", "xx", "aab", "abx", "yes", "no", "yess", "12", "20", "-0", "2024-", "cc", ", b", "1,2"),

@@ -23,7 +23,7 @@ import numpy as np
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 
 Encode = Callable[[str], list[int]]
 COMPACT, SPACED = (",", ":"), (", ", ": ")

@@ -21,15 +21,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dovetail.engine.build import WeightFiller, as_module, build_model
 from dovetail.errors import WeightsError
 from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.cache import KVPool
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-from dovetail.layers.build import WeightFiller, as_module, build_model
 from dovetail.memory.pool import PagedKVPool
-from dovetail.plugins.specs import ComponentKind
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail.testing.component import ComponentSuite
 from dovetail.testing.eager import EagerAttention

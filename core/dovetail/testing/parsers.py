@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dovetail.interfaces.parsers import ParserContext, ReasoningParser, ReasoningStream, Tool, ToolParser, ToolStream
-from dovetail.plugins.specs import ComponentKind
+from dovetail.registry.specs import ComponentKind
 from dovetail.testing.component import ComponentSuite
 
 SENTINEL = "zqxzqx"

@@ -13,10 +13,11 @@ import pytest
 from dovetail.interfaces.cache import CacheContext, PrefixCache
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.policy import PolicyContext, SchedulePolicy
-from dovetail.plugins.specs import ComponentKind
+from dovetail.registry.specs import ComponentKind
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing.cache_reference import ReferenceCache
 from dovetail.testing.component import ComponentSuite
-from dovetail.types import Req, SamplingParams
+from dovetail.types import Req
 
 PAGE_SIZE = 4
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.plugins.reports import Case, Findings
+from dovetail.registry.reports import Case, Findings
 from dovetail.testing.component import ComponentSuite
 
 

@@ -18,13 +18,13 @@ import pytest
 from pydantic import ValidationError
 
 from dovetail.errors import UnknownComponentError
-from dovetail.plugins.loader import REGISTER_HOOKS
-from dovetail.plugins.specs import ComponentKind, ComponentSpec
-from dovetail.plugins.targets import load_attribute
+from dovetail.registry.loader import REGISTER_HOOKS
+from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail.registry.targets import load_attribute
 
 if TYPE_CHECKING:
     from dovetail.config import PluginConfig
-    from dovetail.plugins.registry import RegisteredComponent
+    from dovetail.registry.installed import RegisteredComponent
 
 HEAVY = (
     "torch",

@@ -10,8 +10,8 @@ from dovetail.tokenizer.stops import StopFinder
 
 if TYPE_CHECKING:
     from dovetail.messages import TokenOutput
+    from dovetail.sampling_params import SamplingParams
     from dovetail.tokenizer.tokenizer import Tokenizer
-    from dovetail.types import SamplingParams
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 

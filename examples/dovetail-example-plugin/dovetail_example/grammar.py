@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
-from dovetail.types import GrammarKind, GrammarSpec, IntArray
+from dovetail.sampling_params import GrammarKind, GrammarSpec
+from dovetail.types import IntArray
 from dovetail_example.config import ChoicesConfig
 
 _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]()]")

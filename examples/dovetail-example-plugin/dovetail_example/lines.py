@@ -11,7 +11,7 @@ from dovetail.api.body import ApiModel, examples, parse
 from dovetail.api.requests import new_id
 from dovetail.api.responses import whole
 from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Generation, Problem, Prompt, Route
-from dovetail.types import SamplingParams
+from dovetail.sampling_params import SamplingParams
 from dovetail_example.config import LineConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from dovetail.chat.requests import Arguments
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
-from dovetail.types import SamplingParams
+from dovetail.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.api.sampling import SamplingFields
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt, Route
-from dovetail.types import Acceptance, SamplingParams
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import Acceptance
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 _NAMES = {"seed": "sampling_seed", "include_stop": "no_stop_trim", "logprobs": "top_logprobs_num"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.hookspecs import hookimpl
-from dovetail.plugins.specs import ComponentKind, ComponentSpec, Constraints, Requirement
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, ComponentSpec, Constraints, Requirement
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8_e5m2")

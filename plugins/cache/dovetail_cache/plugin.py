@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.hookspecs import hookimpl
-from dovetail.plugins.specs import ComponentKind, ComponentSpec
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 RADIX = ComponentSpec(
     kind=ComponentKind.CACHE,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import GrammarError
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail_grammar.patterns import checked, size, whole
 from dovetail_grammar.regex_parser import Node, PatternError, parse
 

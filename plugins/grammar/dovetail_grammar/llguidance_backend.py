@@ -10,7 +10,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
-from dovetail.types import GrammarSpec, IntArray
+from dovetail.sampling_params import GrammarSpec
+from dovetail.types import IntArray
 from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.config import LLGuidanceConfig
 from dovetail_grammar.llguidance_errors import refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dovetail.errors import GrammarError
-from dovetail.types import GrammarKind
+from dovetail.sampling_params import GrammarKind
 from dovetail_grammar.schema_rules import KNOWN
 
 _KEYWORDS: tuple[tuple[re.Pattern[str], str | None], ...] = (

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from dovetail.errors import GrammarError
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail_grammar.constraints import Structure, read_choice, read_json, read_regex, read_tags
 from dovetail_grammar.gbnf import GbnfError, to_lark
 from dovetail_grammar.llguidance_schemas import prepare

@@ -18,7 +18,8 @@ import numpy as np
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
-from dovetail.types import GrammarKind, GrammarSpec, IntArray
+from dovetail.sampling_params import GrammarKind, GrammarSpec
+from dovetail.types import IntArray
 from dovetail_grammar.automaton import Automaton, State, TooLargeError
 from dovetail_grammar.config import LMFormatEnforcerConfig
 from dovetail_grammar.constraints import read_choice, read_json, read_regex

@@ -13,7 +13,8 @@ from outlines_core import Guide, Index, Vocabulary
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
-from dovetail.types import GrammarSpec, IntArray
+from dovetail.sampling_params import GrammarSpec
+from dovetail.types import IntArray
 from dovetail_grammar.automaton import Automaton, State, TooLargeError
 from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.config import OutlinesConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dovetail.errors import GrammarError
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail_grammar.config import OutlinesConfig
 from dovetail_grammar.constraints import read_choice, read_json, read_regex
 from dovetail_grammar.json_terms import Terms, productive

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dovetail.interfaces.features import Feature
-from dovetail.plugins.hookspecs import hookimpl
-from dovetail.plugins.specs import ComponentKind, ComponentSpec, Requirement
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, ComponentSpec, Requirement
 
 XGRAMMAR = ComponentSpec(
     kind=ComponentKind.GRAMMAR,

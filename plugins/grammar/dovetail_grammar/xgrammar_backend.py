@@ -14,7 +14,8 @@ import xgrammar
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
-from dovetail.types import GrammarKind, GrammarSpec, IntArray
+from dovetail.sampling_params import GrammarKind, GrammarSpec
+from dovetail.types import IntArray
 from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.config import XGrammarConfig
 from dovetail_grammar.constraints import read_choice, read_json, read_regex, read_tags

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dovetail.plugins.hookspecs import hookimpl
-from dovetail.plugins.specs import ComponentKind, ComponentSpec
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 
 def _dense(name: str, config: str, architecture: str, summary: str) -> ComponentSpec:

@@ -24,7 +24,7 @@ from dovetail.interfaces.parsers import (
     ToolRequest,
     ToolStream,
 )
-from dovetail.types import GrammarSpec
+from dovetail.sampling_params import GrammarSpec
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import told_object
 from dovetail_parsers.marks import Marks, json_block

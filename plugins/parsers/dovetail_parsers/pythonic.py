@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.python_grammar import call_grammar
 from dovetail_parsers.reader import END, MalformedError, Reading

@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import Tool, ToolRequest
-from dovetail.types import GrammarKind, GrammarSpec
+from dovetail.sampling_params import GrammarKind, GrammarSpec
 
 STRICT_AUTO = "strict functions with tool_choice 'auto'"
 SEVERAL = "the choice between functions"

@@ -16,18 +16,18 @@ import torch
 from dovetail.config.checkpoint import read_json
 from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import Drafter, DrafterContext, DraftPass, DraftSteps
-from dovetail.layers.drafts import TextSteps, chains, committed
 from dovetail.ops.transfer import to_device
 from dovetail_speculative.checkpoints import find_checkpoint, target_ids, tensor_names
 from dovetail_speculative.dflash_checkpoint import DFlashShape, describe_dflash
 from dovetail_speculative.dflash_model import DFlashModel
+from dovetail_speculative.steps import TextSteps, chains, committed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dovetail.layers.drafts import Committed
     from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, Req
     from dovetail_speculative.config import DFlashConfig
+    from dovetail_speculative.steps import Committed
 
 MISSED = -1
 """In place of a length: tokens of the request went unseen."""

@@ -10,11 +10,11 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import Drafter, DrafterContext
-from dovetail.layers.drafts import ChainSteps, TextSteps, chains
 from dovetail.ops.transfer import to_device
 from dovetail.types import Batch, DraftTree, IntArray, Req
 from dovetail_speculative.checkpoints import find_checkpoint
 from dovetail_speculative.config import DraftModelConfig
+from dovetail_speculative.steps import ChainSteps, TextSteps, chains
 
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 NOTHING: IntArray = np.zeros(0, np.int32)

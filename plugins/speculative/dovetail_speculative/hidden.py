@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.speculative import Drafter, DrafterContext, DraftRoom
-from dovetail.layers.drafts import ChainSteps, TextSteps, chains, committed
 from dovetail.ops.transfer import to_device
+from dovetail_speculative.steps import ChainSteps, TextSteps, chains, committed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dovetail.layers.drafts import Committed
     from dovetail.types import Batch, BoolArray, DraftTree, ForwardOutput, IntArray, Req
+    from dovetail_speculative.steps import Committed
 
 MISSED = -2
 """In place of a place: tokens of the request went unseen. No place follows it."""

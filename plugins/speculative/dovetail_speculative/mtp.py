@@ -11,16 +11,16 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.speculative import DrafterContext
-from dovetail.layers.drafts import chains
 from dovetail.ops.transfer import to_device
 from dovetail_speculative.hidden import DraftRows, HiddenDrafter
 from dovetail_speculative.mtp_checkpoint import describe_mtp
 from dovetail_speculative.mtp_model import MtpModel
+from dovetail_speculative.steps import chains
 
 if TYPE_CHECKING:
-    from dovetail.layers.drafts import Committed
     from dovetail.types import Batch, BoolArray, DraftTree, IntArray
     from dovetail_speculative.config import MtpConfig
+    from dovetail_speculative.steps import Committed
 
 OF_ONE_LAYER = 3
 """Tokens drafted by default with a single layer, which is applied to its own output."""

@@ -20,7 +20,7 @@ from dovetail.lang.conversation import Conversation, Template
 from dovetail.lang.ir import Sampling
 from dovetail.messages import EngineStats, GenerateMsg
 from dovetail.ops.random import derive_seed
-from dovetail.types import SamplingParams
+from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.llm import LLM, Output

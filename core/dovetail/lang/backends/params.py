@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.lang.ir import Sampling
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 CONSTRAINTS = frozenset({"regex", "json_schema"})
 """The constraints that a call may have."""

@@ -10,13 +10,13 @@ from typing import Any
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
+from dovetail.sampling_params import SamplingParams
 from dovetail.server.outputs import Outputs, Terms
 from dovetail.server.service import Service, own_rid
 from dovetail.server.tenants.keys import Caller
 from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.server.tenants.tenant import Lease
 from dovetail.server.tenants.usage import Entry, timestamp
-from dovetail.types import SamplingParams
 
 
 class TenantHost(ApiHost):

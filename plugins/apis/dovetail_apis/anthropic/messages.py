@@ -9,7 +9,7 @@ from dovetail.api.body import parse
 from dovetail.api.requests import grammar_of, new_id, sampling_params
 from dovetail.api.responses import json_response, streamed, whole
 from dovetail.interfaces.api import ApiHost
-from dovetail.types import GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarSpec, SamplingParams
 from dovetail_apis.anthropic.conversation import conversation_of
 from dovetail_apis.anthropic.format import MessageFormat
 from dovetail_apis.anthropic.types import CountRequest, MessagesRequest, OutputConfig

@@ -9,7 +9,8 @@ from typing import Any
 from dovetail.api.requests import check_count
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, Choice, Prompt, Usage
-from dovetail.types import FloatArray, Pooling, PoolingKind, SamplingParams
+from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
+from dovetail.types import FloatArray
 
 
 def pooling_params(kind: PoolingKind, token_ids: tuple[int, ...] = ()) -> SamplingParams:

@@ -14,7 +14,7 @@ from dovetail.api.responses import json_response, streamed, until_disconnect
 from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
-from dovetail.types import GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarSpec, SamplingParams
 from dovetail_apis.conversation import Conversation, Envelope, ask, past_call, thinking, within_context
 from dovetail_apis.ollama.format import AnswerFormat, Clock, Said, Shape, common
 from dovetail_apis.ollama.model import check_model, check_options, refuse_unload

@@ -14,7 +14,7 @@ from dovetail.api.responses import json_response
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost
 from dovetail.interfaces.parsers import Tool, ToolRequest
-from dovetail.types import SamplingParams
+from dovetail.sampling_params import SamplingParams
 from dovetail_apis.ollama.checkpoint import Checkpoint, read_checkpoint
 from dovetail_apis.ollama.types import Options, ShowRequest
 

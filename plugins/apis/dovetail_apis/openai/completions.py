@@ -17,7 +17,8 @@ from dovetail.api.requests import check_count, new_id, with_room
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt
-from dovetail.types import SamplingParams, TokenLogprob
+from dovetail.sampling_params import SamplingParams
+from dovetail.types import TokenLogprob
 from dovetail_apis.openai.format import CompletionLogprobs, error_json, finish_name, usage_json
 from dovetail_apis.openai.types import CompletionRequest
 

@@ -11,7 +11,7 @@ from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, Tex
 from dovetail.api.requests import CONSTRAINTS, sampling_params
 from dovetail.api.sampling import SamplingFields
 from dovetail.chat.requests import NamedTool, ToolSpec
-from dovetail.types import SamplingParams
+from dovetail.sampling_params import SamplingParams
 
 _NAMES = {
     "max_new_tokens": "max_tokens",

@@ -10,7 +10,7 @@ from pydantic import Field, WithJsonSchema
 from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
 from dovetail.api.requests import grammar_of, sampling_params
 from dovetail.errors import RequestError
-from dovetail.types import GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarSpec, SamplingParams
 from dovetail_apis.conversation import thinking
 
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]

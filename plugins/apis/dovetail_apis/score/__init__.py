@@ -13,7 +13,7 @@ from dovetail.api.body import parse
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, Generation, Problem, Route
-from dovetail.types import PoolingKind
+from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json

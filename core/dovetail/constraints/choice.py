@@ -1,0 +1,180 @@
+"""Which grammar backend honours a constraint: the one that was asked for, or the first that can."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from dovetail.constraints.limits import check_nesting
+from dovetail.errors import EngineError, GrammarError
+from dovetail.interfaces.features import Feature
+from dovetail.registry.targets import load_attribute
+from dovetail.sampling_params import GrammarSpec
+
+if TYPE_CHECKING:
+    from dovetail.config import PluginConfig
+    from dovetail.constraints.probe import Probe
+    from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRecipe:
+    """How a grammar backend is built, in this process or in another. ``automatic`` ones serve requests that name none."""
+
+    name: str
+    label: str
+    target: str
+    config: PluginConfig
+    offers: frozenset[Feature]
+    automatic: bool = True
+
+    def engine(self, context: GrammarContext) -> GrammarEngine:
+        """An engine that builds it when it is first needed."""
+
+        def build() -> GrammarBackend:
+            return load_attribute(self.target, self.label)(self.config, context)
+
+        return GrammarEngine(self.name, self.offers, build, automatic=self.automatic)
+
+
+class GrammarEngine:
+    """A grammar backend by its name, built when it is first needed. Thread-safe."""
+
+    def __init__(
+        self, name: str, offers: frozenset[Feature], build: Callable[[], GrammarBackend], *, automatic: bool = True
+    ) -> None:
+        self.name = name
+        self.offers = offers
+        self.automatic = automatic
+        self._build = build
+        self._backend: GrammarBackend | None = None
+        self._failure = ""
+        self._lock = threading.Lock()
+
+    @property
+    def built(self) -> bool:
+        """True if ``backend`` costs nothing."""
+        return self._backend is not None
+
+    @property
+    def backend(self) -> GrammarBackend:
+        """The backend. Raises ``EngineError`` if it cannot be built, which is tried once."""
+        with self._lock:
+            if self._backend is None and not self._failure:
+                self._try_to_build()
+            if self._backend is None:
+                raise EngineError(f"grammar backend {self.name!r} could not be built: {self._failure}")
+            return self._backend
+
+    def _try_to_build(self) -> None:
+        try:
+            self._backend = self._build()
+        except Exception as error:
+            log.exception("grammar backend %r could not be built", self.name)
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def offers_kind(self, spec: GrammarSpec) -> bool:
+        """True if it takes constraints of this kind at all."""
+        return f"grammar.{spec.kind}" in self.offers
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Raise the ``GrammarError`` of what it is known not to support, in milliseconds."""
+        if not self.offers_kind(spec):
+            raise GrammarError(f"it takes no {spec.kind}", param=spec.kind, keyword=str(spec.kind))
+        self.backend.check(spec)
+
+
+class Watch(Protocol):
+    """Is told what goes on, so that compiling can be bounded and building is not counted."""
+
+    def building(self) -> None:
+        """A backend is about to be built, which takes seconds."""
+
+    def compiling(self) -> None:
+        """The constraint is about to be read."""
+
+
+def candidates(engines: Sequence[GrammarEngine], spec: GrammarSpec) -> list[GrammarEngine]:
+    """Who may compile ``spec``, best first: the engine it names, else the automatic ones. Raises ``GrammarError``."""
+    if spec.backend is None:
+        return [engine for engine in engines if engine.automatic]
+    named = [engine for engine in engines if engine.name == spec.backend]
+    if not named:
+        names = ", ".join(engine.name for engine in engines)
+        raise GrammarError(
+            f"grammar_backend is {spec.backend!r:.80}; this server has: {names}", param="grammar_backend"
+        )
+    return named
+
+
+def choose(
+    engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Watch, probe: Probe | None = None
+) -> tuple[GrammarEngine, CompiledGrammar]:
+    """Compile with the first candidate that honours ``spec`` whole, at a cost that ``probe`` admits. Raises ``GrammarError``:
+    at once where the constraint is wrong for every backend, else with what each of them lacks."""
+    check_nesting(spec)
+    refusals: dict[str, GrammarError] = {}
+    for engine in candidates(engines, spec):
+        try:
+            return engine, _compile(engine, spec, watch, probe)
+        except GrammarError as error:
+            if error.keyword is None:
+                raise
+            refusals[engine.name] = error
+    others = [engine for engine in engines if engine.name not in refusals]
+    raise refusal(spec, refusals, [engine.name for engine in _able(others, spec, watch)])
+
+
+def _compile(engine: GrammarEngine, spec: GrammarSpec, watch: Watch, probe: Probe | None) -> CompiledGrammar:
+    _prepare(engine, spec, watch)
+    engine.check(spec)
+    try:
+        grammar = engine.backend.compile(spec)
+        if probe is not None:
+            probe.try_out(grammar, spec, engine.name)
+        return grammar
+    except (GrammarError, EngineError, MemoryError):
+        raise
+    except Exception as error:
+        text = f"the {spec.kind} could not be compiled by {engine.name}: {error!r}"
+        raise GrammarError(text, param=spec.kind) from error
+
+
+def _prepare(engine: GrammarEngine, spec: GrammarSpec, watch: Watch) -> None:
+    if engine.offers_kind(spec) and not engine.built:
+        watch.building()
+        _ = engine.backend
+    watch.compiling()
+
+
+def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Watch) -> Iterator[GrammarEngine]:
+    """Those that would not refuse ``spec`` as far as they can tell without compiling."""
+    for engine in engines:
+        try:
+            _prepare(engine, spec, watch)
+            engine.check(spec)
+        except (GrammarError, EngineError):
+            continue
+        yield engine
+
+
+def refusal(spec: GrammarSpec, refusals: Mapping[str, GrammarError], able: Sequence[str]) -> GrammarError:
+    """What to tell a client whose constraint was refused: what each engine lacks, and who could."""
+    alike: dict[str, list[str]] = {}
+    for name, error in refusals.items():
+        alike.setdefault(f"not support {error.keyword!r} ({error})", []).append(name)
+    reasons = "; ".join(f"{' and '.join(names)} do{'' if names[1:] else 'es'} {lack}" for lack, names in alike.items())
+    who = f"the grammar backend {spec.backend!r}" if spec.backend else "any grammar backend that was tried"
+    way_out = (
+        f"could do it: {', '.join(able)} (grammar_backend names one)"
+        if able
+        else "no other grammar backend of this server could; leave that out of the constraint"
+    )
+    text = f"this {spec.kind} cannot be honoured whole by {who}: {reasons}. {way_out[0].upper()}{way_out[1:]}"
+    keyword = next((error.keyword for error in refusals.values()), None)
+    return GrammarError(text, param=spec.kind, keyword=keyword)

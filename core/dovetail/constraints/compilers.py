@@ -1,0 +1,185 @@
+"""The two ways to compile a constraint: on a thread of this process, or in a process that can be ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from dovetail.constraints import worker
+from dovetail.constraints.cache import Compiled
+from dovetail.constraints.choice import candidates, choose
+from dovetail.constraints.jobs import too_slow
+from dovetail.constraints.mask_budget import DEFAULT_PACE
+from dovetail.constraints.process import Abandoned, Ended, TimedOut, WorkerProcess
+from dovetail.errors import EngineError, GrammarError
+
+if TYPE_CHECKING:
+    from dovetail.constraints.choice import GrammarEngine, GrammarRecipe
+    from dovetail.constraints.jobs import Job
+    from dovetail.constraints.mask_budget import Pace
+    from dovetail.interfaces.grammar import GrammarContext
+    from dovetail.sampling_params import GrammarSpec
+
+log = logging.getLogger(__name__)
+
+
+class Compiler(Protocol):
+    """Compiles for the service, on its threads."""
+
+    engines: Sequence[GrammarEngine]
+    seconds: float  # time limit of one constraint
+
+    def compile(self, job: Job) -> Compiled:
+        """Compile ``job.spec``. Raises ``GrammarError`` for what is refused or too much, ``Abandoned`` where nobody waits
+        any more, and ``EngineError`` where something else than the constraint is wrong."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds. Called once; compilations may be running, and end by themselves."""
+        ...
+
+
+class ThreadCompiler:
+    """Compiles on the calling thread. A compilation that outlives its time limit fails its requests and keeps its thread."""
+
+    def __init__(self, engines: Sequence[GrammarEngine], seconds: float) -> None:
+        self.engines: Sequence[GrammarEngine] = engines
+        self.seconds = seconds
+
+    def compile(self, job: Job) -> Compiled:
+        """See ``Compiler``."""
+        engine, grammar = choose(self.engines, job.spec, job)
+        return Compiled(engine.name, grammar)
+
+    def close(self) -> None:
+        """See ``Compiler``."""
+
+
+class ProcessCompiler:
+    """Compiles in processes, each started when it is first needed. What it compiles comes back as bytes from backends that
+    offer ``grammar.portable``; for others the process has shown that the constraint is harmless, and it is compiled again."""
+
+    def __init__(
+        self,
+        recipes: Sequence[GrammarRecipe],
+        context: GrammarContext,
+        *,
+        seconds: float,
+        memory: int,
+        pace: Pace = DEFAULT_PACE,
+    ) -> None:
+        """``seconds`` and ``memory`` (bytes) are the bounds of one constraint; masks that do not keep ``pace`` are refused."""
+        self.engines: Sequence[GrammarEngine] = [recipe.engine(context) for recipe in recipes]
+        self.seconds = seconds
+        self._setup = worker.Setup(tuple(recipes), context, memory, seconds, pace)
+        self._idle: list[WorkerProcess] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def compile(self, job: Job) -> Compiled:
+        """See ``Compiler``."""
+        self._build_meanwhile(candidates(self.engines, job.spec)[0])
+        answer = self._ask(job)
+        match answer:
+            case worker.Refusal():
+                raise answer.error()
+            case worker.Failure(memory=True):
+                raise self._too_large(job.spec, answer.message)
+            case worker.Done(name=name, data=data):
+                backend = next(engine for engine in self.engines if engine.name == name).backend
+                return Compiled(name, backend.compile(job.spec) if data is None else backend.load(data))
+        assert isinstance(answer, worker.Failure), answer
+        raise EngineError(answer.message)
+
+    def _build_meanwhile(self, engine: GrammarEngine) -> None:
+        """Import the likely backend here while the process imports it there."""
+
+        def build() -> None:
+            try:
+                _ = engine.backend
+            except EngineError:
+                return  # told to whoever needs it
+
+        if not engine.built:
+            threading.Thread(target=build, name=f"dovetail-build-{engine.name}").start()
+
+    def _ask(self, job: Job) -> worker.Event:
+        """The answer of a process. One that was killed from outside says nothing of the constraint: another is asked, once."""
+        killed = False
+        while True:
+            process, fresh = self._take()
+            try:
+                answer = process.ask(job.spec, self.seconds, lambda: job.wanted)
+            except Abandoned:
+                self._replace()
+                raise
+            except TimedOut as error:
+                self._replace()
+                if error.building:
+                    raise EngineError("the grammar worker took too long to import its backends") from None
+                raise too_slow(job.spec, self.seconds) from None
+            except Ended as error:
+                if error.killed and (error.compiling or fresh) and not killed:
+                    killed = True
+                    log.warning("a grammar worker was killed from outside (%s); its constraint is tried again", error)
+                elif error.compiling or fresh:
+                    self._replace()
+                    raise self._verdict(job.spec, error) from None
+                continue  # one that had grown too large ended after its last answer
+            self._put_back(process)
+            return answer
+
+    def _verdict(self, spec: GrammarSpec, error: Ended) -> EngineError | GrammarError:
+        """What an end says: of the constraint, or of the server."""
+        if error.killed:
+            return EngineError(
+                f"the processes that compile grammars were killed from outside ({error}), twice for this {spec.kind}: by an "
+                "operator, or by the system for want of memory (lower `grammar.memory_mib` or `grammar.workers`); retry later"
+            )
+        if not error.compiling:
+            return EngineError(f"the grammar worker ended ({error}) before it could compile")
+        return too_slow(spec, self.seconds) if error.overtime else self._too_large(spec, str(error))
+
+    def _replace(self) -> None:
+        """Start another process for the one that was ended, with the imports that are likely to be needed."""
+
+        def start() -> None:
+            process = WorkerProcess(self._setup)
+            try:
+                process.prepare([engine.name for engine in self.engines if engine.built])
+            except OSError:
+                return  # told to whoever needs it: the next one is started for a constraint
+            self._put_back(process)
+
+        threading.Thread(target=start, name="dovetail-grammar-start").start()
+
+    def _too_large(self, spec: GrammarSpec, how: str) -> GrammarError:
+        most = self._setup.memory / 2**20
+        text = (
+            f"the {spec.kind} needs more than {most:g} MiB to compile, or crashes the compiler ({how}); make it smaller"
+        )
+        return GrammarError(text, param=spec.kind)
+
+    def _take(self) -> tuple[WorkerProcess, bool]:
+        """An idle process, or a fresh one (True)."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop(), False
+        return WorkerProcess(self._setup), True
+
+    def _put_back(self, process: WorkerProcess) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(process)
+                return
+        process.kill()
+
+    def close(self) -> None:
+        """See ``Compiler``."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.kill()

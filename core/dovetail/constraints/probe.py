@@ -1,0 +1,87 @@
+"""What masks will cost: a walk through texts of a grammar that was just compiled, before any request depends on it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dovetail.constraints.mask_budget import Meter, MeteredMatcher
+from dovetail.errors import GrammarError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dovetail.constraints.mask_budget import Pace
+    from dovetail.interfaces.grammar import CompiledGrammar, GrammarContext, Matcher
+    from dovetail.sampling_params import GrammarSpec
+    from dovetail.types import IntArray
+
+log = logging.getLogger(__name__)
+
+WALKS = 2
+"""One over tokens of one byte where there are any, which stay longest; then one over any tokens."""
+STEPS = 96
+"""Tokens of a walk: what grows with the text shows by then; what grows later is found while it is generated."""
+
+
+class Probe:
+    """Walks at random, always the same for one constraint. Not thread-safe."""
+
+    def __init__(self, context: GrammarContext, pace: Pace) -> None:
+        self._pace = pace
+        self._row = np.zeros((1, -(-context.vocab_size // 32)), np.int32)
+        self._ends = self._pack(token for token in context.eos_token_ids if token < context.vocab_size)
+        tokens = enumerate(context.token_bytes[: context.vocab_size])
+        self._bytes = self._pack(token for token, data in tokens if data and len(data) == 1)
+
+    def _pack(self, tokens: Iterable[int]) -> IntArray:
+        flags = np.zeros(32 * self._row.shape[1], np.uint8)
+        flags[list(tokens)] = 1
+        return np.packbits(flags, bitorder="little").view(np.int32)
+
+    def try_out(self, grammar: CompiledGrammar, spec: GrammarSpec, backend: str) -> None:
+        """Raises ``GrammarError`` where masks take longer than the pace allows, or allow what is not accepted, or the backend
+        gives up. In bounded time: it goes no further once it has taken four times what a matcher may be ahead."""
+        found: list[GrammarError] = []
+        source = random.Random(spec.text)
+        end = time.perf_counter() + 4 * self._pace.ahead
+        for walk in range(WALKS):
+            meter = Meter(spec, backend, self._pace, found.append)
+            try:
+                self._walk(MeteredMatcher(grammar.matcher(), meter), source, end, short=walk == 0)
+            except GrammarError as error:
+                if found:
+                    raise
+                text = f"grammar backend {backend} gives up on texts of this {spec.kind}: {error}"
+                raise GrammarError(text, param=spec.kind, keyword=error.keyword or "size") from error
+            except Exception:
+                log.exception("grammar backend %s failed in a text of a %s", backend, spec.kind)
+                return  # a request whose text comes there ends; others may not come there
+
+    def _walk(self, matcher: Matcher, source: random.Random, end: float, *, short: bool) -> None:
+        for _ in range(STEPS):
+            if time.perf_counter() > end:
+                return
+            matcher.fill_bitmask(self._row, 0)
+            token = self._token(source, short=short)
+            if token is None:
+                return
+            if not matcher.accept(token):
+                raise GrammarError(f"its mask allows token {token}, which it then refuses", keyword="masks")
+            if matcher.is_terminated:
+                return
+
+    def _token(self, source: random.Random, *, short: bool) -> int | None:
+        """One that the mask allows and that does not end the text; None if there is none."""
+        allowed = self._row[0] & ~self._ends
+        words = allowed & self._bytes if short and (allowed & self._bytes).any() else allowed
+        filled = np.flatnonzero(words)
+        if not len(filled):
+            return None
+        word = int(filled[source.randrange(len(filled))])
+        bits = int(words[word]) & 0xFFFFFFFF
+        return 32 * word + source.choice([bit for bit in range(32) if bits >> bit & 1])

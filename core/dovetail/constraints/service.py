@@ -1,0 +1,182 @@
+"""The compile service: constraints become matchers on worker threads, never on the loop's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dovetail.constraints.cache import Compiled, GrammarCache, named
+from dovetail.constraints.choice import candidates
+from dovetail.constraints.jobs import GrammarTicket, Job
+from dovetail.constraints.limits import check_size
+from dovetail.constraints.mask_budget import DEFAULT_PACE, Meter
+from dovetail.constraints.process import Abandoned
+from dovetail.errors import GrammarError
+
+if TYPE_CHECKING:
+    from dovetail.constraints.compilers import Compiler
+    from dovetail.constraints.mask_budget import Pace
+    from dovetail.interfaces.grammar import GrammarBackend, Matcher
+    from dovetail.sampling_params import GrammarSpec
+
+__all__ = ["GrammarService", "GrammarTicket", "GrammarTotals"]
+
+
+@dataclass(slots=True)
+class GrammarTotals:
+    """Counts since the start. ``hits`` are requests whose constraint was compiled (or refused) before or is being compiled,
+    ``misses`` the others, ``compiles`` the compilations started, ``seconds`` their time, ``refusals`` those that ended in an
+    error, ``overruns`` the requests whose matchers took too long. ``backends`` counts requests by the backend that constrains them."""
+
+    hits: int = 0
+    misses: int = 0
+    compiles: int = 0
+    refusals: int = 0
+    overruns: int = 0
+    seconds: float = 0.0
+    backends: Counter[str] = field(default_factory=Counter)
+
+
+class GrammarService:
+    """Compiles constraints for requests, and remembers the compiled ones up to ``cache_bytes``.
+
+    ``compiler`` None means that every constraint is refused, with ``reason``. Specs that are equal compile once, also
+    while they are being compiled; at most ``workers`` compile at the same time, the others wait their turn.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler | None,
+        reason: str = "",
+        *,
+        workers: int = 2,
+        cache_bytes: int = 256 * 2**20,
+        pace: Pace = DEFAULT_PACE,
+    ) -> None:
+        self._compiler = compiler
+        self._reason = reason
+        self._pace = pace
+        self._pool = ThreadPoolExecutor(workers, "dovetail-grammar") if compiler else None
+        self._lock = threading.Lock()
+        self._jobs: dict[GrammarSpec, Job] = {}
+        self._cache = GrammarCache(cache_bytes)
+        self.totals = GrammarTotals()
+
+    @property
+    def cached_bytes(self) -> int:
+        """Memory of what is kept."""
+        return self._cache.num_bytes
+
+    @property
+    def evictions(self) -> int:
+        """How many entries made room for others."""
+        return self._cache.evictions
+
+    def submit(self, spec: GrammarSpec) -> GrammarTicket:
+        """Start to compile, unless that was done before. Raises ``GrammarError`` for what is refused at once."""
+        if self._compiler is None or self._pool is None:
+            raise GrammarError(
+                f"this server cannot constrain its output ({self._reason or 'it has no grammar backend'}); "
+                "install one (pip install xgrammar), or select it with `grammar: xgrammar`",
+                param=spec.kind,
+            )
+        check_size(spec)
+        first = candidates(self._compiler.engines, spec)[0].name
+        with self._lock:
+            job = self._known(spec, first, self._compiler.seconds)
+            if job is None:
+                job = self._jobs[spec] = Job(spec, self._compiler.seconds)
+                job.join()
+                self.totals.misses += 1
+                self._pool.submit(self._run, job, self._compiler)
+            else:
+                job.join()
+                self.totals.hits += 1
+        return GrammarTicket(job)
+
+    def matcher(self, ticket: GrammarTicket) -> Matcher:
+        """The matcher of a ticket that is ready, counted. Raises what ``GrammarTicket.matcher`` does."""
+        matcher = ticket.matcher()
+        self.totals.backends[ticket.backend] += 1
+        return matcher
+
+    def meter(self, ticket: GrammarTicket) -> Meter:
+        """What the time of the matcher of a ticket is told to. Past the pace, its constraint is refused for a while: it
+        would cost the next request as much."""
+        spec, backend = ticket.spec, ticket.backend
+
+        def over(error: GrammarError) -> None:
+            with self._lock:
+                self.totals.overruns += 1
+                for refused in (spec, named(spec, backend)):
+                    self._cache.refuse(refused, error)
+
+        return Meter(spec, backend, self._pace, over)
+
+    def backend(self, name: str) -> GrammarBackend:
+        """The backend of that name, which has made a matcher."""
+        assert self._compiler is not None
+        return next(engine.backend for engine in self._compiler.engines if engine.name == name)
+
+    def _known(self, spec: GrammarSpec, first: str, seconds: float) -> Job | None:
+        """A job that has an outcome, or is at work. What the first candidate has compiled is what would be chosen."""
+        outcome = self._cache.get(spec)
+        if outcome is None and spec.backend is None:
+            found = self._cache.get(named(spec, first))
+            outcome = found if isinstance(found, Compiled) else None
+        return Job(spec, seconds, outcome) if outcome is not None else self._jobs.get(spec)
+
+    def _run(self, job: Job, compiler: Compiler) -> None:
+        """Compile, on a worker thread; the job always ends."""
+        while self._begin(job):
+            start = time.monotonic()
+            try:
+                self._end(job, compiler.compile(job))
+            except Abandoned:
+                continue  # perhaps somebody has come meanwhile
+            except Exception as error:
+                self._end(job, error)
+            finally:
+                with self._lock:
+                    self.totals.seconds += time.monotonic() - start
+            return
+
+    def _begin(self, job: Job) -> bool:
+        with self._lock:
+            if not job.wanted:
+                self._forget(job)
+                job.close()
+                return False
+            self.totals.compiles += not job.started
+            job.started = True
+            return True
+
+    def _end(self, job: Job, result: Compiled | Exception) -> None:
+        with self._lock:
+            self._forget(job)
+            if isinstance(result, Compiled):
+                self._cache.keep(job.spec, result)
+                job.outcome = result
+            elif isinstance(result, GrammarError):
+                self.totals.refusals += 1
+                job.outcome = self._cache.refuse(job.spec, result)
+            else:
+                job.error = result
+
+    def _forget(self, job: Job) -> None:
+        if self._jobs.get(job.spec) is job:
+            del self._jobs[job.spec]
+
+    def close(self) -> None:
+        """Start nothing more; waiting tickets end as cancelled. Compilations on threads are left to end by themselves."""
+        if self._pool is None or self._compiler is None:
+            return
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for job in self._jobs.values():
+                job.close()
+        self._compiler.close()

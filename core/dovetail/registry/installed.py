@@ -1,0 +1,133 @@
+"""What is installed: every plugin with its status, every component with its origin."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import pluggy
+
+from dovetail.config import PluginConfig
+from dovetail.config.problems import suggest
+from dovetail.errors import PluginLoadError, UnknownComponentError
+from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail.registry.targets import load_attribute
+
+
+class PluginStatus(enum.StrEnum):
+    """How loading a plugin ended."""
+
+    LOADED = "loaded"
+    BLOCKED = "blocked"
+    INCOMPATIBLE = "incompatible"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """One entry point: where it comes from and how loading it ended. ``reason`` says why it did not load, ``fix`` what
+    mends that, ``traceback`` is the plugin's own."""
+
+    name: str
+    distribution: str
+    version: str
+    target: str
+    status: PluginStatus
+    reason: str = ""
+    fix: str = ""
+    traceback: str = ""
+    components: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredComponent:
+    """A component and where it comes from. ``incompatible`` says why its api version cannot be used."""
+
+    spec: ComponentSpec
+    distribution: str
+    version: str
+    plugin: str
+    incompatible: str | None = None
+
+    @property
+    def status(self) -> PluginStatus:
+        """``loaded`` or ``incompatible``."""
+        return PluginStatus.INCOMPATIBLE if self.incompatible else PluginStatus.LOADED
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return f"{self.spec.kind} {self.spec.name!r} ({self.distribution} {self.version})"
+
+
+class Registry:
+    """Installed components by kind and name. Satisfies ``config.Choices``. Made by ``load_plugins``; not changed after.
+
+    ``hooks`` calls the hooks of the loaded plugins. A registry does not cross process boundaries: another process makes
+    its own from the same config.
+    """
+
+    def __init__(
+        self,
+        plugins: Sequence[PluginRecord],
+        components: Mapping[ComponentKind, Mapping[str, RegisteredComponent]],
+        hooks: pluggy.HookRelay,
+    ) -> None:
+        self.plugins = tuple(plugins)
+        self.hooks = hooks
+        self._components = {kind: dict(sorted(components.get(kind, {}).items())) for kind in ComponentKind}
+
+    def components(self, kind: str) -> tuple[RegisteredComponent, ...]:
+        """Every component of a kind, sorted by name."""
+        return tuple(self._components[ComponentKind(kind)].values())
+
+    def names(self, kind: str) -> list[str]:
+        """The names of a kind, sorted."""
+        return list(self._components[ComponentKind(kind)])
+
+    def get(self, kind: str, name: str) -> RegisteredComponent:
+        """The component of this name or alias. Raises ``UnknownComponentError``."""
+        found = self._components[ComponentKind(kind)].get(name)
+        aliased = [found] if found else self.aliased(kind, name)
+        if len(aliased) == 1:
+            return aliased[0]
+        if aliased:
+            names = ", ".join(component.spec.name for component in aliased)
+            raise UnknownComponentError(f"{kind} {name!r} is an alias of several components; choose one of: {names}")
+        raise UnknownComponentError(self._unknown(kind, name))
+
+    def aliased(self, kind: str, alias: str) -> list[RegisteredComponent]:
+        """Every component that lists this alias, sorted by name."""
+        return [component for component in self.components(kind) if alias in component.spec.aliases]
+
+    def canonical(self, kind: str, name: str) -> str:
+        """The name that ``name``, perhaps an alias, stands for. Raises ``UnknownComponentError``."""
+        return self.get(kind, name).spec.name
+
+    def label(self, kind: str, name: str) -> str:
+        """How messages call a component: its kind, name and distribution."""
+        return self.get(kind, name).label
+
+    def config_class(self, kind: str, name: str) -> type[PluginConfig]:
+        """The component's own section; imports its module. Raises ``PluginLoadError``, also if its ``kind`` is not a
+        Literal of the component's name."""
+        component = self.get(kind, name)
+        cls = load_attribute(component.spec.config, component.label)
+        if not (isinstance(cls, type) and issubclass(cls, PluginConfig)):
+            raise PluginLoadError(f"{component.label}: config is {cls!r}; expected a subclass of PluginConfig")
+        field = cls.model_fields["kind"]
+        if get_args(field.annotation) != (component.spec.name,) or field.default != component.spec.name:
+            raise PluginLoadError(
+                f"{component.label}: {component.spec.config} has `kind: {field.annotation} = {field.default!r}`; "
+                f"expected `kind: Literal[{component.spec.name!r}] = {component.spec.name!r}`"
+            )
+        return cls
+
+    def _unknown(self, kind: str, name: str) -> str:
+        names = self.names(kind)
+        known = [*names, *(alias for component in self.components(kind) for alias in component.spec.aliases)]
+        text = f"no {kind} component is called {name!r}; installed: {', '.join(names) or 'none'}{suggest(name, known)}"
+        absent = [f"{p.name} of {p.distribution} ({p.status}: {p.reason})" for p in self.plugins if not p.components]
+        return f"{text}. Plugins that did not load: {'; '.join(absent)}" if absent else text

@@ -1,0 +1,259 @@
+"""The only reader of entry points.
+
+pluggy's own loader stops at the first plugin that cannot be imported. This one applies the policy to names before
+anything is imported, and records for each plugin how it ended: loaded, blocked, incompatible or failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import pluggy
+
+from dovetail.config import PluginsSection
+from dovetail.config.problems import suggest
+from dovetail.errors import ConfigError, DuplicateComponentError, PluginLoadError
+from dovetail.registry import hookspecs
+from dovetail.registry.checks import api_fault, faults
+from dovetail.registry.installed import PluginRecord, PluginStatus, RegisteredComponent, Registry
+from dovetail.registry.specs import ComponentKind
+
+REGISTER_HOOKS = {
+    "register_attention_backends": ComponentKind.ATTENTION,
+    "register_prefix_caches": ComponentKind.CACHE,
+    "register_grammar_backends": ComponentKind.GRAMMAR,
+    "register_drafters": ComponentKind.DRAFTER,
+    "register_policies": ComponentKind.POLICY,
+    "register_models": ComponentKind.MODEL,
+    "register_tool_parsers": ComponentKind.TOOL_PARSER,
+    "register_reasoning_parsers": ComponentKind.REASONING_PARSER,
+    "register_apis": ComponentKind.API,
+}
+
+
+class Distribution(Protocol):
+    """The part of ``importlib.metadata.Distribution`` that is read."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+
+class PluginEntry(Protocol):
+    """The part of ``importlib.metadata.EntryPoint`` that is read; tests pass their own."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> str: ...
+    @property
+    def dist(self) -> Distribution | None: ...
+    def load(self) -> Any: ...
+
+
+def installed_plugins() -> list[PluginEntry]:
+    """Every entry point in the group ``dovetail.plugins``, importing none."""
+    return cast("list[PluginEntry]", list(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)))
+
+
+def load_plugins(
+    policy: PluginsSection, entries: Iterable[PluginEntry] | None = None, *, strict: bool = True
+) -> Registry:
+    """Load what ``policy`` allows. Raises ``ConfigError`` for a name in ``allow`` or ``require`` that is not installed, and
+    ``PluginLoadError`` if a required plugin does not load, unless ``strict`` is False, for those who look for what is wrong;
+    ``DuplicateComponentError`` if two claim one name."""
+    found = sorted(installed_plugins() if entries is None else entries, key=lambda entry: (_dist(entry), entry.name))
+    if strict:
+        _check_names(policy, found)
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    records, components = [], []
+    for entry in found:
+        record, registered = _load(entry, policy, manager)
+        records.append(record)
+        components += registered
+    if strict:
+        _check_required(policy, records)
+    return Registry(records, _by_name(components), manager.hook)
+
+
+def _dist(entry: PluginEntry) -> str:
+    return _about(entry.dist)[0] if entry.dist else "unknown"
+
+
+@functools.lru_cache(64)
+def _about(dist: Distribution) -> tuple[str, str]:
+    """Name and version of what is installed. They are asked for often, and each time its metadata would be parsed again."""
+    return dist.name, dist.version
+
+
+def _is_named(name: str, distribution: str, names: Iterable[str]) -> bool:
+    wanted = {normal(given) for given in names}
+    return normal(name) in wanted or normal(distribution) in wanted
+
+
+def normal(name: str) -> str:
+    """A distribution's or plugin's name as names are compared."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def _check_names(policy: PluginsSection, entries: Sequence[PluginEntry]) -> None:
+    installed = sorted({entry.name for entry in entries} | {_dist(entry) for entry in entries})
+    known = {normal(name) for name in installed}
+    for key in ("allow", "require"):
+        for name in getattr(policy, key) or ():
+            if normal(name) not in known:
+                raise ConfigError(
+                    f"plugins.{key} names {name!r}, which is not installed; installed: "
+                    f"{', '.join(installed) or 'none'}{suggest(name, installed)}"
+                )
+
+
+def _check_required(policy: PluginsSection, records: Sequence[PluginRecord]) -> None:
+    for record in records:
+        if _is_named(record.name, record.distribution, policy.require) and record.status is not PluginStatus.LOADED:
+            raise PluginLoadError(
+                f"plugins.require names {record.name!r} of {record.distribution} {record.version}, which is "
+                f"{record.status}: {record.reason}" + (f"\n{record.traceback}" if record.traceback else "")
+            )
+
+
+def _blocked(entry: PluginEntry, policy: PluginsSection) -> str | None:
+    named = (entry.name, _dist(entry))
+    if _is_named(*named, policy.deny):
+        return "plugins.deny names it"
+    if policy.allow is not None:
+        return None if _is_named(*named, policy.allow) else "plugins.allow does not name it"
+    if not policy.autoload and not _is_named(*named, policy.require):
+        return "plugins.autoload is off and no list names it"
+    return None
+
+
+def _load(
+    entry: PluginEntry, policy: PluginsSection, manager: pluggy.PluginManager
+) -> tuple[PluginRecord, list[RegisteredComponent]]:
+    blocked = _blocked(entry, policy)
+    if blocked:
+        return _record(entry, PluginStatus.BLOCKED, blocked, "change the plugins section, if it is wanted"), []
+    try:
+        module = entry.load()
+    except Exception as error:
+        return _record(entry, PluginStatus.FAILED, _told(error), _import_fix(error, entry), trace=_trace()), []
+    try:
+        _register_hooks(manager, module, f"{_dist(entry)}:{entry.name}")
+    except (pluggy.PluginValidationError, ValueError) as error:
+        return _record(entry, PluginStatus.INCOMPATIBLE, str(error), _update(entry)), []
+    try:
+        components = _components(manager, module, entry)
+    except Exception as error:
+        manager.unregister(module)
+        return _record(entry, PluginStatus.FAILED, _told(error), f"report it to {_dist(entry)}", trace=_trace()), []
+    return _outcome(entry, components), components
+
+
+def _outcome(entry: PluginEntry, components: Sequence[RegisteredComponent]) -> PluginRecord:
+    """Loaded, unless every component was built for another version of its interface."""
+    names = tuple(f"{component.spec.kind}/{component.spec.name}" for component in components)
+    unusable = [
+        f"{component.spec.name}: {component.incompatible}" for component in components if component.incompatible
+    ]
+    if components and len(unusable) == len(components):
+        return _record(entry, PluginStatus.INCOMPATIBLE, "; ".join(unusable), _update(entry), names)
+    return _record(entry, PluginStatus.LOADED, "; ".join(unusable), components=names)
+
+
+def _record(
+    entry: PluginEntry,
+    status: PluginStatus,
+    reason: str,
+    fix: str = "",
+    components: tuple[str, ...] = (),
+    trace: str = "",
+) -> PluginRecord:
+    return PluginRecord(entry.name, _dist(entry), _version(entry), entry.value, status, reason, fix, trace, components)
+
+
+def _version(entry: PluginEntry) -> str:
+    return _about(entry.dist)[1] if entry.dist else "unknown"
+
+
+def _trace() -> str:
+    return traceback.format_exc()
+
+
+def _update(entry: PluginEntry) -> str:
+    return f"pip install --upgrade {_dist(entry)}, or update dovetail"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if not isinstance(error, PluginLoadError) else str(error)
+
+
+def _import_fix(error: Exception, entry: PluginEntry) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and not entry.value.startswith(error.name):
+        return f"pip install {error.name.partition('.')[0].replace('_', '-')}"
+    return f"pip install --force-reinstall {_dist(entry)}, or plugins.deny: [{entry.name}]"
+
+
+def _register_hooks(manager: pluggy.PluginManager, module: Any, name: str) -> None:
+    """Register with pluggy, which checks arguments; a hook it does not know is refused as well."""
+    try:
+        manager.register(module, name)
+        manager.check_pending()
+    except pluggy.PluginValidationError:
+        if manager.is_registered(module):
+            manager.unregister(module)
+        raise
+
+
+def _components(manager: pluggy.PluginManager, module: Any, entry: PluginEntry) -> list[RegisteredComponent]:
+    components = []
+    for hook, kind in REGISTER_HOOKS.items():
+        for implementation in getattr(manager.hook, hook).get_hookimpls():
+            if implementation.plugin is module:
+                for spec in _sequence(implementation.function(), hook):
+                    _refuse(faults(spec, kind), spec, hook)
+                    components.append(
+                        RegisteredComponent(spec, _dist(entry), _version(entry), entry.name, api_fault(spec))
+                    )
+    return components
+
+
+def _sequence(value: Any, hook: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise PluginLoadError(f"{hook} returned {value!r:.80}; expected a list of ComponentSpec")
+    return value
+
+
+def _refuse(reasons: Sequence[str], spec: Any, hook: str) -> None:
+    if reasons:
+        raise PluginLoadError(f"{hook}: spec {getattr(spec, 'name', spec)!r} is wrong: {'; '.join(reasons)}")
+
+
+def _by_name(components: Sequence[RegisteredComponent]) -> dict[ComponentKind, dict[str, RegisteredComponent]]:
+    claims: dict[tuple[ComponentKind, str], list[RegisteredComponent]] = {}
+    for component in components:
+        claims.setdefault((component.spec.kind, component.spec.name), []).append(component)
+    table: dict[ComponentKind, dict[str, RegisteredComponent]] = {kind: {} for kind in ComponentKind}
+    for (kind, name), claimants in claims.items():
+        table[kind][name] = _sole_claimant(claimants)
+    return table
+
+
+def _sole_claimant(claimants: Sequence[RegisteredComponent]) -> RegisteredComponent:
+    """The claimant that no other replaces."""
+    replaced = {normal(c.spec.replace) for c in claimants if c.spec.replace}
+    left = [c for c in claimants if normal(c.distribution) not in replaced]
+    if len(left) == 1:
+        return left[0]
+    spec = claimants[0].spec
+    sides = " and ".join(f"plugin {c.plugin!r} of {c.distribution} {c.version}" for c in claimants)
+    raise DuplicateComponentError(
+        f"{spec.kind} {spec.name!r} is claimed by {sides}; deny one of them (plugins.deny: [{claimants[-1].plugin}]), or "
+        f'let the spec that should win say replace="{claimants[0].distribution}"'
+    )

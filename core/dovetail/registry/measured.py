@@ -1,0 +1,215 @@
+"""What ``dovetail ab --write-tuning`` has measured on this machine, kept in a file of the user's; ``auto`` goes by it.
+
+A record says of one slot which of two components was faster, and counts only where nothing that it rests on has changed: for
+the same device, the same model and dtypes, and the very versions of both components. All others are passed over, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dovetail.config import Config
+from dovetail.errors import ConfigError
+from dovetail.interfaces.model import ModelInfo
+from dovetail.registry.installed import RegisteredComponent, Registry
+from dovetail.registry.machine import Machine
+from dovetail.registry.places import data_folder
+
+SCHEMA_VERSION = 1
+FILE_NAME = "tuning.json"
+
+
+class MeasuredPart(BaseModel):
+    """A component as it was measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.distribution} {self.version})"
+
+
+class MeasuredRecord(BaseModel):
+    """``winner`` was ``ratio`` times as fast as ``loser`` by ``metric``, between ``low`` and ``high``, on ``workload`` (its name,
+    and its ``shape`` in words), at ``measured`` (ISO). ``device`` and ``model`` are those of ``device_key`` and ``model_key``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slot: str
+    winner: MeasuredPart
+    loser: MeasuredPart
+    device: str
+    model: str
+    workload: str
+    shape: str
+    metric: str
+    ratio: float
+    low: float | None
+    high: float | None
+    measured: str
+
+    def __str__(self) -> str:
+        return f"{self.slot} {self.winner.name} over {self.loser.name} of {self.date}"
+
+    @property
+    def date(self) -> str:
+        """The day."""
+        return self.measured[:10]
+
+    @property
+    def why(self) -> str:
+        """The reason that ``explain`` shows."""
+        bounds = "" if self.low is None or self.high is None else f" ({self.low:.2f} to {self.high:.2f})"
+        return (
+            f"{self.ratio:.2f}x{bounds} as fast as {self.loser.name} by {self.metric} on {self.workload}, "
+            f"measured {self.date}"
+        )
+
+
+class TuningFile(BaseModel):
+    """All records of a user, newest last."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    records: tuple[MeasuredRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A record that was passed over, and why."""
+
+    record: MeasuredRecord
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.record}: {self.reason}"
+
+
+def tuning_file(config: Config) -> Path:
+    """Where records are kept: ``tuning.path``, or ``dovetail/tuning.json`` in the user's data folder (XDG)."""
+    if config.tuning.path is not None:
+        return Path(config.tuning.path).expanduser()
+    return data_folder() / FILE_NAME
+
+
+def read_records(file: Path) -> tuple[MeasuredRecord, ...]:
+    """The records of a file; none where it does not exist. Raises ``ConfigError`` for a file that holds anything else."""
+    if not file.exists():
+        return ()
+    try:
+        return TuningFile.model_validate_json(file.read_text(encoding="utf-8")).records
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f"{file} holds no tuning records of schema version {SCHEMA_VERSION}: {_first(error)}. Delete it (`dovetail ab "
+            "--write-tuning` writes a new one), or set tuning.path to another, or tuning.use: false"
+        ) from error
+
+
+def _first(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    problem = error.errors(include_url=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, problem["loc"])), problem["msg"]]))
+
+
+def add_records(file: Path, added: Iterable[MeasuredRecord]) -> None:
+    """Write records; those of the same question that were there before are replaced."""
+    new = list(added)
+    asked = {_question(record) for record in new}
+    kept = [record for record in read_records(file) if _question(record) not in asked]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}")
+    part.write_text(TuningFile(records=(*kept, *new)).model_dump_json(indent=2) + "\n", encoding="utf-8")
+    part.replace(file)
+
+
+def _question(record: MeasuredRecord) -> tuple[object, ...]:
+    pair = frozenset({record.winner.name, record.loser.name})
+    return record.slot, pair, record.device, record.model, record.workload, record.shape
+
+
+def sort_records(
+    records: Iterable[MeasuredRecord], config: Config, registry: Registry, device: str, model: str
+) -> tuple[list[MeasuredRecord], list[Unused]]:
+    """Those that count, those of ``tuning.workload`` first and then the newest; and those that do not."""
+    used: list[MeasuredRecord] = []
+    unused: list[Unused] = []
+    for record in records:
+        reason = _objection(record, registry, device, model)
+        if reason is None:
+            used.append(record)
+        else:
+            unused.append(Unused(record, reason))
+    used.sort(key=lambda record: record.measured, reverse=True)
+    used.sort(key=lambda record: record.workload != config.tuning.workload)
+    return used, unused
+
+
+def best_first(records: Iterable[MeasuredRecord], slot: str) -> list[str]:
+    """The winners of a slot, ``records`` being in order: those first that have lost to nobody."""
+    mine = [record for record in records if record.slot == slot]
+    lost = {record.loser.name for record in mine}
+    return sorted(dict.fromkeys(record.winner.name for record in mine), key=lambda name: name in lost)
+
+
+def _objection(record: MeasuredRecord, registry: Registry, device: str, model: str) -> str | None:
+    if record.device != device:
+        return f"foreign: measured on {record.device}, this is {device}"
+    if record.model != model:
+        return f"foreign: measured with {record.model}, this is {model}"
+    kind = record.slot.partition(".")[0]
+    found = {component.spec.name: component for component in registry.components(kind)}
+    for part in (record.winner, record.loser):
+        if part.name not in found:
+            return f"stale: {part} is not installed"
+        if measured_part(found[part.name]) != part:
+            return f"stale: measured with {part}, installed is {measured_part(found[part.name])}; measure again"
+    return None
+
+
+def measured_part(component: RegisteredComponent) -> MeasuredPart:
+    """A component as records name it."""
+    return MeasuredPart(name=component.spec.name, distribution=component.distribution, version=component.version)
+
+
+def device_key(machine: Machine) -> str:
+    """What a device is called in records: CUDA's name for it; of a CPU its model, and how many of them may be used."""
+    if machine.device_type != "cpu":
+        return machine.device_name
+    return "cpu" if machine.assumed else _processor()
+
+
+def model_key(info: ModelInfo, dtype: str, kv_dtype: str) -> str:
+    """A model's architecture, shapes and dtypes: models of the same key cost the same."""
+    heads = f"{info.num_heads}/{info.num_kv_heads} heads of {info.head_dim}"
+    sizes = f"{info.num_layers} layers, hidden {info.hidden_size}, {heads}, vocabulary {info.vocab_size}"
+    return f"{info.architecture}, {sizes}, {dtype}, KV {kv_dtype}"
+
+
+@functools.cache
+def _processor() -> str:
+    return f"{_cpu_name()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} CPUs"
+
+
+def _cpu_name() -> str:
+    try:
+        lines: Sequence[str] = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = ()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    if name := next(named, ""):
+        return name
+    import platform
+
+    return platform.processor() or platform.machine()

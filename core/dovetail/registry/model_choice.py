@@ -1,0 +1,104 @@
+"""Which component implements the checkpoint, and what it says of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dovetail.config import Config
+from dovetail.config.checkpoint import locate, read_json
+from dovetail.errors import ConfigError, ResolutionError
+from dovetail.interfaces.model import ModelInfo
+from dovetail.registry.candidates import Tuning, default_candidate, preference, tuned_names
+from dovetail.registry.installed import RegisteredComponent, Registry
+from dovetail.registry.machine import Machine
+from dovetail.registry.resolution import Candidate, Reason, Resolution, ResolveRequest, Rule, Stage, Verdict
+from dovetail.registry.specs import ComponentKind
+from dovetail.registry.stages import constraint_reasons, examine
+from dovetail.registry.targets import load_attribute
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The model component, what it knows of the checkpoint, and the dtypes that follow."""
+
+    directory: Path
+    info: ModelInfo
+    candidate: Candidate
+    dtype: str
+    kv_dtype: str
+    resolution: Resolution
+
+
+def choose_model(config: Config, registry: Registry, machine: Machine, tuning: Tuning) -> ModelChoice:
+    """Read config.json (with ``model.overrides``) and find the component for it. Raises ``ConfigError`` for a
+    checkpoint that cannot be found or read, ``ResolutionError`` if no component fits."""
+    directory = locate(config.model.path)
+    checkpoint = {**read_json(directory, "config.json"), **config.model.overrides}
+    explicit = config.model.arch != "auto"
+    candidates = [
+        default_candidate(component, registry, asked=True)
+        for component in _components(config, checkpoint, registry, directory, tuning)
+    ]
+    for candidate in candidates:
+        info = _describe(candidate, checkpoint, config, machine)
+        if info is not None:
+            candidate.verdict = Verdict.CHOSEN
+            rule = Rule.EXPLICIT if explicit else Rule.PRIORITY
+            resolution = Resolution("model", ComponentKind.MODEL, candidate.spec.name, rule, tuple(candidates))
+            dtype, kv_dtype = _dtypes(config, machine, info)
+            return ModelChoice(directory, info, candidate, dtype, kv_dtype, resolution)
+    raise ResolutionError("\n".join([f"no model component can serve {directory}:", *map(_told, candidates)]))
+
+
+def _components(
+    config: Config, checkpoint: dict[str, Any], registry: Registry, directory: Path, tuning: Tuning
+) -> list[RegisteredComponent]:
+    if config.model.arch != "auto":
+        return [registry.get(ComponentKind.MODEL, config.model.arch)]
+    architectures = checkpoint.get("architectures") or []
+    found = {c.spec.name: c for arch in architectures for c in registry.aliased(ComponentKind.MODEL, arch)}
+    if not found:
+        known = sorted({alias for c in registry.components(ComponentKind.MODEL) for alias in c.spec.aliases})
+        raise ResolutionError(
+            f"{directory / 'config.json'} has architectures {architectures}, which no installed model component "
+            f"implements; implemented: {', '.join(known) or 'none'}. Install a plugin for it, or name a component that "
+            "can read it: model.arch"
+        )
+    preferred = tuned_names(tuning, "model")
+    return sorted(found.values(), key=lambda component: preference(component, preferred))
+
+
+def _describe(candidate: Candidate, checkpoint: dict[str, Any], config: Config, machine: Machine) -> ModelInfo | None:
+    """Take the candidate through its stages; the model's facts if it passed them all."""
+    request = ResolveRequest(ComponentKind.MODEL, None, config, machine, None, "auto", "auto")
+    if candidate.usable:
+        examine(candidate, request)
+    if not candidate.usable:
+        return None
+    assert candidate.spec.describe is not None
+    try:
+        info = load_attribute(candidate.spec.describe, candidate.component.label)(checkpoint)
+    except Exception as error:
+        got = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        candidate.reject(Stage.CONSTRAINTS, Reason("describe", "can read this config.json", got))
+        return None
+    dtype, kv_dtype = _dtypes(config, machine, info)
+    known = replace(request, model_info=info, dtype=dtype, kv_dtype=kv_dtype)
+    reasons = list(constraint_reasons(candidate.spec.constraints, known))
+    if reasons:
+        candidate.reject(Stage.CONSTRAINTS, *reasons)
+        return None
+    return info
+
+
+def _dtypes(config: Config, machine: Machine, info: ModelInfo) -> tuple[str, str]:
+    """Dtype of weights and activations, and of the KV pool: the checkpoint's on CUDA, float32 on CPU, if ``auto``."""
+    default = info.dtype if machine.device_type == "cuda" else "float32"
+    dtype = default if config.model.dtype == "auto" else config.model.dtype
+    return dtype, dtype if config.memory.kv_dtype == "auto" else config.memory.kv_dtype
+
+
+def _told(candidate: Candidate) -> str:
+    return f"  - {candidate.component.label}: {'; '.join(map(str, candidate.reasons))}"

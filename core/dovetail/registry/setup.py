@@ -1,0 +1,29 @@
+"""From sources to a validated config and its registry, in the order that both need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.config import Config, plugins_section, read, validate
+from dovetail.registry.installed import Registry
+from dovetail.registry.loader import PluginEntry, load_plugins
+
+
+def setup(
+    files: Sequence[Path] = (),
+    sets: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    entries: Iterable[PluginEntry] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[Config, Registry]:
+    """Read the sources, load the plugins that they allow, then validate the rest with what those plugins brought.
+
+    ``env`` is usually ``os.environ``; without it no variable counts. ``entries`` are the plugins to load instead of the
+    installed ones; ``arguments`` are sections given in Python, as they would stand in a file, and win over all. Raises
+    ``ConfigError`` and ``PluginError``.
+    """
+    raw = read(files, sets, env or {}, arguments)
+    registry = load_plugins(plugins_section(raw), entries)
+    return validate(raw, registry), registry

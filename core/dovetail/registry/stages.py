@@ -1,0 +1,100 @@
+"""What a candidate must pass on its own: api, requirements, constraints, and at the very end its probe."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Iterator
+
+from packaging.specifiers import SpecifierSet
+
+from dovetail.config import Config
+from dovetail.errors import PluginLoadError
+from dovetail.registry.resolution import Candidate, Reason, ResolveRequest, Stage
+from dovetail.registry.specs import API_VERSIONS, Constraints, Requirement
+from dovetail.registry.targets import load_attribute
+
+
+def examine(candidate: Candidate, request: ResolveRequest) -> None:
+    """Take ``candidate`` through every stage but features and probe; stop at the first that rejects it."""
+    component = candidate.component
+    if component.incompatible:
+        expected = "interface version " + ".".join(map(str, API_VERSIONS[request.kind]))
+        fix = f"pip install --upgrade {component.distribution}"
+        candidate.reject(Stage.API, Reason("api.version", expected, component.incompatible, fix))
+        return
+    for stage, reasons in (
+        (Stage.REQUIRES, [r for requirement in candidate.spec.requires for r in unmet(requirement)]),
+        (Stage.CONSTRAINTS, list(constraint_reasons(candidate.spec.constraints, request))),
+    ):
+        candidate.stage = stage
+        if reasons:
+            candidate.reject(stage, *reasons)
+            return
+
+
+def unmet(requirement: Requirement) -> Iterator[Reason]:
+    """Why a requirement is not met by what is installed, if so."""
+    wanted = f"{requirement.distribution}{requirement.versions}"
+    fix = requirement.install or f"pip install '{wanted}'"
+    try:
+        version = importlib.metadata.version(requirement.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        yield Reason("requires.missing", f"needs {wanted}", f"{requirement.distribution} is not installed", fix)
+        return
+    if not SpecifierSet(requirement.versions).contains(version, prereleases=True):
+        yield Reason("requires.version", f"needs {wanted}", f"{requirement.distribution} {version} is installed", fix)
+
+
+def constraint_reasons(constraints: Constraints, request: ResolveRequest) -> Iterator[Reason]:
+    """Every constraint that the machine, the model or the config does not meet."""
+    machine = request.machine
+    yield from _one_of("device", constraints.devices, machine.device_type, "device")
+    yield from _capability(constraints, request)
+    if request.model_info is not None:
+        yield from _one_of("dtype", constraints.dtypes, request.dtype, "model.dtype")
+        yield from _one_of("kv_dtype", constraints.kv_dtypes, request.kv_dtype, "memory.kv_dtype")
+        dims = {request.model_info.head_dim, *(group.head_dim for group in request.model_info.cache_groups)}
+        for dim in sorted(dims):
+            yield from _one_of("head_dim", constraints.head_dims, dim, None)
+    yield from _one_of("page_size", constraints.page_sizes, request.config.memory.page_size, "memory.page_size")
+
+
+def _one_of(what: str, allowed: tuple[object, ...], given: object, key: str | None) -> Iterator[Reason]:
+    if not allowed or given in allowed:
+        return
+    values = ", ".join(map(str, allowed))
+    fix = f"{key}: {allowed[0]}" if key else f"choose a component for {what} {given}"
+    yield Reason(f"constraints.{what}", f"allows {what} {values}", f"{what} is {given}", fix)
+
+
+def _capability(constraints: Constraints, request: ResolveRequest) -> Iterator[Reason]:
+    low, high = constraints.min_compute_capability, constraints.max_compute_capability
+    have = request.machine.compute_capability
+    if have is None or ((low is None or have >= low) and (high is None or have <= high)):
+        return
+    bounds = [f"at least {low[0]}.{low[1]}"] if low else []
+    bounds += [f"at most {high[0]}.{high[1]}"] if high else []
+    yield Reason(
+        "constraints.compute_capability",
+        f"needs compute capability {' and '.join(bounds)}",
+        f"{request.machine.device_name} has {have[0]}.{have[1]}",
+        f"choose another {request.kind} component for this device",
+    )
+
+
+def probe(candidate: Candidate, config: Config) -> None:
+    """Ask the component itself, the last stage. A probe that raises is a rejection too."""
+    target = candidate.spec.probe
+    assert target is not None
+    candidate.stage = Stage.PROBE
+    offered = {"section": candidate.config, "config": config}
+    try:
+        ask = load_attribute(target, candidate.component.label)
+        answer = ask(**{name: offered[name] for name in inspect.signature(ask).parameters if name in offered})
+    except PluginLoadError as error:
+        answer = str(error)
+    except Exception as error:
+        answer = f"{target} raised {type(error).__name__}: {error}"
+    if answer is not None:
+        candidate.reject(Stage.PROBE, Reason("probe", "its own probe finds that it works here", str(answer)))
