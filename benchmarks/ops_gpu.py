@@ -12,9 +12,9 @@ On an H200 (torch 2.11, 2026-11-21), microseconds of a step without attention, o
 all 28 of the small one and its head 471 / 638 / 996, 653 / 831 / 891, 811 / 960 / 948. Small ops of one row, one after the
 other: 0.9 to 1.2 where torch takes 2.5 to 10. One row on cold weights, ours / cuBLAS / ``READ``: [6144, 4096] 13.2 / 16.3 /
 11.3, [4096, 4096] 9.7 / 12.7 / 7.5, [28672, 4096] 56 / 65 / 52.8, [4096, 14336] 29.4 / 31.7 / 26.4, [1024, 2048] 1.8 / 12.5 / 0.9.
-Asking for weights ahead (``Tile.ahead``) gains next to nothing where the tiles of the next kernel are loaded before the wait anyway.
+Asking for weights ahead (``ProductTile.ahead``) gains next to nothing where the tiles of the next kernel are loaded before the wait anyway.
 
-What ``Tile.early``, and a split known to the compiler, gain up to 16 rows (an H200, 2026-11-22; it replaces what is said of 16 rows
+What ``ProductTile.early``, and a split known to the compiler, gain up to 16 rows (an H200, 2026-11-22; it replaces what is said of 16 rows
 above), steps now / before / cuBLAS:
 28 layers of the 3B shape and its head, 2 rows 1838 / 1950 / 2088, 9 rows 1878 / 2004 / 2136, 16 rows 1916 / 2015 / 2161 (one row 1706);
 8 of the 8B shape, 9 rows 1156 / 1159 / 1255; the small one, 9 rows 617 / 651 / 884. 9 rows of the 3B shape on cold weights,

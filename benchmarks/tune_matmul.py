@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from dovetail.ops.triton.matmul import Workspace, matmul
-from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, Tile
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, ProductTile
 from ops_gpu import COLD, MODELS, Independent, Model, Step, per_call, randn, torch_product
 
 SHARED_MEMORY = 227 * 1024
@@ -44,15 +44,15 @@ MANY_ROWS = [
 ]  # fmt: skip
 AHEAD = (0, 8, 16, 32)
 EARLY = 16
-"""Rows up to which ``Tile.early`` is tried."""
-Choice = Tile | None
+"""Rows up to which ``ProductTile.early`` is tried."""
+Choice = ProductTile | None
 
 
-def candidates(block_m: int, n: int, k: int) -> list[Tile]:
+def candidates(block_m: int, n: int, k: int) -> list[ProductTile]:
     """The tiles to try."""
     if block_m == 1:
         return [
-            Tile(1, rows, width, warps, per_sm=per_sm)
+            ProductTile(1, rows, width, warps, per_sm=per_sm)
             for (rows, width, warps), per_sm in itertools.product(ONE_ROW, (0, 2, 4, 6, 8, 12, 16))
             if k % width == 0 and (per_sm == 0 or (per_sm * warps in (8, 16, 24, 32) and per_sm * SMS * rows < n))
         ]
@@ -70,17 +70,17 @@ def candidates(block_m: int, n: int, k: int) -> list[Tile]:
                 or (programs <= SMS * 8 and programs * block_n * block_m <= MAX_PARTS and programs <= MAX_TILES)
             )
         ):
-            tile = Tile(block_m, block_n, block_k, warps, stages, split)
+            tile = ProductTile(block_m, block_n, block_k, warps, stages, split)
             found += [tile, tile._replace(early=True)] if block_m <= EARLY else [tile]
     return found
 
 
 def aheads(choice: Choice) -> Sequence[int]:
-    """What to try of ``Tile.ahead``."""
+    """What to try of ``ProductTile.ahead``."""
     return AHEAD if choice is not None and not choice.early else (0,)
 
 
-def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: Tile, space: Workspace) -> bool:
+def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: ProductTile, space: Workspace) -> bool:
     """Whether the product agrees with float32, twice in a row, in memory that was poisoned."""
     for _ in range(2):
         torch.full(
@@ -92,12 +92,12 @@ def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: Tile
     return True
 
 
-def compile_all(cases: Iterable[tuple[Tile, bool]], space: Workspace) -> None:
+def compile_all(cases: Iterable[tuple[ProductTile, bool]], space: Workspace) -> None:
     """Compile tiles, each with whether it ends in the gate, on all cores."""
     x, w = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in (1 << 20, 1 << 22))
     wanted = {(tile._replace(per_sm=min(tile.per_sm, 1)), gated) for tile, gated in cases}
 
-    def compile_one(case: tuple[Tile, bool]) -> None:
+    def compile_one(case: tuple[ProductTile, bool]) -> None:
         tile, gated = case
         k = tile.block_k * tile.split * 2
         try:

@@ -35,7 +35,7 @@ class Oracle(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree | None:
         """See ``Drafter``."""
-        assert batch.draft_room is not None
+        assert batch.draft_limits is not None
         drafts: dict[int, IntArray] = {}
         for row in range(batch.num_extend, len(batch.reqs)):
             req = batch.reqs[row]
@@ -43,7 +43,7 @@ class Oracle(Drafter):
             if said is None:
                 said = self._of[req.uid] = self._said[tuple(req.token_ids[: req.prompt_len].tolist())]
             done = req.known_len - req.prompt_len
-            draft = said[done : done + min(self._width, int(batch.draft_room[row]))]
+            draft = said[done : done + min(self._width, int(batch.draft_limits[row]))]
             if len(draft):
                 drafts[row] = draft
         return chains(len(batch.reqs), drafts)

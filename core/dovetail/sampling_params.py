@@ -45,7 +45,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class GrammarGate:
-    """What an output has before its constraint begins, in token ids; ``interfaces.parsers.Gate`` says it in texts. ``marks``
+    """What an output has before its constraint begins, in token ids; ``interfaces.parsers.ConstraintGate`` says it in texts. ``marks``
     are special tokens, each with the ordinary one that stands for it in the grammar."""
 
     lead: tuple[int, ...] = ()

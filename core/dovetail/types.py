@@ -263,7 +263,7 @@ class Batch:
     extend_lens: IntArray  # [rows] tokens that enter this step (1 for a decode row, 1 + drafts for a verify row)
     samples: BoolArray  # [rows] False for a chunk that does not reach the end of its prompt
     page_updates: PageUpdates
-    draft_room: IntArray | None = None  # [rows] draft tokens that pages were reserved for; read-only
+    draft_limits: IntArray | None = None  # [rows] draft tokens that pages were reserved for; read-only
     shared: SharedPrefixes | None = None  # of a decode batch; None: nothing, or nothing worth it
     variant: int = 0  # of a decode batch, set by the engine: what AttentionBackend.variant answered
     drafts: DraftTree | None = None  # set by the loop from Drafter.propose

@@ -127,7 +127,7 @@ class Run:
 
     def step(self):
         batch = self.scheduler.schedule()
-        if batch is not None and batch.draft_room is not None:
+        if batch is not None and batch.draft_limits is not None:
             self.check_draft_room(batch)
         if batch is not None and self.drafts and batch.num_extend < len(batch.reqs):
             self.scheduler.attach(batch, self.drafts(batch))
@@ -144,7 +144,7 @@ class Run:
     def check_draft_room(self, batch):
         """As many drafts as a row wants, or has pages for."""
         width, page_size = self.scheduler.limits.draft_width, self.scheduler.ledger.page_size
-        room = batch.draft_room.tolist()
+        room = batch.draft_limits.tolist()
         assert not any(room[: batch.num_extend])
         for req, found in list(zip(batch.reqs, room, strict=True))[batch.num_extend :]:
             pages = req.num_pages * page_size - (req.device_len - 1)
@@ -188,7 +188,7 @@ def half_right(batch):
     for row in range(batch.num_extend, rows):
         req = batch.reqs[row]
         text = req.token_ids[: req.known_len].tolist()
-        lens[row] = min(width, int(batch.draft_room[row]))
+        lens[row] = min(width, int(batch.draft_limits[row]))
         for i in range(lens[row]):
             text.append(next_token(text) if (req.uid + len(text)) % 3 else 1)
             ids[row, i] = text[-1]

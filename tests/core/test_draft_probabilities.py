@@ -23,7 +23,7 @@ Node = tuple[int, int, float]
 
 
 def batch(rows: int, room: int = 99) -> SimpleNamespace:
-    return SimpleNamespace(reqs=[None] * rows, draft_room=np.full(rows, room, np.int32))
+    return SimpleNamespace(reqs=[None] * rows, draft_limits=np.full(rows, room, np.int32))
 
 
 def drafted(rows: list[list[Node]], *, spare: int = 2) -> DraftTree:

@@ -71,7 +71,7 @@ def test_nobody_goes_for_the_sake_of_drafts(page_size):
 
     def noted(batch):
         if not scheduler.totals.retractions:
-            rooms.extend(zip(batch.draft_room.tolist(), (r.remain_len for r in batch.reqs), strict=True))
+            rooms.extend(zip(batch.draft_limits.tolist(), (r.remain_len for r in batch.reqs), strict=True))
         return half_right(batch)
 
     run = Run(scheduler, device, drafts=noted, ahead=True)
@@ -133,7 +133,7 @@ def test_a_drafter_cannot_write_to_its_room():
 
     def drafts(batch):
         with pytest.raises(ValueError, match="read-only"):
-            batch.draft_room[0] -= 1
+            batch.draft_limits[0] -= 1
         return half_right(batch)
 
     run = Run(scheduler, device, drafts=drafts)

@@ -138,7 +138,7 @@ class TreeDrafter(Drafter):
         parents = self.rng.integers(-9, 10**6, (rows, self.width)).astype(np.int32)
         lens = np.zeros(rows, np.int32)
         for row in range(batch.num_extend, rows):
-            lens[row] = self.rng.integers(0, min(self.width, batch.draft_room[row]) + 1)
+            lens[row] = self.rng.integers(0, min(self.width, batch.draft_limits[row]) + 1)
             self.fill(batch.reqs[row], ids[row], parents[row], int(lens[row]))
         return DraftTree(ids, parents, lens)
 

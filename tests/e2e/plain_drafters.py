@@ -74,7 +74,7 @@ class Spy:
 
         def spied(batch: Any) -> Any:
             tree = propose(batch)
-            self.asked += int((batch.draft_room[batch.num_extend :] > 0).sum())
+            self.asked += int((batch.draft_limits[batch.num_extend :] > 0).sum())
             for row, req in enumerate(batch.reqs):
                 if tree is not None and tree.lens[row]:
                     text = req.token_ids[: req.known_len].tolist()

@@ -156,7 +156,7 @@ def drafted(llm, prompts, params):
         for row in range(batch.num_extend, len(batch.reqs)):
             count, req = 0 if tree is None else int(tree.lens[row]), batch.reqs[row]
             nodes = [] if tree is None else [tree.token_ids[row, :count].tolist(), tree.parents[row, :count].tolist()]
-            seen[tuple(req.token_ids[: req.known_len].tolist())] = int(batch.draft_room[row]), nodes
+            seen[tuple(req.token_ids[: req.known_len].tolist())] = int(batch.draft_limits[row]), nodes
         return tree
 
     llm.loop.drafter.propose = recorded

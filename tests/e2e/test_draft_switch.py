@@ -131,7 +131,7 @@ def test_requests_that_accept_little_get_few_drafts(said):
     propose = llm.loop.drafter.propose
 
     def watch(batch):
-        widths.append(int(batch.draft_room.max()))
+        widths.append(int(batch.draft_limits.max()))
         return propose(batch)
 
     llm.loop.drafter.propose = watch

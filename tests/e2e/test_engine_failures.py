@@ -273,7 +273,7 @@ class OddDrafter(TreeDrafter):
 
 
 def too_long(tree, last, batch):
-    tree.lens[last] = batch.draft_room[last] + 1
+    tree.lens[last] = batch.draft_limits[last] + 1
 
 
 def extend_rows(tree, last, batch):

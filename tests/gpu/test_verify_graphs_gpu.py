@@ -49,7 +49,7 @@ class Guesser(Drafter):
         parents = np.tile(np.arange(-1, WIDTH - 1, dtype=np.int32), (rows, 1))
         lens = np.zeros(rows, np.int32)
         for row in range(batch.num_extend, rows):
-            lens[row] = self.rng.integers(0, min(WIDTH, batch.draft_room[row]) + 1)
+            lens[row] = self.rng.integers(0, min(WIDTH, batch.draft_limits[row]) + 1)
             self.fill(batch.reqs[row], ids[row], parents[row], int(lens[row]))
         return DraftTree(ids, parents, lens)
 

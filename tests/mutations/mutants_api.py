@@ -16,7 +16,7 @@ from starlette.responses import Response
 from dovetail.api.body import ApiModel, examples, parse, validate
 from dovetail.api.requests import new_id
 from dovetail.api.responses import SSE, event, json_response, streamed, whole
-from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Delta, Generation, Problem, Prompt, Route
+from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Delta, Generation, Prompt, Route
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.api import ApiSuite
 
@@ -42,7 +42,7 @@ class Lines:
     def tail(self) -> bytes:
         return event(b"[DONE]")
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         return event(msgspec.json.encode({"wrong": problem.message}))
 
 
@@ -57,7 +57,7 @@ class Tiny(Api):
     def routes(self) -> Sequence[Route]:
         return (Route(["POST"], "/tiny/say", self.say, self.body, answers=("application/json", SSE)),)
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         return {"wrong": problem.message}
 
     async def read(self, host: ApiHost, request: Request) -> Any:
@@ -146,12 +146,12 @@ class ReadsItAll(Tiny):
 
 
 class KnowsSomeErrors(Tiny):
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         return {"wrong": problem.message} if problem.code != "method_not_allowed" else {"error": problem.message}
 
 
 class LosesTheMessage(Tiny):
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         return {"wrong": problem.code or "something"}
 
 
@@ -206,7 +206,7 @@ class SaysAllAtOnce(Tiny):
 
 
 class Quiet(Lines):
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         return self.tail()
 
 

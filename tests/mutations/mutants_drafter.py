@@ -25,8 +25,8 @@ CONTEXT = DrafterContext(torch.device("cpu"), vocab_size=64, max_rows=16, max_co
 
 class BeyondItsRoom(NgramDrafter):
     def propose(self, batch: Batch) -> DraftTree | None:
-        assert batch.draft_room is not None
-        return super().propose(dataclasses.replace(batch, draft_room=batch.draft_room + 1))
+        assert batch.draft_limits is not None
+        return super().propose(dataclasses.replace(batch, draft_limits=batch.draft_limits + 1))
 
 
 class ForPromptRows(NgramDrafter):

@@ -13,7 +13,7 @@ from mutant import Mutant
 
 from dovetail.interfaces.parsers import (
     CallDelta,
-    Gate,
+    ConstraintGate,
     ParserContext,
     ReasoningDelta,
     ReasoningParser,
@@ -152,7 +152,7 @@ class Withholds(ReasoningStream):
 class WrongGate(Qwen3):
     """Waits for what is never written."""
 
-    def gate(self, prompt: str) -> Gate | None:
+    def gate(self, prompt: str) -> ConstraintGate | None:
         gate = super().gate(prompt)
         return gate and replace(gate, until="</thought>")
 

@@ -96,7 +96,7 @@ def record(llm: LLM, prompts: list[list[int]], **params: Any) -> list[tuple[list
         for row in range(batch.num_extend, len(batch.reqs)):
             req, count = batch.reqs[row], 0 if tree is None else tree.lens[row]
             draft = [] if tree is None else tree.token_ids[row, :count].tolist()
-            seen.append((req.token_ids[: req.known_len].tolist(), int(batch.draft_room[row]), draft))
+            seen.append((req.token_ids[: req.known_len].tolist(), int(batch.draft_limits[row]), draft))
         return tree
 
     drafter.propose = recorded

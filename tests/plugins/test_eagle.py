@@ -180,7 +180,7 @@ class Proposals:
             tree = propose(batch)
             for row in range(batch.num_extend, len(batch.reqs)):
                 req = batch.reqs[row]
-                room = int(batch.draft_room[row])
+                room = int(batch.draft_limits[row])
                 paths: list[tuple[int, ...]] = []
                 for node in range(int(tree.lens[row]) if tree is not None else 0):
                     parent = int(tree.parents[row, node])

@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolParser, ToolRequest
+from dovetail.interfaces.parsers import ConstraintGate, ParserContext, Tool, ToolParser, ToolRequest
 from dovetail.testing.parsers import TOOLS, Call, Heard, ToolParserSuite, listen
 from dovetail_parsers.config import DeepseekConfig, GptOssToolsConfig, Llama3JsonConfig, MistralConfig, PythonicConfig
 from dovetail_parsers.deepseek import Deepseek
@@ -185,7 +185,9 @@ def test_what_is_no_literal(text: str):
 # constraints
 
 
-def made(parser: ToolParser, *tools: Tool, offers: frozenset[Feature] = TAGS, **given: Any) -> tuple[Any, Gate]:
+def made(
+    parser: ToolParser, *tools: Tool, offers: frozenset[Feature] = TAGS, **given: Any
+) -> tuple[Any, ConstraintGate]:
     found = parser.constraint(ToolRequest(tools, **given), offers)
     assert found is not None
     return json.loads(found.grammar.text), found.gate
@@ -198,29 +200,29 @@ def test_nothing_is_enforced_unless_asked(parser: ToolParser):
 
 def test_llama_required():
     schema, gate = made(LLAMA, *TOOLS[:2], required=True, offers=frozenset())
-    assert gate == Gate()
+    assert gate == ConstraintGate()
     assert [option["required"] for option in schema["anyOf"]] == [["name", "parameters"]] * 2
 
 
 def test_mistral_array():
     schema, gate = made(MISTRAL, *TOOLS[:1], required=True, parallel=False)
-    assert gate == Gate(prefix="[TOOL_CALLS]")
+    assert gate == ConstraintGate(prefix="[TOOL_CALLS]")
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert schema["items"]["properties"]["arguments"] == {"$ref": "#/$defs/0"}
     schema, gate = made(MISTRAL, *STRICT, offers=frozenset())
-    assert gate == Gate(until="[TOOL_CALLS]", may_end=True)
+    assert gate == ConstraintGate(until="[TOOL_CALLS]", may_end=True)
     assert "maxItems" not in schema
     tags, gate = made(MISTRAL, *STRICT)
-    assert gate == Gate()
+    assert gate == ConstraintGate()
     assert [tag["begin"] for tag in tags["structures"]] == tags["triggers"] == ["[TOOL_CALLS]"]
 
 
 def test_mistral_with_names_forces_the_one():
     parser = Mistral(MistralConfig(), ParserContext("... [ARGS] ..."))
     one = made(parser, TOOLS[1], required=True, offers=frozenset())
-    assert one == ({"type": "object"}, Gate(prefix="[TOOL_CALLS]add[ARGS]"))
+    assert one == ({"type": "object"}, ConstraintGate(prefix="[TOOL_CALLS]add[ARGS]"))
     tags, gate = made(parser, *TOOLS[:2], required=True)
-    assert gate == Gate(prefix="[TOOL_CALLS]", prefix_in_grammar=True)
+    assert gate == ConstraintGate(prefix="[TOOL_CALLS]", prefix_in_grammar=True)
     assert [tag["begin"] for tag in tags["structures"]] == ["[TOOL_CALLS]get_weather[ARGS]", "[TOOL_CALLS]add[ARGS]"]
     with pytest.raises(GrammarError, match="name one function"):
         parser.constraint(ToolRequest(TOOLS, required=True), frozenset())
@@ -231,9 +233,9 @@ def test_deepseek_tags_in_the_writing_of_the_template():
     tags, gate = made(old, TOOLS[1], required=True)
     assert tags["structures"][0]["begin"] == "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
     assert tags["structures"][0]["end"] == "\n```<｜tool▁call▁end｜>"
-    assert gate == Gate(prefix="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", prefix_in_grammar=True)
+    assert gate == ConstraintGate(prefix="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", prefix_in_grammar=True)
     tags, gate = made(new, *STRICT)
-    assert gate == Gate()
+    assert gate == ConstraintGate()
     assert tags["structures"][1]["begin"] == "<｜tool▁call▁begin｜>add<｜tool▁sep｜>"
     _, gate = made(new, TOOLS[1], required=True, offers=frozenset())
     assert gate.prefix == "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
@@ -243,7 +245,7 @@ def test_gpt_oss_forces_the_named_function_behind_its_reasoning():
     found = GPT_OSS.constraint(ToolRequest(TOOLS[1:2], required=True), frozenset())
     assert found is not None
     assert found.covers_reasoning
-    assert found.gate == Gate(
+    assert found.gate == ConstraintGate(
         lead="<|channel|>analysis<|message|>",
         until="<|end|>",
         prefix="<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
@@ -279,7 +281,9 @@ def test_marks_that_are_special_tokens_are_written_by_stand_ins():
     marks = ("[TOOL_CALLS]", "[ARGS]")
     parser = Mistral(MistralConfig(), ParserContext("... [ARGS] ...", frozenset(marks)))
     tags, gate = made(parser, TOOLS[1], required=True)
-    assert gate == Gate(prefix=marks[0], prefix_in_grammar=True, marks=((marks[0], "\x0e"), (marks[1], "\x0f")))
+    assert gate == ConstraintGate(
+        prefix=marks[0], prefix_in_grammar=True, marks=((marks[0], "\x0e"), (marks[1], "\x0f"))
+    )
     assert (tags["structures"][0]["begin"], tags["triggers"]) == ("\x0eadd\x0f", ["\x0e"])
 
 

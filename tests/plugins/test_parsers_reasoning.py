@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.interfaces.parsers import Gate, ParserContext, ReasoningParser
+from dovetail.interfaces.parsers import ConstraintGate, ParserContext, ReasoningParser
 from dovetail.testing.parsers import ReasoningParserSuite
 from dovetail_parsers.config import DeepseekR1Config, GptOssReasoningConfig, Qwen3Config
 from dovetail_parsers.harmony import GptOssReasoning
@@ -77,9 +77,9 @@ def test_what_is_reasoning(parser: ReasoningParser, prompt: str, text: str, foun
 
 
 def test_gates():
-    assert QWEN.gate(OPENED) == R1.gate(BARE) == Gate(until="</think>")
+    assert QWEN.gate(OPENED) == R1.gate(BARE) == ConstraintGate(until="</think>")
     assert QWEN.gate(CLOSED) is None
-    assert QWEN.gate(BARE) == Gate(lead="<think>", optional=True, until="</think>")
+    assert QWEN.gate(BARE) == ConstraintGate(lead="<think>", optional=True, until="</think>")
     opens = Qwen3(Qwen3Config(), ParserContext("{%- if enable_thinking %}{{- '<think>\\n' -}}{% endif %}"))
     assert opens.gate(BARE) is None
-    assert opens.gate(OPENED) == Gate(until="</think>")
+    assert opens.gate(OPENED) == ConstraintGate(until="</think>")

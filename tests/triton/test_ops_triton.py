@@ -17,7 +17,7 @@ from dovetail.ops.triton.kv import store
 from dovetail.ops.triton.matmul import Workspace, matmul
 from dovetail.ops.triton.norm import add_parts_rms_norm, rms_norm
 from dovetail.ops.triton.rotary import rotate_and_store
-from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MEASURED, Tile, guess, tile_of
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MEASURED, ProductTile, guess, tile_of
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3}
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items(), ids=str)
@@ -159,9 +159,9 @@ def test_products_of_few_rows(
     if gated:
         gate, up = exact.chunk(2, -1)
         exact = gate / (1 + (-gate).exp()) * up
-    tiles = [Tile(16, 16, 32, 4, split=split, early=early) for split in (1, 3) for early in (False, True)]
+    tiles = [ProductTile(16, 16, 32, 4, split=split, early=early) for split in (1, 3) for early in (False, True)]
     if m == 1:
-        tiles += [Tile(1, 4, 32, 1), Tile(1, 2, 32, 1, per_sm=1), Tile(1, 4, 32, 1, per_sm=2)]
+        tiles += [ProductTile(1, 4, 32, 1), ProductTile(1, 2, 32, 1, per_sm=1), ProductTile(1, 4, 32, 1, per_sm=2)]
     for tile in tiles:
         for _ in range(2):  # the second finds what the first left in the workspace
             close(matmul(x, weight, bias, tile, space, gated), exact, 4 * tolerance)
@@ -176,7 +176,7 @@ def test_products_in_parts_are_added_up_by_the_norm(dtype: torch.dtype, toleranc
     residual, scale, space = torch.randn(m, n).to(dtype), torch.randn(n).to(dtype), Workspace(torch.device("cpu"))
     kept = residual.clone()
     for split in (1, 2, 3):
-        tile = Tile(16, 16, 32, 4, split=split, early=early)
+        tile = ProductTile(16, 16, 32, 4, split=split, early=early)
         parts = matmul(x, weight, None, tile, space, in_parts=True)
         assert parts.shape == (split, m, n)
         for part, mine, theirs in zip(parts, x.chunk(split, 1), weight.chunk(split, 1), strict=True):

@@ -218,7 +218,7 @@ class Guesser(Drafter):
         for row in range(batch.num_extend, rows):
             req = batch.reqs[row]
             future = self.futures[tuple(req.token_ids[: req.prompt_len].tolist())][req.known_len - req.prompt_len :]
-            right = future[: min(3, batch.draft_room[row] - 1)]
+            right = future[: min(3, batch.draft_limits[row] - 1)]
             drafts = [*right, 0] if self.chain else [0, *right]
             lens[row] = len(drafts) if right else 0
             ids[row, : len(drafts)] = drafts

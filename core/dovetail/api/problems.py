@@ -1,4 +1,4 @@
-"""Errors as ``Problem``, which each API says in its own format."""
+"""Errors as ``ApiProblem``, which each API says in its own format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.errors import (
     RequestError,
     TimeLimitError,
 )
-from dovetail.interfaces.api import Problem
+from dovetail.interfaces.api import ApiProblem
 
 
 class NotFoundError(RequestError):
@@ -47,14 +47,14 @@ _KINDS: dict[type[DovetailError], tuple[int, str]] = {
 """Errors that are not about what the request says, with their status and code."""
 
 
-def problem_of(error: BaseException) -> Problem:
+def problem_of(error: BaseException) -> ApiProblem:
     """What an error means to the client. What is no ``DovetailError`` shows no details."""
     status = status_of(error)
     message = error.detail if isinstance(error, HTTPException) else str(error)
     if not isinstance(error, DovetailError | HTTPException):
         message = "internal error; the server's log has the details"
     param = error.param if isinstance(error, RequestError) else None
-    return Problem(status, message, _code_of(error, status), param, _retry_after(error, status))
+    return ApiProblem(status, message, _code_of(error, status), param, _retry_after(error, status))
 
 
 def status_of(error: BaseException) -> int:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.api.problems import problem_of
 from dovetail.errors import DovetailError
-from dovetail.interfaces.api import Delta, Generation, Problem
+from dovetail.interfaces.api import ApiProblem, Delta, Generation
 
 logger = logging.getLogger("dovetail.server")
 
@@ -41,7 +41,7 @@ class Formatter(Protocol):
         """After the last delta."""
         ...
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         """In place of what would follow: the status is sent already, so that the error must travel in the stream."""
         ...
 

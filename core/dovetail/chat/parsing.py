@@ -12,7 +12,7 @@ from dovetail.config import Config, PluginConfig
 from dovetail.errors import GrammarError, RequestError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import (
-    Gate,
+    ConstraintGate,
     ParserContext,
     ReasoningParser,
     ToolConstraint,
@@ -92,7 +92,7 @@ class OutputParsers:
         return self.tool
 
     def _with_tools(
-        self, params: SamplingParams, parser: ToolParser, tools: ToolRequest, reasoning: Gate | None
+        self, params: SamplingParams, parser: ToolParser, tools: ToolRequest, reasoning: ConstraintGate | None
     ) -> SamplingParams:
         end = self._tokenizer.token_to_id(parser.call_end) if parser.call_end and not tools.parallel else None
         if end is not None:
@@ -109,9 +109,9 @@ class OutputParsers:
         gate = self._in_tokens(_joined(constraint, reasoning))
         return replace(params, grammar=constraint.grammar, grammar_gate=gate)
 
-    def _in_tokens(self, gate: Gate) -> GrammarGate | None:
+    def _in_tokens(self, gate: ConstraintGate) -> GrammarGate | None:
         """The gate in token ids; None for one that does nothing."""
-        if gate == Gate():
+        if gate == ConstraintGate():
             return None
         until = self._tokenizer.token_to_id(gate.until) if gate.until else None
         if gate.until and until is None:
@@ -165,7 +165,7 @@ class OutputParsers:
         return tuple(sorted(i for i in ids if i is not None and i in self._tokenizer.special_token_ids))
 
 
-def _joined(constraint: ToolConstraint, reasoning: Gate | None) -> Gate:
+def _joined(constraint: ToolConstraint, reasoning: ConstraintGate | None) -> ConstraintGate:
     """The constraint's gate behind the reasoning."""
     gate = constraint.gate
     if reasoning is None or constraint.covers_reasoning:

@@ -44,7 +44,7 @@ def gated(matcher: Matcher, gate: GrammarGate | None, free: FreeTokens) -> Match
 
 
 class GatedMatcher(Matcher):
-    """Lead, free part, prefix, then the inner matcher; ``dovetail.interfaces.parsers.Gate`` has the rules."""
+    """Lead, free part, prefix, then the inner matcher; ``dovetail.interfaces.parsers.ConstraintGate`` has the rules."""
 
     def __init__(self, inner: Matcher, gate: GrammarGate, free: FreeTokens) -> None:
         self._inner = inner

@@ -27,7 +27,7 @@ class ChatDelta(NamedTuple):
     calls: tuple[CallDelta, ...] = ()
 
 
-class Reader(Protocol):
+class ChatReader(Protocol):
     """Takes one output of a chat apart as it grows; ``calls`` are the tool calls so far."""
 
     calls: int
@@ -61,7 +61,7 @@ class ApiRequest:
     continues: bool = True
     namespace: str = ""
     priority: int = 0
-    reader: Callable[[], Reader] | None = None
+    reader: Callable[[], ChatReader] | None = None
     group: str = ""
     group_size: int = 0
     session: str = ""
@@ -187,7 +187,7 @@ class ChatPlan(Protocol):
         """The tools that may be called."""
         ...
 
-    def reader(self) -> Reader:
+    def reader(self) -> ChatReader:
         """For one output."""
         ...
 
@@ -241,7 +241,7 @@ class ApiHost(ABC):
         enforced."""
 
     @abstractmethod
-    def room(self, ids: Sequence[int], default: int) -> int:
+    def output_limit(self, ids: Sequence[int], default: int) -> int:
         """The output length where the request sets none: ``default``, or what is left of the context."""
 
     @abstractmethod
@@ -266,7 +266,7 @@ class Route(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ApiProblem:
     """Why a request was not answered: the HTTP status, a message for who reads it, a stable ``code``, the ``param`` at fault,
     and after how many seconds it may be sent again."""
 
@@ -293,6 +293,6 @@ class Api(ABC):
     def routes(self) -> Sequence[Route]:
         """What it answers."""
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         """The JSON body of an error answer."""
         return {"error": {"message": problem.message}}

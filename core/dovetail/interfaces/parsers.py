@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ParserContext:
     """What a parser may know of its model: the source of its chat template (empty where it has none), and the texts of its
-    special tokens. Grammars cannot write special tokens; a ``Gate`` can, and lets characters stand for them."""
+    special tokens. Grammars cannot write special tokens; a ``ConstraintGate`` can, and lets characters stand for them."""
 
     chat_template: str = ""
     special_tokens: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class ToolRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class ConstraintGate:
     """What an output has before a constraint on it begins; all texts are written by whole tokens of the model.
 
     The output begins with ``lead``, which is forced; where it is ``optional``, an output that begins otherwise has no free
@@ -74,7 +74,7 @@ class ToolConstraint:
     the reasoning parser's own; any other begins where the reasoning ends."""
 
     grammar: GrammarSpec
-    gate: Gate = Gate()
+    gate: ConstraintGate = ConstraintGate()
     covers_reasoning: bool = False
 
 
@@ -180,6 +180,6 @@ class ReasoningParser(ABC):
         """The state of an output that follows ``prompt``, which may have opened the reasoning, or closed it."""
 
     @abstractmethod
-    def gate(self, prompt: str) -> Gate | None:
+    def gate(self, prompt: str) -> ConstraintGate | None:
         """What an output that follows ``prompt`` has before its answer, so that a constraint on the answer waits for it.
         None where the answer begins at once."""

@@ -161,7 +161,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree | None:
-        """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_room[r]`` (read-only) for row r;
+        """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_limits[r]`` (read-only) for row r;
         None where there are none at all; with ``probs`` if the drafter offers draft.probs. ``req.token_ids[:req.known_len]`` is each row's text so far, all of it known; the
         target's KV of all but the last token is in the pool, and pages are reserved for so many drafts behind it."""
 

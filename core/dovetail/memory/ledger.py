@@ -38,7 +38,7 @@ class PageLedger:
         self.table = table
         self.page_size = page_size
         self.tokens_ahead = tokens_ahead
-        self.give_way: Callable[[int], bool] = lambda short: False
+        self.release_pinned: Callable[[int], bool] = lambda short: False
         """Asked when so many pages are missing: unlocks something that is only there for speed; False if that is no use."""
 
     @property
@@ -46,10 +46,10 @@ class PageLedger:
         """Pages that can be had now: free ones and those the cache would evict."""
         return self.allocator.num_free + self.cache.evictable_pages
 
-    def make_room(self, count: int) -> bool:
+    def ensure_available(self, count: int) -> bool:
         """True if ``count`` pages can be had; what is locked only for speed gives way to that."""
         while (short := count - self.available) > 0:
-            if not self.give_way(short):
+            if not self.release_pinned(short):
                 return False
         return True
 
@@ -101,7 +101,7 @@ class PageLedger:
         """Pages ``[groups, count]``, evicting cached prefixes if needed; None if there are not enough."""
         short = count - self.allocator.num_free
         if short > 0:
-            if not self.make_room(count):
+            if not self.ensure_available(count):
                 return None
             self.allocator.free(self.cache.evict(short))
         pages = self.allocator.alloc(count)

@@ -31,7 +31,7 @@ API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
     ComponentKind.DRAFTER: (1, 3),  # DraftRuntime, must_see_all; DraftRoom.run; draft.probs, tokens_ahead
     # batch.last; batch.watch, embed_tokens; before the final norm; model.batch_invariant
     ComponentKind.MODEL: (1, 4),
-    ComponentKind.TOOL_PARSER: (1, 1),  # Gate.marks
+    ComponentKind.TOOL_PARSER: (1, 1),  # ConstraintGate.marks
 }
 """The version (major, minor) of each kind's interface. A plugin built for another major version is incompatible; one
 built for a newer minor version may call what is not there, and is incompatible too."""

@@ -117,7 +117,7 @@ class Admission:
         ledger = self.ledger
         need = ledger.pages_for(req.device_len) - match.pages.shape[1]
         ledger.cache.lock(match.handle)  # first: what it protects cannot be evicted for the rest
-        if not ledger.make_room(need + claims):
+        if not ledger.ensure_available(need + claims):
             ledger.cache.unlock(match.handle)
             return False
         self._place(req, match)

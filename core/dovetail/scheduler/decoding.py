@@ -100,7 +100,7 @@ class Decoding:
         for row in short:
             req = rows.reqs[row]
             most = (req.num_pages + self._ledger.available) * self._ledger.page_size
-            self._ledger.reserve(req, min(req.device_len + int(rows.draft_room[row]), most))
+            self._ledger.reserve(req, min(req.device_len + int(rows.draft_limits[row]), most))
         rows.hold(short)
         rows.do_with_pages()
 
@@ -113,7 +113,7 @@ class Decoding:
         rows.wish(width)
         short = rows.short_of_pages(width)
         for row in short:
-            req, length = rows.reqs[row], int(rows.lens[row] + rows.draft_room[row])
+            req, length = rows.reqs[row], int(rows.lens[row] + rows.draft_limits[row])
             if self._ledger.pages_for(length) - req.num_pages <= self._ledger.allocator.num_free:
                 self._ledger.reserve(req, length)
         if short:

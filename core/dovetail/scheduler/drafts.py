@@ -18,7 +18,7 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: f
 
     Raises ``ValueError`` for what the contract of ``Drafter.propose`` excludes.
     """
-    rows, room = len(batch.reqs), batch.draft_room
+    rows, room = len(batch.reqs), batch.draft_limits
     lens, ids, parents = drafts.lens, drafts.token_ids, drafts.parents
     assert room is not None, "pages were reserved for no drafts"
     if lens.shape != (rows,) or ids.ndim != 2 or ids.shape != parents.shape or len(ids) != rows:

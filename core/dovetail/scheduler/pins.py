@@ -97,7 +97,7 @@ class Pins:
             self.release(key)
             self._totals.pins_expired += 1
 
-    def give_way(self, short: int) -> bool:
+    def release_pinned(self, short: int) -> bool:
         """``short`` pages are missing for something else: let go of the oldest pin. False if all of them together would not be
         enough; then nothing is let go of."""
         if short > self.pages:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class DecodeRows:
     """Requests that decode, in the order of their rows, with arrays over them.
 
-    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_room`` go into batches as they are and are never changed: as long as a batch
+    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` go into batches as they are and are never changed: as long as a batch
     has the same list as the one before, it has the same rows. ``lens`` follows the requests' cursors, up to their ``ends``, in pages
     for ``capacity`` tokens. Every row can take ``steps_left`` more tokens at least, and has pages for ``spare`` at least: they are
     known without asking the arrays, and exact after ``recount_steps`` and ``recount_spare``.
@@ -28,7 +28,7 @@ class DecodeRows:
         "_wanted",
         "capacity",
         "draft_lens",
-        "draft_room",
+        "draft_limits",
         "ends",
         "grouping",
         "lens",
@@ -52,7 +52,7 @@ class DecodeRows:
         self.lens = np.fromiter([r.device_len for r in reqs], np.int32, n)
         self.ends = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n)
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
-        self.draft_room = np.zeros(n, np.int32)
+        self.draft_limits = np.zeros(n, np.int32)
         self._wanted: tuple[int, IntArray] | None = None  # what ``wish`` found for a width, where no end is near
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
         self.recount_steps()
@@ -72,25 +72,25 @@ class DecodeRows:
         self.spare = int((self.capacity - self.lens).min(initial=np.iinfo(np.int32).max))
 
     def wish(self, draft_width: int) -> None:
-        """Set ``draft_room``: the drafts that each row wants to verify, ``draft_width`` at most. The next token of its own needs
+        """Set ``draft_limits``: the drafts that each row wants to verify, ``draft_width`` at most. The next token of its own needs
         room too."""
         if self._wanted is None or self._wanted[0] != draft_width:
             self._wanted = draft_width, _read_only(np.minimum(self.draft_lens, draft_width))
-        self.draft_room = self._wanted[1]
+        self.draft_limits = self._wanted[1]
         if self.steps_left <= draft_width:
             self.recount_steps()
-            self.draft_room = _read_only(np.minimum(self.remain - 1, self.draft_room))
+            self.draft_limits = _read_only(np.minimum(self.remain - 1, self.draft_limits))
 
     def do_with_pages(self) -> None:
-        """No more drafts in ``draft_room`` than there are pages for."""
-        self.draft_room = _read_only(np.minimum(self.draft_room, self.capacity - self.lens))
+        """No more drafts in ``draft_limits`` than there are pages for."""
+        self.draft_limits = _read_only(np.minimum(self.draft_limits, self.capacity - self.lens))
 
     def short_of_pages(self, draft_width: int = 0) -> list[int]:
         """Rows whose pages do not hold the token that enters now and, with the width of the last ``wish``, the drafts that they
         want."""
         if self.spare >= draft_width:
             return []
-        lens = self.lens + self.draft_room if draft_width else self.lens
+        lens = self.lens + self.draft_limits if draft_width else self.lens
         short = (lens > self.capacity).nonzero()[0].tolist()
         if not short:
             self.recount_spare()
@@ -141,7 +141,7 @@ def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Ba
         extend_lens=rows.ones,
         samples=rows.samples,
         page_updates=updates,
-        draft_room=rows.draft_room if draft_width else None,
+        draft_limits=rows.draft_limits if draft_width else None,
         shared=rows.grouping.shared if rows.grouping is not None else None,
     )
 
@@ -158,7 +158,7 @@ def mixed_batch(extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: Pa
         extend_lens=_joined(counts, rows.ones),
         samples=np.ones(len(prompts) + n, np.bool_),
         page_updates=updates,
-        draft_room=_joined([0] * len(prompts), rows.draft_room) if draft_width else None,
+        draft_limits=_joined([0] * len(prompts), rows.draft_limits) if draft_width else None,
     )
 
 

@@ -73,7 +73,7 @@ class Scheduler:
         self._rows = Decoding(ledger, self.decoding, sharing)
         self._jumper = Jumper(tokenizer) if limits.jump_forward and tokenizer is not None else None
         self.pins = Pins(limits, ledger, self.totals, clock)
-        ledger.give_way = self.pins.give_way
+        ledger.release_pinned = self.pins.release_pinned
         self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds, ledger.tokens_ahead)
         self._admission = Admission(limits, ledger, policy, self.totals, self.groups)
         self._compiling = Compiling(FreeTokens(limits.vocab_size, eos_token_ids))

@@ -15,7 +15,7 @@ from starlette.routing import Match
 
 from dovetail.api.problems import problem_of
 from dovetail.errors import DovetailError, RateLimitError
-from dovetail.interfaces.api import Api, Problem
+from dovetail.interfaces.api import Api, ApiProblem
 
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
@@ -31,7 +31,7 @@ class Formats:
         claims = [(claim, api) for api in apis for claim in api.claims]
         self._claims = sorted(claims, key=lambda claim: -len(claim[0]))
 
-    def body(self, path: str, problem: Problem) -> object:
+    def body(self, path: str, problem: ApiProblem) -> object:
         """The JSON of an error at ``path``."""
         for claim, api in self._claims:
             if path == claim or path.startswith(claim + "/"):

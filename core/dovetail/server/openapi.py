@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from dovetail.interfaces.api import Problem
+from dovetail.interfaces.api import ApiProblem
 from dovetail.server.errors import Formats
 
 Json = dict[str, Any]
@@ -80,7 +80,7 @@ class Describer:
 
     def _error(self, path: str, status: int) -> Json:
         details: Json = {"code": "a", "param": "a", "retry_after": 1.0}
-        samples = [self._formats.body(path, Problem(status, "a", **given)) for given in ({}, details)]
+        samples = [self._formats.body(path, ApiProblem(status, "a", **given)) for given in ({}, details)]
         return {
             "description": HTTPStatus(status).phrase + ".",
             "content": {"application/json": {"schema": schema_of(samples)}},

@@ -14,7 +14,7 @@ from dovetail.tokenizer import IncrementalDetokenizer
 from dovetail.types import Acceptance, FinishKind
 
 if TYPE_CHECKING:
-    from dovetail.interfaces.api import Reader
+    from dovetail.interfaces.api import ChatReader
     from dovetail.messages import GenerateMsg, TokenOutput
     from dovetail.server.engines import Stream
     from dovetail.server.metrics import RequestMetrics
@@ -25,7 +25,7 @@ class GrowingChoice(Choice):
     """A ``Choice``, and how it grows."""
 
     def __init__(
-        self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool, reader: Reader | None = None
+        self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool, reader: ChatReader | None = None
     ) -> None:
         super().__init__(index, msg.input_ids, keeps_stop=msg.params.include_stop)
         self._reader = reader

@@ -117,7 +117,7 @@ class Service(ApiHost):
         names = (rid, *(own_rid(tenant, rid) for tenant in self.tenants))
         return sum(map(self.engine.abort, names)) > 0  # two tenants may have chosen one id
 
-    def room(self, ids: Sequence[int], default: int) -> int:
+    def output_limit(self, ids: Sequence[int], default: int) -> int:
         """The output length where the request sets none: ``default``, or what is left of the context."""
         return max(min(default, self.context_len - len(ids)), 1)
 

@@ -20,7 +20,7 @@ from dovetail.errors import (
     RateLimitError,
     TimeLimitError,
 )
-from dovetail.interfaces.api import Api, Problem, Route
+from dovetail.interfaces.api import Api, ApiProblem, Route
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.api_server import Answer, EchoServer
@@ -180,7 +180,7 @@ class ApiSuite(ComponentSuite):
         api = self.make()
         details = {"code": "a_code", "param": "a_param", "retry_after": 3.0}
         for status in (400, 404, 405, 413, *_REFUSALS):
-            for problem in (Problem(status, "so it is"), Problem(status, "so it is", **details)):
+            for problem in (ApiProblem(status, "so it is"), ApiProblem(status, "so it is", **details)):
                 said = api.error(problem)
                 assert isinstance(said, dict), f"the error for {status} is no object"
                 assert "so it is" in json.dumps(said), f"the error for {status} does not hold the message"
@@ -295,7 +295,7 @@ class ApiSuite(ComponentSuite):
         assert answer.status == status, f"{path} answers {answer.status} to {given}; it should be {status}"
         assert answer.media_type == "application/json", f"the error {status} of {path} is {answer.media_type!r}"
         found, api = answer.json(), self.make()
-        expected = api.error(Problem(status, "")) if _claimed(api, path) else {"error": {"message": ""}}
+        expected = api.error(ApiProblem(status, "")) if _claimed(api, path) else {"error": {"message": ""}}
         assert _shape(found) == _shape(expected), f"the error {status} of {path} is {found}"
 
 

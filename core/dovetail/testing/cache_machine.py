@@ -39,7 +39,7 @@ def columns_of(pages: IntArray) -> list[Column]:
     return [tuple(column) for column in pages.T.tolist()]
 
 
-class Held(NamedTuple):
+class LockedHandle(NamedTuple):
     """A handle, and the prefixes that it protects once it is locked."""
 
     handle: Any
@@ -63,8 +63,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.namespaces = namespaces
         self.next_page = 1
         self.kept: dict[Prefix, Column] = {}
-        self.locked: list[Held] = []
-        self.matched: list[Held] = []  # matched or inserted, not locked; good until the next eviction
+        self.locked: list[LockedHandle] = []
+        self.matched: list[LockedHandle] = []  # matched or inserted, not locked; good until the next eviction
 
     @property
     def protected(self) -> set[Prefix]:
@@ -79,7 +79,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         known = self.known(namespace, tokens)
         found = self.cache.match(tokens, namespace)
         self.check_match(found, known)
-        self.matched.append(Held(found.handle, frozenset(known)))
+        self.matched.append(LockedHandle(found.handle, frozenset(known)))
 
     @rule(
         kinds=KINDS, tail=st.integers(0, 15), space=st.integers(0, 2), reuse=st.booleans(), priority=st.integers(0, 2)
@@ -175,7 +175,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert np.array_equal(result.pages, self.pages(prefixes)), (
             "insert replaced a page, or kept another than offered"
         )
-        self.matched.append(Held(result.handle, frozenset(prefixes)))
+        self.matched.append(LockedHandle(result.handle, frozenset(prefixes)))
 
     def check_freed(self, freed: IntArray) -> None:
         """Freed pages were kept, once, are not protected, and leave no prefix without its beginning."""

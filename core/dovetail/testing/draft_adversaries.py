@@ -34,13 +34,13 @@ class Adversary(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree | None:
         """Drafts for the decode rows with room."""
-        assert batch.draft_room is not None
+        assert batch.draft_limits is not None
         shape = len(batch.reqs), self._width
         ids = self.rng.integers(-9, 10**6, shape).astype(np.int32)
         parents = self.rng.integers(-9, 10**6, shape).astype(np.int32)
         lens = np.zeros(len(ids), np.int32)
         for row in range(batch.num_extend, len(ids)):
-            room = min(int(batch.draft_room[row]), self._width)
+            room = min(int(batch.draft_limits[row]), self._width)
             for place, (token, parent) in enumerate(self.nodes(batch.reqs[row], room) if room > 0 else ()):
                 ids[row, place], parents[row, place], lens[row] = token, parent, place + 1
         return DraftTree(ids, parents, lens, self.probs(ids.shape)) if lens.any() else None

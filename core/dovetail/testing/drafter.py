@@ -49,7 +49,7 @@ def go_on(req: Req, tokens: Sequence[int]) -> None:
     req.device_len += len(tokens)
 
 
-def make_decode_batch(reqs: Sequence[Req], draft_room: Sequence[int], num_extend: int = 0) -> Batch:
+def make_decode_batch(reqs: Sequence[Req], draft_limits: Sequence[int], num_extend: int = 0) -> Batch:
     """A batch as ``Scheduler.schedule`` hands it to the drafter; the first ``num_extend`` rows extend."""
     none = np.zeros(0, dtype=np.int32)
     return Batch(
@@ -60,7 +60,7 @@ def make_decode_batch(reqs: Sequence[Req], draft_room: Sequence[int], num_extend
         extend_lens=np.array([req.extend_len for req in reqs], dtype=np.int32),
         samples=np.ones(len(reqs), dtype=np.bool_),
         page_updates=PageUpdates(none, none, none[None]),
-        draft_room=np.array(draft_room, dtype=np.int32),
+        draft_limits=np.array(draft_limits, dtype=np.int32),
     )
 
 

@@ -41,7 +41,7 @@ Tensors = Mapping[str, torch.Tensor]
 PROMPT, STEPS = 23, 16
 
 
-class Rows:
+class ModelRows:
     """A model over a pool of its own: rows of tokens enter in any pieces, and their logits come back."""
 
     def __init__(
@@ -154,7 +154,7 @@ class ModelSuite(ComponentSuite):
         filler.finish()
         return filler.model
 
-    def rows(self, model: ModelArchitecture, lens: Sequence[int], page_size: int = 4) -> Rows:
+    def rows(self, model: ModelArchitecture, lens: Sequence[int], page_size: int = 4) -> ModelRows:
         """``model`` over a new pool for rows of up to ``lens`` tokens. What nobody wrote there is NaN."""
         (group,) = model.info.cache_groups
         num_pages = 1 + sum(-(-n // page_size) for n in lens)
@@ -162,7 +162,7 @@ class ModelSuite(ComponentSuite):
         pool = PagedKVPool(group, num_pages, page_size, dtype, "cpu")
         for memory in (pool.k, pool.v):
             memory.fill_(float("nan"))
-        return Rows(model, self.make_attention(model, pool), pool, lens)
+        return ModelRows(model, self.make_attention(model, pool), pool, lens)
 
     def logits(self, model: ModelArchitecture, tokens: Sequence[int], chunk: int, decode: int = 0) -> torch.Tensor:
         """Logits of every token of one row: prefilled in chunks, the last ``decode`` tokens one at a time."""

@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Listen, where a record is asked for; under xdist the process that hears of all cases."""
     path = config.getoption("--dovetail-record")
     if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(path.resolve()), "dovetail-recorder")
+        config.pluginmanager.register(ReportRecorder(path.resolve()), "dovetail-recorder")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-class Recorder:
+class ReportRecorder:
     """Collects reports and writes ``Findings`` in the end."""
 
     def __init__(self, path: Path) -> None:

@@ -22,13 +22,13 @@ class BigramDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree | None:
         """See ``Drafter``: a chain for each decode row with a draft."""
-        assert batch.draft_room is not None
+        assert batch.draft_limits is not None
         rows = len(batch.reqs)
         token_ids = np.zeros((rows, self._most), np.int32)
         lens = np.zeros(rows, np.int32)
         for row in range(batch.num_extend, rows):
             req = batch.reqs[row]
-            draft = self._follow(req.token_ids[: req.known_len], min(int(batch.draft_room[row]), self._most))
+            draft = self._follow(req.token_ids[: req.known_len], min(int(batch.draft_limits[row]), self._most))
             lens[row] = len(draft)
             token_ids[row, : len(draft)] = draft
         parents = np.tile(np.arange(-1, self._most - 1, dtype=np.int32), (rows, 1))

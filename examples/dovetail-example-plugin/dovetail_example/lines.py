@@ -10,7 +10,7 @@ from starlette.responses import Response
 from dovetail.api.body import ApiModel, examples, parse
 from dovetail.api.requests import new_id
 from dovetail.api.responses import whole
-from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Generation, Problem, Prompt, Route
+from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Generation, Prompt, Route
 from dovetail.sampling_params import SamplingParams
 from dovetail_example.config import LineConfig
 
@@ -34,7 +34,7 @@ class Lines(Api):
         """See ``Api``."""
         return (Route(["POST"], "/line", self.go_on, Line),)
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         """See ``Api``."""
         return {"sorry": problem.message}
 

@@ -10,7 +10,7 @@ from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import (
     CallDelta,
-    Gate,
+    ConstraintGate,
     ParserContext,
     ReasoningDelta,
     ReasoningParser,
@@ -115,5 +115,5 @@ class Comments(ReasoningParser):
     def stream(self, prompt: str) -> ReasoningStream:
         return CommentStream()
 
-    def gate(self, prompt: str) -> Gate | None:
+    def gate(self, prompt: str) -> ConstraintGate | None:
         return None

@@ -99,7 +99,7 @@ async def ask(
 def within_context(host: ApiHost, ids: Sequence[int], params: SamplingParams) -> SamplingParams:
     """``params`` whose ``max_new_tokens`` the context has room for."""
     most = params.max_new_tokens
-    return replace(params, max_new_tokens=host.room(ids, most)) if most else params
+    return replace(params, max_new_tokens=host.output_limit(ids, most)) if most else params
 
 
 def thinking(on: bool, effort: str | None = None) -> dict[str, Any]:

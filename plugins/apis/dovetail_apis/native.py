@@ -16,7 +16,7 @@ from dovetail.api.requests import check_count, new_id, sampling_params, with_roo
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.api.sampling import SamplingFields
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt, Route
+from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Choice, Delta, Generation, Prompt, Route
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import Acceptance
 
@@ -118,7 +118,7 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     chosen = _sampling(body, len(prompts))
     ids = [await host.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
     items = tuple(
-        Prompt(tokens, with_room(params, host.room(tokens, _DEFAULT_MAX_NEW_TOKENS)))
+        Prompt(tokens, with_room(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)))
         for tokens, params in zip(ids, chosen, strict=True)
     )
     return ApiRequest(
@@ -188,7 +188,7 @@ class NativeFormat:
         """The end mark."""
         return event(b"[DONE]")
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         """The error, as an event."""
         return event(msgspec.json.encode({"error": {"message": problem.message}}))
 

@@ -8,7 +8,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail.interfaces.parsers import (
+    ConstraintGate,
+    ParserContext,
+    Tool,
+    ToolConstraint,
+    ToolParser,
+    ToolRequest,
+    ToolStream,
+)
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import told_object
 from dovetail_parsers.marks import Marks
@@ -97,13 +105,13 @@ class Deepseek(ToolParser):
             return None
         if Feature.GRAMMAR_STRUCTURAL_TAG not in offers and request.required and len(request.tools) == 1:
             tool = request.tools[0]
-            return ToolConstraint(json_spec(object_schema(tool)), Gate(prefix=CALLS + self._begin(tool)))
+            return ToolConstraint(json_spec(object_schema(tool)), ConstraintGate(prefix=CALLS + self._begin(tool)))
         what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
         needs("deepseek", offers, Feature.GRAMMAR_STRUCTURAL_TAG, what, instead)
         marks = self._marks.pairs
         grammar = tag_spec([self._structure(tool) for tool in loosened(request)], self._marks.write(CALL))
-        required = Gate(prefix=CALLS + CALL, prefix_in_grammar=True, marks=marks)
-        return ToolConstraint(grammar, required if request.required else Gate(marks=marks))
+        required = ConstraintGate(prefix=CALLS + CALL, prefix_in_grammar=True, marks=marks)
+        return ToolConstraint(grammar, required if request.required else ConstraintGate(marks=marks))
 
     def _begin(self, tool: Tool) -> str:
         return f"{CALL}function{SEPARATOR}{tool.name}{FENCE}" if self._fenced else f"{CALL}{tool.name}{SEPARATOR}"

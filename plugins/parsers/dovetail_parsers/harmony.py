@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import (
-    Gate,
+    ConstraintGate,
     ParserContext,
     ReasoningDelta,
     ReasoningParser,
@@ -101,12 +101,14 @@ class GptOssTools(ToolParser):
         if not enforced(request):
             return None
         if Feature.GRAMMAR_LARK in offers:
-            return ToolConstraint(self._messages(request), Gate(marks=self._marks.pairs), covers_reasoning=True)
+            return ToolConstraint(
+                self._messages(request), ConstraintGate(marks=self._marks.pairs), covers_reasoning=True
+            )
         if not request.required or len(request.tools) != 1:
             what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
             needs("gpt_oss", offers, Feature.GRAMMAR_LARK, what, instead)
         tool = request.tools[0]
-        gate = Gate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{_call_header(tool)}")
+        gate = ConstraintGate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{_call_header(tool)}")
         return ToolConstraint(json_spec(object_schema(tool)), gate, covers_reasoning=True)
 
     def _messages(self, request: ToolRequest) -> GrammarSpec:
@@ -181,6 +183,6 @@ class GptOssReasoning(ReasoningParser):
         """See ``ReasoningParser``."""
         return _ChannelStream()
 
-    def gate(self, prompt: str) -> Gate | None:
+    def gate(self, prompt: str) -> ConstraintGate | None:
         """The analysis comes first, and then the message with the answer."""
-        return Gate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{CHANNEL}final{MESSAGE}")
+        return ConstraintGate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{CHANNEL}final{MESSAGE}")

@@ -8,7 +8,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail.interfaces.parsers import (
+    ConstraintGate,
+    ParserContext,
+    Tool,
+    ToolConstraint,
+    ToolParser,
+    ToolRequest,
+    ToolStream,
+)
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import json_call
 from dovetail_parsers.marks import Marks
@@ -62,15 +70,15 @@ class Hermes(ToolParser):
             return None
         tags = Feature.GRAMMAR_STRUCTURAL_TAG in offers
         if request.required and (not tags or not request.parallel):
-            return ToolConstraint(json_spec(call_schema(request.tools)), Gate(prefix=f"{BEGIN}\n"))
+            return ToolConstraint(json_spec(call_schema(request.tools)), ConstraintGate(prefix=f"{BEGIN}\n"))
         if self._special and not tags:
-            gate = Gate(until=BEGIN, may_end=True, prefix="\n")
+            gate = ConstraintGate(until=BEGIN, may_end=True, prefix="\n")
             return ToolConstraint(json_spec(call_schema(loosened(request))), gate)
         needs("hermes", offers, Feature.GRAMMAR_STRUCTURAL_TAG, STRICT_AUTO, LOOSEN)
         write, marks = self._marks.write, self._marks.pairs
         grammar = tag_spec([_structure(tool, write) for tool in loosened(request)], write(BEGIN))
-        required = Gate(prefix=BEGIN, prefix_in_grammar=True, marks=marks)
-        return ToolConstraint(grammar, required if request.required else Gate(marks=marks))
+        required = ConstraintGate(prefix=BEGIN, prefix_in_grammar=True, marks=marks)
+        return ToolConstraint(grammar, required if request.required else ConstraintGate(marks=marks))
 
 
 def _structure(tool: Tool, write: Callable[[str], str]) -> dict[str, Any]:

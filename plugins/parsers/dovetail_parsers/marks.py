@@ -12,7 +12,7 @@ _FIRST = 0x0E
 
 class Marks:
     """The marks of a format, for one model. ``pairs`` are those that are special tokens, with their stand-ins: what a
-    ``Gate`` has to know."""
+    ``ConstraintGate`` has to know."""
 
     def __init__(self, marks: Sequence[str], special: frozenset[str]) -> None:
         self._marks = marks

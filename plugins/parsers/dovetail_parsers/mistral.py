@@ -11,7 +11,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.parsers import Gate, ParserContext, Tool, ToolConstraint, ToolParser, ToolRequest, ToolStream
+from dovetail.interfaces.parsers import (
+    ConstraintGate,
+    ParserContext,
+    Tool,
+    ToolConstraint,
+    ToolParser,
+    ToolRequest,
+    ToolStream,
+)
 from dovetail_parsers.calls import CallReader
 from dovetail_parsers.jsontext import json_call, told_object
 from dovetail_parsers.marks import Marks
@@ -110,9 +118,10 @@ class Mistral(ToolParser):
         if Feature.GRAMMAR_STRUCTURAL_TAG in offers and (self._named or not request.required):
             structures = self._tags(request)
             marks = self._marks.pairs
-            required = Gate(prefix=MARK, prefix_in_grammar=True, marks=marks)
+            required = ConstraintGate(prefix=MARK, prefix_in_grammar=True, marks=marks)
             return ToolConstraint(
-                tag_spec(structures, self._marks.write(MARK)), required if request.required else Gate(marks=marks)
+                tag_spec(structures, self._marks.write(MARK)),
+                required if request.required else ConstraintGate(marks=marks),
             )
         return self._one_named(request, offers) if self._named else self._one_array(request)
 
@@ -126,7 +135,7 @@ class Mistral(ToolParser):
         ]
 
     def _one_array(self, request: ToolRequest) -> ToolConstraint:
-        gate = Gate(prefix=MARK) if request.required else Gate(until=MARK, may_end=True)
+        gate = ConstraintGate(prefix=MARK) if request.required else ConstraintGate(until=MARK, may_end=True)
         return ToolConstraint(json_spec(_array(request)), gate)
 
     def _one_named(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint:
@@ -134,7 +143,7 @@ class Mistral(ToolParser):
             what, instead = (SEVERAL, NAME_ONE) if request.required else (STRICT_AUTO, LOOSEN)
             needs("mistral", offers, Feature.GRAMMAR_STRUCTURAL_TAG, what, instead)
         tool = request.tools[0]
-        return ToolConstraint(json_spec(object_schema(tool)), Gate(prefix=f"{MARK}{tool.name}{ARGUMENTS}"))
+        return ToolConstraint(json_spec(object_schema(tool)), ConstraintGate(prefix=f"{MARK}{tool.name}{ARGUMENTS}"))
 
     def new_id(self) -> str:
         """Nine letters and digits, which Mistral's templates insist on."""

@@ -7,7 +7,7 @@ import re
 
 from pydantic import BaseModel
 
-from dovetail.interfaces.parsers import Gate, ParserContext, ReasoningDelta, ReasoningParser, ReasoningStream
+from dovetail.interfaces.parsers import ConstraintGate, ParserContext, ReasoningDelta, ReasoningParser, ReasoningStream
 from dovetail_parsers.reader import Finder
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -120,14 +120,14 @@ class Qwen3(ReasoningParser):
         """See ``ReasoningParser``."""
         return ThinkStream(place_after(prompt, self.otherwise))
 
-    def gate(self, prompt: str) -> Gate | None:
+    def gate(self, prompt: str) -> ConstraintGate | None:
         """A model whose template opens the reasoning, where it is wanted, does not reason otherwise; others may."""
         place = place_after(prompt, self.otherwise)
         if place is Place.THINKING:
-            return Gate(until=CLOSE)
+            return ConstraintGate(until=CLOSE)
         if place is Place.ANSWER or self._prompt_opens:
             return None
-        return Gate(lead=OPEN, optional=True, until=CLOSE)
+        return ConstraintGate(lead=OPEN, optional=True, until=CLOSE)
 
 
 class DeepseekR1(Qwen3):

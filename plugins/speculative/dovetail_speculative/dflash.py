@@ -156,12 +156,12 @@ class DFlashDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
         """A chain for each decode row of which every token was seen: all blocks in one pass."""
-        assert batch.draft_room is not None, "pages were reserved for no drafts"
+        assert batch.draft_limits is not None, "pages were reserved for no drafts"
         rows = [row for row in range(batch.num_extend, len(batch.reqs)) if self._can_draft(batch, row)]
         if not rows:
             return None
         ends = np.array([batch.reqs[row].known_len - 1 for row in rows], np.int32)
-        lens = np.minimum(batch.draft_room[rows], self._num_draft_tokens)
+        lens = np.minimum(batch.draft_limits[rows], self._num_draft_tokens)
         state = self._block.state(len(rows))
         lasts = np.array(
             [batch.reqs[row].token_ids[end] for row, end in zip(rows, ends.tolist(), strict=True)], np.int64
@@ -177,9 +177,9 @@ class DFlashDrafter(Drafter):
         return said if self._target_ids is None else self._target_ids[said]
 
     def _can_draft(self, batch: Batch, row: int) -> bool:
-        assert batch.draft_room is not None
+        assert batch.draft_limits is not None
         req = batch.reqs[row]
-        return batch.draft_room[row] > 0 and self._seen_lens.get(req.uid) == req.known_len - 1
+        return batch.draft_limits[row] > 0 and self._seen_lens.get(req.uid) == req.known_len - 1
 
     def forget(self, req: Req) -> None:
         """What its pages held is the prefix cache's, or nobody's."""

@@ -107,10 +107,10 @@ class ModelDrafter(Drafter):
 
     def _texts(self, batch: Batch) -> _Texts:
         """Rows to draft for, those that wait for the most drafts first."""
-        assert batch.draft_room is not None, "pages were reserved for no drafts"
+        assert batch.draft_limits is not None, "pages were reserved for no drafts"
         rows = np.arange(batch.num_extend, len(batch.reqs), dtype=np.int32)
         ends = np.array([req.known_len for req in batch.reqs[batch.num_extend :]], np.int32)
-        room = np.minimum(np.minimum(batch.draft_room[rows], self._count), self._context_len - ends + 1)
+        room = np.minimum(np.minimum(batch.draft_limits[rows], self._count), self._context_len - ends + 1)
         rows, ends, room = (array[room > 0] for array in (rows, ends, room))
         starts = np.zeros_like(ends)
         for i, row in enumerate(rows.tolist()):

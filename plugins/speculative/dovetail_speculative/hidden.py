@@ -154,19 +154,19 @@ class HiddenDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
         """Drafts for the decode rows of which every token was seen."""
-        assert batch.draft_room is not None, "pages were reserved for no drafts"
+        assert batch.draft_limits is not None, "pages were reserved for no drafts"
         rows = [
             row
             for row in range(batch.num_extend, len(batch.reqs))
-            if batch.draft_room[row] > 0 and self._places.get(batch.reqs[row].uid) == batch.reqs[row].known_len - 2
+            if batch.draft_limits[row] > 0 and self._places.get(batch.reqs[row].uid) == batch.reqs[row].known_len - 2
         ]
         if not rows:
             return None
-        rows.sort(key=lambda row: -int(batch.draft_room[row]))  # pyright: ignore[reportOptionalSubscript]
+        rows.sort(key=lambda row: -int(batch.draft_limits[row]))  # pyright: ignore[reportOptionalSubscript]
         at = batch.slots[rows]
         ends = np.array([batch.reqs[row].known_len - 1 for row in rows], np.int32)
         outputs = self._outputs.index_select(0, to_device(at.astype(np.int64), self.device))
-        return self.draft(DraftRows(len(batch.reqs), rows, at, ends, batch.draft_room[rows]), outputs)
+        return self.draft(DraftRows(len(batch.reqs), rows, at, ends, batch.draft_limits[rows]), outputs)
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
         """Drafts of ``rows``, whose last outputs are ``outputs [n, hidden_size]``: chains, unless a subclass grows trees."""

@@ -65,8 +65,8 @@ class NgramDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree | None:
         """A chain for each decode row whose latest tokens have occurred before."""
-        assert batch.draft_room is not None, "pages were reserved for no drafts"
-        room = np.minimum(batch.draft_room, self._config.num_draft_tokens).tolist()
+        assert batch.draft_limits is not None, "pages were reserved for no drafts"
+        room = np.minimum(batch.draft_limits, self._config.num_draft_tokens).tolist()
         rows = range(batch.num_extend, len(batch.reqs))
         drafts = {row: self._draft(batch.reqs[row], room[row]) for row in rows if room[row] > 0}
         lens = np.zeros(len(batch.reqs), dtype=np.int32)

@@ -21,7 +21,7 @@ from dovetail.ops.parts import Parts
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import gate, matmul, rows_of, store_rows, workspace
 from dovetail.ops.triton.matmul import supported as has_kernels
-from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, MEASURED, Tile
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, MEASURED, ProductTile
 
 STEP = 16
 """What tensor cores add up at a time: k must be a multiple of it."""
@@ -37,8 +37,8 @@ GROUP = 8
 """Tiles of rows that go through the weight together, so that what they read of it is still in the L2 cache."""
 
 
-class Block(NamedTuple):
-    """How the kernel for many rows is cut; see ``Tile``."""
+class BlockShape(NamedTuple):
+    """How the kernel for many rows is cut; see ``ProductTile``."""
 
     block_m: int
     block_n: int
@@ -56,7 +56,7 @@ def split_of(n: int, k: int) -> int:
     return next(parts for parts in range(wanted, 0, -1) if k % (parts * block) == 0)
 
 
-def tile_of(bucket: int, n: int, k: int, split: int) -> Tile | None:
+def tile_of(bucket: int, n: int, k: int, split: int) -> ProductTile | None:
     """The tile for up to ``bucket`` rows of the kernel for few rows, what was fastest on an H200; None where parts have no
     room."""
     if split > 1 and (-(-n // 128) * 128 * bucket * split > MAX_PARTS or n > 64 * MAX_TILES):
@@ -68,14 +68,14 @@ def tile_of(bucket: int, n: int, k: int, split: int) -> Tile | None:
         64: (128, 128, 8, 4) if wide else (64, 128, 4, 3),
         128: (128, 64, 8, 6),
     }[bucket]
-    return Tile(bucket, block_n, _block_k(block_k, k // split), warps, stages, split, early=bucket == FEW[0])
+    return ProductTile(bucket, block_n, _block_k(block_k, k // split), warps, stages, split, early=bucket == FEW[0])
 
 
-def block_of(m: int, n: int, split: int) -> Block:
+def block_of(m: int, n: int, split: int) -> BlockShape:
     """How products of many rows are cut: as was fastest on an H200."""
     if -(-m // 128) * -(-n // 128) < PROCESSORS:
-        return Block(128, 64, 4, 4)
-    return Block(128, 128, 8, 4) if split > 1 else Block(128, 256, 8, 3)
+        return BlockShape(128, 64, 4, 4)
+    return BlockShape(128, 128, 8, 4) if split > 1 else BlockShape(128, 256, 8, 3)
 
 
 def _block_k(most: int, span: int) -> int:

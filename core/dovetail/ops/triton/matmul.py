@@ -6,7 +6,7 @@ tiles the product is split along k; the last program of a tile to finish adds up
 are the same every time, or they are left to the norm that follows (``ops.parts``). Both may end in SwiGLU's gate, which costs nothing there.
 
 Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``). The one for few rows asks for
-lines (``Tile.ahead``), or loads them (``Tile.early``, never both): the pipeline of its weights is then full before the wait, and
+lines (``ProductTile.ahead``), or loads them (``ProductTile.early``, never both): the pipeline of its weights is then full before the wait, and
 ``x``, which must not be read before it, is kept out of that pipeline, in registers, one tile ahead.
 """
 
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.parts import Parts
 from dovetail.ops.triton.activation import silu_mul
 from dovetail.ops.triton.launch import launch, prefetch
-from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, Tile, tile_of
+from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, ProductTile, tile_of
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    tile: Tile,
+    tile: ProductTile,
     space: Workspace,
     gated: bool = False,
     *,

@@ -130,6 +130,6 @@ class TenantHost(ApiHost):
         """As the service's."""
         return self._service.plan_chat(params, prompt, tools, separate_reasoning)
 
-    def room(self, ids: Sequence[int], default: int) -> int:
+    def output_limit(self, ids: Sequence[int], default: int) -> int:
         """As the service's."""
-        return self._service.room(ids, default)
+        return self._service.output_limit(ids, default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.api.responses import SSE
-from dovetail.interfaces.api import Api, Problem, Route
+from dovetail.interfaces.api import Api, ApiProblem, Route
 from dovetail_apis.anthropic.format import error_json
 from dovetail_apis.anthropic.messages import count_tokens, messages
 from dovetail_apis.anthropic.types import CountRequest, MessagesRequest
@@ -23,6 +23,6 @@ class Anthropic(Api):
             Route(["POST"], "/v1/messages/count_tokens", count_tokens, CountRequest),
         )
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         """An object with type and message inside of one of type ``error``."""
         return error_json(problem)

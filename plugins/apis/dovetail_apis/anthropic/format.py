@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from dovetail.api.responses import SSE
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import ChatDelta, Choice, Delta, Generation, Problem, Usage
+from dovetail.interfaces.api import ApiProblem, ChatDelta, Choice, Delta, Generation, Usage
 from dovetail.types import FinishKind
 from dovetail_apis.anthropic.types import MessagesRequest
 
@@ -31,7 +31,7 @@ _ERRORS = {
 }
 
 
-def error_json(problem: Problem, request_id: str | None = None) -> dict[str, Any]:
+def error_json(problem: ApiProblem, request_id: str | None = None) -> dict[str, Any]:
     """An error. Those of requests that never began have no id."""
     kind = _ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}, "request_id": request_id}
@@ -130,7 +130,7 @@ class MessageFormat:
         usage = usage_json(self._outputs.usage)
         return self._closed() + _event("message_delta", delta=stop, usage=usage) + _event("message_stop")
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         """The error, as an event."""
         return b"event: error\ndata: " + msgspec.json.encode(error_json(problem, self._outputs.rid)) + b"\n\n"
 

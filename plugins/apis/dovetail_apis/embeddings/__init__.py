@@ -14,7 +14,7 @@ from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Texts, examp
 from dovetail.api.requests import new_id
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Generation, Problem, Route
+from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Generation, Route
 from dovetail.ops.vectors import check_dimensions, embedding, pooling_kind
 from dovetail.types import FloatArray
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
@@ -57,7 +57,7 @@ class Embeddings(Api):
         """Embeddings."""
         return (Route(["POST"], "/v1/embeddings", embeddings, EmbeddingsRequest),)
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         """As OpenAI says it."""
         return error_json(problem)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.api.responses import NDJSON
-from dovetail.interfaces.api import Api, Problem, Route
+from dovetail.interfaces.api import Api, ApiProblem, Route
 from dovetail_apis.ollama.chat import chat, generate
 from dovetail_apis.ollama.embed import embed, embeddings
 from dovetail_apis.ollama.model import ps, show, tags, version
@@ -32,6 +32,6 @@ class Ollama(Api):
             Route(["GET", "HEAD"], "/api/version", version),
         )
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         """An object with one message."""
         return {"error": problem.message}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dovetail.api.responses import NDJSON
-from dovetail.interfaces.api import ChatDelta, Choice, Delta, Generation, Problem
+from dovetail.interfaces.api import ApiProblem, ChatDelta, Choice, Delta, Generation
 from dovetail.interfaces.parsers import CallDelta
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import TokenLogprob
@@ -123,7 +123,7 @@ class AnswerFormat:
         """Why it ended, token counts and times."""
         return self._line(Said(), self._done(self._outputs.choices[0]))
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         """The error, as a line."""
         return msgspec.json.encode({"error": problem.message}) + b"\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.api.responses import SSE
-from dovetail.interfaces.api import Api, Problem, Route
+from dovetail.interfaces.api import Api, ApiProblem, Route
 from dovetail_apis.openai.chat import chat_completions
 from dovetail_apis.openai.completions import completions
 from dovetail_apis.openai.format import error_json
@@ -29,6 +29,6 @@ class OpenAI(Api):
             Route(["GET"], "/v1/models/{name:path}", model),
         )
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         """An object with message, type, param and code."""
         return error_json(problem)

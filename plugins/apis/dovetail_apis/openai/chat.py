@@ -16,7 +16,7 @@ from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.chat.calls import call_json, whole_calls
 from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import ApiHost, ApiRequest, ChatDelta, ChatPlan, Choice, Delta, Generation, Problem
+from dovetail.interfaces.api import ApiHost, ApiProblem, ApiRequest, ChatDelta, ChatPlan, Choice, Delta, Generation
 from dovetail_apis.conversation import Conversation, Envelope, plan
 from dovetail_apis.openai.format import chat_logprobs, error_json, finish_name, usage_json
 from dovetail_apis.openai.types import ChatRequest
@@ -117,7 +117,7 @@ class ChatFormat:
             usage = event(msgspec.json.encode({**self._common, **last}))
         return usage + event(b"[DONE]")
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         """The error, as an event."""
         return event(msgspec.json.encode(error_json(problem)))
 

@@ -16,7 +16,7 @@ from dovetail.api.body import parse
 from dovetail.api.requests import check_count, new_id, with_room
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import ApiHost, ApiRequest, Choice, Delta, Generation, Problem, Prompt
+from dovetail.interfaces.api import ApiHost, ApiProblem, ApiRequest, Choice, Delta, Generation, Prompt
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import TokenLogprob
 from dovetail_apis.openai.format import CompletionLogprobs, error_json, finish_name, usage_json
@@ -50,7 +50,7 @@ async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) 
         if not text:
             raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
         ids = await host.encode(text, add_special_tokens=True) if isinstance(text, str) else text
-        prompts.append(Prompt(ids, with_room(params, host.room(ids, _DEFAULT_MAX_TOKENS))))
+        prompts.append(Prompt(ids, with_room(params, host.output_limit(ids, _DEFAULT_MAX_TOKENS))))
     rid = body.rid or new_id("cmpl-")
     return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0, session=body.session or "")
 
@@ -139,7 +139,7 @@ class CompletionFormat:
             )
         return usage + event(b"[DONE]")
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         """The error, as an event."""
         return event(msgspec.json.encode(error_json(problem)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.interfaces.api import Problem, Usage
+from dovetail.interfaces.api import ApiProblem, Usage
 from dovetail.tokenizer import Tokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
@@ -38,7 +38,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 _KINDS = {403: "permission_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
-def error_json(problem: Problem) -> dict[str, Any]:
+def error_json(problem: ApiProblem) -> dict[str, Any]:
     """An error in OpenAI's format."""
     status = problem.status
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")

@@ -16,7 +16,7 @@ from dovetail.api.requests import new_id
 from dovetail.api.responses import SSE, json_response, streamed, until_disconnect
 from dovetail.chat.requests import plain_message, shown_tools
 from dovetail.errors import DovetailError, RequestError
-from dovetail.interfaces.api import Api, ApiHost, ApiRequest, Delta, Generation, Problem, Route
+from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Delta, Generation, Route
 from dovetail_apis.config import ResponsesConfig
 from dovetail_apis.conversation import Conversation, Envelope, ask
 from dovetail_apis.openai.format import error_json
@@ -51,7 +51,7 @@ class Responses(Api):
             Route(["GET"], "/v1/responses/{response_id}/input_items", self.input_items, query=ItemsQuery),
         )
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         """As OpenAI's other APIs."""
         return error_json(problem)
 
@@ -177,7 +177,7 @@ class Maker:
         finish, answer = self._outputs.choices[0].finish, self.record.answer
         return self._settled(self._tell(answer.cancel() if finish is None else answer.end(finish)))
 
-    def failed(self, problem: Problem) -> bytes:
+    def failed(self, problem: ApiProblem) -> bytes:
         """What went wrong."""
         return self._settled(self._tell(self.record.answer.fail(problem)))
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dovetail.api.requests import new_id
-from dovetail.interfaces.api import ApiHost, ChatDelta, Delta, Generation, Problem
+from dovetail.interfaces.api import ApiHost, ApiProblem, ChatDelta, Delta, Generation
 from dovetail.interfaces.parsers import CallDelta
 from dovetail.types import FinishKind, FinishReason
 from dovetail_apis.openai.format import chat_logprobs
@@ -76,12 +76,12 @@ class Answer:
     def end(self, finish: FinishReason) -> list[Event]:
         """The last events, where the output has come to an end."""
         if finish.kind is FinishKind.ABORT:
-            return self.fail(Problem(500, f"the response was ended: {finish.message or 'aborted'}"))
+            return self.fail(ApiProblem(500, f"the response was ended: {finish.message or 'aborted'}"))
         cut = finish.kind is FinishKind.LENGTH
         events = self._close("incomplete" if cut else "completed")
         return [*events, self._settle("incomplete" if cut else "completed")]
 
-    def fail(self, problem: Problem) -> list[Event]:
+    def fail(self, problem: ApiProblem) -> list[Event]:
         """The last events, where something went wrong."""
         kind = "server_error" if problem.status >= 500 else "invalid_prompt"
         self._error = {"code": kind, "message": problem.message}

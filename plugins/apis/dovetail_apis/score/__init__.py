@@ -12,7 +12,7 @@ from starlette.responses import Response
 from dovetail.api.body import parse
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
-from dovetail.interfaces.api import Api, ApiHost, Generation, Problem, Route
+from dovetail.interfaces.api import Api, ApiHost, ApiProblem, Generation, Route
 from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
@@ -38,7 +38,7 @@ class Score(Api):
         paths = ("/v1/rerank", "/v2/rerank", "/rerank")
         return (*score, *(Route(["POST"], path, self.rerank, RerankRequest) for path in paths))
 
-    def error(self, problem: Problem) -> object:
+    def error(self, problem: ApiProblem) -> object:
         """As OpenAI says it."""
         return error_json(problem)
 
