@@ -1,6 +1,7 @@
 """Settings of every test run."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,10 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests of every folder import fresh.py by its name
+
+# A background job of a script starts with SIGINT ignored, and so would everything that it starts. Tests of Ctrl-C need Python's handler.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests run beside each other, and small models gain nothing from more threads: libgomp's threads spin at every barrier,
 # so two test processes with two threads each would wait for each other most of the time.

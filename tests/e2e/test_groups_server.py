@@ -92,7 +92,7 @@ def test_hints_that_are_refused(tiny: httpx.Client, fields: dict, words: str):
 
 def test_an_echo_without_new_tokens(server: httpx.Client):
     """How harnesses score texts by OpenAI's completions."""
-    body = {"prompt": "The sky is blue.", "max_tokens": 0, "echo": True, "logprobs": 1}
+    body = {"prompt": "The sky is blue.", "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
     (choice,) = server.post("/v1/completions", json=body).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("The sky is blue.", "length")
     (longer,) = server.post("/v1/completions", json=body | {"max_tokens": 1}).json()["choices"]
