@@ -128,7 +128,7 @@ class Run:
     def step(self):
         batch = self.scheduler.schedule()
         if batch is not None and batch.draft_limits is not None:
-            self.check_draft_room(batch)
+            self.check_draft_limits(batch)
         if batch is not None and self.drafts and batch.num_extend < len(batch.reqs):
             self.scheduler.attach(batch, self.drafts(batch))
         output = self.device.forward(batch) if batch is not None else None
@@ -141,12 +141,12 @@ class Run:
         self.scheduler.check_integrity()
         self.check_rows()
 
-    def check_draft_room(self, batch):
+    def check_draft_limits(self, batch):
         """As many drafts as a row wants, or has pages for."""
         width, page_size = self.scheduler.limits.draft_width, self.scheduler.ledger.page_size
-        room = batch.draft_limits.tolist()
-        assert not any(room[: batch.num_extend])
-        for req, found in list(zip(batch.reqs, room, strict=True))[batch.num_extend :]:
+        limits = batch.draft_limits.tolist()
+        assert not any(limits[: batch.num_extend])
+        for req, found in list(zip(batch.reqs, limits, strict=True))[batch.num_extend :]:
             pages = req.num_pages * page_size - (req.device_len - 1)
             assert found == min(req.remain_len, req.draft_len, width, pages), req.rid
 

@@ -22,8 +22,8 @@ Node = tuple[int, int, float]
 """Token, parent, probability."""
 
 
-def batch(rows: int, room: int = 99) -> SimpleNamespace:
-    return SimpleNamespace(reqs=[None] * rows, draft_limits=np.full(rows, room, np.int32))
+def batch(rows: int, limit: int = 99) -> SimpleNamespace:
+    return SimpleNamespace(reqs=[None] * rows, draft_limits=np.full(rows, limit, np.int32))
 
 
 def drafted(rows: list[list[Node]], *, spare: int = 2) -> DraftTree:

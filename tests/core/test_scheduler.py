@@ -67,11 +67,11 @@ def test_drafts_in_little_memory(page_size, cache, seed, ahead):
 def test_nobody_goes_for_the_sake_of_drafts(page_size):
     """Drafts become fewer as pages run out; a request goes only when there is no page left for the tokens themselves."""
     scheduler, device = build(page_size, 1 + 112 // page_size, "none", draft_width=3)
-    rooms = []
+    limits = []
 
     def noted(batch):
         if not scheduler.totals.retractions:
-            rooms.extend(zip(batch.draft_limits.tolist(), (r.remain_len for r in batch.reqs), strict=True))
+            limits.extend(zip(batch.draft_limits.tolist(), (r.remain_len for r in batch.reqs), strict=True))
         return half_right(batch)
 
     run = Run(scheduler, device, drafts=noted, ahead=True)
@@ -81,7 +81,7 @@ def test_nobody_goes_for_the_sake_of_drafts(page_size):
         needed = sum(scheduler.ledger.pages_for(r.known_len) for r in scheduler.running)
         run.step()
     assert needed > 112 // page_size, "pages reserved for drafts could have done"
-    assert {room for room, remain in rooms if remain > 8} >= {0, 3}
+    assert {limit for limit, remain in limits if remain > 8} >= {0, 3}
     run.finish()
 
 
@@ -128,7 +128,7 @@ def test_draft_lens_that_are_no_integers_change_nothing(lens):
     assert batch.drafts is None
 
 
-def test_a_drafter_cannot_write_to_its_room():
+def test_a_drafter_cannot_write_to_its_limits():
     scheduler, device = build(draft_width=3)
 
     def drafts(batch):

@@ -98,7 +98,7 @@ def make_llm(target: Path, speculative: Any, page_size: int = 4, **scheduler: An
 
 def drafts_of(llm: LLM, vocab_size: int, longest: int, shared: int) -> Spy:
     """What is drafted for sampled texts after prompts of 1 to ``longest`` tokens, the last of which begins with ``shared``
-    tokens that are in the cache. Every row that had room was drafted for."""
+    tokens that are in the cache. Every row with a positive limit was drafted for."""
     spy = Spy(llm.loop.drafter)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 7, longest)]

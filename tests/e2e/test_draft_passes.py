@@ -140,11 +140,11 @@ def engine(model, speculative, page_size=4, **sections):
 def replaying(llm):
     """The drafter's passes are replayed from now on."""
     drafter = llm.loop.drafter
-    room = getattr(drafter, "room", None) or drafter._room
-    inputs, pool = room._inputs, room._pool
+    cache = getattr(drafter, "cache", None) or drafter._cache
+    inputs, pool = cache._inputs, cache._pool
     limits = DraftLimits(ROWS, TOKENS, llm.loop.engine.context_len, wide=True)
-    room.graphs = Guarded(room._steps, inputs, pool, PlainAttention(pool), limits)
-    return room.graphs
+    cache.graphs = Guarded(cache._steps, inputs, pool, PlainAttention(pool), limits)
+    return cache.graphs
 
 
 def drafted(llm, prompts, params):
@@ -169,7 +169,7 @@ def drafted(llm, prompts, params):
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_replayed_passes_draft_what_others_do(model, name, page_size, monkeypatch):
-    """Of requests of many lengths, more at times than graphs have rows, with room for few drafts near their ends."""
+    """Of requests of many lengths, more at times than graphs have rows, limited to few drafts near their ends."""
     monkeypatch.setattr(draft_graphs, "Recorder", Repeats)
     monkeypatch.setattr(draft_graphs, "NEEDED_BEFORE_CAPTURE", 2)
     prompts = prompts_of((1, 5, 40, 9, 17, 3, 22, 30), seed=2)
@@ -180,7 +180,7 @@ def test_replayed_passes_draft_what_others_do(model, name, page_size, monkeypatc
     again, found = drafted(llm, prompts, params)
     assert again == texts
     assert found == expected
-    assert len({room for room, _ in found.values()}) > 2
+    assert len({limit for limit, _ in found.values()}) > 2
     assert graphs.runs > 10
     assert graphs.num_captured > 3
     assert not graphs.refused

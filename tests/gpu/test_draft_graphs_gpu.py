@@ -79,25 +79,25 @@ def make(model, speculative, attention, dtype, **sections):
     )
 
 
-def room_of(llm):
+def cache_of(llm):
     drafter = llm.loop.drafter
-    return getattr(drafter, "room", None) or drafter._room
+    return getattr(drafter, "cache", None) or drafter._cache
 
 
 class Twice:
-    """Runs all that a room is asked for without graphs, then with them, and keeps what came of both where there were graphs."""
+    """Runs all that a draft cache is called for without graphs, then with them, and keeps what came of both where there were graphs."""
 
     def __init__(self, llm):
-        self.room = room_of(llm)
+        self.cache = cache_of(llm)
         self.found = []  # name of the steps, row, launched, replayed
         self.floats = []  # largest difference of outputs, and their size
         self.uncaptured = 0
-        self.run, self.room.run = self.room.run, self.both
+        self.run, self.cache.run = self.cache.run, self.both
 
     def both(self, steps, slots, passes, state):
-        graphs, self.room.graphs = self.room.graphs, None
+        graphs, self.cache.graphs = self.cache.graphs, None
         launched = self.run(steps, slots, passes, tuple(tensor.clone() for tensor in state))
-        self.room.graphs = graphs
+        self.cache.graphs = graphs
         replayed = graphs.run(steps, slots, passes, state)
         if replayed is None:
             self.uncaptured += 1
@@ -175,7 +175,7 @@ def test_trees_where_they_cannot_be_captured(model, attention):
     available(attention)
     llm = make(model, WIDE["eagle"], attention, "bfloat16")
     generate(llm)
-    graphs = room_of(llm).graphs
+    graphs = cache_of(llm).graphs
     assert graphs is None or graphs.num_captured == 0
 
 
@@ -188,7 +188,7 @@ def test_texts_are_those_without_graphs_and_drafts(model, name, capture):
     llm = make(model, speculative, "triton", "float32", graphs={"capture": capture, "max_rows": 64})
     for _ in range(4):
         assert generate(llm) == expected
-    graphs = room_of(llm).graphs
+    graphs = cache_of(llm).graphs
     assert graphs.num_captured > 2
     assert not graphs.refused
 
@@ -198,12 +198,12 @@ def test_replays_write_to_no_page_but_their_rows_own(model, name):
     """Pages that no request has owned keep what they hold, NaN included, which reaches no draft."""
     llm = make(model, (CHAINS | WIDE)[name], "triton", "float32", graphs={"capture": "start"}, cache="none")
     expected = generate(make(model, "none", "triton", "float32", graphs={"decode": False}))
-    pool = room_of(llm)._pool
+    pool = cache_of(llm)._pool
     for memory in (pool.k, pool.v):
         memory[:, 1:] = torch.nan
     assert generate(llm) == expected
     assert pool.k[:, 0].isfinite().all()
     touched = ~pool.k[:, 1:].isnan().flatten(2).all(2).all(0)
-    room = llm.loop.drafter.max_draft_tokens
-    most = 2 * sum(-(-(len(prompt) + 12 + 6 * i + room) // 16) for i, prompt in enumerate(PROMPTS))
+    width = llm.loop.drafter.max_draft_tokens
+    most = 2 * sum(-(-(len(prompt) + 12 + 6 * i + width) // 16) for i, prompt in enumerate(PROMPTS))
     assert 0 < int(touched.sum()) <= most

@@ -23,7 +23,7 @@ from dovetail_speculative.ngram import NgramDrafter
 CONTEXT = DrafterContext(torch.device("cpu"), vocab_size=64, max_rows=16, max_context=256)
 
 
-class BeyondItsRoom(NgramDrafter):
+class BeyondItsLimit(NgramDrafter):
     def propose(self, batch: Batch) -> DraftTree | None:
         assert batch.draft_limits is not None
         return super().propose(dataclasses.replace(batch, draft_limits=batch.draft_limits + 1))
@@ -195,7 +195,7 @@ class WritesInEngines(Engines):
 STATING = suite(StatesProbabilities, Feature.DRAFT_PROBS, shared=0)
 ALONE, SHARED = suite(NgramDrafter, shared=0), suite(NgramDrafter)
 SEEDS = tuple((seed,) for seed in range(8))
-TREES = "test_drafts_are_valid_trees_within_their_room"
+TREES = "test_drafts_are_valid_trees_within_their_limits"
 
 
 def _of(
@@ -213,7 +213,7 @@ def _stating(fault: str, drafter_class: type[NgramDrafter], says: str) -> Mutant
 
 
 MUTANTS = [
-    _of("drafts beyond its room", BeyondItsRoom, TREES, "more was drafted than pages were reserved for"),
+    _of("drafts beyond its limit", BeyondItsLimit, TREES, "more was drafted than pages were reserved for"),
     _of("drafts for prompt rows", ForPromptRows, TREES, "more was drafted than pages were reserved for"),
     _of("drafts tokens that do not exist", OutsideTheVocabulary, TREES),
     _of("puts children before their parents", ChildrenFirst, TREES, "parents come before their children"),
@@ -222,9 +222,14 @@ MUTANTS = [
     _stating("declares probabilities and states none", NgramDrafter, "no probs are stated"),
     _stating("states probabilities given the parent", StatesConditionalProbabilities, "likelier than its parent"),
     _stating("states logarithms of probabilities", StatesLogarithms, "has probability -0.1"),
-    _of("has a tree of nothing in place of None", NeverNone, "test_without_room_there_are_no_drafts", runs=[()]),
+    _of(
+        "has a tree of nothing in place of None",
+        NeverNone,
+        "test_without_reserved_pages_there_are_no_drafts",
+        runs=[()],
+    ),
     _of("drafts where nothing is verified", ForPromptRows, "test_extend_rows_alone_get_no_drafts", runs=[()]),
-    _of("has no room for a draft", HasNoWidth, "test_max_draft_tokens_is_positive", runs=[()]),
+    _of("has a width of 0", HasNoWidth, "test_max_draft_tokens_is_positive", runs=[()]),
     _of("writes its drafts into the request", WritesItsDrafts, "test_proposing_changes_no_request"),
     _of("draws from a generator of its own", Rolls, "test_the_same_texts_get_the_same_drafts"),
     _of("mixes rows up", MixesRowsUp, "test_rows_are_independent"),

@@ -327,6 +327,6 @@ def test_windows_need_attention_that_has_them(target: Path) -> None:
     runtime = EngineDraftRuntime(resolved, SimpleNamespace(), torch.device("cpu"), torch.float32)
     config = LAYERS | {"block_size": 6, "dflash_config": {"mask_token_id": 198, "target_layer_ids": [0]}}
     sliding = config | {"layer_types": [SLIDING], "sliding_window": 9}
-    runtime.room(describe_dflash(config, resolved.model_info, 256))
+    runtime.create_cache(describe_dflash(config, resolved.model_info, 256))
     with pytest.raises(ConfigError, match=r"needs attention\.sliding_window, which attention '\w+' does not offer"):
-        runtime.room(describe_dflash(sliding, resolved.model_info, 256))
+        runtime.create_cache(describe_dflash(sliding, resolved.model_info, 256))

@@ -58,12 +58,12 @@ class TestDraftModel(DrafterSuite):
         llm.loop.engine.inputs.page_table[:16, : MAX_CONTEXT // PAGE] = pages.reshape(16, -1)
 
     def make(self) -> Drafter:
-        """A drafter with a room over scattered pages of the engine's; slots are as the suite numbers them."""
+        """A drafter with a cache over scattered pages of the engine's; slots are as the suite numbers them."""
         engine = self.llm.loop.engine
         runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32)
         context = DrafterContext(engine.device, VOCAB_SIZE, 16, MAX_CONTEXT, runtime)
         drafter = self.build(context)
-        runtime.furnish(engine.inputs, engine.pool, MAX_CONTEXT)
+        runtime.allocate(engine.inputs, engine.pool, MAX_CONTEXT)
         return drafter
 
 
@@ -85,7 +85,7 @@ def reference(small):
 
 
 def record(llm: LLM, prompts: list[list[int]], **params: Any) -> list[tuple[list[int], int, list[int]]]:
-    """(text, room, draft) of every row of every proposal."""
+    """(text, limit, draft) of every row of every proposal."""
     seen = []
     drafter = llm.loop.drafter
     assert drafter is not None
@@ -120,20 +120,20 @@ def test_it_says_what_the_smaller_model_would_say(small, reference, sections):
     llm = make_llm(small, {"kind": "draft_model", "num_draft_tokens": 3}, **sections)
     seen = record(llm, prompts_of(1, 2, 40, 9, 61))
     assert len(seen) > 100
-    for text, room, draft in seen:
-        assert draft == reference(text, min(room, 3))
+    for text, limit, draft in seen:
+        assert draft == reference(text, min(limit, 3))
 
 
 def test_long_prompts_are_read_in_parts_and_delay_nobody(small, reference):
     llm = make_llm(small, {"kind": "draft_model", "num_draft_tokens": 3, "chunk_size": 16})
     prompts = prompts_of(100, 3, 70)
     seen = record(llm, prompts, ignore_eos=True)
-    waiting = [text for text, room, draft in seen if room and not draft]
-    for text, room, draft in seen:
+    waiting = [text for text, limit, draft in seen if limit and not draft]
+    for text, limit, draft in seen:
         if draft:
-            assert draft == reference(text, min(room, 3))
+            assert draft == reference(text, min(limit, 3))
         else:
-            assert not room or len(text) > 60, "short texts do not wait for long ones"
+            assert not limit or len(text) > 60, "short texts do not wait for long ones"
     steps = {len(p): sum(text[: len(p)] == p for text in waiting) for p in prompts}
     assert steps[3] == 0
     assert 4 <= steps[70] <= steps[100] + 5
@@ -173,8 +173,8 @@ def test_a_smaller_context_ends_its_drafts(small, tmp_path):
     )
     llm = make_llm(small, {"kind": "draft_model", "path": str(tmp_path / "short")})
     seen = record(llm, prompts_of(30), ignore_eos=True)
-    for text, room, draft in seen:
-        assert len(draft) == max(0, min(room, 4, 51 - len(text)))
+    for text, limit, draft in seen:
+        assert len(draft) == max(0, min(limit, 4, 51 - len(text)))
 
 
 def test_another_vocabulary_is_refused(small, tmp_path):

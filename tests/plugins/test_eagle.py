@@ -168,7 +168,7 @@ def make_llm(target: Path, speculative: Any, **sections: Any) -> LLM:
 
 
 class Proposals:
-    """All drafts that an engine was offered: (text, room, paths of the nodes in order)."""
+    """All drafts that an engine was offered: (text, limit, paths of the nodes in order)."""
 
     def __init__(self, llm: LLM) -> None:
         self.seen: list[tuple[list[int], int, list[tuple[int, ...]]]] = []
@@ -180,13 +180,13 @@ class Proposals:
             tree = propose(batch)
             for row in range(batch.num_extend, len(batch.reqs)):
                 req = batch.reqs[row]
-                room = int(batch.draft_limits[row])
+                limit = int(batch.draft_limits[row])
                 paths: list[tuple[int, ...]] = []
                 for node in range(int(tree.lens[row]) if tree is not None else 0):
                     parent = int(tree.parents[row, node])
                     paths.append((*(paths[parent] if parent >= 0 else ()), int(tree.token_ids[row, node])))
-                assert bool(paths) == (room > 0), "every row with room is drafted for"
-                self.seen.append((req.token_ids[: req.known_len].tolist(), room, paths))
+                assert bool(paths) == (limit > 0), "every row with a positive limit is drafted for"
+                self.seen.append((req.token_ids[: req.known_len].tolist(), limit, paths))
             return tree
 
         drafter.propose = recorded
@@ -216,8 +216,8 @@ HEADS = {"eagle": PlainEagle, "eagle3": PlainEagle3}
 
 
 def check_chains(proposals: Proposals, head: PlainHead, count: int) -> None:
-    for text, room, paths in proposals.seen:
-        expected = plain_chain(head.drafter(text), min(room, count))
+    for text, limit, paths in proposals.seen:
+        expected = plain_chain(head.drafter(text), min(limit, count))
         assert paths == [tuple(expected[: i + 1]) for i in range(len(expected))]
 
 
@@ -240,12 +240,12 @@ def test_trees_are_those_of_a_plain_head(target, heads, kind, cut):
     assert llm.loop.drafter.max_draft_tokens == 8
     proposals = record(llm, prompts_of(1, 30, 9))
     head = heads[name]
-    for text, room, paths in proposals.seen:
-        if not room:
+    for text, limit, paths in proposals.seen:
+        if not limit:
             assert not paths
             continue
-        width, depth = (int(x[0]) for x in fitted(TreeShape(3, 4), np.array([room])))
-        expected = plain_tree(head.drafter(text), width, depth, min(room, 8))
+        width, depth = (int(x[0]) for x in fitted(TreeShape(3, 4), np.array([limit])))
+        expected = plain_tree(head.drafter(text), width, depth, min(limit, 8))
         assert len(paths) == len(expected)
         assert set(paths) == expected
     assert max(len(path) for _, _, paths in proposals.seen for path in paths) >= 3

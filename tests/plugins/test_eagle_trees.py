@@ -178,8 +178,8 @@ def test_a_score_that_is_no_number_is_no_candidate():
 
 @given(limits=st.lists(st.integers(1, 80), min_size=1, max_size=5), topk=st.integers(2, 10), depth=st.integers(1, 8))
 def test_trees_fit_into_the_pages_there_are(limits, topk, depth):
-    """Nodes that are expanded have places, a tree is never deeper than its drafts are many, full room gives the full tree, and
-    trees with more room are no shallower."""
+    """Nodes that are expanded have places, a tree is never deeper than its drafts are many, the full limit gives the full tree, and
+    trees with larger limits are no shallower."""
     shape = TreeShape(topk, depth)
     limits = sorted(limits, reverse=True)
     widths, depths = fitted(shape, np.array(limits, np.int32))

@@ -70,16 +70,16 @@ def test_memory_is_bounded_and_as_long_as_promised(memory: int):
         assert found in (expected, None)
 
 
-def _draft(text: list[int], room: int = 9, **fields: int) -> list[int]:
+def _draft(text: list[int], limit: int = 9, **fields: int) -> list[int]:
     drafter = NgramDrafter(NgramConfig.model_validate({"min_ngram": 2, "num_draft_tokens": 4} | fields), CONTEXT)
-    tree = drafter.propose(make_decode_batch([make_running(0, text)], [room]))
+    tree = drafter.propose(make_decode_batch([make_running(0, text)], [limit]))
     return [token for token, _ in draft_of(tree, 0)]
 
 
 def test_drafts_what_followed():
     assert _draft([5, 6, 7, 8, 9, 10, 5, 6]) == [7, 8, 9, 10]
     assert _draft([5, 6, 7, 8, 9, 10, 5, 6], num_draft_tokens=2) == [7, 8]
-    assert _draft([5, 6, 7, 8, 9, 10, 5, 6], room=3) == [7, 8, 9]
+    assert _draft([5, 6, 7, 8, 9, 10, 5, 6], limit=3) == [7, 8, 9]
     assert _draft([5, 6, 7, 8, 9, 10, 11, 6]) == []
     assert _draft([5, 6, 7, 8, 9, 10, 11, 6], min_ngram=1) == []
 

@@ -44,8 +44,8 @@ def say(drafter: NgramDrafter, *reqs: Req) -> None:
         drafter.forget(req)
 
 
-def ask(drafter: NgramDrafter, req: Req, room: int = 9) -> list[int]:
-    return [token for token, _ in draft_of(drafter.propose(make_decode_batch([req], [room])), 0)]
+def ask(drafter: NgramDrafter, req: Req, limit: int = 9) -> list[int]:
+    return [token for token, _ in draft_of(drafter.propose(make_decode_batch([req], [limit])), 0)]
 
 
 def test_what_one_was_told_is_drafted_for_the_next():
@@ -54,7 +54,7 @@ def test_what_one_was_told_is_drafted_for_the_next():
     assert ask(drafter, request(1, [1, 2, 15, 16])) == [17, 18, 19, 20]
     assert ask(drafter, request(2, [1, 2, 38, 39])) == []
     assert ask(drafter, request(3, [1, 2, 37, 38])) == [39], "not beyond the end"
-    assert ask(drafter, request(4, [1, 2, 15, 16]), room=2) == [17, 18]
+    assert ask(drafter, request(4, [1, 2, 15, 16]), limit=2) == [17, 18]
 
 
 def test_the_longest_match_wins_and_then_the_own_text_and_then_the_latest():
@@ -170,7 +170,7 @@ def test_memory_is_bounded_and_as_long_as_promised(shared: int):
         assert not memory._running
         for start in range(min(len(text), shared // 2) - 4):
             end = text[len(text) - start - 4 :][:3]
-            found = ask(drafter, request(1000, [63, *end]), room=1)
+            found = ask(drafter, request(1000, [63, *end]), limit=1)
             drafter.forget(request(1000, [63]))
             assert found, "of half of the memory all is known"
 
@@ -181,13 +181,13 @@ def test_a_retracted_request_is_not_learnt_twice():
     say(drafter, req)
     memory = drafter._shared
     assert memory is not None
-    before = memory._room
+    before = memory._left
     again = request(0, [*STORY, 50, 51, 52], num_retractions=1)
     again.known_len = again.device_len = 30
     drafter.observe(make_decode_batch([again], [9]), NOTHING)
     again.known_len = again.device_len = 33
     drafter.forget(again)
-    assert before - memory._room == 3
+    assert before - memory._left == 3
     assert ask(drafter, request(1, [1, 38, 39])) == [50, 51, 52]
 
 

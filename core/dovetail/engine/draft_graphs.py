@@ -34,7 +34,7 @@ State = tuple[torch.Tensor, ...]
 
 
 class DraftKey(NamedTuple):
-    """A captured pass: of which steps of the room, which kind, for how many rows, and the attention backend's variant."""
+    """A captured pass: of which steps of the cache, which kind, for how many rows, and the attention backend's variant."""
 
     steps: int
     kind: int
@@ -63,7 +63,7 @@ class Captured(NamedTuple):
 
 
 class DraftGraphs:
-    """Captures and replays passes of one room on one attention backend. Not thread-safe."""
+    """Captures and replays passes of one draft cache on one attention backend. Not thread-safe."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class DraftGraphs:
         return key in self._captured
 
     def run(self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass], state: State) -> State | None:
-        """See ``DraftRoom.run``. None, with nothing done, where a graph is missing: it is captured once it has been needed often
+        """See ``DraftCache.run``. None, with nothing done, where a graph is missing: it is captured once it has been needed often
         enough."""
         keys = self._keys(steps, slots, passes)
         if keys is None:

@@ -21,7 +21,7 @@ from dovetail.engine.weights import load_weights
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.speculative import DraftPass, DraftRoom, DraftRuntime, DraftSteps
+from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftRuntime, DraftSteps
 from dovetail.memory.pool import PagedKVPool
 from dovetail.registry.targets import load_attribute
 from dovetail.types import Batch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dovetail.types import BoolArray, IntArray
 
 
-class Room(DraftRoom):
+class EngineDraftCache(DraftCache):
     """A pool with the pages of the target's, and attention backends of the kinds chosen for the target."""
 
     def __init__(self, info: ModelInfo) -> None:
@@ -44,7 +44,7 @@ class Room(DraftRoom):
         self._pool: PagedKVPool | None = None
         self._backends: tuple[AttentionBackend, AttentionBackend] | None = None
 
-    def furnish(
+    def allocate(
         self, resolved: Resolved, inputs: Inputs, pool: PagedKVPool, dtype: torch.dtype, max_context: int
     ) -> None:
         """Allocate, once it is known how many pages the target's ``pool`` has. What nobody has written reads as zeros, so that
@@ -77,20 +77,20 @@ class Room(DraftRoom):
     def batch(
         self, slots: IntArray, starts: IntArray, counts: IntArray, *, tree: tuple[IntArray, BoolArray] | None = None
     ) -> Batch:
-        """See ``DraftRoom``."""
+        """See ``DraftCache``."""
         positions, *masks = tree or (None,)
         batch, masks = self._located(slots, starts, counts, positions, *masks)
         return self._planned(batch, *masks)
 
-    def keep(self, steps: DraftSteps) -> None:
-        """See ``DraftRoom``."""
-        assert self._inputs is None, "keep is called in the constructor"
+    def register(self, steps: DraftSteps) -> None:
+        """See ``DraftCache``."""
+        assert self._inputs is None, "register is called in the constructor of the drafter"
         self._steps.append(steps)
 
     def run(
         self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass], state: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """See ``DraftRoom``."""
+        """See ``DraftCache``."""
         replayed = None if self.graphs is None else self.graphs.run(steps, slots, passes, state)
         if replayed is not None:
             return replayed
@@ -115,7 +115,7 @@ class Room(DraftRoom):
     ) -> tuple[Batch, list[torch.Tensor]]:
         """A batch that is still to be planned, and ``others`` on the device, by the same copy. ``positions``: other than places."""
         inputs = self._inputs
-        assert inputs is not None, "rooms have their memory once the engine is built"
+        assert inputs is not None, "the memory of a draft cache is allocated once the engine is built"
         rows = len(slots)
         batch = Batch([], rows, slots, starts, counts, np.ones(rows, np.bool_), NO_UPDATES)
         kv_lens = (starts + counts).astype(np.int32)
@@ -157,7 +157,7 @@ class EngineDraftRuntime(DraftRuntime):
         self.watched: tuple[int, ...] = ()
         self._resolved = resolved
         self._device = device
-        self._rooms: list[Room] = []
+        self._caches: list[EngineDraftCache] = []
         self._models: list[ModelArchitecture] = []
 
     def watch(self, layers: Sequence[int]) -> None:
@@ -176,12 +176,12 @@ class EngineDraftRuntime(DraftRuntime):
         assert not self.watched, "watch is called once"
         self.watched = tuple(layers)
 
-    def room(self, info: ModelInfo) -> Room:
+    def create_cache(self, info: ModelInfo) -> EngineDraftCache:
         """See ``DraftRuntime``."""
         self._check_heads(info)
-        room = Room(info)
-        self._rooms.append(room)
-        return room
+        cache = EngineDraftCache(info)
+        self._caches.append(cache)
+        return cache
 
     def _check_heads(self, info: ModelInfo) -> None:
         if len(info.cache_groups) != 1:
@@ -231,14 +231,14 @@ class EngineDraftRuntime(DraftRuntime):
         return sum(module_bytes(as_module(model)) for model in self._models)
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of a page in all rooms together."""
-        return sum(PagedKVPool.bytes_per_page(room.info.cache_groups[0], page_size, dtype) for room in self._rooms)
+        """Bytes of a page of all draft caches together."""
+        return sum(PagedKVPool.bytes_per_page(cache.info.cache_groups[0], page_size, dtype) for cache in self._caches)
 
-    def furnish(self, inputs: Inputs, pool: PagedKVPool, max_context: int) -> None:
-        """Allocate the rooms."""
-        for room in self._rooms:
-            room.furnish(self._resolved, inputs, pool, self.dtype, max_context)
+    def allocate(self, inputs: Inputs, pool: PagedKVPool, max_context: int) -> None:
+        """Allocate the draft caches."""
+        for cache in self._caches:
+            cache.allocate(self._resolved, inputs, pool, self.dtype, max_context)
 
     def capture_next(self) -> bool:
         """Capture one of the drafter's passes. False if none is missing."""
-        return any(room.graphs is not None and capture_next(room.graphs) for room in self._rooms)
+        return any(cache.graphs is not None and capture_next(cache.graphs) for cache in self._caches)

@@ -95,7 +95,7 @@ class Engine:
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
         self.inputs = Inputs(config.scheduler.rows, max_pages, self.page_size, self.device)
-        runtime.furnish(self.inputs, self.pool, self.context_len)
+        runtime.allocate(self.inputs, self.pool, self.context_len)
         self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
         self._prefill = self._attention(resolved.attention_prefill, dtype, self.pool, config.scheduler.rows)
         self._decode = self._attention(resolved.attention_decode, dtype, self.pool, config.scheduler.rows)
@@ -115,7 +115,7 @@ class Engine:
             self.expect_drafts(self.drafter.max_draft_tokens, trees=_captures_trees(resolved))
 
     def _build_drafter(self, resolved: Resolved, runtime: EngineDraftRuntime) -> Drafter | None:
-        """The drafter, before the pool is there: its models and rooms take memory too."""
+        """The drafter, before the pool is there: its models and their caches take memory too."""
         if resolved.drafter is None:
             return None
         rows = resolved.config.scheduler.rows

@@ -1,6 +1,6 @@
 """Drafters propose tokens; the core verifies them, exactly, whoever proposed them.
 
-A drafter that runs a model of its own gets a ``DraftRuntime``: the target, loaders, and rooms for keys and values. A room has
+A drafter that runs a model of its own gets a ``DraftRuntime``: the target, loaders, and caches for keys and values. A draft cache has
 the pages of the target's pool: the token at a place of a request has its KV there in both, so that whatever the prefix cache
 keeps is kept for the drafter too, and rejected drafts are abandoned together.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DraftPass(NamedTuple):
-    """A pass of ``DraftRoom.run``: row i has ``counts[i]`` tokens, at its places ``starts[i]`` and on (int32 ``[rows]``); rows that
+    """A pass of ``DraftCache.run``: row i has ``counts[i]`` tokens, at its places ``starts[i]`` and on (int32 ``[rows]``); rows that
     have none come last. ``kind`` says which of the ``DraftSteps.widths`` it keeps to. ``positions`` int32 ``[tokens]``: where tokens
     stand, if not at their places."""
 
@@ -58,7 +58,7 @@ class DraftSteps(ABC):
         return None
 
 
-class DraftRoom(ABC):
+class DraftCache(ABC):
     """KV of a drafter's model at the places of the target's, and the attention over it. Its memory is there once the engine
     is built: use it in ``propose`` and ``observe``, not in a constructor."""
 
@@ -67,14 +67,14 @@ class DraftRoom(ABC):
         self, slots: IntArray, starts: IntArray, counts: IntArray, *, tree: tuple[IntArray, BoolArray] | None = None
     ) -> Batch:
         """A planned batch for the drafter's model: row i is ``counts[i] >= 1`` tokens of the request in ``slots[i]`` (all int32
-        ``[rows]``), at its places ``starts[i]`` and on; the keys before it are what the room holds there. ``input_ids`` (int64
+        ``[rows]``), at its places ``starts[i]`` and on; the keys before it are what the cache holds there. ``input_ids`` (int64
         ``[tokens]``) are left to the caller, everything else that ``ModelArchitecture.forward`` reads is set.
 
         With ``tree`` = (positions int32 ``[tokens]``, mask bool ``[tokens, longest row]``) the tokens stand at other positions
         than their places, and see of their own row's tokens what the mask says, as in ``AttentionBackend.plan``."""
 
     @abstractmethod
-    def keep(self, steps: DraftSteps) -> None:
+    def register(self, steps: DraftSteps) -> None:
         """``run`` will be called with ``steps``. Called in the constructor, as passes may be captured from then on."""
 
     @abstractmethod
@@ -104,8 +104,8 @@ class DraftRuntime(ABC):
         ``Batch.hidden``. Called in the constructor. Raises ``ConfigError`` for layers that the target does not have."""
 
     @abstractmethod
-    def room(self, info: ModelInfo) -> DraftRoom:
-        """A room for a model of these heads and layers (its one cache group). Called in the constructor."""
+    def create_cache(self, info: ModelInfo) -> DraftCache:
+        """A cache for a model of these heads and layers (its one cache group). Called in the constructor."""
 
     @abstractmethod
     def load(

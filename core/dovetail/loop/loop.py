@@ -271,7 +271,7 @@ class Loop:
         self._forget_departed(drafter)  # one of them may be in the batch, as new: retracted, and admitted again
         if self._drafting and batch.num_extend < len(batch.reqs):
             start = time.perf_counter()
-            self.engine.inputs.note(batch.page_updates)  # the drafter's room has the same pages
+            self.engine.inputs.note(batch.page_updates)  # the drafter's cache has the same pages
             self._fence.propose(drafter, self.scheduler, batch)
             self._seconds["draft"] += time.perf_counter() - start
         return batch

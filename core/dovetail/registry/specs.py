@@ -28,7 +28,7 @@ API_VERSIONS: dict[ComponentKind, tuple[int, int]] = {
     ComponentKind.ATTENTION: (1, 3),
     ComponentKind.CACHE: (1, 1),  # shared_prefixes
     ComponentKind.GRAMMAR: (1, 2),  # check, GrammarSpec.backend, more kinds; dump and load
-    ComponentKind.DRAFTER: (1, 3),  # DraftRuntime, must_see_all; DraftRoom.run; draft.probs, tokens_ahead
+    ComponentKind.DRAFTER: (1, 3),  # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead
     # batch.last; batch.watch, embed_tokens; before the final norm; model.batch_invariant
     ComponentKind.MODEL: (1, 4),
     ComponentKind.TOOL_PARSER: (1, 1),  # ConstraintGate.marks

@@ -29,19 +29,19 @@ class Adversary(Drafter):
         return self._width
 
     @abstractmethod
-    def nodes(self, req: Req, room: int) -> Nodes:
-        """At most ``room >= 1`` drafts for one row."""
+    def nodes(self, req: Req, limit: int) -> Nodes:
+        """At most ``limit >= 1`` drafts for one row."""
 
     def propose(self, batch: Batch) -> DraftTree | None:
-        """Drafts for the decode rows with room."""
+        """Drafts for the decode rows whose limit is positive."""
         assert batch.draft_limits is not None
         shape = len(batch.reqs), self._width
         ids = self.rng.integers(-9, 10**6, shape).astype(np.int32)
         parents = self.rng.integers(-9, 10**6, shape).astype(np.int32)
         lens = np.zeros(len(ids), np.int32)
         for row in range(batch.num_extend, len(ids)):
-            room = min(int(batch.draft_limits[row]), self._width)
-            for place, (token, parent) in enumerate(self.nodes(batch.reqs[row], room) if room > 0 else ()):
+            limit = min(int(batch.draft_limits[row]), self._width)
+            for place, (token, parent) in enumerate(self.nodes(batch.reqs[row], limit) if limit > 0 else ()):
                 ids[row, place], parents[row, place], lens[row] = token, parent, place + 1
         return DraftTree(ids, parents, lens, self.probs(ids.shape)) if lens.any() else None
 
@@ -53,17 +53,17 @@ class Adversary(Drafter):
 class RandomChains(Adversary):
     """Any tokens, any number of them."""
 
-    def nodes(self, req: Req, room: int) -> Nodes:
+    def nodes(self, req: Req, limit: int) -> Nodes:
         """A chain."""
-        return [(int(self.rng.integers(self.vocab_size)), i - 1) for i in range(self.rng.integers(0, room + 1))]
+        return [(int(self.rng.integers(self.vocab_size)), i - 1) for i in range(self.rng.integers(0, limit + 1))]
 
 
 class RandomTrees(Adversary):
     """Any tokens below any parents; siblings may say the same."""
 
-    def nodes(self, req: Req, room: int) -> Nodes:
+    def nodes(self, req: Req, limit: int) -> Nodes:
         """A tree."""
-        return [(int(self.rng.integers(self.vocab_size)), int(self.rng.integers(-1, i))) for i in range(room)]
+        return [(int(self.rng.integers(self.vocab_size)), int(self.rng.integers(-1, i))) for i in range(limit)]
 
 
 class Miscalibrated(RandomTrees):
@@ -78,9 +78,9 @@ class Miscalibrated(RandomTrees):
 class AlwaysTheSame(Adversary):
     """The same token again and again."""
 
-    def nodes(self, req: Req, room: int) -> Nodes:
+    def nodes(self, req: Req, limit: int) -> Nodes:
         """A chain."""
-        return [(1, i - 1) for i in range(room)]
+        return [(1, i - 1) for i in range(limit)]
 
 
 class AlwaysWrong(Adversary):
@@ -94,10 +94,10 @@ class AlwaysWrong(Adversary):
         """``unlikely`` tells the least likely token after a text."""
         self._unlikely = unlikely
 
-    def nodes(self, req: Req, room: int) -> Nodes:
+    def nodes(self, req: Req, limit: int) -> Nodes:
         """A chain."""
         text, drafts = req.token_ids[: req.known_len].tolist(), list[tuple[int, int]]()
-        for i in range(room):
+        for i in range(limit):
             drafts.append((self._unlikely(text), i - 1))
             text.append(drafts[-1][0])
         return drafts
@@ -106,7 +106,7 @@ class AlwaysWrong(Adversary):
 class NoDrafts(Adversary):
     """Nothing, which it says with a tree of no nodes."""
 
-    def nodes(self, req: Req, room: int) -> Nodes:
+    def nodes(self, req: Req, limit: int) -> Nodes:
         """None."""
         return []
 

@@ -26,7 +26,9 @@ each_seed = pytest.mark.parametrize("seed", range(8))
 
 def make_running(uid: int, text: Sequence[int], *, prompt_len: int | None = None) -> Req:
     """A request that decodes: all of ``text`` is known, and all but its last token has its KV in the pool."""
-    token_ids = np.full(MAX_CONTEXT, VOCAB_SIZE - 1, dtype=np.int32)  # the room holds anything: nobody may read it
+    token_ids = np.full(
+        MAX_CONTEXT, VOCAB_SIZE - 1, dtype=np.int32
+    )  # the unused rest holds anything: the drafter may not read it
     token_ids[: len(text)] = text
     return Req(
         rid=f"req-{uid}",
@@ -101,16 +103,16 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
         assert self.make().max_draft_tokens >= 1
 
     @each_seed
-    def test_drafts_are_valid_trees_within_their_room(self, seed: int) -> None:
-        """Arrays cover all rows; extend rows and rows without room get nothing; parents come before their children."""
+    def test_drafts_are_valid_trees_within_their_limits(self, seed: int) -> None:
+        """Arrays cover all rows; extend rows and rows whose limit is 0 get nothing; parents come before their children."""
         drafter, rng = self.make(), np.random.default_rng(seed)
         reqs = self.make_requests(seed)
         num_extend = int(rng.integers(0, 4))
-        room = rng.integers(0, drafter.max_draft_tokens + 3, len(reqs)).astype(np.int32)
-        tree = drafter.propose(make_decode_batch(reqs, room.tolist(), num_extend))
+        limit = rng.integers(0, drafter.max_draft_tokens + 3, len(reqs)).astype(np.int32)
+        tree = drafter.propose(make_decode_batch(reqs, limit.tolist(), num_extend))
         if tree is not None:
             assert tree.lens.any(), "where no row has a draft, propose returns None"
-            allowed = np.minimum(room, drafter.max_draft_tokens)
+            allowed = np.minimum(limit, drafter.max_draft_tokens)
             allowed[:num_extend] = 0
             self.proves(Feature.DRAFT_CHAIN if tree.is_chain else Feature.DRAFT_TREE)
             self.check_tree(tree, allowed)
@@ -147,7 +149,7 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
                 most = probs[row, parent] if parent >= 0 else 1
                 assert p <= most, "a draft is likelier than its parent: probs include the drafts above"
 
-    def test_without_room_there_are_no_drafts(self) -> None:
+    def test_without_reserved_pages_there_are_no_drafts(self) -> None:
         """None, rather than a tree of nothing."""
         reqs = self.make_requests(0)
         assert self.make().propose(make_decode_batch(reqs, [0] * len(reqs))) is None

@@ -72,7 +72,7 @@ class BlockSteps(DraftSteps):
 
 
 class DFlashDrafter(Drafter):
-    """Needs nothing of a request but the keys and values of its text in the room. A request of which a token was missed is not
+    """Needs nothing of a request but the keys and values of its text in the draft cache. A request of which a token was missed is not
     drafted for until it starts anew."""
 
     def __init__(self, config: DFlashConfig, context: DrafterContext) -> None:
@@ -88,7 +88,7 @@ class DFlashDrafter(Drafter):
         self._num_draft_tokens = _num_draft_tokens(config, self._shape)
         self._device = context.device
         runtime.watch([layer + 1 for layer in self._shape.layer_ids])
-        self._room = runtime.room(info)
+        self._cache = runtime.create_cache(info)
         build = partial(DFlashModel, target=runtime.target)
         self._model = cast("DFlashModel", runtime.load(build, info, directory, config.load_format))
         ids = target_ids(directory, names, self._shape.draft_vocab or target.vocab_size, target.vocab_size)
@@ -98,9 +98,9 @@ class DFlashDrafter(Drafter):
         width, size = 1 + self._num_draft_tokens, len(self._shape.layer_ids) * target.hidden_size
         self._texts = TextSteps(self._remember, width, (size, 0), runtime.dtype, context.device)
         self._block = BlockSteps(self._speak, width, self._shape, context.device)
-        self._room.keep(self._texts)
-        self._room.keep(self._block)
-        self._seen_lens: dict[int, int] = {}  # by uid: tokens of its text whose keys and values are in the room
+        self._cache.register(self._texts)
+        self._cache.register(self._block)
+        self._seen_lens: dict[int, int] = {}  # by uid: tokens of its text whose keys and values are in the draft cache
 
     @property
     def max_draft_tokens(self) -> int:
@@ -134,9 +134,9 @@ class DFlashDrafter(Drafter):
         index, next_ids, *places = to_device(np.stack(arrays), self._device)
         features = batch.hidden.index_select(0, index)
         if few:
-            self._texts.take(self._room, (slots, new.starts, counts), places[0], next_ids, features)
+            self._texts.take(self._cache, (slots, new.starts, counts), places[0], next_ids, features)
         else:
-            self._model.remember(self._room.batch(slots, new.starts, counts), features)
+            self._model.remember(self._cache.batch(slots, new.starts, counts), features)
 
     def _remember(self, batch: Batch, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         self._model.remember(batch, features)
@@ -168,7 +168,7 @@ class DFlashDrafter(Drafter):
         )
         state.ids[:, 0] = to_device(lasts, self._device)
         passes = [DraftPass(0, ends, (lens + 1).astype(np.int32))]
-        said = self._room.run(self._block, batch.slots[rows], passes, state)[1]
+        said = self._cache.run(self._block, batch.slots[rows], passes, state)[1]
         drafts = said.cpu().numpy().astype(np.int32)
         return chains(len(batch.reqs), {row: drafts[i, 1 : 1 + lens[i]] for i, row in enumerate(rows)})
 

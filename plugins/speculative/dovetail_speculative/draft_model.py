@@ -22,7 +22,7 @@ NOTHING: IntArray = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class _Cursor:
-    """``[0, place)`` of a text have their KV in the room, and behind them ``drafts`` do, as far as the text went on so."""
+    """``[0, place)`` of a text have their KV in the draft cache, and behind them ``drafts`` do, as far as the text went on so."""
 
     place: int = 0
     drafts: IntArray = field(default_factory=lambda: NOTHING)
@@ -39,16 +39,18 @@ class _Cursor:
 @dataclass(slots=True)
 class _Texts:
     """Rows that are drafted for: their requests' slots, how much of each text the model has read, and where it ends. All
-    int32 ``[n]``. ``room`` is how many drafts each may have."""
+    int32 ``[n]``. ``limits`` is how many drafts each may have."""
 
     rows: IntArray
     slots: IntArray
     starts: IntArray
     ends: IntArray
-    room: IntArray
+    limits: IntArray
 
     def __getitem__(self, chosen: Indices) -> _Texts:
-        return _Texts(self.rows[chosen], self.slots[chosen], self.starts[chosen], self.ends[chosen], self.room[chosen])
+        return _Texts(
+            self.rows[chosen], self.slots[chosen], self.starts[chosen], self.ends[chosen], self.limits[chosen]
+        )
 
 
 class ModelDrafter(Drafter):
@@ -70,15 +72,15 @@ class ModelDrafter(Drafter):
                 f"speculative.path is {config.path!r}, a model of {info.vocab_size} tokens; the target has {context.vocab_size}: "
                 "a draft model needs the vocabulary of its target"
             )
-        self._room = runtime.room(info)
+        self._cache = runtime.create_cache(info)
         self._device = context.device
         self._count, self._chunk = config.num_draft_tokens, config.chunk_size
         self._chain = ChainSteps(self._go_on, self._count, 1, runtime.dtype, context.device)
         sizes = 1, info.hidden_size
         self._said = TextSteps(self._forward, 1 + self._count, sizes, runtime.dtype, context.device)
         self._dtype = runtime.dtype
-        self._room.keep(self._said)
-        self._room.keep(self._chain)
+        self._cache.register(self._said)
+        self._cache.register(self._chain)
         self._context_len = info.context_len
         self._cursors: dict[int, _Cursor] = {}  # by uid
 
@@ -110,25 +112,25 @@ class ModelDrafter(Drafter):
         assert batch.draft_limits is not None, "pages were reserved for no drafts"
         rows = np.arange(batch.num_extend, len(batch.reqs), dtype=np.int32)
         ends = np.array([req.known_len for req in batch.reqs[batch.num_extend :]], np.int32)
-        room = np.minimum(np.minimum(batch.draft_limits[rows], self._count), self._context_len - ends + 1)
-        rows, ends, room = (array[room > 0] for array in (rows, ends, room))
+        limits = np.minimum(np.minimum(batch.draft_limits[rows], self._count), self._context_len - ends + 1)
+        rows, ends, limits = (array[limits > 0] for array in (rows, ends, limits))
         starts = np.zeros_like(ends)
         for i, row in enumerate(rows.tolist()):
             req = batch.reqs[row]
             cursor = self._cursors.setdefault(req.uid, _Cursor())
             cursor.settle(req)
             starts[i] = cursor.place
-        return _Texts(rows, batch.slots[rows], starts, ends, room.astype(np.int32))
+        return _Texts(rows, batch.slots[rows], starts, ends, limits.astype(np.int32))
 
     def _read(self, batch: Batch, texts: _Texts) -> tuple[torch.Tensor, _Texts]:
         """Read ``chunk_size`` tokens, where least is new first. Returns the first drafts int64 ``[n]`` of the ``n`` texts that
-        are read to their ends, those with the most room first."""
+        are read to their ends, those with the largest limits first."""
         texts = texts[np.argsort(texts.ends - texts.starts, kind="stable")]
         new = texts.ends - texts.starts
         counts = np.clip(self._chunk - (np.cumsum(new) - new), 0, new).astype(np.int32)
         texts, counts = texts[np.flatnonzero(counts)], counts[counts > 0]
         done = np.flatnonzero(texts.starts + counts == texts.ends)
-        done = done[np.argsort(-texts.room[done], kind="stable")]
+        done = done[np.argsort(-texts.limits[done], kind="stable")]
         outputs = self._outputs(batch, texts, counts, done)
         for row, place in zip(texts.rows.tolist(), (texts.starts + counts).tolist(), strict=True):
             self._cursors[batch.reqs[row].uid].place = place
@@ -145,12 +147,12 @@ class ModelDrafter(Drafter):
         ids, where, *chosen = sent.split([len(array) for array in arrays])
         if few:
             rows = texts.slots, texts.starts, counts
-            return self._said.take(self._room, rows, where, ids, self._nothing(ids)).index_select(0, chosen[0])
-        own = self._room.batch(texts.slots, texts.starts, counts)
+            return self._said.take(self._cache, rows, where, ids, self._nothing(ids)).index_select(0, chosen[0])
+        own = self._cache.batch(texts.slots, texts.starts, counts)
         return self._forward(own, ids, self._nothing(ids)).index_select(0, where)
 
     def _nothing(self, ids: torch.Tensor) -> torch.Tensor:
-        """In a hidden state's stead: the model keeps all it needs in the room."""
+        """In a hidden state's stead: the model keeps all it needs in the draft cache."""
         return torch.zeros(len(ids), 1, dtype=self._dtype, device=self._device)
 
     def _forward(self, batch: Batch, ids: torch.Tensor, nothing: torch.Tensor) -> torch.Tensor:
@@ -159,8 +161,8 @@ class ModelDrafter(Drafter):
 
     def _write(self, ids: torch.Tensor, texts: _Texts) -> dict[int, IntArray]:
         """Drafts by row; ``ids`` are the first ones."""
-        drafts = self._chain.draft(self._room, texts.slots, texts.ends, texts.room, ids, self._nothing(ids))
-        return {row: drafts[i, : texts.room[i]] for i, row in enumerate(texts.rows.tolist())}
+        drafts = self._chain.draft(self._cache, texts.slots, texts.ends, texts.limits, ids, self._nothing(ids))
+        return {row: drafts[i, : texts.limits[i]] for i, row in enumerate(texts.rows.tolist())}
 
     def _go_on(self, batch: Batch, ids: torch.Tensor, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._model.logits(self._forward(batch, ids, nothing)).argmax(-1), nothing

@@ -41,15 +41,15 @@ class EagleDrafterBase(HiddenDrafter):
     ) -> None:
         """``tree`` says how trees grow; None makes chains."""
         runtime = _runtime(context)
-        room, size = runtime.room(head.info), head.info.hidden_size
+        cache, size = runtime.create_cache(head.info), head.info.hidden_size
         accepted = num_draft_tokens if tree is None else tree.depth
-        super().__init__(context, room, size, num_draft_tokens, accepted=accepted, chains=tree is None)
+        super().__init__(context, cache, size, num_draft_tokens, accepted=accepted, chains=tree is None)
         self.head = head
         self._growth: TreeSteps | None = None
         if tree is not None:
             self._growth = TreeSteps(tree, self.step, self._best, partial(_zeros, size, runtime.dtype, context.device))
             if tree.depth > 1:
-                room.keep(self._growth)
+                cache.register(self._growth)
         self._target_ids: torch.Tensor | None = None  # of the draft vocabulary, where it is another
 
     @property
@@ -84,7 +84,7 @@ class EagleDrafterBase(HiddenDrafter):
         trees = self._growth.begin(outputs, sent[0], sent[1])
         passes = self._growth.passes(rows.ends, widths, depths)
         if passes:
-            trees = Trees(*self.room.run(self._growth, rows.slots, passes, trees))
+            trees = Trees(*self.cache.run(self._growth, rows.slots, passes, trees))
         most = min(int(counts.max()), self._growth.candidates)
         return _spread(best_of(trees, sent[2], most), rows)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.interfaces.speculative import Drafter, DrafterContext, DraftRoom
+from dovetail.interfaces.speculative import DraftCache, Drafter, DrafterContext
 from dovetail.ops.transfer import to_device
 from dovetail_speculative.steps import ChainSteps, TextSteps, chains, committed
 
@@ -50,7 +50,7 @@ class HiddenDrafter(Drafter):
     def __init__(
         self,
         context: DrafterContext,
-        room: DraftRoom,
+        cache: DraftCache,
         hidden_size: int,
         num_draft_tokens: int,
         *,
@@ -61,15 +61,15 @@ class HiddenDrafter(Drafter):
         asks the host, and cannot be replayed. ``chains``: ``draft`` is the one of this class."""
         assert context.runtime is not None, "drafters that run a model are built by an engine"
         dtype, device = context.runtime.dtype, context.device
-        self.room = room
+        self.cache = cache
         self._texts: TextSteps | None = None
         self._chain: ChainSteps | None = None
         if accepted is not None:
             self._texts = TextSteps(self.step, 1 + accepted, (hidden_size, hidden_size), dtype, device)
-            room.keep(self._texts)
+            cache.register(self._texts)
         if chains:
             self._chain = ChainSteps(self._go_on, num_draft_tokens, hidden_size, dtype, device)
-            room.keep(self._chain)
+            cache.register(self._chain)
         self.device = context.device
         self._outputs = torch.zeros(context.max_rows + 1, hidden_size, dtype=dtype, device=device)
         self._places: dict[int, int] = {}  # by uid: the place that the output is of
@@ -99,7 +99,7 @@ class HiddenDrafter(Drafter):
 
     @abstractmethod
     def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The head's output ``[tokens, hidden_size]`` for a batch of its room: of ``ids`` int64 ``[tokens]``, the token after
+        """The head's output ``[tokens, hidden_size]`` for a batch of its cache: of ``ids`` int64 ``[tokens]``, the token after
         each place, and ``hidden``: what ``enter`` returned for that place, or this method for the one before it."""
 
     @abstractmethod
@@ -134,10 +134,10 @@ class HiddenDrafter(Drafter):
         index, next_ids, slots_there, where = sent.split([len(array) for array in arrays])
         entered = self.enter(batch.hidden.index_select(0, index))
         if texts is None:
-            own = self.room.batch(slots, new.starts, counts)
+            own = self.cache.batch(slots, new.starts, counts)
             outputs = self.step(own, next_ids, entered).index_select(0, where)
         else:
-            outputs = texts.take(self.room, (slots, new.starts, counts), where, next_ids, entered)
+            outputs = texts.take(self.cache, (slots, new.starts, counts), where, next_ids, entered)
         self._outputs.index_copy_(0, slots_there, outputs)
 
     def _seen(self, batch: Batch, new: Committed) -> BoolArray:
@@ -172,7 +172,7 @@ class HiddenDrafter(Drafter):
         """Drafts of ``rows``, whose last outputs are ``outputs [n, hidden_size]``: chains, unless a subclass grows trees."""
         assert self._chain is not None, "the constructor was told that chains are drafted"
         lens = np.minimum(rows.limits, self._num_draft_tokens)
-        drafts = self._chain.draft(self.room, rows.slots, rows.ends, lens, self.tokens(outputs), outputs)
+        drafts = self._chain.draft(self.cache, rows.slots, rows.ends, lens, self.tokens(outputs), outputs)
         return chains(rows.total, {row: drafts[i, : lens[i]] for i, row in enumerate(rows.rows)})
 
     def _go_on(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,7 +45,7 @@ class MtpDrafter(HiddenDrafter):
         count, layers = _num_draft_tokens(config, info.num_layers), info.num_layers
         one = layers == 1  # several are told apart on the host
         size, accepted = layers * info.hidden_size, count if one else None
-        super().__init__(context, runtime.room(info), size, count, accepted=accepted, chains=one)
+        super().__init__(context, runtime.create_cache(info), size, count, accepted=accepted, chains=one)
         build = partial(MtpModel, target=runtime.target)
         self._model = cast("MtpModel", runtime.load(build, info, directory, config.load_format))
         self._depth, self._size = info.num_layers, info.hidden_size
@@ -85,7 +85,7 @@ class MtpDrafter(HiddenDrafter):
         outputs = torch.zeros_like(hidden)
         if not len(going):
             return outputs
-        own = self.room.batch(slots[going], own_starts[going], own_counts[going])
+        own = self.cache.batch(slots[going], own_starts[going], own_counts[going])
         if not skipped.any():
             return self._model.advance(depth, own, ids, hidden)
         nth = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)

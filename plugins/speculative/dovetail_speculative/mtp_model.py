@@ -61,7 +61,7 @@ class MtpModel(Layer, ModelArchitecture):
 
     def advance(self, index: int, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Layer ``index`` over a batch of tokens ``ids`` int64 ``[tokens]``, with the hidden states that go with them. Returns
-        its own, after its norm, ``[tokens, hidden_size]``; mutates nothing but the room."""
+        its own, after its norm, ``[tokens, hidden_size]``; mutates nothing but the cache."""
         shape: MtpShape = self.info.config
         entry = self._entries[index % len(self._entries)]
         embedding = self._embed(ids)

@@ -66,9 +66,9 @@ class NgramDrafter(Drafter):
     def propose(self, batch: Batch) -> DraftTree | None:
         """A chain for each decode row whose latest tokens have occurred before."""
         assert batch.draft_limits is not None, "pages were reserved for no drafts"
-        room = np.minimum(batch.draft_limits, self._config.num_draft_tokens).tolist()
+        limits = np.minimum(batch.draft_limits, self._config.num_draft_tokens).tolist()
         rows = range(batch.num_extend, len(batch.reqs))
-        drafts = {row: self._draft(batch.reqs[row], room[row]) for row in rows if room[row] > 0}
+        drafts = {row: self._draft(batch.reqs[row], limits[row]) for row in rows if limits[row] > 0}
         lens = np.zeros(len(batch.reqs), dtype=np.int32)
         for row, draft in drafts.items():
             lens[row] = len(draft)

@@ -45,7 +45,7 @@ class SharedMemory:
         self._prompts = prompts
         self._recent: dict[bytes, int] = {}  # n-gram and salt: number of the text, and the position after the n-gram
         self._older: dict[bytes, int] = {}
-        self._room = self._half  # positions that this generation may still learn
+        self._left = self._half  # positions that this generation may still learn
         self._generation = 0
         self._texts: dict[int, SharedText] = {}
         self._running: dict[int, int] = {}  # uid: number of its text
@@ -99,19 +99,19 @@ class SharedMemory:
         """Learn the n-grams that end at ``end`` or before, but for those that would be forgotten at once."""
         start = max(text.learnt, end - 2 * self._half)
         while start < end:
-            if self._room == 0:
+            if self._left == 0:
                 self._turn()
-            stop = min(end, start + self._room)
+            stop = min(end, start + self._left)
             base, salt = number << _BITS, text.salt
             found = ngrams_of(text.tokens, self._lengths, start, stop)
             self._recent.update({ngram + salt: base | place for ngram, place in found})
-            self._room -= stop - start
+            self._left -= stop - start
             text.generation, start = self._generation, stop
         text.learnt, text.known = max(text.learnt, end), known
 
     def _turn(self) -> None:
         """Forget the older half, and the texts that nothing leads to any more."""
-        self._older, self._recent, self._room = self._recent, {}, self._half
+        self._older, self._recent, self._left = self._recent, {}, self._half
         self._generation += 1
         last = self._generation - 1
         gone = [number for number, text in self._texts.items() if not text.open and text.generation < last]

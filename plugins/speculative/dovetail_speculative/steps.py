@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.interfaces.speculative import DraftPass, DraftRoom, DraftSteps
+from dovetail.interfaces.speculative import DraftCache, DraftPass, DraftSteps
 from dovetail.types import DraftTree
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class ChainSteps(DraftSteps):
 
     def draft(
         self,
-        room: DraftRoom,
+        cache: DraftCache,
         slots: IntArray,
         starts: IntArray,
         lens: IntArray,
@@ -145,7 +145,7 @@ class ChainSteps(DraftSteps):
             DraftPass(0, place, count)
             for place, count in zip((starts + step - 1).astype(np.int32), (lens > step).astype(np.int32), strict=True)
         ]
-        left = room.run(self, slots, passes, fresh._replace(ids=ids, hidden=hidden)) if passes else fresh
+        left = cache.run(self, slots, passes, fresh._replace(ids=ids, hidden=hidden)) if passes else fresh
         return left[2][:, :longest].cpu().numpy().astype(np.int32)
 
 
@@ -194,7 +194,7 @@ class TextSteps(DraftSteps):
 
     def take(
         self,
-        room: DraftRoom,
+        cache: DraftCache,
         rows: tuple[IntArray, IntArray, IntArray],
         places: torch.Tensor,
         ids: torch.Tensor,
@@ -205,4 +205,4 @@ class TextSteps(DraftSteps):
         state = self.state(len(slots))
         state.ids.view(-1).index_copy_(0, places, ids)
         state.hidden.flatten(0, 1).index_copy_(0, places, hidden)
-        return room.run(self, slots, [DraftPass(int(counts.max() > 1), starts, counts)], state)[2]
+        return cache.run(self, slots, [DraftPass(int(counts.max() > 1), starts, counts)], state)[2]

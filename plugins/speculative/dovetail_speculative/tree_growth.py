@@ -155,7 +155,7 @@ class TreeSteps(DraftSteps):
 
 @functools.lru_cache(64)
 def _levels(widths: tuple[int, ...], depths: tuple[int, ...]) -> list[tuple[IntArray, IntArray]]:
-    """Of each pass how many nodes a row has, int32 ``[rows]``, and how deep each is, int32 ``[nodes]``. Kept: most rows have room for
+    """Of each pass how many nodes a row has, int32 ``[rows]``, and how deep each is, int32 ``[nodes]``. Kept: most rows have a limit of
     a whole tree."""
     found: list[tuple[IntArray, IntArray]] = []
     of_rows = np.array(widths, np.int32)
