@@ -79,7 +79,7 @@ class Silent:
 def against_itself(seed: int, blocks: int, folder: Path) -> tuple[int, dict[str, Any], str]:
     """A/A: one config, one workload of this seed."""
     from dovetail.bench.specs import parse_workload
-    from dovetail.bench.workloads import Vocabulary, make_workload
+    from dovetail.bench.workloads import PromptVocabulary, make_workload
     from dovetail.experiment.arms import make_arm
     from dovetail.experiment.runner import Experiment as Run
     from dovetail.experiment.runner import Settings
@@ -87,7 +87,7 @@ def against_itself(seed: int, blocks: int, folder: Path) -> tuple[int, dict[str,
 
     sets = [text for text in COMMON if text != "--set"]
     a, b = (make_arm(name, (), sets, (), {}) for name in "ab")
-    asked = make_workload(parse_workload(RANDOM), seed, Vocabulary.of(load_tokenizer(a.config)))
+    asked = make_workload(parse_workload(RANDOM), seed, PromptVocabulary.of(load_tokenizer(a.config)))
     settings = Settings(max_blocks=blocks, seed=seed)
     found = Run(a, b, asked, settings, folder, Silent(), forked).run()
     words = ["dovetail", "ab", "-w", RANDOM, "--seed", str(seed), "--max-blocks", str(blocks), *COMMON]

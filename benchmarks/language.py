@@ -190,12 +190,12 @@ def one_by_one(runtime: sgl.Runtime, work: Work, start: float) -> Said:
 
 def at_once(runtime: sgl.Runtime, work: Work, start: float) -> Said:
     """Requests that nobody says anything about."""
-    go, pump = threading.Event(), runtime._pump
-    holds = threading.Thread(target=pump.ask, args=(lambda loop: go.wait(),))
+    go, engine_thread = threading.Event(), runtime._engine_thread
+    holds = threading.Thread(target=engine_thread.query, args=(lambda loop: go.wait(),))
     holds.start()
     with ThreadPoolExecutor(len(work.ends)) as pool:
         found = [pool.submit(request.run, work.prefix + end, work.new, backend=runtime) for end in work.ends]
-        while pump._inbox.qsize() < len(found):
+        while engine_thread._inbox.qsize() < len(found):
             time.sleep(0.001)
         start = time.perf_counter()
         go.set()

@@ -36,7 +36,7 @@ import httpx
 import numpy as np
 from scipy.stats import ks_2samp
 
-from dovetail.bench.client.wire import Wires
+from dovetail.bench.client.connections import ConnectionPool
 from dovetail.config.tenants import key_digest
 from dovetail.server.tenants.keys import new_key
 
@@ -91,7 +91,7 @@ class Caller:
     """Sends the requests of one tenant to /generate."""
 
     def __init__(self, url: str, key: str) -> None:
-        self.wires = Wires(url, 60, {"authorization": f"Bearer {key}"})
+        self.wires = ConnectionPool(url, 60, {"authorization": f"Bearer {key}"})
 
     async def ask(self, ids: Sequence[int], tokens: int = 1) -> tuple[int, float]:
         """The status, and seconds to the first token."""

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText
+from dovetail.lang.backends.base import Backend, Features, Generated, OnText, ReuseHints
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 
 
 def answer_to(text: str, salt: str = "") -> str:
@@ -31,8 +31,8 @@ class Scripted(Backend):
 
     def __init__(self, during: Callable[[str], None] | None = None, template: Template = marked) -> None:
         self.prompts: list[str] = []
-        self.hints: list[Hints] = []
-        self.samplings: list[Sampling] = []
+        self.hints: list[ReuseHints] = []
+        self.samplings: list[SamplingOptions] = []
         self.prefixes: list[str] = []
         self._during = during or (lambda text: None)
         self._template = template
@@ -45,7 +45,7 @@ class Scripted(Backend):
         return self._template
 
     def generate(
-        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+        self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
         self.check(conversation, sampling)
         text = self._taken(conversation, sampling, hints)
@@ -56,9 +56,9 @@ class Scripted(Backend):
         return [Generated(each, {"prompt_tokens": len(text)}) for each in said]
 
     def score(
-        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: Hints
+        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: ReuseHints
     ) -> tuple[list[Scored], Mapping[str, Any]]:
-        text = self._taken(conversation, Sampling(), hints)
+        text = self._taken(conversation, SamplingOptions(), hints)
         best = int(hashlib.sha256(text.encode()).hexdigest(), 16) % len(choices)
         alone = (None,) if unconditional else ()
         return [Scored((i,), (0.0 if i == best else -1.0,), alone) for i in range(len(choices))], {}
@@ -66,7 +66,7 @@ class Scripted(Backend):
     def prefill(self, text: str, chat: bool) -> None:
         self.prefixes.append(text)
 
-    def _taken(self, conversation: Conversation, sampling: Sampling, hints: Hints) -> str:
+    def _taken(self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints) -> str:
         text = conversation.text(self._template)
         with self._lock:
             self.prompts.append(text)

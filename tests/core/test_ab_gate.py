@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.bench.parting import first_difference
+from dovetail.bench.divergence import first_difference
 from dovetail.experiment.gate import CEILING, FLOORS, Limits, Outputs, judge, limits_of, valid_outputs
 from dovetail.experiment.likeness import kl, likeness
 from dovetail.experiment.trace import TOP, Answer, Forced

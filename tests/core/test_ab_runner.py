@@ -12,7 +12,7 @@ import pytest
 
 from dovetail.bench.machine import machine_facts
 from dovetail.bench.metrics import SLO
-from dovetail.bench.records import Call, Measurement, RunRecord, Sampling, Workload, write_json
+from dovetail.bench.records import CallSampling, LoadCall, Measurement, RunRecord, Workload, write_json
 from dovetail.errors import ConfigError, EngineError
 from dovetail.experiment import words
 from dovetail.experiment.arms import make_arm
@@ -27,10 +27,10 @@ CALLS, TOKENS = 12, 8
 
 
 def workload():
-    fields = {"max_tokens": TOKENS, "sampling": Sampling(ignore_eos=True)}
+    fields = {"max_tokens": TOKENS, "sampling": CallSampling(ignore_eos=True)}
     return Workload(
         name="made",
-        calls=tuple(Call(id=f"c{i}", group=f"g{i // 2}", token_ids=(i, 5, 7), **fields) for i in range(CALLS)),
+        calls=tuple(LoadCall(id=f"c{i}", group=f"g{i // 2}", token_ids=(i, 5, 7), **fields) for i in range(CALLS)),
     )
 
 
@@ -261,8 +261,10 @@ def test_what_is_reported_beside_the_verdict(arms, tmp_path):
 
 
 def test_a_frozen_trace_asks_token_ids_and_lengths():
-    given = Call(id="x", group="x", text="go on", max_tokens=50, sampling=Sampling(stop=("x",), temperature=0.5))
-    schema = Call(
+    given = LoadCall(
+        id="x", group="x", text="go on", max_tokens=50, sampling=CallSampling(stop=("x",), temperature=0.5)
+    )
+    schema = LoadCall(
         id="y",
         group="y",
         text="sheet",

@@ -11,8 +11,8 @@ from scipy import stats
 
 from dovetail.bench.arrivals import offsets, with_arrivals
 from dovetail.bench.draws import Draws
-from dovetail.bench.specs import Gamma, Poisson, Trace, parse_arrivals, parse_workload
-from dovetail.bench.workloads import Vocabulary, make_workload
+from dovetail.bench.specs import ArrivalTrace, Gamma, Poisson, parse_arrivals, parse_workload
+from dovetail.bench.workloads import PromptVocabulary, make_workload
 from dovetail.errors import ConfigError
 
 COUNT = 20_000
@@ -53,9 +53,9 @@ def test_offsets_are_whole_microseconds():
 
 
 def test_a_trace_is_repeated_after_a_mean_gap(tmp_path):
-    assert offsets(Trace(offsets=(1.0, 2.0, 4.0)), 7) == [1.0, 2.0, 4.0, 5.5, 6.5, 8.5, 10.0]
-    assert offsets(Trace(offsets=(0.0, 2.0), speed=2), 3) == [0.0, 1.0, 2.0]
-    assert offsets(Trace(offsets=(3.0,)), 3) == [3.0, 4.0, 5.0]
+    assert offsets(ArrivalTrace(offsets=(1.0, 2.0, 4.0)), 7) == [1.0, 2.0, 4.0, 5.5, 6.5, 8.5, 10.0]
+    assert offsets(ArrivalTrace(offsets=(0.0, 2.0), speed=2), 3) == [0.0, 1.0, 2.0]
+    assert offsets(ArrivalTrace(offsets=(3.0,)), 3) == [3.0, 4.0, 5.0]
     (tmp_path / "trace").write_text("0.5\n\n0.75\n")
     assert offsets(parse_arrivals(f"{{kind: trace, file: {tmp_path}/trace}}"), 2) == [0.5, 0.75]
 
@@ -64,10 +64,10 @@ def test_wrong_traces_are_named(tmp_path):
     (tmp_path / "trace").write_text("0.5\nsoon\n")
     (tmp_path / "empty").write_text("\n")
     for spec, message in (
-        (Trace(offsets=(2.0, 1.0)), "do not ascend"),
-        (Trace(file=tmp_path / "trace"), "line 2 is 'soon'"),
-        (Trace(file=tmp_path / "empty"), "has no offsets"),
-        (Trace(file=tmp_path / "absent"), "cannot be read"),
+        (ArrivalTrace(offsets=(2.0, 1.0)), "do not ascend"),
+        (ArrivalTrace(file=tmp_path / "trace"), "line 2 is 'soon'"),
+        (ArrivalTrace(file=tmp_path / "empty"), "has no offsets"),
+        (ArrivalTrace(file=tmp_path / "absent"), "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=message):
             offsets(spec, 3)
@@ -78,7 +78,7 @@ def test_wrong_traces_are_named(tmp_path):
 
 
 def test_only_calls_that_follow_no_other_arrive():
-    chat = make_workload(parse_workload("{kind: chat, conversations: 5}"), 0, Vocabulary.of_size(50))
+    chat = make_workload(parse_workload("{kind: chat, conversations: 5}"), 0, PromptVocabulary.of_size(50))
     timed = with_arrivals(chat, Poisson(rate=1), 4)
     assert [c.arrival for c in timed.calls if c.parent is None] == offsets(Poisson(rate=1), 5, 4)
     assert {c.arrival for c in timed.calls if c.parent is not None} == {0.0}

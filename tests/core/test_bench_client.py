@@ -11,15 +11,15 @@ import json
 
 import pytest
 
-from dovetail.bench.answers import Answer
-from dovetail.bench.client.apis import NativeApi, OpenAIApi
+from dovetail.bench.answers import CallProgress
+from dovetail.bench.client.apis import NativeClientApi, OpenAIClientApi
+from dovetail.bench.client.connections import ConnectionPool
 from dovetail.bench.client.events import EventLines
-from dovetail.bench.client.http import HttpSender, open_client, wires_of
+from dovetail.bench.client.http import HttpSender, open_client, pool_of
 from dovetail.bench.client.readers import NativeReader, OpenAIReader
 from dovetail.bench.client.target import DovetailTarget, find_target
-from dovetail.bench.client.wire import Wires
-from dovetail.bench.prompts import Prompt, first_prompt
-from dovetail.bench.records import Call, Sampling, Workload
+from dovetail.bench.prompts import CallPrompt, first_prompt
+from dovetail.bench.records import CallSampling, LoadCall, Workload
 from dovetail.errors import ConfigError, EngineError
 
 
@@ -52,7 +52,7 @@ CHAT = sse(
 
 def read(reader, data, cuts):
     """Every chunk arrives a second after the one before it."""
-    answer, lines = Answer(), EventLines()
+    answer, lines = CallProgress(), EventLines()
     for now, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(data)], strict=True)):
         reader.take(lines.feed(data[start:end]), float(now), answer)
     reader.finish(answer)
@@ -98,26 +98,26 @@ def test_errors_within_a_stream():
 
 
 def test_requests_say_what_the_call_says_and_no_more():
-    plain = Call(id="a", group="a", token_ids=(1, 2), max_tokens=5)
-    request = NativeApi("m").request(plain, first_prompt(plain))
+    plain = LoadCall(id="a", group="a", token_ids=(1, 2), max_tokens=5)
+    request = NativeClientApi("m").request(plain, first_prompt(plain))
     params = {"max_new_tokens": 5, "temperature": 0.0}
     assert (request.path, request.body) == (
         "/generate",
         {"input_ids": (1, 2), "sampling_params": params, "stream": True},
     )
-    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=3, seed=4, ignore_eos=True, stop=("x",))
+    sampling = CallSampling(temperature=0.5, top_p=0.9, top_k=3, seed=4, ignore_eos=True, stop=("x",))
     full = plain.model_copy(update={"sampling": sampling, "json_schema": {"type": "object"}})
     said = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 4, "ignore_eos": True, "stop": ("x",)}
-    body = NativeApi("m").request(full, Prompt(text="t")).body
+    body = NativeClientApi("m").request(full, CallPrompt(text="t")).body
     assert body["text"] == "t"
     assert body["sampling_params"] == {**said, "max_new_tokens": 5, "json_schema": {"type": "object"}}
-    request = OpenAIApi("m").request(full, Prompt(token_ids=(1, 2)))
+    request = OpenAIClientApi("m").request(full, CallPrompt(token_ids=(1, 2)))
     assert request.path == "/v1/completions"
     assert request.body.items() >= {**said, "model": "m", "max_tokens": 5, "prompt": (1, 2), "stream": True}.items()
     assert request.body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     messages, tools = ({"role": "user", "content": "hi"},), ({"type": "function"},)
-    for api in (NativeApi("m"), OpenAIApi("m")):
-        request = api.request(plain, Prompt(messages=messages, tools=tools))
+    for api in (NativeClientApi("m"), OpenAIClientApi("m")):
+        request = api.request(plain, CallPrompt(messages=messages, tools=tools))
         assert (request.path, request.body["messages"], request.body["tools"]) == (
             "/v1/chat/completions",
             messages,
@@ -127,12 +127,14 @@ def test_requests_say_what_the_call_says_and_no_more():
 
 
 def test_an_api_that_tells_no_token_ids_refuses_to_continue_them():
-    first = Call(id="a", group="a", token_ids=(1,))
-    workload = Workload(name="w", calls=(first, Call(id="b", group="a", token_ids=(2,), parent="a", continues=True)))
-    NativeApi("m").check(workload)
+    first = LoadCall(id="a", group="a", token_ids=(1,))
+    workload = Workload(
+        name="w", calls=(first, LoadCall(id="b", group="a", token_ids=(2,), parent="a", continues=True))
+    )
+    NativeClientApi("m").check(workload)
     with pytest.raises(ConfigError, match="use content: text, or --api native"):
-        OpenAIApi("m").check(workload)
-    OpenAIApi("m").check(workload.model_copy(update={"calls": (first,)}))
+        OpenAIClientApi("m").check(workload)
+    OpenAIClientApi("m").check(workload.model_copy(update={"calls": (first,)}))
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
@@ -166,8 +168,8 @@ async def server(reply, linger=0.0):
 def error_of(reply, linger=0.0, timeout=5.0):
     async def ask():
         async with server(reply, linger) as url, open_client(url, timeout) as client:
-            call = Call(id="a", group="a", token_ids=(1,))
-            return await HttpSender(wires_of(client), NativeApi("m"))(call, first_prompt(call), lambda: 3.0)
+            call = LoadCall(id="a", group="a", token_ids=(1,))
+            return await HttpSender(pool_of(client), NativeClientApi("m"))(call, first_prompt(call), lambda: 3.0)
 
     answer = asyncio.run(ask())
     assert (answer.sent, answer.end) == (3.0, 3.0)
@@ -196,8 +198,8 @@ def test_what_goes_wrong_is_said_in_the_server_s_words():
 def test_a_server_that_is_not_there():
     async def ask():
         async with open_client("http://127.0.0.1:9", 5.0) as client:
-            call = Call(id="a", group="a", text="x")
-            answer = await HttpSender(wires_of(client), NativeApi("m"))(call, first_prompt(call), lambda: 0.0)
+            call = LoadCall(id="a", group="a", text="x")
+            answer = await HttpSender(pool_of(client), NativeClientApi("m"))(call, first_prompt(call), lambda: 0.0)
             with pytest.raises(ConfigError, match="is the server running"):
                 await find_target(client, "native")
             return answer.error
@@ -264,7 +266,7 @@ async def ask(wires, count):
 def test_connections_are_used_again():
     async def run():
         async with patient(1000) as (url, made):
-            with contextlib.closing(Wires(url, 5.0)) as wires:
+            with contextlib.closing(ConnectionPool(url, 5.0)) as wires:
                 for count in (3, 0, 7):
                     await ask(wires, count)
                 assert len(made) == 1
@@ -279,7 +281,7 @@ def test_connections_are_used_again():
 def test_a_connection_that_was_closed_at_rest_is_made_again():
     async def run():
         async with patient(2) as (url, made):
-            with contextlib.closing(Wires(url, 5.0)) as wires:
+            with contextlib.closing(ConnectionPool(url, 5.0)) as wires:
                 for count in range(7):
                     await ask(wires, count)
                 assert len(made) == 4
@@ -293,7 +295,7 @@ def test_what_the_reader_raises_ends_the_request():
             raise KeyError("oh")
 
         async with patient(1000) as (url, made):
-            with contextlib.closing(Wires(url, 5.0)) as wires:
+            with contextlib.closing(ConnectionPool(url, 5.0)) as wires:
                 with pytest.raises(KeyError, match="oh"):
                     await wires.post("/x", b"3", refuse)
                 await ask(wires, 2)
@@ -305,7 +307,7 @@ def test_what_the_reader_raises_ends_the_request():
 def test_other_tasks_are_not_held_up_by_a_request_that_is_given_up():
     async def run():
         async with patient(1000) as (url, _):
-            with contextlib.closing(Wires(url, 5.0)) as wires:
+            with contextlib.closing(ConnectionPool(url, 5.0)) as wires:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(ask(wires, 2000), 0.05)
                 await ask(wires, 2)
@@ -316,7 +318,7 @@ def test_other_tasks_are_not_held_up_by_a_request_that_is_given_up():
 def test_a_server_that_goes_away_tells_no_totals_and_is_named_where_it_is_needed():
     async def ask():
         async with open_client("http://127.0.0.1:9", 5.0) as client:
-            target = DovetailTarget(client=client, api=NativeApi("m"), name="m", vocabulary=None)
+            target = DovetailTarget(client=client, api=NativeClientApi("m"), name="m", vocabulary=None)
             assert await target.counters() is None  # what was measured is kept
             with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9.* no longer answers"):
                 await target.flush()

@@ -13,13 +13,13 @@ import time
 
 import pytest
 
-from dovetail.bench.answers import Answer
+from dovetail.bench.answers import CallProgress
 from dovetail.bench.arrivals import with_arrivals
 from dovetail.bench.load import run_load
 from dovetail.bench.metrics import SLO, e2e, ttft
-from dovetail.bench.prompts import Prompt
-from dovetail.bench.records import Call, MachineFacts, Measurement, RunRecord, Workload
-from dovetail.bench.specs import FixedConcurrency, Gamma, Poisson, Trace
+from dovetail.bench.prompts import CallPrompt
+from dovetail.bench.records import LoadCall, MachineFacts, Measurement, RunRecord, Workload
+from dovetail.bench.specs import ArrivalTrace, FixedConcurrency, Gamma, Poisson
 from dovetail.bench.sweep import at_rate, highest_rate, sweep
 from dovetail.errors import ConfigError
 
@@ -30,7 +30,7 @@ class Server:
     """Serves one call after the other, each in ``seconds``; from ``stall`` on it rests for a while once."""
 
     def __init__(self, seconds=0.0, stall=(0.0, 0.0), fail=()):
-        self.seconds, self.fail, self.prompts = seconds, fail, dict[str, Prompt]()
+        self.seconds, self.fail, self.prompts = seconds, fail, dict[str, CallPrompt]()
         self.busy, self.most, self._open = asyncio.Lock(), 0, 0
         self.stall = stall
 
@@ -38,7 +38,7 @@ class Server:
         self._open += 1
         self.most = max(self.most, self._open)
         self.prompts[call.id] = prompt
-        answer = Answer(sent=clock())
+        answer = CallProgress(sent=clock())
         async with self.busy:
             at, rest = self.stall
             if rest and clock() >= at:
@@ -53,7 +53,7 @@ class Server:
 
 
 def calls(count, **fields):
-    return tuple(Call(id=f"c{i}", group=f"c{i}", token_ids=(1,), **fields) for i in range(count))
+    return tuple(LoadCall(id=f"c{i}", group=f"c{i}", token_ids=(1,), **fields) for i in range(count))
 
 
 def load(workload, server, **more):
@@ -61,7 +61,7 @@ def load(workload, server, **more):
 
 
 def test_a_server_that_stalls_delays_no_arrival_and_the_calls_meanwhile_show_it():
-    every = Trace(offsets=tuple(i * 0.02 for i in range(30)))
+    every = ArrivalTrace(offsets=tuple(i * 0.02 for i in range(30)))
     workload = with_arrivals(Workload(name="w", calls=calls(30)), every)
     measurements, lag = load(workload, Server(0.001, stall=(0.1, 0.4)))
     assert [m.due for m in measurements] == [pytest.approx(i * 0.02) for i in range(30)]
@@ -80,7 +80,7 @@ def test_latencies_of_a_late_client_count_from_when_the_call_was_due():
     async def run():
         asyncio.get_running_loop().call_later(0.15, time.sleep, 0.2)  # the client itself hangs
         return await run_load(
-            with_arrivals(Workload(name="w", calls=calls(10)), Trace(offsets=(0.15, 0.152))), Server()
+            with_arrivals(Workload(name="w", calls=calls(10)), ArrivalTrace(offsets=(0.15, 0.152))), Server()
         )
 
     measurements, lag = asyncio.run(run())
@@ -104,7 +104,7 @@ def test_a_closed_loop_has_so_many_users():
 
 def conversations():
     def call(name, parent=None, **more):
-        return Call(id=name, group=name[0], token_ids=(7,), parent=parent, continues=bool(parent), **more)
+        return LoadCall(id=name, group=name[0], token_ids=(7,), parent=parent, continues=bool(parent), **more)
 
     made = [call("a"), call("ab", "a", think=0.1), call("abc", "ab"), call("a2", "a"), call("b"), call("bb", "b")]
     return Workload(name="w", calls=tuple(made))
@@ -220,4 +220,4 @@ def test_only_arrivals_with_a_rate_can_be_swept():
     assert at_rate(Gamma(rate=1, burstiness=2), 5) == Gamma(rate=5, burstiness=2)
     assert at_rate(None, 5) == Poisson(rate=5)
     with pytest.raises(ConfigError, match="'trace' have no rate"):
-        at_rate(Trace(offsets=(1.0,)), 5)
+        at_rate(ArrivalTrace(offsets=(1.0,)), 5)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.bench.doubts import notes
+from dovetail.bench.measurement_warnings import warning_texts
 from dovetail.bench.metrics import SLO, e2e, goodput, itl, parse_slo, span, summarize, throughput, tpot, ttft, values
 from dovetail.bench.records import ClientLag, MachineFacts, Measurement, RunRecord, read_record, write_json
 from dovetail.errors import ConfigError
@@ -144,7 +144,7 @@ def test_doubts():
     quiet = ClientLag(loop_p50=0.0001, loop_p99=0.001, send_p50=0.0001, send_p99=0.001, cpu_share=0.3)
 
     def of(lag, measurements=many):
-        return notes([(None, summarize(record(*measurements)), lag)])
+        return warning_texts([(None, summarize(record(*measurements)), lag)])
 
     assert of(quiet) == of(None) == []
     assert "used 90% of a CPU" in of(quiet.model_copy(update={"cpu_share": 0.9}))[0]
@@ -153,4 +153,4 @@ def test_doubts():
     few, failed = of(quiet, [*many[:50], FAILED])[1], of(quiet, [*many, FAILED])[0]
     assert ("50 calls are too few" in few, "1 of 101 calls failed" in failed) == (True, True)
     runs = [(rate, summarize(record(*many[:9])), quiet) for rate in (1.0, 2.5)]
-    assert notes(runs) == ["fewer than 100 calls: too few for a 99th percentile (at 1, 2.5 calls/s)"]
+    assert warning_texts(runs) == ["fewer than 100 calls: too few for a 99th percentile (at 1, 2.5 calls/s)"]

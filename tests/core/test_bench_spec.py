@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dovetail import LLM, SamplingParams
-from dovetail.bench.spec import largest_parting
+from dovetail.bench.spec import largest_divergence
 from dovetail.bench.specs import TOPICS, JsonlSpec, QuestionsSpec
 from dovetail.bench.workloads import make_workload
 from dovetail.cli import main
@@ -94,13 +94,13 @@ def test_where_outputs_part_the_two_tokens_are_compared():
     llm = LLM("tiny", device="cpu", grammar="none")
     params = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=5)
     first, other = llm.generate([[5, 6, 7], [8, 9]], params)
-    assert largest_parting(llm, params, [first, other], [first, other]) is None
+    assert largest_divergence(llm, params, [first, other], [first, other]) is None
     (best, best_logprob), (second, second_logprob) = first.logprobs[3].top[:2]
     assert best == first.token_ids[3]
     changed = replace(first, token_ids=[*first.token_ids[:3], second, 1, 1])
-    gap = largest_parting(llm, params, [other, changed], [other, first])
+    gap = largest_divergence(llm, params, [other, changed], [other, first])
     assert gap == pytest.approx(best_logprob - second_logprob, abs=1e-4)
     shorter = replace(first, token_ids=first.token_ids[:2])
-    assert largest_parting(llm, params, [shorter], [first]) is None
-    assert largest_parting(llm, SamplingParams(temperature=1.0), [changed], [first]) is None
+    assert largest_divergence(llm, params, [shorter], [first]) is None
+    assert largest_divergence(llm, SamplingParams(temperature=1.0), [changed], [first]) is None
     llm.close()

@@ -16,14 +16,14 @@ import jsonschema
 import pytest
 
 from dovetail.bench.prompts import encoded, first_prompt, next_prompt
-from dovetail.bench.records import Call, Workload
+from dovetail.bench.records import LoadCall, Workload
 from dovetail.bench.specs import JsonlSpec, parse_arrivals, parse_workload
-from dovetail.bench.workloads import Vocabulary, lasting, make_workload, repeated
+from dovetail.bench.workloads import PromptVocabulary, lasting, make_workload, repeated
 from dovetail.config.checkpoint import locate
 from dovetail.errors import ConfigError
 from dovetail.tokenizer import Tokenizer
 
-VOCABULARY = Vocabulary.of_size(1000, special=(0, 1, 2, 999))
+VOCABULARY = PromptVocabulary.of_size(1000, special=(0, 1, 2, 999))
 GAMMA = "{kind: gamma, rate: 5, burstiness: 0.5}"
 PINNED = {
     "random": "d4e8a0563161b47d",
@@ -78,7 +78,7 @@ def test_the_hash_changes_with_all_that_is_asked():
 def test_schemas_of_the_same_keys_in_another_order_are_other_schemas():
     keys = {"a": {"type": "integer"}, "b": {"type": "integer"}}
     calls = [
-        Call(id="x", group="x", text="say", json_schema={"properties": {name: keys[name] for name in order}})
+        LoadCall(id="x", group="x", text="say", json_schema={"properties": {name: keys[name] for name in order}})
         for order in ("ab", "ba")
     ]
     assert len({Workload(name="w", calls=(call,)).content_hash for call in calls}) == 2
@@ -158,7 +158,7 @@ def test_json_calls_have_schemas_that_can_be_met():
 
 def test_the_vocabulary_of_the_embedded_model_has_no_special_tokens():
     tokenizer = Tokenizer.from_dir(locate("tiny"))
-    vocabulary = Vocabulary.of(tokenizer)
+    vocabulary = PromptVocabulary.of(tokenizer)
     assert len(vocabulary.ids) == 4096 - 10
     assert not set(vocabulary.ids) & set(tokenizer.special_token_ids)
     with pytest.raises(ConfigError, match="need a vocabulary"):
@@ -240,11 +240,11 @@ def test_wrong_specs_are_named(text, message):
 
 
 def test_a_workload_refuses_what_cannot_be_run():
-    one = Call(id="a", group="a", text="x")
+    one = LoadCall(id="a", group="a", text="x")
     for calls, message in (
         ((one, one), "two calls have the id 'a'"),
-        ((Call(id="b", group="a", text="y", parent="a"), one), "does not come before it"),
-        ((one, Call(id="b", group="a", token_ids=(1,), parent="a", continues=True)), "continues with token_ids"),
+        ((LoadCall(id="b", group="a", text="y", parent="a"), one), "does not come before it"),
+        ((one, LoadCall(id="b", group="a", token_ids=(1,), parent="a", continues=True)), "continues with token_ids"),
     ):
         with pytest.raises(ValueError, match=message):
             Workload(name="w", calls=calls)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from dovetail.cli.chat_speakers import Answer, Settings
-from dovetail.cli.chat_talk import Talk
-from dovetail.cli.chat_view import View, figures, safe
+from dovetail.cli.chat_backends import ChatAnswer, ChatSettings
+from dovetail.cli.chat_session import ChatSession
+from dovetail.cli.chat_view import ChatView, figures, safe
 from dovetail.errors import EngineError
 from dovetail.sampling_params import GrammarKind, SamplingParams
 
@@ -25,7 +25,7 @@ class Parrot:
     name = "parrot"
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list, Settings]] = []
+        self.asked: list[tuple[list, ChatSettings]] = []
         self.closed = 0
 
     def answer(self, messages, settings, answer):
@@ -53,13 +53,15 @@ class Parrot:
 
 @pytest.fixture
 def talk():
-    view = View()
+    view = ChatView()
     view.out = Console(file=io.StringIO(), width=100, highlight=False)
     replies = iter(["5", ""])
-    return Talk(Parrot(), Settings(SamplingParams(temperature=0)), "be brief", view, lambda question: next(replies))
+    return ChatSession(
+        Parrot(), ChatSettings(SamplingParams(temperature=0)), "be brief", view, lambda question: next(replies)
+    )
 
 
-def shown(talk: Talk) -> str:
+def shown(talk: ChatSession) -> str:
     """What was printed since the last call."""
     file = talk._view.out.file
     text = file.getvalue()
@@ -68,60 +70,60 @@ def shown(talk: Talk) -> str:
     return text
 
 
-def asked(talk: Talk) -> list[str]:
+def asked(talk: ChatSession) -> list[str]:
     """The contents that the last answer was asked with."""
-    return [message["content"] for message in talk._speaker.asked[-1][0]]
+    return [message["content"] for message in talk._backend.asked[-1][0]]
 
 
 def test_a_turn_is_streamed_with_its_figures_and_the_next_knows_it(talk):
-    assert talk.say("one\nline")
+    assert talk.handle("one\nline")
     assert shown(talk).startswith("<one\nline>\n9 prompt · 4 cached · 2 output · ")
-    talk.say("two")
+    talk.handle("two")
     assert asked(talk) == ["be brief", "one\nline", "<one\nline>", "two"]
-    assert talk._speaker.closed == 2
+    assert talk._backend.closed == 2
 
 
 def test_reasoning_stands_before_the_answer_and_is_not_sent_back(talk):
-    talk.say("think")
+    talk.handle("think")
     assert shown(talk).startswith("hm\n\n<think>\n")
-    talk.say("on")
+    talk.handle("on")
     assert asked(talk) == ["be brief", "think", "<think>", "on"]
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(talk):
-    assert talk.say("stop")
+    assert talk.handle("stop")
     assert "stopped by you" in shown(talk)
-    assert talk._speaker.closed == 1
-    talk.say("on")
+    assert talk._backend.closed == 1
+    talk.handle("on")
     assert asked(talk) == ["be brief", "stop", "<stop", "on"]
 
 
 def test_an_error_is_said_and_the_turn_can_be_tried_again(talk):
-    talk.say("one")
-    assert talk.say("fail")
+    talk.handle("one")
+    assert talk.handle("fail")
     assert "error: the parrot is out" in shown(talk)
     assert [m["content"] for m in talk.messages] == ["one", "<one>"]
-    talk.say("/retry")
+    talk.handle("/retry")
     assert asked(talk) == ["be brief", "one", "<one>", "fail"]
 
 
 def test_retry_takes_the_answer_back(talk):
-    talk.say("/retry")
+    talk.handle("/retry")
     assert "nothing was said yet" in shown(talk)
     for text in ("one", "two", "/retry"):
-        talk.say(text)
+        talk.handle(text)
     assert asked(talk) == ["be brief", "one", "<one>", "two"]
     assert len(talk.messages) == 4
 
 
 def test_calls_are_shown_and_their_results_sent(talk):
-    talk.say("call")
+    talk.handle("call")
     assert 'calls add {"a": 2, "b": 3}' in shown(talk)
-    messages = talk._speaker.asked[-1][0]
+    messages = talk._backend.asked[-1][0]
     assert messages[-2] == {"role": "assistant", "content": "<call>", "tool_calls": [CALL]}
     assert messages[-1] == {"role": "tool", "tool_call_id": "call_1", "content": "5"}
-    talk.say("call")  # no result this time
-    assert len(talk._speaker.asked) == 3
+    talk.handle("call")  # no result this time
+    assert len(talk._backend.asked) == 3
 
 
 @pytest.mark.parametrize(
@@ -135,10 +137,10 @@ def test_calls_are_shown_and_their_results_sent(talk):
     ],
 )
 def test_set(talk, text, given):
-    talk.say(f"/set {text}")
+    talk.handle(f"/set {text}")
     assert talk.settings.params == replace(SamplingParams(temperature=0), **given)
-    talk.say("hello")
-    assert talk._speaker.asked[-1][1].params == talk.settings.params
+    talk.handle("hello")
+    assert talk._backend.asked[-1][1].params == talk.settings.params
 
 
 @pytest.mark.parametrize(
@@ -157,10 +159,10 @@ def test_set(talk, text, given):
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_changes_nothing(talk, command, words):
     before = talk.settings
-    assert talk.say(command)
+    assert talk.handle(command)
     assert words in shown(talk)
     assert talk.settings == before
-    assert talk._speaker.asked == []
+    assert talk._backend.asked == []
 
 
 def test_schema_and_tools_from_text_and_files_and_off(talk, tmp_path):
@@ -168,42 +170,42 @@ def test_schema_and_tools_from_text_and_files_and_off(talk, tmp_path):
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     (tmp_path / "tools.json").write_text(json.dumps(tools))
     for text in (json.dumps(schema), str(tmp_path / "schema.json")):
-        talk.say(f"/schema {text}")
+        talk.handle(f"/schema {text}")
         assert talk.settings.params.grammar.kind is GrammarKind.JSON_SCHEMA
         assert json.loads(talk.settings.params.grammar.text) == schema
-        talk.say("/schema off")
+        talk.handle("/schema off")
         assert talk.settings.params.grammar is None
     for text in (json.dumps(tools), str(tmp_path / "tools.json")):
-        talk.say(f"/tools {text}")
+        talk.handle(f"/tools {text}")
         assert list(talk.settings.tools) == tools
-        talk.say("/tools off")
+        talk.handle("/tools off")
         assert talk.settings.tools == ()
 
 
 def test_system_clear_save_and_what_begins_with_two_slashes(talk, tmp_path):
-    talk.say("/system")
-    talk.say("//help")
+    talk.handle("/system")
+    talk.handle("//help")
     assert asked(talk) == ["/help"]
-    talk.say("/system speak up")
-    talk.say("ü")
-    talk.say(f"/save {tmp_path / 'talk.json'}")
+    talk.handle("/system speak up")
+    talk.handle("ü")
+    talk.handle(f"/save {tmp_path / 'talk.json'}")
     saved = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))
     assert [m["content"] for m in saved] == ["speak up", "/help", "</help>", "ü", "<ü>"]
     assert [m["role"] for m in saved] == ["system", "user", "assistant", "user", "assistant"]
-    talk.say("/clear")
-    talk.say("new")
+    talk.handle("/clear")
+    talk.handle("new")
     assert asked(talk) == ["speak up", "new"]
 
 
 def test_plugins_help_and_quit(talk):
-    talk.say("/plugins")
+    talk.handle("/plugins")
     text = shown(talk)
     assert "by priority; as measured" in text
     assert "none" in text
-    talk.say("/help")
+    talk.handle("/help")
     text = shown(talk)
     assert [name for name in talk._commands if f"/{name}" not in text] == []
-    assert talk.say("/quit") is False
+    assert talk.handle("/quit") is False
 
 
 def test_control_characters_are_seen_and_not_obeyed():
@@ -211,8 +213,8 @@ def test_control_characters_are_seen_and_not_obeyed():
 
 
 def test_figures_say_only_what_is_known():
-    assert figures(Answer()).plain == "finish none"
-    answer = Answer(
+    assert figures(ChatAnswer()).plain == "finish none"
+    answer = ChatAnswer(
         prompt=1200, cached=0, output=11, drafts=(3, 8), finish="length", begun=10.0, first=11.25, last=13.25
     )
     assert figures(answer).plain == (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from dovetail.cli.chat_speakers import Remote
+from dovetail.cli.chat_backends import RemoteChatBackend
 from dovetail.errors import EngineError, QueueFullError, RequestError
 from dovetail.lang import RuntimeEndpoint
-from dovetail.lang.backends.answers import said
+from dovetail.lang.backends.answers import error_text
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from dovetail.lang.backends.answers import said
     ],
 )
 def test_what_a_refusal_says(body: bytes, understood: str):
-    assert said(body) == understood
+    assert error_text(body) == understood
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_a_refusal_is_the_same_error_for_programs_and_in_a_chat(
     with pytest.raises(kind, match=rf"^http://here/flush_cache answered {status}: no$"):
         RuntimeEndpoint("http://here").flush_cache()
     with pytest.raises(kind, match=rf"^no \(status {status}\)$"):
-        Remote("http://here", None)
+        RemoteChatBackend("http://here", None)

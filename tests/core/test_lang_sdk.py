@@ -6,13 +6,13 @@ import pytest
 
 from dovetail.errors import RequestError
 from dovetail.lang.backends.sdk import settings
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 
 NAMES = {"max_tokens": "max_tokens", "stop": "stop_sequences", "temperature": "temperature"}
 
 
 def test_settings_take_the_names_of_the_api():
-    found = settings(Sampling(max_tokens=4, stop=("a", "b"), temperature=0.0), NAMES, "here")
+    found = settings(SamplingOptions(max_tokens=4, stop=("a", "b"), temperature=0.0), NAMES, "here")
     assert found == {"max_tokens": 4, "stop_sequences": ["a", "b"], "temperature": 0.0}
 
 
@@ -21,11 +21,11 @@ def test_settings_take_the_names_of_the_api():
 )
 def test_what_an_api_does_not_have_is_refused(given: dict[str, int]):
     with pytest.raises(RequestError, match=f"here has no {next(iter(given))}"):
-        settings(Sampling(**given), NAMES, "here")
+        settings(SamplingOptions(**given), NAMES, "here")
 
 
 def test_what_changes_nothing_is_left_out():
-    neutral = Sampling(
+    neutral = SamplingOptions(
         min_tokens=0,
         stop_token_ids=(),
         top_p=1.0,

@@ -19,7 +19,7 @@ from dovetail.bench.offline import measure_offline
 from dovetail.bench.report import BenchReport
 from dovetail.bench.serve import measure_server, run
 from dovetail.bench.specs import parse_arrivals, parse_workload
-from dovetail.bench.workloads import Vocabulary, make_workload
+from dovetail.bench.workloads import PromptVocabulary, make_workload
 from dovetail.cli import main
 from dovetail.llm import LLM
 
@@ -40,7 +40,7 @@ def served(url, text, arrivals="all_at_once", api="native"):
     async def measure():
         async with open_client(url, 60.0) as client:
             target = await find_target(client, api)
-            given = target.vocabulary or Vocabulary.of_size(100)
+            given = target.vocabulary or PromptVocabulary.of_size(100)
             workload = make_workload(parse_workload(text), 0, given, parse_arrivals(arrivals))
             return workload, await measure_server(client, target, workload)
 
@@ -84,7 +84,7 @@ def test_ctrl_c_ends_an_offline_run_between_two_steps(monkeypatch):
     monkeypatch.setattr(llm.loop, "step", watched)
     monkeypatch.setattr(llm.loop.engine.model, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measure_offline(llm, make_workload(parse_workload(SHARED), 0, Vocabulary.of(llm.tokenizer)))
+        measure_offline(llm, make_workload(parse_workload(SHARED), 0, PromptVocabulary.of(llm.tokenizer)))
     assert len(ended) == 2, "the one that empties the cache, and the one that was interrupted"
     llm.close()
 
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_an_offline_run_between_two_steps(monkeypatch):
 def test_server_and_engine_say_the_same_to_the_same_calls(tiny_url, llm, text):
     workload, record = served(tiny_url, text, "{kind: poisson, rate: 40}")
     check(workload, record)
-    again = make_workload(parse_workload(text), 0, Vocabulary.of(llm.tokenizer), parse_arrivals("all_at_once"))
+    again = make_workload(parse_workload(text), 0, PromptVocabulary.of(llm.tokenizer), parse_arrivals("all_at_once"))
     offline = measure_offline(llm, again)
     check(again, offline)
     for there, here in zip(record.measurements, offline.measurements, strict=True):
@@ -147,7 +147,7 @@ def test_calls_that_are_refused_are_counted_with_their_reason(tiny_url, llm):
     text = "{kind: random, count: 2, input: 4000, output: 3}"
     for record in (
         served(tiny_url, text)[1],
-        measure_offline(llm, make_workload(parse_workload(text), 0, Vocabulary.of(llm.tokenizer))),
+        measure_offline(llm, make_workload(parse_workload(text), 0, PromptVocabulary.of(llm.tokenizer))),
     ):
         for m in record.measurements:
             assert not m.ok

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dovetail import LLM
-from dovetail.cli.chat_speakers import Answer, Local, Remote, Settings, Speaker
+from dovetail.cli.chat_backends import ChatAnswer, ChatBackend, ChatSettings, LocalChatBackend, RemoteChatBackend
 from dovetail.errors import EngineError, RequestError
 from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
@@ -137,39 +137,39 @@ def test_piped_is_text_alone(tiny_url: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["local", "remote"])
-def speaker(request: pytest.FixtureRequest) -> Iterator[Speaker]:
+def speaker(request: pytest.FixtureRequest) -> Iterator[ChatBackend]:
     if request.param == "local":
-        made: Speaker = Local(LLM("tiny", threads=1), "tiny")
+        made: ChatBackend = LocalChatBackend(LLM("tiny", threads=1), "tiny")
     else:
-        made = Remote(request.getfixturevalue("tiny_url"), None)
+        made = RemoteChatBackend(request.getfixturevalue("tiny_url"), None)
     yield made
     made.close()
 
 
-def answered(speaker: Speaker, messages: list, settings: Settings) -> Answer:
-    answer = Answer()
+def answered(speaker: ChatBackend, messages: list, settings: ChatSettings) -> ChatAnswer:
+    answer = ChatAnswer()
     pieces = list(speaker.answer(messages, settings, answer))
     assert "".join(content for _, content in pieces) == answer.content
     return answer
 
 
-def test_both_speakers_fill_in_the_same(speaker: Speaker) -> None:
-    first = answered(speaker, FRANCE, Settings(GREEDY))
+def test_both_speakers_fill_in_the_same(speaker: ChatBackend) -> None:
+    first = answered(speaker, FRANCE, ChatSettings(GREEDY))
     assert first.content == "The capital of France is Paris."
     assert (first.prompt, first.output, first.finish) == (16, 10, "stop")
     assert first.begun < first.first < first.last
-    second = answered(speaker, [*FRANCE, first.message, FRANCE[0]], Settings(GREEDY))
+    second = answered(speaker, [*FRANCE, first.message, FRANCE[0]], ChatSettings(GREEDY))
     assert second.cached >= 16
-    called = answered(speaker, SUM, Settings(GREEDY, (MUL,)))
+    called = answered(speaker, SUM, ChatSettings(GREEDY, (MUL,)))
     assert [call["function"]["name"] for call in called.calls] == ["mul"]
     assert called.finish == "tool_calls"
     slots = {one["slot"]: one["chosen"] for one in speaker.resolved()["resolutions"]}
     assert slots["cache"] == "radix"
 
 
-def test_both_refuse_in_words(speaker: Speaker) -> None:
+def test_both_refuse_in_words(speaker: ChatBackend) -> None:
     with pytest.raises(RequestError, match="2048"):
-        answered(speaker, [{"role": "user", "content": "too long " * 2000}], Settings(GREEDY))
+        answered(speaker, [{"role": "user", "content": "too long " * 2000}], ChatSettings(GREEDY))
 
 
 def test_a_schema_holds_on_a_server(tiny_url: str) -> None:
@@ -181,8 +181,8 @@ def test_a_schema_holds_on_a_server(tiny_url: str) -> None:
     }
     for schema, pattern in ((flag, r'\{\s*"a"\s*:\s*(true|false)\s*\}'), ({"type": "no such type"}, None)):
         grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-        settings = Settings(SamplingParams(temperature=0, max_new_tokens=60, grammar=grammar))
-        with closing(Remote(tiny_url, None)) as remote:
+        settings = ChatSettings(SamplingParams(temperature=0, max_new_tokens=60, grammar=grammar))
+        with closing(RemoteChatBackend(tiny_url, None)) as remote:
             if pattern is not None:
                 assert re.fullmatch(pattern, answered(remote, FRANCE, settings).content)
             else:
@@ -192,4 +192,4 @@ def test_a_schema_holds_on_a_server(tiny_url: str) -> None:
 
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(EngineError, match="does not answer"):
-        Remote("http://127.0.0.1:9", None)
+        RemoteChatBackend("http://127.0.0.1:9", None)

@@ -16,9 +16,9 @@ import pytest
 
 import dovetail as sgl
 from dovetail import LLM, EngineDeadError, EngineError, ProgramError, RequestError, SamplingParams
-from dovetail.lang.backends.base import Backend, Hints
+from dovetail.lang.backends.base import Backend, ReuseHints
 from dovetail.lang.conversation import Conversation
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 
 CHOICES = ["Paris", "Rome", "a small town in the north", "Par"]
 PROMPT = "The capital of France is"
@@ -160,7 +160,7 @@ def test_scores_are_those_of_the_whole_text(
     backend: Backend = request.getfixturevalue(name)
     conversation = Conversation().plus(PROMPT, backend.template)
     choices = [f" {choice}" for choice in CHOICES]
-    scored, _ = backend.score(conversation, choices, False, Hints())
+    scored, _ = backend.score(conversation, choices, False, ReuseHints())
     for choice, each in zip(CHOICES, scored, strict=True):
         assert each.logprobs == pytest.approx(true_scores[choice], abs=0.03), choice
 
@@ -169,9 +169,9 @@ def test_scores_are_those_of_the_whole_text(
 def test_scores_without_the_prompt(name: str, runtime: sgl.Runtime, request: pytest.FixtureRequest):
     backend: Backend = request.getfixturevalue(name)
     choices = [" Paris", " a small town"]
-    scored, _ = backend.score(Conversation().plus(PROMPT, backend.template), choices, True, Hints())
+    scored, _ = backend.score(Conversation().plus(PROMPT, backend.template), choices, True, ReuseHints())
     assert all(each.unconditional[0] is None and len(each.unconditional) == len(each.logprobs) for each in scored)
-    alone, _ = runtime.score(Conversation().plus(" a", runtime.template), [" small town"], False, Hints())
+    alone, _ = runtime.score(Conversation().plus(" a", runtime.template), [" small town"], False, ReuseHints())
     assert scored[1].unconditional[1:] == pytest.approx(alone[0].logprobs, abs=0.03)
 
 
@@ -248,8 +248,8 @@ def test_every_call_is_answered_also_when_the_runtime_is_closed():
             text = "word " * rng.randint(1, 60)
             conversation = Conversation().plus(text, runtime.template)
             try:
-                sampling = Sampling(max_tokens=rng.randint(1, 12), n=rng.randint(1, 3), temperature=1.0)
-                good.append(runtime.generate(conversation, sampling, Hints()))
+                sampling = SamplingOptions(max_tokens=rng.randint(1, 12), n=rng.randint(1, 3), temperature=1.0)
+                good.append(runtime.generate(conversation, sampling, ReuseHints()))
             except EngineError as error:
                 refused.append(error)
                 return

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dovetail.bench.prompts import Prompt
-from dovetail.bench.records import Call, Measurement
+from dovetail.bench.prompts import CallPrompt
+from dovetail.bench.records import LoadCall, Measurement
 
 
-class Clock(Protocol):
+class RunClock(Protocol):
     """Seconds since the start of the run."""
 
     def __call__(self) -> float:
@@ -18,7 +18,7 @@ class Clock(Protocol):
 
 
 @dataclass(slots=True)
-class Answer:
+class CallProgress:
     """Grows while the answer arrives; fields are those of ``records.Measurement``."""
 
     sent: float = 0.0
@@ -35,7 +35,7 @@ class Answer:
     accepted: int | None = None
     verify_steps: int | None = None
 
-    def measurement(self, call: Call, due: float) -> Measurement:
+    def measurement(self, call: LoadCall, due: float) -> Measurement:
         """What is kept of it."""
         return Measurement(
             id=call.id,
@@ -61,6 +61,6 @@ class Answer:
 class Sender(Protocol):
     """Makes a call and waits for the end of its answer. What goes wrong is the answer's ``error``, not an exception."""
 
-    async def __call__(self, call: Call, prompt: Prompt, clock: Clock) -> Answer:
+    async def __call__(self, call: LoadCall, prompt: CallPrompt, clock: RunClock) -> CallProgress:
         """Send it now."""
         ...

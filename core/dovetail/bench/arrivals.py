@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dovetail.bench.draws import Draws
 from dovetail.bench.records import Workload
-from dovetail.bench.specs import AllAtOnce, ArrivalSpec, AsGiven, FixedConcurrency, Gamma, Poisson, Trace
+from dovetail.bench.specs import AllAtOnce, ArrivalSpec, ArrivalTrace, AsGiven, FixedConcurrency, Gamma, Poisson
 from dovetail.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def offsets(spec: ArrivalSpec, count: int, seed: int = 0) -> list[float]:
     """Seconds after the start, ascending, in whole microseconds. Raises ``ConfigError`` for a file of offsets."""
     if isinstance(spec, AllAtOnce | FixedConcurrency | AsGiven):
         return [0.0] * count
-    times = _traced(spec) if isinstance(spec, Trace) else accumulate(_gaps(spec, seed))
+    times = _traced(spec) if isinstance(spec, ArrivalTrace) else accumulate(_gaps(spec, seed))
     return [round(time, 6) for time in islice(times, count)]
 
 
@@ -43,7 +43,7 @@ def _gaps(spec: Poisson | Gamma, seed: int) -> Iterator[float]:
             yield draws.gamma(spec.burstiness) / (spec.burstiness * spec.rate)
 
 
-def _traced(spec: Trace) -> Iterator[float]:
+def _traced(spec: ArrivalTrace) -> Iterator[float]:
     """The offsets, over and over; a round begins one mean gap after the end of the last."""
     given = list(spec.offsets or ()) if spec.file is None else _read(spec.file)
     if any(b < a for a, b in pairwise(given)):

@@ -12,17 +12,19 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from dovetail.bench.answers import Answer, Sender
-from dovetail.bench.book import Book, OnDone, nobody
+from dovetail.bench.answers import CallProgress, Sender
+from dovetail.bench.call_tracker import CallTracker, OnDone, ignore_measurement
 from dovetail.bench.lag import LagMonitor
-from dovetail.bench.prompts import Prompt, first_prompt, next_prompt
-from dovetail.bench.records import Call, ClientLag, Measurement, Workload
+from dovetail.bench.prompts import CallPrompt, first_prompt, next_prompt
+from dovetail.bench.records import ClientLag, LoadCall, Measurement, Workload
 
 _LEAD = 0.05
 """Seconds before the first arrival, in which the tasks are made."""
 
 
-async def run_load(workload: Workload, send: Sender, on_done: OnDone = nobody) -> tuple[list[Measurement], ClientLag]:
+async def run_load(
+    workload: Workload, send: Sender, on_done: OnDone = ignore_measurement
+) -> tuple[list[Measurement], ClientLag]:
     """Make every call; measurements in the workload's order, and how late the client was. ``on_done`` is told of each as it
     ends."""
     load = _Load(workload, send, on_done)
@@ -34,23 +36,23 @@ async def run_load(workload: Workload, send: Sender, on_done: OnDone = nobody) -
 class _Load:
     def __init__(self, workload: Workload, send: Sender, on_done: OnDone) -> None:
         self._users = workload.concurrency
-        self._book = Book(workload, on_done)
+        self._tracker = CallTracker(workload, on_done)
         self._send = send
         self._start = 0.0
 
     async def run(self) -> list[Measurement]:
-        roots = self._book.roots
+        roots = self._tracker.roots
         self._start = time.perf_counter() + _LEAD
         async with asyncio.TaskGroup() as group:
             if self._users is None:
                 for call in sorted(roots, key=lambda call: call.arrival):
                     await self._until(call.arrival)
-                    group.create_task(self._made(call, first_prompt(call), call.arrival))
+                    group.create_task(self._run_call(call, first_prompt(call), call.arrival))
             else:
                 turns = iter(roots)
                 for _ in range(self._users):
                     group.create_task(self._user(turns))
-        return self._book.measurements()
+        return self._tracker.measurements()
 
     def _clock(self) -> float:
         return time.perf_counter() - self._start
@@ -59,21 +61,21 @@ class _Load:
         while (delay := due - self._clock()) > 0:  # timers may fire up to a millisecond early
             await asyncio.sleep(delay)
 
-    async def _user(self, turns: Iterator[Call]) -> None:
+    async def _user(self, turns: Iterator[LoadCall]) -> None:
         """One user of a closed loop. The users share ``turns``."""
         await self._until(0.0)
         for call in turns:
-            await self._made(call, first_prompt(call), self._clock())
+            await self._run_call(call, first_prompt(call), self._clock())
 
-    async def _made(self, call: Call, prompt: Prompt, due: float) -> None:
+    async def _run_call(self, call: LoadCall, prompt: CallPrompt, due: float) -> None:
         """One call, and then all that follow from its answer."""
         answer = await self._send(call, prompt, self._clock)
-        followers = self._book.note(call, answer, due)
+        followers = self._tracker.record(call, answer, due)
         if followers:
             await asyncio.gather(*(self._follow(child, prompt, answer) for child in followers))
 
-    async def _follow(self, call: Call, before: Prompt, answer: Answer) -> None:
+    async def _follow(self, call: LoadCall, before: CallPrompt, answer: CallProgress) -> None:
         due = answer.end + call.think
         await self._until(due)
         prompt = next_prompt(call, before, answer.text, answer.output_ids) if call.continues else first_prompt(call)
-        await self._made(call, prompt, due)
+        await self._run_call(call, prompt, due)

@@ -122,7 +122,7 @@ def goodput(measurements: Sequence[Measurement], slo: SLO) -> Goodput:
     return Goodput(slo=slo, good=good, rate=good / seconds if seconds else 0.0, share=good / max(len(measurements), 1))
 
 
-class Distribution(Data):
+class SampleSummary(Data):
     """Of seconds, or of whatever was given."""
 
     count: int
@@ -133,13 +133,13 @@ class Distribution(Data):
     max: float
 
 
-def distribution(numbers: Sequence[float]) -> Distribution | None:
+def distribution(numbers: Sequence[float]) -> SampleSummary | None:
     """None for no numbers. Percentiles are interpolated linearly."""
     if not numbers:
         return None
     array = np.asarray(numbers, dtype=np.float64)
     p50, p90, p99 = (float(p) for p in np.percentile(array, (50, 90, 99)))
-    return Distribution(count=len(array), mean=float(array.mean()), p50=p50, p90=p90, p99=p99, max=float(array.max()))
+    return SampleSummary(count=len(array), mean=float(array.mean()), p50=p50, p90=p90, p99=p99, max=float(array.max()))
 
 
 class Summary(Data):
@@ -158,10 +158,10 @@ class Summary(Data):
     total_tokens_per_second: float
     cached_share: float | None
     acceptance_length: float | None
-    ttft: Distribution | None
-    tpot: Distribution | None
-    itl: Distribution | None
-    e2e: Distribution | None
+    ttft: SampleSummary | None
+    tpot: SampleSummary | None
+    itl: SampleSummary | None
+    e2e: SampleSummary | None
     goodput: Goodput | None
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dovetail.bench.answers import Answer
-from dovetail.bench.book import Book, OnDone, nobody
+from dovetail.bench.answers import CallProgress
+from dovetail.bench.call_tracker import CallTracker, OnDone, ignore_measurement
 from dovetail.bench.machine import machine_facts, peak_memory
 from dovetail.bench.metrics import span
-from dovetail.bench.prompts import Prompt, encoded, first_prompt, next_prompt
-from dovetail.bench.records import Call, Measurement, RunRecord, Workload
+from dovetail.bench.prompts import CallPrompt, encoded, first_prompt, next_prompt
+from dovetail.bench.records import LoadCall, Measurement, RunRecord, Workload
 from dovetail.config import config_hash, dump
 from dovetail.errors import ConfigError, RequestError
 from dovetail.llm.interrupts import Held
@@ -37,7 +37,7 @@ def measure_offline(
     startup_seconds: float | None = None,
     arm: str = "",
     block: int = 0,
-    on_done: OnDone = nobody,
+    on_done: OnDone = ignore_measurement,
 ) -> RunRecord:
     """Run ``warmup``, which is not recorded, empty the prefix cache, run ``workload``. ``llm`` must have nothing else to do."""
     if warmup is not None:
@@ -76,8 +76,8 @@ class _Due:
 
     due: float
     order: int
-    call: Call = field(compare=False)
-    prompt: Prompt = field(compare=False)
+    call: LoadCall = field(compare=False)
+    prompt: CallPrompt = field(compare=False)
     user: int = field(compare=False)  # whose next turn it is, in a closed loop
 
 
@@ -86,19 +86,19 @@ class _Open:
     """A call that the engine has."""
 
     item: _Due
-    prompt: Prompt
+    prompt: CallPrompt
     run: Run
-    answer: Answer
+    answer: CallProgress
 
 
 class OfflineRun:
     """Gives each call to the engine when it is due, between two steps, and notes when its tokens come out of one."""
 
-    def __init__(self, llm: LLM, workload: Workload, on_done: OnDone = nobody) -> None:
+    def __init__(self, llm: LLM, workload: Workload, on_done: OnDone = ignore_measurement) -> None:
         self._llm = llm
         self._users = workload.concurrency
-        self._book = Book(workload, on_done)
-        self._turns = deque(self._book.roots)
+        self._tracker = CallTracker(workload, on_done)
+        self._turns = deque(self._tracker.roots)
         self._open: dict[str, _Open] = {}
         self._waiting: list[_Due] = []
         self._left: dict[int, int] = {}  # of each user's turn, the calls that are not done
@@ -115,7 +115,7 @@ class OfflineRun:
                     self._step()
             if self._waiting and not self._open:
                 time.sleep(max(self._waiting[0].due - self._clock(), 0.0))
-        return self._book.measurements()
+        return self._tracker.measurements()
 
     def _clock(self) -> float:
         return time.perf_counter() - self._start
@@ -130,18 +130,18 @@ class OfflineRun:
         self._left[user] = 1
         self._wait(call, first_prompt(call), due, user)
 
-    def _wait(self, call: Call, prompt: Prompt, due: float, user: int) -> None:
+    def _wait(self, call: LoadCall, prompt: CallPrompt, due: float, user: int) -> None:
         self._order += 1
         heapq.heappush(self._waiting, _Due(due, self._order, call, prompt, user))
 
     def _submit(self) -> None:
         """Hand over what is due, as much as may wait in the engine."""
         scheduler, now = self._llm.loop.scheduler, self._clock()
-        room = scheduler.limits.max_waiting - len(scheduler.waiting)
-        while self._waiting and self._waiting[0].due <= now and room > 0:
-            room -= 1
+        capacity = scheduler.limits.max_waiting - len(scheduler.waiting)
+        while self._waiting and self._waiting[0].due <= now and capacity > 0:
+            capacity -= 1
             item = heapq.heappop(self._waiting)
-            answer = Answer(sent=self._clock())
+            answer = CallProgress(sent=self._clock())
             try:
                 msg = self._message(item)
             except RequestError as error:
@@ -176,7 +176,7 @@ class OfflineRun:
         del self._open[message.rid]
         self._finish(opened.item, opened.prompt, self._ended(opened, now))
 
-    def _ended(self, opened: _Open, now: float) -> Answer:
+    def _ended(self, opened: _Open, now: float) -> CallProgress:
         answer, output, error = opened.answer, opened.run.output, opened.run.error
         answer.end, answer.error = now, str(error) if error is not None else None
         answer.text, answer.output_ids = output.text, output.token_ids
@@ -189,22 +189,24 @@ class OfflineRun:
             answer.verify_steps = output.verify_steps
         return answer
 
-    def _failed(self, answer: Answer, why: str) -> Answer:
+    def _failed(self, answer: CallProgress, why: str) -> CallProgress:
         answer.end, answer.error = self._clock(), why
         return answer
 
-    def _finish(self, item: _Due, prompt: Prompt, answer: Answer) -> None:
+    def _finish(self, item: _Due, prompt: CallPrompt, answer: CallProgress) -> None:
         """A call is done: those that follow from it wait for their times, or its user goes on to another turn."""
-        followers = self._book.note(item.call, answer, item.due)
+        followers = self._tracker.record(item.call, answer, item.due)
         self._left[item.user] += len(followers) - 1
         for call in followers:
-            asked = next_prompt(call, prompt, answer.text, answer.output_ids) if call.continues else first_prompt(call)
-            self._wait(call, asked, answer.end + call.think, item.user)
+            following = (
+                next_prompt(call, prompt, answer.text, answer.output_ids) if call.continues else first_prompt(call)
+            )
+            self._wait(call, following, answer.end + call.think, item.user)
         if not self._left[item.user] and self._turns:
             self._next_turn(item.user, self._clock())
 
 
-def params_of(call: Call) -> SamplingParams:
+def params_of(call: LoadCall) -> SamplingParams:
     """A call's sampling as the engine takes it. Raises ``RequestError``."""
     given = call.sampling
     schema = call.json_schema

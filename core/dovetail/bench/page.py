@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dovetail.bench.html import render
-from dovetail.bench.metrics import Distribution, values
+from dovetail.bench.metrics import SampleSummary, values
 from dovetail.bench.records import RunRecord
 from dovetail.bench.report import BenchReport, Point
 from dovetail.bench.svg import Series, chart
@@ -82,7 +82,7 @@ def _by_rate(report: BenchReport) -> list[Figure]:
 
 
 def _latencies(points: Sequence[Point], metric: str, title: str, bound: float | None) -> Figure | None:
-    found: list[tuple[float, Distribution]] = [
+    found: list[tuple[float, SampleSummary]] = [
         (p.rate or 0.0, d) for p in points if (d := getattr(p.summary, metric)) is not None and d.p50 > 0
     ]
     series = [Series(name, [(rate, getattr(d, name) * 1e3) for rate, d in found]) for name in ("p50", "p99")]

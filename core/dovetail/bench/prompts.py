@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dovetail.bench.records import Call
+from dovetail.bench.records import LoadCall
 
 if TYPE_CHECKING:
     from dovetail.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CallPrompt:
     """One of token ids, a text to continue, and messages with their tools."""
 
     token_ids: tuple[int, ...] | None = None
@@ -22,24 +22,26 @@ class Prompt:
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def first_prompt(call: Call) -> Prompt:
+def first_prompt(call: LoadCall) -> CallPrompt:
     """Of a call that continues nothing."""
-    return Prompt(call.token_ids, call.text, call.messages, call.tools)
+    return CallPrompt(call.token_ids, call.text, call.messages, call.tools)
 
 
-def next_prompt(call: Call, before: Prompt, answer: str, answer_ids: Sequence[int] | None) -> Prompt:
+def next_prompt(call: LoadCall, before: CallPrompt, answer: str, answer_ids: Sequence[int] | None) -> CallPrompt:
     """The prompt before, its answer, and what ``call`` adds. ``answer_ids`` must be known where prompts are token ids."""
     if call.token_ids is not None:
         assert before.token_ids is not None, "Workload has checked it"
         assert answer_ids is not None, "a client that gets no token ids refuses such a workload"
-        return Prompt(token_ids=(*before.token_ids, *answer_ids, *call.token_ids))
+        return CallPrompt(token_ids=(*before.token_ids, *answer_ids, *call.token_ids))
     if call.text is not None:
-        return Prompt(text=f"{before.text}{answer}{call.text}")
-    said = {"role": "assistant", "content": answer}
-    return Prompt(messages=(*(before.messages or ()), said, *(call.messages or ())), tools=call.tools or before.tools)
+        return CallPrompt(text=f"{before.text}{answer}{call.text}")
+    reply = {"role": "assistant", "content": answer}
+    return CallPrompt(
+        messages=(*(before.messages or ()), reply, *(call.messages or ())), tools=call.tools or before.tools
+    )
 
 
-def encoded(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+def encoded(prompt: CallPrompt, tokenizer: Tokenizer) -> list[int]:
     """Its token ids; messages as the model's chat template writes them. Raises ``RequestError``."""
     if prompt.token_ids is not None:
         return list(prompt.token_ids)

@@ -24,7 +24,7 @@ class Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Sampling(Data):
+class CallSampling(Data):
     """How the tokens of a call are chosen. Names and meanings are those of ``types.SamplingParams``."""
 
     temperature: float = 0.0
@@ -35,7 +35,7 @@ class Sampling(Data):
     stop: tuple[str, ...] = ()
 
 
-class Call(Data):
+class LoadCall(Data):
     """One request to be made.
 
     The prompt is one of ``token_ids``, ``text`` (to be continued) and ``messages`` (a conversation, with ``tools``). A call
@@ -51,7 +51,7 @@ class Call(Data):
     messages: tuple[dict[str, Any], ...] | None = None
     tools: tuple[dict[str, Any], ...] = ()
     max_tokens: int = Field(default=128, ge=1)
-    sampling: Sampling = Sampling()
+    sampling: CallSampling = CallSampling()
     json_schema: dict[str, Any] | None = None
     arrival: float = Field(default=0.0, ge=0)
     parent: str | None = None
@@ -64,7 +64,7 @@ class Call(Data):
         return "token_ids" if self.token_ids is not None else "text" if self.text is not None else "messages"
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> Call:
+    def _one_prompt(self) -> LoadCall:
         given = [name for name in ("token_ids", "text", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -84,14 +84,14 @@ class Workload(Data):
     """
 
     name: str
-    calls: tuple[Call, ...]
+    calls: tuple[LoadCall, ...]
     concurrency: int | None = Field(default=None, ge=1)
     seed: int | None = None
     description: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _parents_come_first(self) -> Workload:
-        seen: dict[str, Call] = {}
+        seen: dict[str, LoadCall] = {}
         for call in self.calls:
             if call.id in seen:
                 raise ValueError(f"two calls have the id {call.id!r}")

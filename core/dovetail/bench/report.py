@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dovetail.bench.doubts import notes
+from dovetail.bench.measurement_warnings import warning_texts
 from dovetail.bench.metrics import SLO, Summary
 from dovetail.bench.records import SCHEMA_VERSION, Data, RunRecord
 
@@ -53,7 +53,7 @@ class BenchReport(Data):
     @property
     def notes(self) -> list[str]:
         """Reasons to doubt the numbers."""
-        return notes([(point.rate, point.summary, point.record.lag) for point in self.by_rate])
+        return warning_texts([(point.rate, point.summary, point.record.lag) for point in self.by_rate])
 
     @property
     def by_rate(self) -> list[Point]:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from dovetail.bench.book import OnDone, nobody
-from dovetail.bench.client.http import HttpSender, wires_of
+from dovetail.bench.call_tracker import OnDone, ignore_measurement
+from dovetail.bench.client.http import HttpSender, pool_of
 from dovetail.bench.client.target import Target, hash_of
 from dovetail.bench.load import run_load
 from dovetail.bench.machine import machine_facts
@@ -31,13 +31,13 @@ async def measure_server(
     flush: bool = True,
     arm: str = "",
     block: int = 0,
-    on_done: OnDone = nobody,
+    on_done: OnDone = ignore_measurement,
 ) -> RunRecord:
     """Send ``warmup``, which is not recorded, empty the prefix cache where ``flush`` and the server allow it, then send
     ``workload``. Raises ``ConfigError`` for a workload that the API cannot carry."""
     target.api.check(workload)
-    with contextlib.closing(wires_of(client)) as wires:
-        send = HttpSender(wires, target.api)
+    with contextlib.closing(pool_of(client)) as pool:
+        send = HttpSender(pool, target.api)
         if warmup is not None:
             await run_load(warmup, send)
         if flush:

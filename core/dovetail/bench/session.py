@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.bench.arrivals import with_arrivals
-from dovetail.bench.book import OnDone, nobody
+from dovetail.bench.call_tracker import OnDone, ignore_measurement
 from dovetail.bench.client.http import open_client
 from dovetail.bench.client.target import ApiName, find_target
 from dovetail.bench.metrics import SLO
@@ -19,7 +19,7 @@ from dovetail.bench.report import BenchReport, Point
 from dovetail.bench.serve import measure_server
 from dovetail.bench.specs import ArrivalSpec, WorkloadSpec
 from dovetail.bench.sweep import at_rate, highest_rate, point_of, sweep
-from dovetail.bench.workloads import Vocabulary, lasting, make_workload, repeated
+from dovetail.bench.workloads import PromptVocabulary, lasting, make_workload, repeated
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is asked, and when. ``warmup`` calls of another seed go before, unrecorded."""
+class LoadPlan:
+    """What is plan, and when. ``warmup`` calls of another seed go before, unrecorded."""
 
     spec: WorkloadSpec
     arrivals: ArrivalSpec | None = None
@@ -37,7 +37,7 @@ class Asked:
     slo: SLO | None = None
     share: float = 0.9
 
-    def workloads(self, vocabulary: Vocabulary | None) -> tuple[Workload, Workload | None]:
+    def workloads(self, vocabulary: PromptVocabulary | None) -> tuple[Workload, Workload | None]:
         """What is measured, and its warm-up."""
         workload = make_workload(self.spec, self.seed, vocabulary, self.arrivals)
         if not self.warmup:
@@ -46,7 +46,7 @@ class Asked:
         calls = tuple(call.model_copy(update={"arrival": 0.0}) for call in other.calls[: self.warmup])
         return workload, other.model_copy(update={"calls": calls})
 
-    def at_rate(self, vocabulary: Vocabulary | None, rate: float, seconds: float) -> Workload:
+    def at_rate(self, vocabulary: PromptVocabulary | None, rate: float, seconds: float) -> Workload:
         """What arrives within ``seconds`` at ``rate``."""
         roots = max(math.ceil(rate * seconds), 1)
         made = repeated(make_workload(lasting(self.spec, roots), self.seed, vocabulary), roots)
@@ -89,7 +89,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class ServerAccess:
     """The server, and how it is called. ``timeout`` seconds without a byte fail a call; ``flush`` empties its prefix cache before
     each run, where its API can say so."""
 
@@ -107,38 +107,43 @@ OnRun = Callable[[Workload, float | None], OnDone]
 
 
 async def bench_server(
-    reached: Reached, asked: Asked, rates: Rates | None = None, on_run: OnRun = lambda workload, rate: nobody
+    access: ServerAccess,
+    plan: LoadPlan,
+    rates: Rates | None = None,
+    on_run: OnRun = lambda workload, rate: ignore_measurement,
 ) -> BenchReport:
     """Measure a server. Raises ``ConfigError`` for settings that do not go together."""
     rates = rates or Rates()
-    if rates.find and asked.slo is None:
+    if rates.find and plan.slo is None:
         raise ConfigError("the highest rate is looked for by an SLO; give --goodput, as in --goodput ttft:200 tpot:20")
-    async with open_client(reached.url, reached.timeout, reached.api_key) as client:
-        target = await find_target(client, reached.api, reached.model, reached.tokenizer)
-        workload, warmup = asked.workloads(target.vocabulary)
+    async with open_client(access.url, access.timeout, access.api_key) as client:
+        target = await find_target(client, access.api, access.model, access.tokenizer)
+        workload, warmup = plan.workloads(target.vocabulary)
         left = [warmup]
 
         async def measure(load: Workload, rate: float | None) -> RunRecord:
             first = left.pop() if left else None
-            return await measure_server(client, target, load, first, flush=reached.flush, on_done=on_run(load, rate))
+            return await measure_server(client, target, load, first, flush=access.flush, on_done=on_run(load, rate))
 
         async def at(rate: float) -> RunRecord:
-            return await measure(asked.at_rate(target.vocabulary, rate, rates.seconds), rate)
+            return await measure(plan.at_rate(target.vocabulary, rate, rates.seconds), rate)
 
-        title = f"{target.name} at {reached.url}"
+        title = f"{target.name} at {access.url}"
         if rates.find:
-            assert asked.slo is not None
-            best, points = await highest_rate(at, asked.slo, asked.share, rates.start, rates.tolerance)
-            return asked.report(workload, title, points, searched=True, best_rate=best)
+            assert plan.slo is not None
+            best, points = await highest_rate(at, plan.slo, plan.share, rates.start, rates.tolerance)
+            return plan.report(workload, title, points, searched=True, best_rate=best)
         if rates.rates:
-            points = await sweep(at, rates.rates, asked.slo, asked.share)
+            points = await sweep(at, rates.rates, plan.slo, plan.share)
         else:
-            rate = getattr(asked.arrivals, "rate", None)
-            points = [point_of(rate, await measure(workload, rate), asked.slo, asked.share)]
-        return asked.report(workload, title, points)
+            rate = getattr(plan.arrivals, "rate", None)
+            points = [point_of(rate, await measure(workload, rate), plan.slo, plan.share)]
+        return plan.report(workload, title, points)
 
 
-def bench_offline(config: Config, asked: Asked, on_run: OnRun = lambda workload, rate: nobody) -> BenchReport:
+def bench_offline(
+    config: Config, plan: LoadPlan, on_run: OnRun = lambda workload, rate: ignore_measurement
+) -> BenchReport:
     """Measure the engine in this process."""
     from dovetail.bench.offline import measure_offline
     from dovetail.llm import LLM
@@ -147,15 +152,15 @@ def bench_offline(config: Config, asked: Asked, on_run: OnRun = lambda workload,
     llm = LLM(config)
     startup = time.perf_counter() - started
     try:
-        vocabulary = Vocabulary.of(llm.tokenizer) if llm.tokenizer is not None else None
+        vocabulary = PromptVocabulary.of(llm.tokenizer) if llm.tokenizer is not None else None
         if vocabulary is None:
             info = llm.resolved.model_info
-            vocabulary = Vocabulary.of_size(info.vocab_size, info.eos_token_ids)
-        workload, warmup = asked.workloads(vocabulary)
-        rate = getattr(asked.arrivals, "rate", None)
+            vocabulary = PromptVocabulary.of_size(info.vocab_size, info.eos_token_ids)
+        workload, warmup = plan.workloads(vocabulary)
+        rate = getattr(plan.arrivals, "rate", None)
         watch = on_run(workload, rate)
         record = measure_offline(llm, workload, warmup, startup_seconds=startup, on_done=watch)
     finally:
         llm.close()
-    point = point_of(rate, record, asked.slo, asked.share)
-    return asked.report(workload, f"{config.model.name}, offline", [point], startup_seconds=startup)
+    point = point_of(rate, record, plan.slo, plan.share)
+    return plan.report(workload, f"{config.model.name}, offline", [point], startup_seconds=startup)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dovetail.bench.parting import first_difference
+from dovetail.bench.divergence import first_difference
 from dovetail.bench.prompts import encoded, first_prompt
 from dovetail.errors import ConfigError
 from dovetail.llm import LLM, Output
@@ -15,7 +15,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail.types import Acceptance
 
 if TYPE_CHECKING:
-    from dovetail.bench.records import Call
+    from dovetail.bench.records import LoadCall
     from dovetail.config import Config
 
 
@@ -30,7 +30,7 @@ class SpecRow:
     ``acceptance_length`` is the number of tokens that a request got of a step with drafts, ``tokens_per_step`` of any decode
     step; ``acceptance_rate`` the accepted share of the drafts. ``draft_share`` is the part of the time that was spent in the
     drafter. ``same_outputs`` are the prompts whose outputs are those of the first method, whose ``speedup`` is 1. Of the others, greedy ones,
-    ``parting`` is the largest difference, in nats, between the two tokens at which an output and that of the first method part: where
+    ``divergence`` is the largest difference, in nats, between the two tokens at which an output and that of the first method part: where
     it is that of rounding, they are equally likely. None: none parts, or the two cannot be compared.
     """
 
@@ -49,12 +49,12 @@ class SpecRow:
     draft_share: float
     drafter_errors: int
     same_outputs: int
-    parting: float | None = None
+    divergence: float | None = None
 
 
 def measure_methods(
     configs: Mapping[str, Config],
-    workloads: Mapping[str, Sequence[Call]],
+    workloads: Mapping[str, Sequence[LoadCall]],
     params: SamplingParams,
     batch: int,
     rounds: int = 1,
@@ -72,12 +72,12 @@ def measure_methods(
                 runs = [_run(llm, method, workload, texts, params, batch) for _ in range(rounds)]
                 outputs, row = max(runs, key=lambda run: run[1].tokens_per_second)
                 reference, speed = first.setdefault(workload, (outputs, row.tokens_per_second))
-                yield _compared(row, outputs, reference, speed, largest_parting(llm, params, outputs, reference))
+                yield _compared(row, outputs, reference, speed, largest_divergence(llm, params, outputs, reference))
         finally:
             llm.close()
 
 
-def _encoded(llm: LLM, call: Call) -> list[int]:
+def _encoded(llm: LLM, call: LoadCall) -> list[int]:
     if call.token_ids is not None:
         return list(call.token_ids)
     if llm.tokenizer is None:
@@ -120,13 +120,13 @@ def _run(
 
 
 def _compared(
-    row: SpecRow, outputs: Sequence[Output], reference: Sequence[Output], speed: float, parting: float | None
+    row: SpecRow, outputs: Sequence[Output], reference: Sequence[Output], speed: float, divergence: float | None
 ) -> SpecRow:
     same = sum(a.token_ids == b.token_ids for a, b in zip(outputs, reference, strict=True))
-    return replace(row, same_outputs=same, speedup=row.tokens_per_second / speed, parting=parting)
+    return replace(row, same_outputs=same, speedup=row.tokens_per_second / speed, divergence=divergence)
 
 
-def largest_parting(
+def largest_divergence(
     llm: LLM, params: SamplingParams, outputs: Sequence[Output], reference: Sequence[Output]
 ) -> float | None:
     """The largest difference between the log-probabilities (nats, by the forward pass of ``llm``) of the two tokens at which an output
@@ -135,12 +135,12 @@ def largest_parting(
     if not params.greedy:
         return None
     pairs = zip(outputs, reference, strict=True)
-    found = [_parting(llm, a, b) for a, b in pairs if a.token_ids != b.token_ids]
+    found = [_divergence(llm, a, b) for a, b in pairs if a.token_ids != b.token_ids]
     known = [each for each in found if each is not None]
     return max(known) if known and len(known) == len(found) else None
 
 
-def _parting(llm: LLM, ours: Output, theirs: Output) -> float | None:
+def _divergence(llm: LLM, ours: Output, theirs: Output) -> float | None:
     at = first_difference(ours.token_ids, theirs.token_ids)
     if at is None or at >= min(len(ours.token_ids), len(theirs.token_ids)):
         return None

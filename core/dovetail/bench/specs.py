@@ -147,7 +147,7 @@ class Gamma(Data):
     burstiness: float = Field(default=1.0, gt=0)
 
 
-class Trace(Data):
+class ArrivalTrace(Data):
     """Offsets in seconds, ascending, one for each call without a parent: given here, or one a line of a ``file``. They are
     repeated, shifted, where there are more calls. ``speed`` 2 is twice as fast."""
 
@@ -157,7 +157,7 @@ class Trace(Data):
     speed: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
-    def _one_source(self) -> Trace:
+    def _one_source(self) -> ArrivalTrace:
         if (self.offsets is None) == (self.file is None):
             raise ValueError("a trace has offsets or a file; give one of them")
         return self
@@ -169,7 +169,9 @@ class AsGiven(Data):
     kind: Literal["as_given"] = "as_given"
 
 
-ArrivalSpec = Annotated[AllAtOnce | FixedConcurrency | Poisson | Gamma | Trace | AsGiven, Field(discriminator="kind")]
+ArrivalSpec = Annotated[
+    AllAtOnce | FixedConcurrency | Poisson | Gamma | ArrivalTrace | AsGiven, Field(discriminator="kind")
+]
 
 _WORKLOADS: TypeAdapter[Any] = TypeAdapter(WorkloadSpec)
 _ARRIVALS: TypeAdapter[Any] = TypeAdapter(ArrivalSpec)

@@ -81,15 +81,15 @@ def _measured(experiment: Experiment, view: View) -> Finished:
 
 def _workload(arm: Arm, spec: str, arrivals: str | None, seed: int) -> Workload:
     from dovetail.bench.specs import parse_arrivals, parse_workload
-    from dovetail.bench.workloads import Vocabulary, make_workload
+    from dovetail.bench.workloads import PromptVocabulary, make_workload
     from dovetail.tokenizer import load_tokenizer
 
     resolved = arm.resolved
     has_tokenizer = arm.config.model.tokenizer or (resolved.model_dir / "tokenizer.json").is_file()
     vocabulary = (
-        Vocabulary.of(load_tokenizer(arm.config))
+        PromptVocabulary.of(load_tokenizer(arm.config))
         if has_tokenizer
-        else Vocabulary.of_size(resolved.model_info.vocab_size, resolved.model_info.eos_token_ids)
+        else PromptVocabulary.of_size(resolved.model_info.vocab_size, resolved.model_info.eos_token_ids)
     )
     when = parse_arrivals(arrivals) if arrivals else None
     return make_workload(parse_workload(spec), seed, vocabulary, when)

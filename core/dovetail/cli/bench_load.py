@@ -16,7 +16,7 @@ from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
     from dovetail.bench.report import BenchReport
-    from dovetail.bench.session import Asked, Rates, Reached
+    from dovetail.bench.session import LoadPlan, Rates, ServerAccess
     from dovetail.bench.specs import ArrivalSpec
     from dovetail.config import Config
 
@@ -60,7 +60,7 @@ HtmlOption = Annotated[Path | None, typer.Option(help="Write a page with plots, 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is measured and what is asked, when, how often; what becomes of the report."""
+    """What is measured and what is plan, when, how often; what becomes of the report."""
 
     more: MoreBounds = None
     files: FileOptions = None
@@ -78,24 +78,24 @@ class LoadOptions:
     html: HtmlOption = None
     as_json: Json = False
 
-    def asked(self) -> Asked:
+    def plan(self) -> LoadPlan:
         """The load. Raises ``ConfigError``, also where the report could not be written."""
         from dovetail.bench.metrics import parse_slo
-        from dovetail.bench.session import Asked
+        from dovetail.bench.session import LoadPlan
         from dovetail.bench.specs import parse_workload
 
         check_writable({"--save": self.save, "--html": self.html})
         bounds = [*(self.goodput or ()), *(self.more or ())]
         slo = parse_slo(bounds) if bounds else None
         when = _arrivals(self.arrivals, self.rate, self.concurrency)
-        return Asked(parse_workload(self.workload), when, self.seed, self.warmup, slo, self.share)
+        return LoadPlan(parse_workload(self.workload), when, self.seed, self.warmup, slo, self.share)
 
     def config(self) -> Config:
         """Of the engine, or of the server that is started."""
         return load(self.files, [*(self.sets or ()), *shortcuts({"model.path": self.model})])[0]
 
     def show(self, report: BenchReport) -> None:
-        """Write it where that was asked for, and print it. Exit status 1 if it has failed."""
+        """Write it where that was plan for, and print it. Exit status 1 if it has failed."""
         from dovetail.bench.records import write_json
         from dovetail.cli.bench_tables import print_report
 
@@ -144,9 +144,9 @@ def serve(
 ) -> None:
     """A server under load: latencies, throughput, goodput. Calls are sent when they are due, however slow the answers are.
     Exit status 1 if no call succeeded, or no rate met the SLO."""
-    from dovetail.bench.session import Rates, Reached
+    from dovetail.bench.session import Rates, ServerAccess
 
-    asked, rate = load_options.asked(), load_options.rate
+    plan, rate = load_options.plan(), load_options.rate
     if sweep is not None and (find_rate or rate is not None):
         raise ConfigError("--sweep says itself which rates are measured; leave out --rate and --find-rate, or --sweep")
     rates = Rates(_rates(sweep), find_rate, rate or 1.0, tolerance, seconds)
@@ -156,15 +156,15 @@ def serve(
         )
     key = api_key if api == "openai" else None
 
-    def reached(address: str) -> Reached:
-        return Reached(address, _api(api), served_model, tokenizer, key, timeout, flush)
+    def access(address: str) -> ServerAccess:
+        return ServerAccess(address, _api(api), served_model, tokenizer, key, timeout, flush)
 
-    report = _serve(reached(url), asked, rates) if url is not None else None
+    report = _serve(access(url), plan, rates) if url is not None else None
     if report is None:
         from dovetail.bench.own_server import own_server
 
         with own_server(load_options.config()) as server:
-            report = _serve(reached(server.url), asked, rates)
+            report = _serve(access(server.url), plan, rates)
             started, peak = server.startup_seconds, server.peak_memory()
         report = report.of_own_server(started, peak)
     load_options.show(report)
@@ -173,22 +173,22 @@ def serve(
 @spread
 def offline(load_options: LoadOptions) -> None:
     """The engine in this process, without a server: tokens per second. All calls are there at once, unless said otherwise."""
-    asked, config = load_options.asked(), load_options.config()
+    plan, config = load_options.plan(), load_options.config()
     from dovetail.bench.session import bench_offline
     from dovetail.cli.bench_tables import watching
 
     with watching() as on_run:
-        report = bench_offline(config, asked, on_run)
+        report = bench_offline(config, plan, on_run)
     load_options.show(report)
 
 
-def _serve(reached: Reached, asked: Asked, rates: Rates) -> BenchReport:
+def _serve(access: ServerAccess, plan: LoadPlan, rates: Rates) -> BenchReport:
     from dovetail.bench.serve import run
     from dovetail.bench.session import bench_server
     from dovetail.cli.bench_tables import watching
 
     with watching() as on_run:
-        return run(bench_server(reached, asked, rates, on_run))
+        return run(bench_server(access, plan, rates, on_run))
 
 
 def _arrivals(text: str | None, rate: float | None, concurrency: int | None) -> ArrivalSpec | None:

@@ -12,7 +12,7 @@ import typer
 from dovetail.cli.sources import FileOptions, Json, Model, Sets, load, shortcuts
 
 if TYPE_CHECKING:
-    from dovetail.bench.records import Call
+    from dovetail.bench.records import LoadCall
     from dovetail.bench.spec import SpecRow
     from dovetail.config import Config
 
@@ -63,7 +63,7 @@ def spec(
         _print(rows)
 
 
-def _workloads(topics: list[str], file: Path | None, count: int, seed: int) -> dict[str, tuple[Call, ...]]:
+def _workloads(topics: list[str], file: Path | None, count: int, seed: int) -> dict[str, tuple[LoadCall, ...]]:
     from dovetail.bench.specs import TOPICS, JsonlSpec, parse_workload
     from dovetail.bench.workloads import make_workload
     from dovetail.errors import ConfigError
@@ -116,9 +116,9 @@ def _print(rows: list[SpecRow]) -> None:
             f"{row.same_outputs}/{row.prompts}",
         )
     console().print(grid)
-    parted = [row.parting for row in rows if row.same_outputs < row.prompts]
-    known = [each for each in parted if each is not None]
-    if known and len(known) == len(parted):
+    diverged = [row.divergence for row in rows if row.same_outputs < row.prompts]
+    known = [each for each in diverged if each is not None]
+    if known and len(known) == len(diverged):
         console().print(f"where outputs part, the two tokens differ by {max(known):.2g} nats at most")
     failed = {row.method: sum(r.drafter_errors for r in rows if r.method == row.method) for row in rows}
     for method, errors in failed.items():

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dovetail.cli.tables import add, console, facts, table
 
 if TYPE_CHECKING:
-    from dovetail.bench.book import OnDone
-    from dovetail.bench.metrics import Distribution
+    from dovetail.bench.call_tracker import OnDone
+    from dovetail.bench.metrics import SampleSummary
     from dovetail.bench.records import ClientLag, Measurement, Workload
     from dovetail.bench.report import BenchReport, Point
     from dovetail.bench.session import OnRun
@@ -83,7 +83,7 @@ def _print_run(report: BenchReport, point: Point, out: Console) -> None:
     out.print(grid)
 
 
-def _five(values: Distribution | None) -> list[str]:
+def _five(values: SampleSummary | None) -> list[str]:
     keys = ("mean", "p50", "p90", "p99", "max")
     return ["-" if values is None else _ms(getattr(values, key)) for key in keys]
 
@@ -110,7 +110,7 @@ def _print_runs(report: BenchReport, out: Console) -> None:
     out.print(grid)
 
 
-def _two(values: Distribution | None) -> list[str]:
+def _two(values: SampleSummary | None) -> list[str]:
     return ["-", "-"] if values is None else [_ms(values.p50), _ms(values.p99)]
 
 

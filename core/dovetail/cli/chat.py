@@ -14,7 +14,7 @@ from dovetail.cli.sources import FileOptions, Model, Sets, load, shortcuts
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dovetail.cli.chat_speakers import Message, Speaker
+    from dovetail.cli.chat_backends import ChatBackend, Message
     from dovetail.sampling_params import SamplingParams
 
 Url = Annotated[str | None, typer.Option(help="Talk to this server instead, as in http://127.0.0.1:30000.")]
@@ -42,58 +42,58 @@ def chat(
     from dovetail.sampling_params import SamplingParams
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    speaker = _remote(url, key, files, sets, model) if url else _local(files, sets, model)
+    backend = _remote(url, key, files, sets, model) if url else _local(files, sets, model)
     try:
         if sys.stdin.isatty():
-            _converse(speaker, params, system)
+            _run_interactive(backend, params, system)
         else:
-            _pipe(speaker, params, system)
+            _run_piped(backend, params, system)
     finally:
-        speaker.close()
+        backend.close()
 
 
-def _local(files: FileOptions, sets: Sets, model: Model) -> Speaker:
+def _local(files: FileOptions, sets: Sets, model: Model) -> ChatBackend:
     config, _ = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
-    from dovetail.cli.chat_speakers import Local
+    from dovetail.cli.chat_backends import LocalChatBackend
     from dovetail.llm import LLM
 
-    return Local(LLM(config), config.model.name)
+    return LocalChatBackend(LLM(config), config.model.name)
 
 
-def _remote(url: str, key: str | None, files: FileOptions, sets: Sets, model: Model) -> Speaker:
+def _remote(url: str, key: str | None, files: FileOptions, sets: Sets, model: Model) -> ChatBackend:
     if files or sets or model:
         raise ConfigError(
             "--url names a running server, whose config is its own: leave out --config, --set and --model"
         )
-    from dovetail.cli.chat_speakers import Remote
+    from dovetail.cli.chat_backends import RemoteChatBackend
 
-    return Remote(url, key)
+    return RemoteChatBackend(url, key)
 
 
-def _pipe(speaker: Speaker, params: SamplingParams, system: str | None) -> None:
+def _run_piped(backend: ChatBackend, params: SamplingParams, system: str | None) -> None:
     """Text in, text out."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for line in iter(lambda: sys.stdin.readline().strip(), ""):
         messages.append({"role": "user", "content": line})
         parts: list[str] = []
-        for text in speaker.plain(messages, params):
+        for text in backend.plain(messages, params):
             typer.echo(text, nl=False)
             parts.append(text)
         typer.echo()
         messages.append({"role": "assistant", "content": "".join(parts)})
 
 
-def _converse(speaker: Speaker, params: SamplingParams, system: str | None) -> None:
+def _run_interactive(backend: ChatBackend, params: SamplingParams, system: str | None) -> None:
     """With someone at the terminal."""
-    from dovetail.cli.chat_speakers import Settings
-    from dovetail.cli.chat_talk import Talk
-    from dovetail.cli.chat_view import View
+    from dovetail.cli.chat_backends import ChatSettings
+    from dovetail.cli.chat_session import ChatSession
+    from dovetail.cli.chat_view import ChatView
 
-    view = View()
-    view.note(f"talking to {speaker.name}; /help for more, Ctrl-D to end")
-    talk = Talk(speaker, Settings(params), system, view, input)
+    view = ChatView()
+    view.note(f"talking to {backend.name}; /help for more, Ctrl-D to end")
+    session = ChatSession(backend, ChatSettings(params), system, view, input)
     for text in _inputs(view.note):
-        if not talk.say(text):
+        if not session.handle(text):
             return
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from dovetail.cli.tables import add, table
 
 if TYPE_CHECKING:
-    from dovetail.cli.chat_speakers import Answer
+    from dovetail.cli.chat_backends import ChatAnswer
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -24,7 +24,7 @@ def safe(text: str) -> str:
     )
 
 
-class View:
+class ChatView:
     """What is shown between two inputs."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class View:
                 content = content.lstrip("\n")
             self._write(content, "")
 
-    def end(self, answer: Answer, stopped: bool) -> None:
+    def end(self, answer: ChatAnswer, stopped: bool) -> None:
         """What stands below an answer."""
         self.out.print()
         for call in answer.calls:
@@ -79,7 +79,7 @@ class View:
         self.out.file.flush()
 
 
-def figures(answer: Answer, stopped: bool = False) -> Text:
+def figures(answer: ChatAnswer, stopped: bool = False) -> Text:
     """One line: tokens of the prompt, those of them that the cache held, output, times, speed, and why it ended."""
     line: list[tuple[str, str]] = []
     if answer.prompt is not None:

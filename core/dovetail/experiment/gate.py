@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from dovetail.bench.parting import first_difference
+from dovetail.bench.divergence import first_difference
 from dovetail.experiment.likeness import Likeness, likeness, logprob_in
 from dovetail.experiment.result import Divergence, Gate
 from dovetail.experiment.trace import Answer, Forced

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dovetail.bench.offline import params_of
-from dovetail.bench.prompts import Prompt, encoded, first_prompt, next_prompt
-from dovetail.bench.records import Call, Workload
+from dovetail.bench.prompts import CallPrompt, encoded, first_prompt, next_prompt
+from dovetail.bench.records import LoadCall, Workload
 from dovetail.errors import ConfigError
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import FinishKind, TokenLogprob
@@ -49,15 +49,15 @@ class Forced(msgspec.Struct, frozen=True):
 class _Turn:
     """A call whose prompt is known."""
 
-    call: Call
-    prompt: Prompt
+    call: LoadCall
+    prompt: CallPrompt
 
 
 def record(llm: LLM, workload: Workload, compared: frozenset[str]) -> list[Answer]:
     """Greedy answers to every call, in the workload's order; those ``compared`` with log-probabilities. Calls of one depth run
     together, those that go on with an answer after it. Raises ``RequestError`` where the engine refuses one."""
     answers: dict[str, Answer] = {}
-    prompts: dict[str, Prompt] = {}
+    prompts: dict[str, CallPrompt] = {}
     for generation in _generations(workload):
         turns = [_Turn(call, _prompt(call, prompts, answers)) for call in generation]
         prompts |= {turn.call.id: turn.prompt for turn in turns}
@@ -69,7 +69,9 @@ def record(llm: LLM, workload: Workload, compared: frozenset[str]) -> list[Answe
     return [answers[call.id] for call in workload.calls]
 
 
-def answer(llm: LLM, calls: Sequence[Call], prompts: Sequence[list[int]], *, backwards: bool = False) -> list[Answer]:
+def answer(
+    llm: LLM, calls: Sequence[LoadCall], prompts: Sequence[list[int]], *, backwards: bool = False
+) -> list[Answer]:
     """Greedy answers to known prompts, with log-probabilities. ``backwards`` hands them in in the opposite order: other requests
     then share a step, and what the outputs differ by is the arm's own noise."""
     order = range(len(calls))[:: -1 if backwards else 1]
@@ -109,13 +111,13 @@ def warm_up(trace: Workload, count: int) -> Workload:
     return Workload(name="warm-up", calls=tuple(calls))
 
 
-def greedy(call: Call, *, logprobs: bool) -> SamplingParams:
+def greedy(call: LoadCall, *, logprobs: bool) -> SamplingParams:
     """How a call is answered where outputs are compared: the most likely token each time, whatever the call asks for."""
     params = params_of(call)
     return replace(params, temperature=0.0, top_p=1.0, top_k=0, logprobs=TOP if logprobs else None)
 
 
-def _generations(workload: Workload) -> Iterator[list[Call]]:
+def _generations(workload: Workload) -> Iterator[list[LoadCall]]:
     """Calls that continue nothing, then those that continue these, and so on."""
     depth: dict[str, int] = {}
     for call in workload.calls:
@@ -124,14 +126,14 @@ def _generations(workload: Workload) -> Iterator[list[Call]]:
         yield [call for call in workload.calls if depth[call.id] == level]
 
 
-def _prompt(call: Call, prompts: dict[str, Prompt], answers: dict[str, Answer]) -> Prompt:
+def _prompt(call: LoadCall, prompts: dict[str, CallPrompt], answers: dict[str, Answer]) -> CallPrompt:
     if not call.continues or call.parent is None:
         return first_prompt(call)
     before = answers[call.parent]
     return next_prompt(call, prompts[call.parent], before.text, before.token_ids)
 
 
-def _ids(llm: LLM, prompt: Prompt) -> list[int]:
+def _ids(llm: LLM, prompt: CallPrompt) -> list[int]:
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
     if llm.tokenizer is None:
@@ -141,12 +143,12 @@ def _ids(llm: LLM, prompt: Prompt) -> list[int]:
     return encoded(prompt, llm.tokenizer)
 
 
-def _answer(call: Call, output: Output) -> Answer:
+def _answer(call: LoadCall, output: Output) -> Answer:
     ended = output.finish is not None and output.finish.kind is FinishKind.STOP
     return Answer(call.id, output.prompt_ids, output.token_ids, output.text, ended, output.logprobs)
 
 
-def _frozen(call: Call, given: Answer) -> Call:
+def _frozen(call: LoadCall, given: Answer) -> LoadCall:
     update: dict[str, object] = {
         "token_ids": tuple(given.prompt_ids),
         "text": None,

@@ -29,7 +29,7 @@ from dovetail.lang.ir import (
     Image,
     RoleBegin,
     RoleEnd,
-    Sampling,
+    SamplingOptions,
     Select,
     SeparateReasoning,
     joined,
@@ -80,7 +80,7 @@ def gen(
         raise ValueError(f"stop_regex is {stop_regex!r:.80}; give stop=[...] or constrain the output with regex=")
     if choices is not None:
         return select(name, choices, choices_method=choices_method)
-    sampling = Sampling.of(
+    sampling = SamplingOptions.of(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,

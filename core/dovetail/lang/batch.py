@@ -15,7 +15,7 @@ from dovetail.lang.tracing import trace
 
 if TYPE_CHECKING:
     from dovetail.lang.backends.base import Backend
-    from dovetail.lang.ir import Sampling
+    from dovetail.lang.ir import SamplingOptions
     from dovetail.lang.program import Function
 
 MOST_THREADS = 128
@@ -28,7 +28,7 @@ def run_batch(
     backend: Backend,
     num_threads: int | str,
     progress_bar: bool,
-    sampling: Sampling,
+    sampling: SamplingOptions,
     traced: bool,
 ) -> Iterator[ProgramState]:
     """The states of the rows, in their order, as they come."""
@@ -90,7 +90,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _one(
-    program: Function, row: inspect.BoundArguments, backend: Backend, sampling: Sampling, traced: bool
+    program: Function, row: inspect.BoundArguments, backend: Backend, sampling: SamplingOptions, traced: bool
 ) -> ProgramState:
     state = ProgramState(backend, sampling)
     program.guarded(state, row, traced)

@@ -9,24 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 from dovetail.errors import ProgramError, RequestError
-from dovetail.lang.backends.base import Backend, Generated, Hints
+from dovetail.lang.backends.base import Backend, Generated, ReuseHints
 from dovetail.lang.conversation import Conversation
-from dovetail.lang.face import GATHER, State
 from dovetail.lang.ir import (
     Assign,
     Expr,
+    ExprSeq,
     Gen,
     Image,
     Join,
     Ref,
     RoleBegin,
     RoleEnd,
-    Sampling,
+    SamplingOptions,
     ScopeBegin,
     ScopeEnd,
     Select,
     SeparateReasoning,
-    Seq,
     Text,
     calls_of,
     leaves,
@@ -34,19 +33,22 @@ from dovetail.lang.ir import (
     reasoning_name,
 )
 from dovetail.lang.reasoning import split_reasoning
+from dovetail.lang.state_interface import GATHER, State
 
 
 class Interpreter:
     """The values of a state, and what each kind of part does to them. One thread at a time carries out; others read, holding
     ``changed``. After an error every further part is left out."""
 
-    def __init__(self, backend: Backend, defaults: Sampling, changed: threading.Condition, streaming: bool) -> None:
+    def __init__(
+        self, backend: Backend, defaults: SamplingOptions, changed: threading.Condition, streaming: bool
+    ) -> None:
         self.backend = backend
         self.conversation = Conversation()
         self.values: dict[str, Any] = {}
         self.metas: dict[str, Any] = {}
         self.error: ProgramError | None = None
-        self.hints = Hints()
+        self.hints = ReuseHints()
         self.log: list[str] = []
         self.logs: dict[str, list[str]] = {}
         self._logged = ""
@@ -56,7 +58,7 @@ class Interpreter:
         self._streaming = streaming
         self._scopes: list[tuple[str, int]] = []  # open scopes, and how long the text was where they began
 
-    def take_over(self, other: Interpreter) -> None:
+    def start_from(self, other: Interpreter) -> None:
         """Begin where ``other`` stands."""
         self.conversation = other.conversation
         self.values, self.metas = dict(other.values), dict(other.metas)
@@ -80,7 +82,7 @@ class Interpreter:
         if self.error is not None:
             raise ProgramError(*self.error.args) from self.error.__cause__
 
-    def carry_out(self, expr: Expr, line: str) -> None:
+    def execute(self, expr: Expr, line: str) -> None:
         """Carry ``expr`` out, unless something before it has failed. An error is kept; only Ctrl-C is raised as well."""
         if self.error is not None:
             return
@@ -129,8 +131,8 @@ class Interpreter:
                 assert opened == name, "scopes are context managers, which end in turn"
                 self._set(name, self.text()[at:])
             case Join(forks, mode):
-                self._take_back(forks, mode)
-            case Seq(parts):
+                self._join_forks(forks, mode)
+            case ExprSeq(parts):
                 for each in parts:
                     self._part(each)
             case _:
@@ -155,9 +157,9 @@ class Interpreter:
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _next_hints(self) -> Hints:
+    def _next_hints(self) -> ReuseHints:
         """The hints of this call; a group is for the first call only."""
-        hints, self.hints = self.hints, Hints(session=self.hints.session)
+        hints, self.hints = self.hints, ReuseHints(session=self.hints.session)
         return hints
 
     def _generate(self, part: Gen) -> None:
@@ -170,14 +172,14 @@ class Interpreter:
     def _outputs(self, part: Gen) -> list[Generated]:
         sampling = part.sampling.over(self._defaults)
         if sampling.max_tokens == 0 and sampling.return_logprob:
-            return self._what_would_follow(sampling)
+            return self._next_token_logprobs(sampling)
         if self._streaming:
-            return self.backend.generate(self.conversation, sampling, self._next_hints(), self._hearer(part.name))
+            return self.backend.generate(self.conversation, sampling, self._next_hints(), self._piece_logger(part.name))
         outputs = self.backend.generate(self.conversation, sampling, self._next_hints())
-        self._hear(part.name, outputs[0].text)
+        self._log_piece(part.name, outputs[0].text)
         return outputs
 
-    def _what_would_follow(self, sampling: Sampling) -> list[Generated]:
+    def _next_token_logprobs(self, sampling: SamplingOptions) -> list[Generated]:
         """No text, and the log-probabilities of its first token: a call of no tokens that asks for them."""
         outputs = self.backend.generate(self.conversation, replace(sampling, max_tokens=1), self._next_hints())
         return [replace(output, text="") for output in outputs]
@@ -194,7 +196,7 @@ class Interpreter:
             "output_token_logprobs": [[] for _ in scored],
             "scores": list(decision.scores),
         }
-        self._hear(part.name, choices[decision.index])
+        self._log_piece(part.name, choices[decision.index])
         self._set(part.name, choices[decision.index], {**meta, **details, **decision.details})
 
     def _separate(self, part: SeparateReasoning) -> None:
@@ -207,13 +209,13 @@ class Interpreter:
             output = self.backend.generate(self.conversation, sampling, self._next_hints())[0]
             reasoning, answer = split_reasoning(output.text, part.begin, part.end, opened)
             self._plus(answer)
-            self._hear(inner.name, answer)
+            self._log_piece(inner.name, answer)
             if inner.name is not None:
-                self._hear(reasoning_name(inner.name), reasoning)
+                self._log_piece(reasoning_name(inner.name), reasoning)
                 self._set(reasoning_name(inner.name), reasoning, output.meta)
             self._set(inner.name, answer, output.meta)
 
-    def _take_back(self, forks: Sequence[Any], mode: str) -> None:
+    def _join_forks(self, forks: Sequence[Any], mode: str) -> None:
         if mode == GATHER:
             own, found = set(self.values), dict[str, list[Any]]()
             for fork in forks:
@@ -231,21 +233,21 @@ class Interpreter:
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
-    def _hear(self, name: str | None, text: str) -> None:
+    def _log_piece(self, name: str | None, text: str) -> None:
         if name is not None:
             self.logs.setdefault(name, []).append(text)
 
-    def _hearer(self, name: str | None) -> Any:
+    def _piece_logger(self, name: str | None) -> Any:
         own = self.logs.setdefault(name, []) if name is not None else []
 
-        def hear(piece: str) -> None:
+        def log_piece(piece: str) -> None:
             with self._changed:
                 own.append(piece)
                 self.log.append(piece)
                 self._logged += piece
                 self._changed.notify_all()
 
-        return hear
+        return log_piece
 
     def _log_text(self) -> None:
         """What has come goes to those who listen. Where the template now writes what they have heard differently, they hear
@@ -273,7 +275,7 @@ def failure(error: BaseException, line: str, what: str) -> ProgramError:
 def _named(expr: Expr) -> str:
     calls = calls_of(expr)
     if not calls:
-        return type(expr).__name__.lower() if not isinstance(expr, Seq) else "the prompt"
+        return type(expr).__name__.lower() if not isinstance(expr, ExprSeq) else "the prompt"
     return " and ".join(f"{type(call).__name__.lower()}({call.name!r})" for call in calls)
 
 

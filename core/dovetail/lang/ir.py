@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.lang.choices import ChoicesMethod
 
 if TYPE_CHECKING:
-    from dovetail.lang.face import State
+    from dovetail.lang.state_interface import State
 
 
 REGEX_INT = r"[+-]?[0-9]{1,18}"
@@ -40,7 +40,7 @@ class Text(Expr):
 
 
 @dataclass(frozen=True, slots=True)
-class Seq(Expr):
+class ExprSeq(Expr):
     """Expressions one after another."""
 
     parts: tuple[Expr, ...]
@@ -68,7 +68,7 @@ class Image(Expr):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingOptions:
     """How a call chooses its tokens; None leaves it to the run, and what the run leaves open to the backend.
 
     ``seed`` makes sampling reproducible. ``constraint`` is ``(kind, text)`` with the kinds ``regex`` and ``json_schema``.
@@ -96,7 +96,7 @@ class Sampling:
     @classmethod
     def of(
         cls, *, stop: str | Sequence[str] | None = None, stop_token_ids: Sequence[int] | None = None, **others: Any
-    ) -> Sampling:
+    ) -> SamplingOptions:
         """What a program gives: ``stop`` may be one string, both may be any sequence."""
         texts = (stop,) if isinstance(stop, str) else stop
         return cls(
@@ -105,7 +105,7 @@ class Sampling:
             **others,
         )
 
-    def over(self, defaults: Sampling) -> Sampling:
+    def over(self, defaults: SamplingOptions) -> SamplingOptions:
         """These values, and those of ``defaults`` where there are none."""
         missing = {f.name: getattr(defaults, f.name) for f in fields(self) if getattr(self, f.name) is None}
         return replace(self, **missing)
@@ -120,7 +120,7 @@ class Gen(Expr):
     """A generation; its text becomes the variable ``name``."""
 
     name: str | None
-    sampling: Sampling
+    sampling: SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +190,8 @@ def joined(*parts: object) -> Expr:
     """One expression of texts and expressions, flat. Raises ``TypeError``."""
     flat: list[Expr] = []
     for part in map(expression, parts):
-        flat += part.parts if isinstance(part, Seq) else (part,)
-    return flat[0] if len(flat) == 1 else Seq(tuple(flat))
+        flat += part.parts if isinstance(part, ExprSeq) else (part,)
+    return flat[0] if len(flat) == 1 else ExprSeq(tuple(flat))
 
 
 def expression(part: object) -> Expr:
@@ -212,7 +212,7 @@ def expression(part: object) -> Expr:
 
 def leaves(expr: Expr) -> tuple[Expr, ...]:
     """The expressions of ``expr`` in their order."""
-    return expr.parts if isinstance(expr, Seq) else (expr,)
+    return expr.parts if isinstance(expr, ExprSeq) else (expr,)
 
 
 def waits(expr: Expr) -> bool:
@@ -227,7 +227,7 @@ def waits(expr: Expr) -> bool:
 def names_of(expr: Expr) -> list[str]:
     """The variables that ``expr`` sets, in their order."""
     match expr:
-        case Seq(parts):
+        case ExprSeq(parts):
             return [name for part in parts for name in names_of(part)]
         case SeparateReasoning(inner):
             return [each for name in names_of(inner) for each in (name, reasoning_name(name))]
@@ -239,7 +239,7 @@ def names_of(expr: Expr) -> list[str]:
 def calls_of(expr: Expr) -> list[Gen | Select]:
     """The calls of the model that ``expr`` makes, in their order."""
     match expr:
-        case Seq(parts):
+        case ExprSeq(parts):
             return [call for part in parts for call in calls_of(part)]
         case SeparateReasoning(inner):
             return calls_of(inner)

@@ -10,13 +10,13 @@ from typing import Any
 
 from dovetail.lang.batch import run_batch
 from dovetail.lang.defaults import backend_of
-from dovetail.lang.face import State, line_of
 from dovetail.lang.interpreter import failure
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 from dovetail.lang.replay import replay
 from dovetail.lang.state import ProgramState
+from dovetail.lang.state_interface import State, line_of
 from dovetail.lang.symbols import symbols
-from dovetail.lang.tracing import Trace, trace
+from dovetail.lang.tracing import ProgramTrace, trace
 
 
 class Function:
@@ -99,7 +99,7 @@ class Function:
         states = run_batch(self, rows, backend_of(backend), num_threads, progress_bar, sampling, traced)
         return states if generator_style else list(states)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Trace:
+    def trace(self, *args: Any, **kwargs: Any) -> ProgramTrace:
         """Write the program down without calling a model. Arguments that are not given are symbols."""
         kwargs.pop("backend", None)
         given = inspect.signature(self.func).bind_partial(None, *args, **{**self.bound, **kwargs})
@@ -113,7 +113,7 @@ class Function:
 
     def execute(self, state: ProgramState, arguments: inspect.BoundArguments, traced: bool) -> None:
         """Run on ``state`` and wait for its calls. Raises what the program raises."""
-        state.own()
+        state.set_owner()
         known = arguments.arguments
         plan = trace(self.func, dict(list(known.items())[1:])) if traced and _by_name(arguments) else None
         if plan is not None and plan.complete:
@@ -130,7 +130,7 @@ class Function:
         except BaseException as error:
             state.end(failure(error, line_of(error), f"program {self.__name__}"))
 
-    def _split(self, kwargs: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
+    def _split(self, kwargs: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
         """Settings, and the rest: a name that the program has as an argument is the program's."""
         own = {name: value for name, value in kwargs.items() if name in self.arg_names or name not in _SETTINGS}
         return sampling_of({name: value for name, value in kwargs.items() if name not in own}), own
@@ -145,16 +145,16 @@ class Function:
 
 _OWN_NAMES = {"max_tokens", "min_tokens", "constraint"}
 """Fields of ``Sampling`` that a call gives and a run does not, or not under this name."""
-_SETTINGS = frozenset({f.name for f in fields(Sampling)} - _OWN_NAMES | {"max_new_tokens"})
+_SETTINGS = frozenset({f.name for f in fields(SamplingOptions)} - _OWN_NAMES | {"max_new_tokens"})
 
 
-def sampling_of(settings: Mapping[str, Any]) -> Sampling:
+def sampling_of(settings: Mapping[str, Any]) -> SamplingOptions:
     """How calls choose tokens that do not say it themselves: the settings of ``Function``. Raises ``TypeError``."""
     unknown = sorted(settings.keys() - _SETTINGS)
     if unknown:
         raise TypeError(f"there is no setting {', '.join(unknown)}; there are {', '.join(sorted(_SETTINGS))}")
     given = {"max_new_tokens": 128, "temperature": 1.0, **settings}
-    return Sampling.of(max_tokens=given.pop("max_new_tokens"), **given)
+    return SamplingOptions.of(max_tokens=given.pop("max_new_tokens"), **given)
 
 
 def function(func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.lang.face import State
 from dovetail.lang.ir import calls_of
 from dovetail.lang.state import ProgramState
-from dovetail.lang.tracing import Appended, Trace, known, translated
+from dovetail.lang.state_interface import State
+from dovetail.lang.tracing import Appended, ProgramTrace, known, translated
 
 
-def replay(trace: Trace, root: ProgramState) -> Any:
+def replay(trace: ProgramTrace, root: ProgramState) -> Any:
     """Carry out a complete trace on ``root``; returns what the program's function would. The copies of a fork that call the
     model are known, so that exactly they are a group."""
     assert trace.complete, trace.stopped

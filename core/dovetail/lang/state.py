@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Self
 
 from dovetail.errors import ProgramError
-from dovetail.lang.backends.base import Backend, Hints
+from dovetail.lang.backends.base import Backend, ReuseHints
 from dovetail.lang.conversation import Conversation
-from dovetail.lang.face import State, program_line
 from dovetail.lang.interpreter import Interpreter
-from dovetail.lang.ir import Assign, Expr, Join, Sampling, waits
-from dovetail.lang.strand import Strand
+from dovetail.lang.ir import Assign, Expr, Join, SamplingOptions, waits
+from dovetail.lang.state_interface import State, program_line
+from dovetail.lang.task_queue import TaskQueue
 
 
 class ProgramState(State):
@@ -27,7 +27,7 @@ class ProgramState(State):
     def __init__(
         self,
         backend: Backend,
-        defaults: Sampling | None = None,
+        defaults: SamplingOptions | None = None,
         *,
         streaming: bool = False,
         threaded: bool = True,
@@ -35,11 +35,11 @@ class ProgramState(State):
     ) -> None:
         self.backend = backend
         self.ret_value: Any = None
-        self._defaults = defaults or Sampling()
+        self._defaults = defaults or SamplingOptions()
         self._threaded, self._streaming = threaded, streaming
-        self._strand = Strand(threaded)
-        self.interpreter = Interpreter(backend, self._defaults, self._strand.changed, streaming)
-        self.interpreter.hints = Hints(session=session)
+        self._queue = TaskQueue(threaded)
+        self.interpreter = Interpreter(backend, self._defaults, self._queue.changed, streaming)
+        self.interpreter.hints = ReuseHints(session=session)
         self._ended = not streaming
         self._owner = threading.get_ident()
         self._forked_from = Conversation()
@@ -53,9 +53,9 @@ class ProgramState(State):
     def append_at(self, expr: Expr, line: str) -> None:
         """Carry ``expr`` out, which is on that line of the program."""
         if isinstance(expr, Join):
-            expr = Join(tuple(map(_SoFar, expr.forks)), expr.mode)  # type: ignore[arg-type]
+            expr = Join(tuple(map(_ForkSnapshot, expr.forks)), expr.mode)  # type: ignore[arg-type]
         self.interpreter.expect(expr)
-        self._strand.submit(lambda: self.interpreter.carry_out(expr, line), quick=not waits(expr))
+        self._queue.submit(lambda: self.interpreter.execute(expr, line), quick=not waits(expr))
 
     def set_var(self, name: str, value: Any) -> None:
         """Give ``name`` a value, after what was appended before."""
@@ -66,18 +66,18 @@ class ProgramState(State):
 
     def fork_for(self, calling: Sequence[bool]) -> Sequence[Self]:
         """A copy for each entry, which says whether that copy will call the model: those that do are a group."""
-        self._strand.wait()
+        self._queue.wait()
         self.interpreter.raise_error()
         group = f"fork-{secrets.token_hex(8)}"
         children = [self._copy() for _ in calling]
         for child, calls in zip(children, calling, strict=True):
             if calls and sum(calling) > 1:
-                child.interpreter.hints = Hints(group, sum(calling))
+                child.interpreter.hints = ReuseHints(group, sum(calling))
         return children
 
     def _copy(self) -> Self:
         child = type(self)(self.backend, self._defaults, streaming=self._streaming, threaded=self._threaded)
-        child.interpreter.take_over(self.interpreter)
+        child.interpreter.start_from(self.interpreter)
         child._forked_from, child._ended = self.interpreter.conversation, True
         return child
 
@@ -124,8 +124,8 @@ class ProgramState(State):
 
     def sync(self) -> None:
         """Wait for all that was appended."""
-        with self._strand.changed:
-            self._strand.changed.wait_for(self._settled)
+        with self._queue.changed:
+            self._queue.changed.wait_for(self._settled)
 
     def error(self) -> ProgramError | None:
         """What has gone wrong, once all that was appended is done; None if nothing has."""
@@ -135,11 +135,11 @@ class ProgramState(State):
     def __contains__(self, name: object) -> bool:
         if name in self.interpreter.values or self.interpreter.pending[str(name)] > 0:
             return True
-        self._strand.wait()  # for a join, which may bring it
+        self._queue.wait()  # for a join, which may bring it
         return name in self.interpreter.values
 
     def __repr__(self) -> str:
-        with self._strand.changed:
+        with self._queue.changed:
             shown = ", ".join(f"{name}={value!r:.60}" for name, value in self.interpreter.values.items())
             what = "failed" if self.interpreter.error else "done" if self._settled() else "running"
         return f"<ProgramState {what}: {shown}>"
@@ -179,11 +179,11 @@ class ProgramState(State):
     def _pieces_from(self, at: int, name: str | None) -> list[str]:
         """What has come since the first ``at`` pieces, at least one; empty at the end."""
 
-        def come() -> bool:
+        def available() -> bool:
             return len(self._pieces(name)) > at or self._settled() or (name is not None and self.interpreter.has(name))
 
-        with self._strand.changed:
-            self._strand.changed.wait_for(come)
+        with self._queue.changed:
+            self._queue.changed.wait_for(available)
             return self._pieces(name)[at:]
 
     def _pieces(self, name: str | None) -> list[str]:
@@ -193,24 +193,24 @@ class ProgramState(State):
 
     def end(self, error: ProgramError | None = None) -> None:
         """The program's function has returned, or raised ``error``."""
-        with self._strand.changed:
+        with self._queue.changed:
             self._ended = True
             self.interpreter.error = self.interpreter.error or error
-            self._strand.changed.notify_all()
+            self._queue.changed.notify_all()
 
     def _settled(self) -> bool:
         """True if nothing more comes, as far as the calling thread can wait for it."""
         ended = self._ended or self.interpreter.error is not None or threading.get_ident() == self._owner
-        return self._strand.idle and ended
+        return self._queue.idle and ended
 
-    def own(self) -> None:
+    def set_owner(self) -> None:
         """The calling thread is the one that runs the program."""
         self._owner = threading.get_ident()
 
     def _wait_for(self, name: str) -> None:
         run = self.interpreter
-        with self._strand.changed:
-            self._strand.changed.wait_for(lambda: run.has(name) or self._settled())
+        with self._queue.changed:
+            self._queue.changed.wait_for(lambda: run.has(name) or self._settled())
             if run.has(name):
                 return
         run.raise_error()
@@ -218,12 +218,12 @@ class ProgramState(State):
         raise KeyError(f"there is no variable {name!r}; known: {known}")
 
 
-class _SoFar:
+class _ForkSnapshot:
     """What a fork has found by what was appended to it until now, for a join: later parts are not in it."""
 
     def __init__(self, fork: ProgramState) -> None:
-        self._fork, self._come = fork, threading.Event()
-        fork._strand.submit(self._look, quick=True)
+        self._fork, self._ready = fork, threading.Event()
+        fork._queue.submit(self._take_snapshot, quick=True)
 
     def values(self) -> dict[str, Any]:
         """All variables. Raises ``ProgramError`` where a part has failed."""
@@ -236,11 +236,11 @@ class _SoFar:
         return self._conversation.since(self._fork._forked_from)
 
     def _wait(self) -> None:
-        self._come.wait()
+        self._ready.wait()
         if self._failed:
             self._fork.interpreter.raise_error()
 
-    def _look(self) -> None:
+    def _take_snapshot(self) -> None:
         run = self._fork.interpreter
         self._values, self._conversation, self._failed = dict(run.values), run.conversation, run.error is not None
-        self._come.set()
+        self._ready.set()

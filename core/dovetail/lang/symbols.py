@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from dovetail.lang.face import program_line
 from dovetail.lang.ir import Arg, Expr, joined
+from dovetail.lang.state_interface import program_line
 
 
 class TraceStop(BaseException):
@@ -24,7 +24,7 @@ class Symbol:
 
     @property  # isinstance(symbol, str) asks for it
     def __class__(self) -> NoReturn:  # pyright: ignore
-        _wanted(self)
+        _stop_trace(self)
 
     def as_expr(self) -> Expr:
         """What is appended in its place."""
@@ -45,14 +45,14 @@ def _sum(made: Expr, other: object) -> Expr | Symbol:
     return Symbol(made) if type(other) in (str, Symbol) else made
 
 
-def _wanted(symbol: Symbol, *_: object) -> NoReturn:
+def _stop_trace(symbol: Symbol, *_: object) -> NoReturn:
     raise TraceStop(f"{program_line()} needs the value of {symbol!r}")
 
 
 _OPERATIONS = """getattr str format bool len iter next contains getitem call int float index hash eq ne lt le gt ge
     mul rmul mod rmod sub rsub truediv and or reversed bytes enter exit fspath complex round"""
 for _name in _OPERATIONS.split():
-    setattr(Symbol, f"__{_name}__", _wanted)
+    setattr(Symbol, f"__{_name}__", _stop_trace)
 
 
 def symbols(names: Sequence[str]) -> dict[str, Symbol]:

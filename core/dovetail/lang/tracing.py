@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self
 
 from dovetail.lang.conversation import Conversation, Template
-from dovetail.lang.face import GATHER, State, line_of, program_line
+from dovetail.lang.exception_watch import ExceptionWatch
 from dovetail.lang.ir import (
     Assign,
     Expr,
+    ExprSeq,
     Gen,
     Image,
     Join,
@@ -18,14 +19,13 @@ from dovetail.lang.ir import (
     RoleBegin,
     RoleEnd,
     SeparateReasoning,
-    Seq,
     Text,
     calls_of,
     leaves,
     names_of,
 )
+from dovetail.lang.state_interface import GATHER, State, line_of, program_line
 from dovetail.lang.symbols import Symbol, TraceStop, has_symbol
-from dovetail.lang.watching import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class TracedState(State):
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class ProgramTrace:
     """What a program does before it needs what a model has said. ``stopped`` says where it did; None: nowhere, so that the
     whole program is known. ``returned`` is what its function returned."""
 
@@ -197,26 +197,26 @@ class Trace:
         return found
 
 
-def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_call: bool = False) -> Trace:
+def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_call: bool = False) -> ProgramTrace:
     """Run ``function`` with a state that writes down and ``arguments`` by name, some of which may be symbols. An exception
     of the program ends the trace as well: the run itself will raise it."""
     tape, returned, stopped = Tape(until_call), None, None
     root = TracedState(tape)
-    with Watch(TraceStop, Symbol.__name__) as watch:
+    with ExceptionWatch(TraceStop, Symbol.__name__) as watch:
         try:
             returned = function(root, **arguments)
         except TraceStop as stop:
             stopped = str(stop)
         except Exception as error:
             stopped = f"{line_of(error)} raises {type(error).__name__}: {error}"
-    return Trace(root, tuple(tape.steps), watch.seen or stopped, returned)
+    return ProgramTrace(root, tuple(tape.steps), watch.seen or stopped, returned)
 
 
 def translated(expr: Expr, states: Mapping[State, State]) -> Expr:
     """``expr`` with the states of a trace replaced by ``states``."""
     match expr:
-        case Seq(parts):
-            return Seq(tuple(translated(part, states) for part in parts))
+        case ExprSeq(parts):
+            return ExprSeq(tuple(translated(part, states) for part in parts))
         case SeparateReasoning(inner=inner):
             return replace(expr, inner=translated(inner, states))
         case Ref(state, name):

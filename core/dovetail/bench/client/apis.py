@@ -5,27 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dovetail.bench.client.readers import NativeReader, OpenAIReader, Reader
-from dovetail.bench.prompts import Prompt
-from dovetail.bench.records import Call, Workload
+from dovetail.bench.client.readers import EventReader, NativeReader, OpenAIReader
+from dovetail.bench.prompts import CallPrompt
+from dovetail.bench.records import LoadCall, Workload
 from dovetail.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PostRequest:
     """A POST, and what reads its answer."""
 
     path: str
     body: dict[str, Any]
-    reader: Reader
+    reader: EventReader
 
 
-class Api(Protocol):
+class ClientApi(Protocol):
     """How calls are made."""
 
     name: str
 
-    def request(self, call: Call, prompt: Prompt) -> Request:
+    def request(self, call: LoadCall, prompt: CallPrompt) -> PostRequest:
         """The request for a call; its answer is streamed."""
         ...
 
@@ -34,7 +34,7 @@ class Api(Protocol):
         ...
 
 
-class OpenAIApi:
+class OpenAIClientApi:
     """Any server with OpenAI's API: chats through /v1/chat/completions, texts and token ids through /v1/completions."""
 
     name = "openai"
@@ -42,8 +42,8 @@ class OpenAIApi:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def request(self, call: Call, prompt: Prompt) -> Request:
-        """Only what the call sets is said, as servers differ in the fields that they take."""
+    def request(self, call: LoadCall, prompt: CallPrompt) -> PostRequest:
+        """Only what the call sets is fields, as servers differ in the fields that they take."""
         body: dict[str, Any] = {"model": self._model, "max_tokens": call.max_tokens, **_sampling(call)}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if call.json_schema is not None:
@@ -51,11 +51,11 @@ class OpenAIApi:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if prompt.messages is None:
             body["prompt"] = prompt.text if prompt.token_ids is None else prompt.token_ids
-            return Request("/v1/completions", body, OpenAIReader())
+            return PostRequest("/v1/completions", body, OpenAIReader())
         body["messages"] = prompt.messages
         if prompt.tools:
             body["tools"] = prompt.tools
-        return Request("/v1/chat/completions", body, OpenAIReader())
+        return PostRequest("/v1/chat/completions", body, OpenAIReader())
 
     def check(self, workload: Workload) -> None:
         """The token ids of outputs are not told."""
@@ -66,16 +66,16 @@ class OpenAIApi:
             )
 
 
-class NativeApi:
+class NativeClientApi:
     """A Dovetail server: texts and token ids through /generate, which tells token ids and counts at every step; chats through
     /v1/chat/completions, as their template is the server's."""
 
     name = "native"
 
     def __init__(self, model: str) -> None:
-        self._chat = OpenAIApi(model)
+        self._chat = OpenAIClientApi(model)
 
-    def request(self, call: Call, prompt: Prompt) -> Request:
+    def request(self, call: LoadCall, prompt: CallPrompt) -> PostRequest:
         """As SGLang's /generate."""
         if prompt.messages is not None:
             return self._chat.request(call, prompt)
@@ -83,24 +83,24 @@ class NativeApi:
         if call.json_schema is not None:
             params["json_schema"] = call.json_schema
         given = {"text": prompt.text} if prompt.token_ids is None else {"input_ids": prompt.token_ids}
-        return Request("/generate", {**given, "sampling_params": params, "stream": True}, NativeReader())
+        return PostRequest("/generate", {**given, "sampling_params": params, "stream": True}, NativeReader())
 
     def check(self, workload: Workload) -> None:
         """Everything can be asked."""
 
 
-def _sampling(call: Call) -> dict[str, Any]:
+def _sampling(call: LoadCall) -> dict[str, Any]:
     """What the call sets, by names that both APIs have."""
     sampling = call.sampling
-    said: dict[str, Any] = {"temperature": sampling.temperature}
+    fields: dict[str, Any] = {"temperature": sampling.temperature}
     if sampling.top_p != 1.0:
-        said["top_p"] = sampling.top_p
+        fields["top_p"] = sampling.top_p
     if sampling.top_k:
-        said["top_k"] = sampling.top_k
+        fields["top_k"] = sampling.top_k
     if sampling.seed is not None:
-        said["seed"] = sampling.seed
+        fields["seed"] = sampling.seed
     if sampling.ignore_eos:
-        said["ignore_eos"] = True
+        fields["ignore_eos"] = True
     if sampling.stop:
-        said["stop"] = sampling.stop
-    return said
+        fields["stop"] = sampling.stop
+    return fields

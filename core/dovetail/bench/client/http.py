@@ -5,12 +5,12 @@ from __future__ import annotations
 import httpx
 import msgspec
 
-from dovetail.bench.answers import Answer, Clock
-from dovetail.bench.client.apis import Api
+from dovetail.bench.answers import CallProgress, RunClock
+from dovetail.bench.client.apis import ClientApi
+from dovetail.bench.client.connections import ConnectionPool
 from dovetail.bench.client.events import EventLines
-from dovetail.bench.client.wire import Wires
-from dovetail.bench.prompts import Prompt
-from dovetail.bench.records import Call
+from dovetail.bench.prompts import CallPrompt
+from dovetail.bench.records import LoadCall
 
 _SHOWN = 300
 _encode = msgspec.json.encode
@@ -22,31 +22,31 @@ def open_client(url: str, timeout: float, api_key: str | None = None) -> httpx.A
     return httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers, trust_env=False)
 
 
-def wires_of(client: httpx.AsyncClient) -> Wires:
+def pool_of(client: httpx.AsyncClient) -> ConnectionPool:
     """Connections for calls to the same server, with the same timeout and key."""
     key = client.headers.get("authorization")
     timeout = client.timeout.read
     assert timeout is not None, "open_client sets it"
-    return Wires(str(client.base_url), timeout, {"authorization": key} if key else None)
+    return ConnectionPool(str(client.base_url), timeout, {"authorization": key} if key else None)
 
 
 class HttpSender:
     """Makes calls of a server through an API."""
 
-    def __init__(self, wires: Wires, api: Api) -> None:
-        self._wires = wires
+    def __init__(self, pool: ConnectionPool, api: ClientApi) -> None:
+        self._pool = pool
         self._api = api
 
-    async def __call__(self, call: Call, prompt: Prompt, clock: Clock) -> Answer:
+    async def __call__(self, call: LoadCall, prompt: CallPrompt, clock: RunClock) -> CallProgress:
         """Send a call now, and read its answer to the end."""
-        request, answer, lines = self._api.request(call, prompt), Answer(sent=clock()), EventLines()
+        request, answer, lines = self._api.request(call, prompt), CallProgress(sent=clock()), EventLines()
         reader = request.reader
 
         def take(chunk: bytes) -> None:
             reader.take(lines.feed(chunk), clock(), answer)
 
         try:
-            reply = await self._wires.post(request.path, _encode(request.body), take)
+            reply = await self._pool.post(request.path, _encode(request.body), take)
             if reply.status == 200:
                 reader.finish(answer)
                 if answer.error is None and answer.finish_reason is None:

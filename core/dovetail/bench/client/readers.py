@@ -7,18 +7,18 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dovetail.bench.answers import Answer
+from dovetail.bench.answers import CallProgress
 from dovetail.bench.client.events import DONE
 
 
-class Reader(Protocol):
+class EventReader(Protocol):
     """Reads the events of one answer."""
 
-    def take(self, events: Sequence[bytes], now: float, answer: Answer) -> None:
+    def take(self, events: Sequence[bytes], now: float, answer: CallProgress) -> None:
         """Events that came together. Raises ``msgspec.DecodeError`` for what is no answer."""
         ...
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, answer: CallProgress) -> None:
         """Nothing follows."""
         ...
 
@@ -70,7 +70,7 @@ class NativeReader:
     def __init__(self) -> None:
         self._last = b""
 
-    def take(self, events: Sequence[bytes], now: float, answer: Answer) -> None:
+    def take(self, events: Sequence[bytes], now: float, answer: CallProgress) -> None:
         """Counts tokens."""
         found = [event for event in events if event != DONE]
         if not found:
@@ -82,7 +82,7 @@ class NativeReader:
         self._last = found[-1]
         answer.token_times += [now] * (progress.meta_info.completion_tokens - len(answer.token_times))
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, answer: CallProgress) -> None:
         """Reads the last event."""
         if not self._last:
             return
@@ -115,8 +115,8 @@ class _Delta(msgspec.Struct):
 
     def text(self) -> str:
         calls = [call.function for call in self.tool_calls or ()]
-        said = "".join(f"{call.name or ''}{call.arguments or ''}" for call in calls)
-        return f"{self.reasoning_content or ''}{self.content or ''}{said}"
+        called = "".join(f"{call.name or ''}{call.arguments or ''}" for call in calls)
+        return f"{self.reasoning_content or ''}{self.content or ''}{called}"
 
 
 class _Choice(msgspec.Struct):
@@ -159,7 +159,7 @@ class OpenAIReader:
         self._texts: list[str] = []
         self._usage: _Usage | None = None
 
-    def take(self, events: Sequence[bytes], now: float, answer: Answer) -> None:
+    def take(self, events: Sequence[bytes], now: float, answer: CallProgress) -> None:
         """Text and usage."""
         for event in events:
             if event == DONE:
@@ -171,14 +171,14 @@ class OpenAIReader:
             for choice in chunk.choices:
                 self._choice(choice, now, answer)
 
-    def _choice(self, choice: _Choice, now: float, answer: Answer) -> None:
+    def _choice(self, choice: _Choice, now: float, answer: CallProgress) -> None:
         text = choice.text or (choice.delta.text() if choice.delta is not None else "")
         if text:
             answer.token_times.append(now)
             self._texts.append(text)
         answer.finish_reason = choice.finish_reason or answer.finish_reason
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, answer: CallProgress) -> None:
         """Joins the text, and takes the counts from the usage."""
         answer.text = "".join(self._texts)
         answer.output_tokens = len(answer.token_times)

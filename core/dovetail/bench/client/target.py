@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import httpx
 
-from dovetail.bench.client.apis import Api, NativeApi, OpenAIApi
-from dovetail.bench.workloads import Vocabulary
+from dovetail.bench.client.apis import ClientApi, NativeClientApi, OpenAIClientApi
+from dovetail.bench.workloads import PromptVocabulary
 from dovetail.errors import ConfigError, EngineError
 from dovetail.tokenizer import Tokenizer
 
@@ -27,10 +27,10 @@ _FLUSH_SECONDS = 10.0
 class Target(ABC):
     """A server and the API through which it is called. ``vocabulary`` is None where nothing tells it."""
 
-    api: Api
+    api: ClientApi
     name: str
-    vocabulary: Vocabulary | None
-    device: str = "not told"
+    vocabulary: PromptVocabulary | None
+    device: str = "not reported"
     config: dict[str, Any] | None = None
 
     @abstractmethod
@@ -88,20 +88,20 @@ async def find_target(
 ) -> Target:
     """Ask the server at ``client``'s URL what it is. ``model`` is by default the first that it lists; ``tokenizer`` a directory
     whose vocabulary counts, rather than what the server says. Raises ``ConfigError``."""
-    given = Vocabulary.of(Tokenizer.from_dir(tokenizer)) if tokenizer is not None else None
+    given = PromptVocabulary.of(Tokenizer.from_dir(tokenizer)) if tokenizer is not None else None
     name = model or await _first_model(client)
     if api == "openai":
-        return OpenAITarget(api=OpenAIApi(name), name=name, vocabulary=given)
+        return OpenAITarget(api=OpenAIClientApi(name), name=name, vocabulary=given)
     try:
         about, info = await _get(client, "/model_info"), await _get(client, "/server_info")
     except ConfigError as error:
         raise ConfigError(f"{error}; if this is no Dovetail server, use --api openai") from error
-    told = Vocabulary.of_size(about["tokenizer_size"], about["textless_token_ids"])
+    reported = PromptVocabulary.of_size(about["tokenizer_size"], about["textless_token_ids"])
     return DovetailTarget(
         client=client,
-        api=NativeApi(name),
+        api=NativeClientApi(name),
         name=name,
-        vocabulary=given or told,
+        vocabulary=given or reported,
         device=info["engine"]["device"],
         config=info["config"],
     )

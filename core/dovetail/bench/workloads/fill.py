@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeAlias
 
 from dovetail.bench.draws import Draws
-from dovetail.bench.records import Call, Sampling
+from dovetail.bench.records import CallSampling, LoadCall
 from dovetail.bench.specs import Content
-from dovetail.bench.workloads.vocabulary import Vocabulary
+from dovetail.bench.workloads.vocabulary import PromptVocabulary
 from dovetail.bench.workloads.words import WORDS
 from dovetail.errors import ConfigError
 
@@ -27,7 +27,7 @@ class Fill(Protocol):
         """What is asked."""
         ...
 
-    def call(self, prompt: Part, **fields: Any) -> Call:
+    def call(self, prompt: Part, **fields: Any) -> LoadCall:
         """A call with this prompt; ``fields`` are others of ``Call``."""
         ...
 
@@ -35,7 +35,7 @@ class Fill(Protocol):
 class TokenFill:
     """Random token ids, and outputs that go on to their full length. Lengths are tokens."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: PromptVocabulary) -> None:
         self._ids = vocabulary.ids
 
     def system(self, draws: Draws, length: int) -> Part:
@@ -47,9 +47,9 @@ class TokenFill:
         """Token ids."""
         return self.system(draws, length)
 
-    def call(self, prompt: Part, **fields: Any) -> Call:
+    def call(self, prompt: Part, **fields: Any) -> LoadCall:
         """A call that does not end before its length."""
-        return Call(token_ids=prompt, sampling=Sampling(ignore_eos=True), **fields)
+        return LoadCall(token_ids=prompt, sampling=CallSampling(ignore_eos=True), **fields)
 
 
 class TextFill:
@@ -63,15 +63,15 @@ class TextFill:
         """A task."""
         return ({"role": "user", "content": f"Copy the following: {self._words(draws, length)}"},)
 
-    def call(self, prompt: Part, **fields: Any) -> Call:
+    def call(self, prompt: Part, **fields: Any) -> LoadCall:
         """A chat that ends where the model ends it."""
-        return Call(messages=prompt, **fields)
+        return LoadCall(messages=prompt, **fields)
 
     def _words(self, draws: Draws, count: int) -> str:
         return " ".join(draws.choice(WORDS) if draws.below(4) else str(draws.below(1000)) for _ in range(count))
 
 
-def fill_of(content: Content, vocabulary: Vocabulary | None) -> Fill:
+def fill_of(content: Content, vocabulary: PromptVocabulary | None) -> Fill:
     """What ``content`` names. Raises ``ConfigError`` where random tokens have no vocabulary to come from."""
     if content == "text":
         return TextFill()

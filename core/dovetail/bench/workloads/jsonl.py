@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from dovetail.bench.records import Call, Data, Sampling
+from dovetail.bench.records import CallSampling, Data, LoadCall
 from dovetail.bench.specs import JsonlSpec
 from dovetail.errors import ConfigError
 
@@ -34,7 +34,7 @@ class Line(Data):
     think: float = Field(default=0.0, ge=0)
     continues: bool = False
 
-    def call(self, number: int, groups: dict[str, str], max_tokens: int) -> Call:
+    def call(self, number: int, groups: dict[str, str], max_tokens: int) -> LoadCall:
         """The call of this line; ``groups`` are those of the calls before it. Raises ``ValueError``."""
         name = self.id or f"line{number}"
         if self.parent is not None and self.parent not in groups:
@@ -45,8 +45,8 @@ class Line(Data):
             raise ValueError("it has no prompt; give one of prompt and messages")
         group = self.group or (groups[self.parent] if self.parent is not None else name)
         same = {key: getattr(self, key) for key in ("messages", "tools", "json_schema", "arrival", "parent", "think")}
-        sampling = Sampling(**{key: getattr(self, key) for key in Sampling.model_fields})
-        return Call(
+        sampling = CallSampling(**{key: getattr(self, key) for key in CallSampling.model_fields})
+        return LoadCall(
             **same,
             id=name,
             group=group,
@@ -58,13 +58,13 @@ class Line(Data):
         )
 
 
-def read_calls(spec: JsonlSpec) -> list[Call]:
+def read_calls(spec: JsonlSpec) -> list[LoadCall]:
     """The calls of a file. Raises ``ConfigError`` that names the line and what is wrong with it."""
     try:
         lines = spec.path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the workload {spec.path} cannot be read: {error}") from error
-    calls, groups = list[Call](), dict[str, str]()
+    calls, groups = list[LoadCall](), dict[str, str]()
     for number, text in enumerate(lines, 1):
         if not text.strip() or len(calls) == spec.count:
             continue
@@ -76,7 +76,7 @@ def read_calls(spec: JsonlSpec) -> list[Call]:
     return calls
 
 
-def _read(text: str, where: str, number: int, groups: dict[str, str], max_tokens: int) -> Call:
+def _read(text: str, where: str, number: int, groups: dict[str, str], max_tokens: int) -> LoadCall:
     try:
         given = json.loads(text)
     except json.JSONDecodeError as error:

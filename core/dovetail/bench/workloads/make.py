@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.bench.arrivals import with_arrivals
 from dovetail.bench.draws import Draws
-from dovetail.bench.records import Call, Workload
+from dovetail.bench.records import LoadCall, Workload
 from dovetail.bench.specs import (
     AgentSpec,
     ArrivalSpec,
@@ -24,11 +24,11 @@ from dovetail.bench.specs import (
 from dovetail.bench.workloads.fill import fill_of
 from dovetail.bench.workloads.jsonl import read_calls
 from dovetail.bench.workloads.questions import json_calls, question_calls
-from dovetail.bench.workloads.vocabulary import Vocabulary
+from dovetail.bench.workloads.vocabulary import PromptVocabulary
 
 
 def make_workload(
-    spec: WorkloadSpec, seed: int = 0, vocabulary: Vocabulary | None = None, arrivals: ArrivalSpec | None = None
+    spec: WorkloadSpec, seed: int = 0, vocabulary: PromptVocabulary | None = None, arrivals: ArrivalSpec | None = None
 ) -> Workload:
     """The calls of ``spec``, always the same for a seed, a vocabulary and ``arrivals`` (by default the calls' own times: all at
     once, but for a file that says otherwise). ``vocabulary`` is needed for random tokens. Raises ``ConfigError``."""
@@ -61,12 +61,12 @@ def repeated(workload: Workload, roots: int) -> Workload:
     return workload.model_copy(update={"calls": tuple(calls)})
 
 
-def _renamed(call: Call, end: str) -> Call:
+def _renamed(call: LoadCall, end: str) -> LoadCall:
     parent = None if call.parent is None else call.parent + end
     return call.model_copy(update={"id": call.id + end, "group": call.group + end, "parent": parent})
 
 
-def _calls(spec: WorkloadSpec, seed: int, vocabulary: Vocabulary | None) -> list[Call] | Iterator[Call]:
+def _calls(spec: WorkloadSpec, seed: int, vocabulary: PromptVocabulary | None) -> list[LoadCall] | Iterator[LoadCall]:
     if isinstance(spec, JsonlSpec):
         return read_calls(spec)
     if isinstance(spec, JsonSpec):
@@ -82,7 +82,7 @@ def _calls(spec: WorkloadSpec, seed: int, vocabulary: Vocabulary | None) -> list
     return _agent(spec, seed, vocabulary)
 
 
-def _random(spec: RandomSpec, seed: int, vocabulary: Vocabulary | None) -> Iterator[Call]:
+def _random(spec: RandomSpec, seed: int, vocabulary: PromptVocabulary | None) -> Iterator[LoadCall]:
     fill = fill_of(spec.content, vocabulary)
     for i in range(spec.count):
         draws, name = Draws(seed, "random", i), f"r{i}"
@@ -90,8 +90,8 @@ def _random(spec: RandomSpec, seed: int, vocabulary: Vocabulary | None) -> Itera
         yield fill.call(prompt, id=name, group=name, max_tokens=draws.count(spec.output))
 
 
-def _shared_prefix(spec: SharedPrefixSpec, seed: int, vocabulary: Vocabulary | None) -> list[Call]:
-    fill, calls = fill_of(spec.content, vocabulary), list[Call]()
+def _shared_prefix(spec: SharedPrefixSpec, seed: int, vocabulary: PromptVocabulary | None) -> list[LoadCall]:
+    fill, calls = fill_of(spec.content, vocabulary), list[LoadCall]()
     for g in range(spec.groups):
         draws = Draws(seed, "shared_prefix", g)
         prefix = fill.system(draws, draws.count(spec.prefix))
@@ -101,19 +101,19 @@ def _shared_prefix(spec: SharedPrefixSpec, seed: int, vocabulary: Vocabulary | N
     return Draws(seed, "shared_prefix", "order").shuffled(calls)
 
 
-def _chat(spec: ChatSpec, seed: int, vocabulary: Vocabulary | None) -> Iterator[Call]:
+def _chat(spec: ChatSpec, seed: int, vocabulary: PromptVocabulary | None) -> Iterator[LoadCall]:
     fill = fill_of(spec.content, vocabulary)
     draws = Draws(seed, "chat", "system")
     system = fill.system(draws, draws.count(spec.system))
     for c in range(spec.conversations):
         draws = Draws(seed, "chat", c)
         for turn in range(draws.count(spec.turns)):
-            asked = fill.user(draws, draws.count(spec.user))
+            question = fill.user(draws, draws.count(spec.user))
             fields = _turn(f"c{c}", turn, draws.seconds(spec.think))
-            yield fill.call(asked if turn else system + asked, max_tokens=draws.count(spec.output), **fields)
+            yield fill.call(question if turn else system + question, max_tokens=draws.count(spec.output), **fields)
 
 
-def _agent(spec: AgentSpec, seed: int, vocabulary: Vocabulary | None) -> Iterator[Call]:
+def _agent(spec: AgentSpec, seed: int, vocabulary: PromptVocabulary | None) -> Iterator[LoadCall]:
     fill = fill_of(spec.content, vocabulary)
     draws = Draws(seed, "agent", "system")
     system = fill.system(draws, draws.count(spec.system))

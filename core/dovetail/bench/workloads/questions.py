@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dovetail.bench.draws import Draws
-from dovetail.bench.records import Call
+from dovetail.bench.records import LoadCall
 from dovetail.bench.specs import JsonSpec, QuestionsSpec
 from dovetail.bench.workloads.words import CITIES, COUNTRIES, NAMES, WORDS
 
@@ -26,8 +26,8 @@ def _extraction(draws: Draws) -> str:
     words = draws.sample(WORDS, 4)
     level, points = 1 + draws.below(19), 20 + draws.below(120)
     hero = f"a {draws.choice(_ROLES)} named {draws.choice(NAMES)} at level {level}, with {points} hp"
-    said = f"There is {hero}, armed with a {words[0]}, a {words[1]}, a {words[2]} and a {words[3]}."
-    return f"I need the character sheet of this hero as JSON.\n{said}"
+    equipment = f"There is {hero}, armed with a {words[0]}, a {words[1]}, a {words[2]} and a {words[3]}."
+    return f"I need the character sheet of this hero as JSON.\n{equipment}"
 
 
 def _sorting(draws: Draws) -> str:
@@ -64,21 +64,21 @@ _WEATHER_TOOL: dict[str, Any] = {
 }
 
 
-def question_calls(spec: QuestionsSpec, seed: int) -> Iterator[Call]:
+def question_calls(spec: QuestionsSpec, seed: int) -> Iterator[LoadCall]:
     """Independent questions of one topic."""
     draws = Draws(seed, "questions", spec.topic)
     tools = (_WEATHER_TOOL,) if spec.topic == "tools" else ()
     for i in range(spec.count):
         name, messages = f"q{i}", ({"role": "user", "content": _QUESTIONS[spec.topic](draws)},)
-        yield Call(id=name, group=name, messages=messages, tools=tools, max_tokens=spec.output)
+        yield LoadCall(id=name, group=name, messages=messages, tools=tools, max_tokens=spec.output)
 
 
-def json_calls(spec: JsonSpec, seed: int) -> Iterator[Call]:
+def json_calls(spec: JsonSpec, seed: int) -> Iterator[LoadCall]:
     """Character sheets, each by one of ``spec.schemas`` schemas."""
     schemas = [_schema(Draws(seed, "json", "schema", i)) for i in range(spec.schemas)]
     for i in range(spec.count):
         draws, name = Draws(seed, "json", i), f"j{i}"
-        yield Call(
+        yield LoadCall(
             id=name,
             group=name,
             messages=({"role": "user", "content": _extraction(draws)},),

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class PromptVocabulary:
     """Ids that stand for text, ascending: no special tokens, and none that the tokenizer has no text for."""
 
     ids: tuple[int, ...]
 
     @classmethod
-    def of_size(cls, size: int, special: Iterable[int] = ()) -> Vocabulary:
+    def of_size(cls, size: int, special: Iterable[int] = ()) -> PromptVocabulary:
         """All ids below ``size`` but ``special``."""
         excluded = frozenset(special)
         return cls(tuple(i for i in range(size) if i not in excluded))
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer) -> PromptVocabulary:
         """Of the tokenizer's tokens with a text."""
         return cls(tuple(i for i, data in enumerate(tokenizer.token_bytes) if data))

@@ -1,5 +1,5 @@
 """Where programs run: one small ABC and an implementation for each way to reach a model."""
 
-from dovetail.lang.backends.base import Backend, Features, Generated, Hints
+from dovetail.lang.backends.base import Backend, Features, Generated, ReuseHints
 
-__all__ = ["Backend", "Features", "Generated", "Hints"]
+__all__ = ["Backend", "Features", "Generated", "ReuseHints"]

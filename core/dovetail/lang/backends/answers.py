@@ -21,7 +21,7 @@ def refusal(status: int, message: str) -> DovetailError:
     return RequestError(message) if status < 500 else EngineError(message)
 
 
-def said(body: bytes) -> str:
+def error_text(body: bytes) -> str:
     """What the body of such an answer says: its error's message; JSON without one as a whole, other text its
     beginning."""
     try:

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from dovetail.errors import RequestError
-from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText
-from dovetail.lang.backends.sdk import client_package, message_body, messages_of, settings, told
+from dovetail.lang.backends.base import Backend, Features, Generated, OnText, ReuseHints
+from dovetail.lang.backends.sdk import client_package, message_body, messages_of, settings, translated_errors
 from dovetail.lang.conversation import Conversation, Template, labelled
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 
 _NAMES = {
     "max_tokens": "max_tokens",
@@ -40,7 +40,7 @@ class Anthropic(Backend):
         return labelled
 
     def generate(
-        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+        self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
         """As ``Backend.generate``; one output."""
         self.check(conversation, sampling)
@@ -58,7 +58,7 @@ class Anthropic(Backend):
             body["output_config"] = {"format": {"type": "json_schema", "schema": json.loads(sampling.constraint[1])}}
         if system := "\n\n".join(m.text for m in messages if m.role == "system"):
             body["system"] = system
-        with told(self._package, repr(self)):
+        with translated_errors(self._package, repr(self)):
             if on_text is None:
                 answer = self._client.messages.create(**body)
             else:

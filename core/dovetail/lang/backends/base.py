@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 from dovetail.errors import RequestError
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 
 OnText = Callable[[str], None]
 """Called with each piece of text as it becomes final, in the thread that generates."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hints:
+class ReuseHints:
     """What the engine may make use of: requests of one ``group`` (``group_size`` of them) have a common prefix and come
     at once; the next request of a ``session`` goes on where this one ends."""
 
@@ -62,13 +62,13 @@ class Backend(ABC):
 
     @abstractmethod
     def generate(
-        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+        self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
         """Go on with ``conversation``: ``sampling.n`` outputs (by default 1). ``on_text`` hears the first as it grows; the
         pieces joined are its text."""
 
     def score(
-        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: Hints
+        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: ReuseHints
     ) -> tuple[list[Scored], Mapping[str, Any]]:
         """The log-probabilities of each of ``choices`` after ``conversation``, whose text is computed once; and what
         ``get_meta_info`` shows of the calls."""
@@ -91,7 +91,7 @@ class Backend(ABC):
     def close(self) -> None:
         """End what is still running, with an error, and let go of threads and connections. May be called twice."""
 
-    def check(self, conversation: Conversation, sampling: Sampling) -> None:
+    def check(self, conversation: Conversation, sampling: SamplingOptions) -> None:
         """Raise ``RequestError`` where the prompt or the constraint asks for what this backend does not have."""
         features = self.features
         if conversation.images and not features.images:

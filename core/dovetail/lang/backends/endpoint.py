@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from dovetail.errors import DovetailError, EngineError, RequestError
-from dovetail.lang.backends.answers import lines_of, message_of, refusal, said
-from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText, joined_scores
+from dovetail.lang.backends.answers import error_text, lines_of, message_of, refusal
+from dovetail.lang.backends.base import Backend, Features, Generated, OnText, ReuseHints, joined_scores
 from dovetail.lang.backends.params import CONSTRAINTS, native_params
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 
 if TYPE_CHECKING:
     from dovetail.tokenizer.chat_template import ChatTemplate
@@ -63,7 +63,7 @@ class RuntimeEndpoint(Backend):
     @cached_property
     def model_info(self) -> dict[str, Any]:
         """What the server says of its model."""
-        return self._ask("GET", "/model_info")
+        return self._request("GET", "/model_info")
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
@@ -86,7 +86,7 @@ class RuntimeEndpoint(Backend):
         return written
 
     def generate(
-        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+        self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
         """As ``Backend.generate``."""
         self.check(conversation, sampling)
@@ -98,19 +98,19 @@ class RuntimeEndpoint(Backend):
         if on_text is not None and (sampling.n or 1) == 1:
             answers = [self._streamed(body, on_text)]
         else:
-            answer = self._ask("POST", "/generate", body)
+            answer = self._request("POST", "/generate", body)
             answers = answer if isinstance(answer, list) else [answer]
             if on_text is not None:
                 on_text(answers[0]["text"])
         return [Generated(each["text"], each["meta_info"]) for each in answers]
 
     def score(
-        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: Hints
+        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: ReuseHints
     ) -> tuple[list[Scored], Mapping[str, Any]]:
         """As ``Backend.score``: the prompt once, then the choices together on top of it."""
-        self.check(conversation, Sampling())
+        self.check(conversation, SamplingOptions())
         text = self._text(conversation)
-        first = self._ask("POST", "/generate", {"text": text, "sampling_params": _PREFILL, **_hinted(hints)})
+        first = self._request("POST", "/generate", {"text": text, "sampling_params": _PREFILL, **_hinted(hints)})
         meta = {name: first["meta_info"][name] for name in ("prompt_tokens", "cached_tokens")}
         scored = self._scored(text, choices, meta["prompt_tokens"])
         if unconditional:
@@ -119,15 +119,15 @@ class RuntimeEndpoint(Backend):
 
     def prefill(self, text: str, chat: bool) -> None:
         """As ``Backend.prefill``."""
-        self._ask("POST", "/generate", {"text": self._without_bos(text, chat), "sampling_params": _PREFILL})
+        self._request("POST", "/generate", {"text": self._without_bos(text, chat), "sampling_params": _PREFILL})
 
     def flush_cache(self) -> None:
         """As ``Backend.flush_cache``."""
-        self._ask("POST", "/flush_cache")
+        self._request("POST", "/flush_cache")
 
     def server_info(self) -> dict[str, Any]:
         """What /server_info says."""
-        return self._ask("GET", "/server_info")
+        return self._request("GET", "/server_info")
 
     def close(self) -> None:
         """End what is running with an error, and close the connections."""
@@ -161,7 +161,7 @@ class RuntimeEndpoint(Backend):
 
     def _logprobs(self, prompts: Mapping[str, Any], start: int) -> list[list[tuple[int, float | None]]]:
         body = {**prompts, "sampling_params": _PREFILL, "return_logprob": True, "logprob_start_len": start}
-        answers = self._ask("POST", "/generate", body)
+        answers = self._request("POST", "/generate", body)
         return [[(token, p) for p, token, _ in each["meta_info"]["input_token_logprobs"]] for each in answers]
 
     def _with_unconditional(self, scored: Sequence[Scored]) -> list[Scored]:
@@ -174,7 +174,7 @@ class RuntimeEndpoint(Backend):
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         response = self._reached(
             lambda: self._client.request(method, path, json=body, extensions={"trace": self._connected})
         )
@@ -215,7 +215,7 @@ class RuntimeEndpoint(Backend):
             raise EngineError(f"{self!r} was closed; make a new one") from error
 
 
-def _hinted(hints: Hints) -> dict[str, Any]:
+def _hinted(hints: ReuseHints) -> dict[str, Any]:
     body: dict[str, Any] = {"group": hints.group, "group_size": hints.group_size} if hints.group else {}
     return {**body, "session": hints.session} if hints.session else body
 
@@ -229,4 +229,4 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def _refused(response: httpx.Response) -> DovetailError:
     status = response.status_code
-    return refusal(status, f"{response.request.url} answered {status}: {said(response.content)}")
+    return refusal(status, f"{response.request.url} answered {status}: {error_text(response.content)}")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.meta import finish_shown, logprobs_shown
 from dovetail.errors import EngineError, RequestError
-from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText, joined_scores, same_tokens
+from dovetail.lang.backends.base import Backend, Features, Generated, OnText, ReuseHints, joined_scores, same_tokens
 from dovetail.lang.backends.params import CONSTRAINTS, sampling_params
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 from dovetail.messages import EngineStats, GenerateMsg
 from dovetail.ops.random import derive_seed
 from dovetail.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ from dovetail.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from dovetail.llm import LLM, Output
 
-_taken: weakref.WeakSet[LLM] = weakref.WeakSet()
+_llms_in_use: weakref.WeakSet[LLM] = weakref.WeakSet()
 _PREFILL = SamplingParams(max_new_tokens=0, temperature=0.0)
 
 
@@ -39,22 +39,22 @@ class Runtime(Backend):
     features = Features(scores=True, prefills=True, constraints=CONSTRAINTS)
 
     def __init__(self, model: str | LLM | None = None, /, *, model_path: str | None = None, **sections: Any) -> None:
-        from dovetail.lang.backends.pump import Pump
+        from dovetail.lang.backends.engine_thread import EngineThread
         from dovetail.llm import LLM
 
         if isinstance(model, LLM):
             if model_path is not None or sections:
                 raise RequestError("an LLM has its config already; give the LLM alone, or a model's path with settings")
             self.llm, self._owns = model, False
-            if model in _taken:
+            if model in _llms_in_use:
                 raise RequestError("this LLM belongs to another Runtime; use that one, or close it first")
         else:
             self.llm, self._owns = LLM(model or model_path, **sections), True
         self.tokenizer = self.llm.tokenizer
         self._ids = itertools.count()
-        self._pump = Pump(self.llm.loop, self.tokenizer)
+        self._engine_thread = EngineThread(self.llm.loop, self.tokenizer)
         self._closed = False
-        _taken.add(self.llm)
+        _llms_in_use.add(self.llm)
         _close_at_exit(self)
 
     @property
@@ -71,7 +71,7 @@ class Runtime(Backend):
         return lambda messages, opened: tokenizer.apply_chat_template(messages, None, opened)
 
     def generate(
-        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+        self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
         """As ``Backend.generate``; several outputs are a group of their own."""
         self.check(conversation, sampling)
@@ -80,22 +80,22 @@ class Runtime(Backend):
         if params.n > 1 and hints.group_size == 1:
             hints = replace(hints, group=f"n-{secrets.token_hex(8)}", group_size=params.n)
         one, seed = replace(params, n=1), secrets.randbits(63) if params.seed is None else params.seed
-        calls = self._pump.submit([self._msg(ids, one, hints, derive_seed(seed, i)) for i in range(params.n)])
+        calls = self._engine_thread.submit([self._msg(ids, one, hints, derive_seed(seed, i)) for i in range(params.n)])
         outputs = [call.output(None if i else on_text) for i, call in enumerate(calls)]
         return [Generated(output.text, self._meta(output, sampling)) for output in outputs]
 
     def score(
-        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: Hints
+        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: ReuseHints
     ) -> tuple[list[Scored], Mapping[str, Any]]:
         """As ``Backend.score``: the prompt once, then the choices together on top of it."""
-        self.check(conversation, Sampling())
+        self.check(conversation, SamplingOptions())
         text = conversation.text(self.template())
         ids = self._ids_of(text, conversation.chat)
-        (first,) = self._pump.submit([self._msg(ids, _PREFILL, hints)])
+        (first,) = self._engine_thread.submit([self._msg(ids, _PREFILL, hints)])
         cached = first.output().cached_tokens
         longer = [self._ids_of(text + choice, conversation.chat) for choice in choices]
         start = min(same_tokens(ids, each) for each in longer)
-        scored = self._scored(longer, max(start, 1), Hints())
+        scored = self._scored(longer, max(start, 1), ReuseHints())
         if unconditional:
             scored = [replace(each, unconditional=self._alone(each)) for each in scored]
         return scored, {"prompt_tokens": len(ids), "cached_tokens": cached}
@@ -103,29 +103,29 @@ class Runtime(Backend):
     def prefill(self, text: str, chat: bool) -> None:
         """Compute ``text``, short of a token that could go on differently."""
         if ids := self._ids_of(text, chat, may_be_empty=True)[:-1]:
-            (call,) = self._pump.submit([self._msg(ids, _PREFILL, Hints())])
+            (call,) = self._engine_thread.submit([self._msg(ids, _PREFILL, ReuseHints())])
             call.output()
 
     def flush_cache(self) -> None:
         """Forget every prefix. Raises ``EngineError`` while requests are running."""
-        reply = self._pump.flush_cache()
+        reply = self._engine_thread.flush_cache()
         if not reply.ok:
             raise EngineError(f"the cache was not flushed: {reply.message}")
 
     def server_info(self) -> dict[str, Any]:
         """What /server_info shows of an engine."""
-        return self._pump.ask(lambda loop: loop.info)
+        return self._engine_thread.query(lambda loop: loop.info)
 
     def stats(self) -> EngineStats:
         """The engine's numbers now."""
-        return self._pump.ask(lambda loop: loop.stats())
+        return self._engine_thread.query(lambda loop: loop.stats())
 
     def close(self) -> None:
         """End what is running; an engine that the runtime has made is closed with it."""
         if not self._closed:
             self._closed = True
-            self._pump.close()
-            _taken.discard(self.llm)
+            self._engine_thread.close()
+            _llms_in_use.discard(self.llm)
             if self._owns:
                 self.llm.close()
 
@@ -133,11 +133,11 @@ class Runtime(Backend):
         """``close`` by another name."""
         self.close()
 
-    def _scored(self, ids: Sequence[list[int]], start: int, hints: Hints) -> list[Scored]:
+    def _scored(self, ids: Sequence[list[int]], start: int, hints: ReuseHints) -> list[Scored]:
         """The tokens of each of ``ids`` from ``start`` on. ``start`` is at least 1: nothing tells of a first token."""
         params = replace(_PREFILL, prompt_logprobs=0, prompt_logprobs_start=start)
-        group = Hints(f"select-{secrets.token_hex(8)}", len(ids)) if len(ids) > 1 else hints
-        calls = self._pump.submit([self._msg(each, params, group) for each in ids])
+        group = ReuseHints(f"select-{secrets.token_hex(8)}", len(ids)) if len(ids) > 1 else hints
+        calls = self._engine_thread.submit([self._msg(each, params, group) for each in ids])
         found = [call.output().prompt_logprobs or [] for call in calls]
         return joined_scores((), [[(e.token_id, e.logprob or 0.0) for e in entries] for entries in found])
 
@@ -146,11 +146,13 @@ class Runtime(Backend):
         bos = self._text().bos_token_id
         before = [] if bos is None else [bos]
         known = (
-            self._scored([before + list(scored.tokens)], 1, Hints())[0].logprobs if before or scored.tokens[1:] else ()
+            self._scored([before + list(scored.tokens)], 1, ReuseHints())[0].logprobs
+            if before or scored.tokens[1:]
+            else ()
         )
         return known if before else (None, *known)
 
-    def _meta(self, output: Output, sampling: Sampling) -> dict[str, Any]:
+    def _meta(self, output: Output, sampling: SamplingOptions) -> dict[str, Any]:
         count = len(output.token_ids)
         meta: dict[str, Any] = {
             "finish_reason": finish_shown(output.finish, count),
@@ -168,7 +170,7 @@ class Runtime(Backend):
     def _token_text(self, token: int) -> str:
         return self._text().bytes_of(token).decode("utf-8", "replace")
 
-    def _msg(self, ids: list[int], params: SamplingParams, hints: Hints, seed: int = 0) -> GenerateMsg:
+    def _msg(self, ids: list[int], params: SamplingParams, hints: ReuseHints, seed: int = 0) -> GenerateMsg:
         rid = f"program-{next(self._ids)}"
         return GenerateMsg(
             rid, ids, params, seed, group=hints.group, group_size=hints.group_size, session=hints.session
@@ -192,17 +194,17 @@ def _no_text(token: int) -> None:
 
 def _close_at_exit(runtime: Runtime) -> None:
     """The thread must not run kernels while the interpreter is taken down, nor go on when nobody can call it any more."""
-    pump = weakref.ref(runtime._pump)
+    thread = weakref.ref(runtime._engine_thread)
     pid = os.getpid()
 
     def close() -> None:
-        if (alive := pump()) is not None and os.getpid() == pid:
+        if (alive := thread()) is not None and os.getpid() == pid:
             alive.close()
 
-    def let_go() -> None:
+    def stop_thread() -> None:
         atexit.unregister(close)
-        if (alive := pump()) is not None and os.getpid() == pid:
-            alive.leave()
+        if (alive := thread()) is not None and os.getpid() == pid:
+            alive.request_stop()
 
     atexit.register(close)
-    weakref.finalize(runtime, let_go).atexit = False
+    weakref.finalize(runtime, stop_thread).atexit = False

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.errors import RequestError
-from dovetail.lang.backends.base import Backend, Features, Generated, Hints, OnText
-from dovetail.lang.backends.sdk import client_package, message_body, messages_of, settings, told
+from dovetail.lang.backends.base import Backend, Features, Generated, OnText, ReuseHints
+from dovetail.lang.backends.sdk import client_package, message_body, messages_of, settings, translated_errors
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template, labelled
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 
 _SAME = ("n", "stop", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
 _CHAT = {**{name: name for name in _SAME}, "max_tokens": "max_completion_tokens"}
@@ -54,17 +54,17 @@ class OpenAI(Backend):
         return self._template
 
     def generate(
-        self, conversation: Conversation, sampling: Sampling, hints: Hints, on_text: OnText | None = None
+        self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
         """As ``Backend.generate``."""
         self.check(conversation, sampling)
-        with told(self._package, repr(self)):
+        with translated_errors(self._package, repr(self)):
             if self.is_chat_model:
                 return self._chat(conversation, sampling, on_text)
             return self._complete(conversation, sampling, on_text)
 
     def score(
-        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: Hints
+        self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: ReuseHints
     ) -> tuple[list[Scored], Mapping[str, Any]]:
         """As ``Backend.score``, by completions that repeat their prompt."""
         if self.is_chat_model:
@@ -73,7 +73,7 @@ class OpenAI(Backend):
                 "completions (is_chat_model=False) or a Dovetail backend"
             )
         text = conversation.text(self._template)
-        with told(self._package, repr(self)):
+        with translated_errors(self._package, repr(self)):
             scored = self._echoed([text + choice for choice in choices], len(text))
             if unconditional:
                 alone = self._echoed(list(choices), 0)
@@ -84,7 +84,7 @@ class OpenAI(Backend):
         """Close the connections."""
         self._client.close()
 
-    def _chat(self, conversation: Conversation, sampling: Sampling, on_text: OnText | None) -> list[Generated]:
+    def _chat(self, conversation: Conversation, sampling: SamplingOptions, on_text: OnText | None) -> list[Generated]:
         body = settings(sampling, _CHAT, repr(self))
         body |= {"model": self.model_name, "messages": [message_body(m, _picture) for m in messages_of(conversation)]}
         if sampling.constraint is not None:
@@ -96,7 +96,9 @@ class OpenAI(Backend):
         answer = create(**body)
         return _answers(answer, [choice.message.content for choice in answer.choices], on_text)
 
-    def _complete(self, conversation: Conversation, sampling: Sampling, on_text: OnText | None) -> list[Generated]:
+    def _complete(
+        self, conversation: Conversation, sampling: SamplingOptions, on_text: OnText | None
+    ) -> list[Generated]:
         body = settings(sampling, _TEXT, repr(self))
         body |= {"model": self.model_name, "prompt": conversation.text(self._template)}
         create = self._client.completions.create

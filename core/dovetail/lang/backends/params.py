@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.lang.ir import Sampling
+from dovetail.lang.ir import SamplingOptions
 from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 CONSTRAINTS = frozenset({"regex", "json_schema"})
@@ -13,7 +13,7 @@ CONSTRAINTS = frozenset({"regex", "json_schema"})
 _SAME = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "ignore_eos", "seed", "n")
 
 
-def sampling_params(sampling: Sampling) -> SamplingParams:
+def sampling_params(sampling: SamplingOptions) -> SamplingParams:
     """``SamplingParams`` of a call. Raises ``RequestError``."""
     given = sampling.given()
     values: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
@@ -32,7 +32,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def native_params(sampling: Sampling) -> dict[str, Any]:
+def native_params(sampling: SamplingOptions) -> dict[str, Any]:
     """``sampling_params`` of the native API."""
     given = sampling.given()
     values = {name: given[name] for name in (*_SAME, "stop", "stop_token_ids") if name in given}
@@ -45,7 +45,7 @@ def native_params(sampling: Sampling) -> dict[str, Any]:
     return values
 
 
-def _grammar(sampling: Sampling) -> GrammarSpec | None:
+def _grammar(sampling: SamplingOptions) -> GrammarSpec | None:
     if sampling.constraint is None:
         return None
     kind, text = sampling.constraint

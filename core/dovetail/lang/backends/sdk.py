@@ -14,7 +14,7 @@ from typing import Any
 from dovetail.errors import EngineError, RequestError
 from dovetail.lang.backends.answers import refusal
 from dovetail.lang.conversation import Conversation, Message
-from dovetail.lang.ir import Image, Sampling
+from dovetail.lang.ir import Image, SamplingOptions
 
 _NEUTRAL = {
     "min_tokens": 0,
@@ -42,7 +42,7 @@ def client_package(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def told(package: Any, where: str) -> Iterator[None]:
+def translated_errors(package: Any, where: str) -> Iterator[None]:
     """Failures of the official client, as errors of this house."""
     try:
         yield
@@ -55,7 +55,7 @@ def told(package: Any, where: str) -> Iterator[None]:
         raise EngineError(f"{where}: {error}; make a new backend") from error
 
 
-def settings(sampling: Sampling, names: Mapping[str, str], where: str) -> dict[str, Any]:
+def settings(sampling: SamplingOptions, names: Mapping[str, str], where: str) -> dict[str, Any]:
     """The values that ``sampling`` sets, under an API's own names. Raises ``RequestError`` for what the API does not have, unless
     it is set to what changes nothing."""
     given = {name: value for name, value in sampling.given().items() if _NEUTRAL.get(name) != value}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from dovetail.errors import DovetailError, EngineError, RequestError
-from dovetail.lang.backends.answers import lines_of, message_of, refusal, said
+from dovetail.lang.backends.answers import error_text, lines_of, message_of, refusal
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Pieces = Generator[tuple[str, str], None, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ChatSettings:
     """How answers are made. ``tools`` are in OpenAI's form."""
 
     params: SamplingParams
@@ -34,7 +34,7 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """One answer while it grows. ``prompt``, ``cached`` and ``output`` count tokens and are None while nobody knows; ``drafts``
     are those accepted and all; ``begun``, ``first`` and ``last`` are seconds of one clock."""
 
@@ -65,7 +65,7 @@ class Answer:
         return {"role": "assistant", "content": self.content, **calls}
 
 
-class Speaker(Protocol):
+class ChatBackend(Protocol):
     """Answers conversations."""
 
     name: str
@@ -74,7 +74,7 @@ class Speaker(Protocol):
         """The text of an answer, piece by piece."""
         ...
 
-    def answer(self, messages: Sequence[Message], settings: Settings, answer: Answer) -> Pieces:
+    def answer(self, messages: Sequence[Message], settings: ChatSettings, answer: ChatAnswer) -> Pieces:
         """Answer a conversation; ``answer`` grows with the pieces. Raises ``DovetailError``."""
         ...
 
@@ -87,7 +87,7 @@ class Speaker(Protocol):
         ...
 
 
-class Local:
+class LocalChatBackend:
     """A model in this process."""
 
     def __init__(self, llm: LLM, name: str) -> None:
@@ -98,7 +98,7 @@ class Local:
         """All that the model writes, marks of reasoning included."""
         return self._llm.stream_chat(messages, params)
 
-    def answer(self, messages: Sequence[Message], settings: Settings, answer: Answer) -> Pieces:
+    def answer(self, messages: Sequence[Message], settings: ChatSettings, answer: ChatAnswer) -> Pieces:
         """See ``Speaker``."""
         stream = self._llm.chat_stream(messages, settings.params, tools=settings.tools or None)
         with contextlib.closing(stream):
@@ -119,7 +119,7 @@ class Local:
         self._llm.close()
 
 
-class Remote:
+class RemoteChatBackend:
     """The server at ``url``, by its OpenAI API. Raises ``DovetailError`` where there is none."""
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -135,13 +135,13 @@ class Remote:
 
     def plain(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
         """The content of an answer."""
-        for _, content in self.answer(messages, Settings(params), Answer()):
+        for _, content in self.answer(messages, ChatSettings(params), ChatAnswer()):
             yield content
 
-    def answer(self, messages: Sequence[Message], settings: Settings, answer: Answer) -> Pieces:
+    def answer(self, messages: Sequence[Message], settings: ChatSettings, answer: ChatAnswer) -> Pieces:
         """See ``Speaker``."""
         body = {"model": self.name, "messages": messages, **_fields(settings)}
-        with self._asked("POST", "/v1/chat/completions", body) as response:
+        with self._response("POST", "/v1/chat/completions", body) as response:
             for line in lines_of(response):
                 if line == b"data: [DONE]":
                     return
@@ -158,18 +158,18 @@ class Remote:
         self._client.close()
 
     def _get(self, path: str) -> Any:
-        with self._asked("GET", path) as response:
+        with self._response("GET", path) as response:
             return msgspec.json.decode(response.read())
 
     @contextlib.contextmanager
-    def _asked(self, method: str, path: str, body: object = None) -> Iterator[httpx.Response]:
+    def _response(self, method: str, path: str, body: object = None) -> Iterator[httpx.Response]:
         """The answer of the server, not yet read. Raises ``DovetailError`` for a refusal, and for what breaks meanwhile."""
         import httpx
 
         try:
             with self._client.stream(method, path, json=body) as response:
                 if response.is_error:
-                    raise _refused(response.status_code, said(response.read()))
+                    raise _refused(response.status_code, error_text(response.read()))
                 yield response
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             raise EngineError(
@@ -185,7 +185,7 @@ SAMPLING = (
 """The fields of ``SamplingParams`` that a conversation may set."""
 
 
-def _fields(settings: Settings) -> dict[str, Any]:
+def _fields(settings: ChatSettings) -> dict[str, Any]:
     """The settings as OpenAI's API has them."""
     params = settings.params
     given = {_NAMES.get(name, name): getattr(params, name) for name in SAMPLING}
@@ -197,7 +197,7 @@ def _fields(settings: Settings) -> dict[str, Any]:
     return {**given, **schema, **tools, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def _take(chunk: dict[str, Any], answer: Answer) -> Iterator[tuple[str, str]]:
+def _take(chunk: dict[str, Any], answer: ChatAnswer) -> Iterator[tuple[str, str]]:
     if "error" in chunk:
         raise EngineError(message_of(chunk))
     if usage := chunk.get("usage"):

@@ -24,7 +24,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
-class Wires:
+class ConnectionPool:
     """Connections to one server, as many as there are requests at a time; those at rest are used again."""
 
     def __init__(self, url: str, timeout: float, headers: Mapping[str, str] | None = None) -> None:

@@ -10,25 +10,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.cli.chat_speakers import SAMPLING, Answer, Message, Settings, Speaker
-from dovetail.cli.chat_view import View
+from dovetail.cli.chat_backends import SAMPLING, ChatAnswer, ChatBackend, ChatSettings, Message
+from dovetail.cli.chat_view import ChatView
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 
-class Talk:
-    """One conversation. ``say`` answers a line of the user's, be it a turn or a command; ``ask`` asks for a line."""
+class ChatSession:
+    """One conversation. ``say`` answers a line of the user's, be it a turn or a command; ``read_line`` asks for a line."""
 
     def __init__(
-        self, speaker: Speaker, settings: Settings, system: str | None, view: View, ask: Callable[[str], str]
+        self,
+        backend: ChatBackend,
+        settings: ChatSettings,
+        system: str | None,
+        view: ChatView,
+        read_line: Callable[[str], str],
     ) -> None:
         self.messages: list[Message] = []
         self.settings = settings
-        self._speaker = speaker
+        self._backend = backend
         self._system = system
         self._view = view
-        self._ask = ask
-        self._asked: Sequence[Message] = ()
+        self._read_line = read_line
+        self._last_turn: Sequence[Message] = ()
         self._defaults = settings.params
         self._commands: dict[str, Callable[[str], bool | None]] = {
             "help": self._help,
@@ -43,7 +48,7 @@ class Talk:
             "quit": self._quit,
         }
 
-    def say(self, text: str) -> bool:
+    def handle(self, text: str) -> bool:
         """Answer the user. False if the conversation is over. Errors are shown, and nothing is lost by them."""
         try:
             if not text.startswith("/"):
@@ -62,11 +67,11 @@ class Talk:
 
     def _turn(self, added: Sequence[Message]) -> None:
         """Have ``added`` answered. They stay only if there is an answer; /retry sends them again in any case."""
-        self._asked = added
+        self._last_turn = added
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        answer, stopped = Answer(), False
+        answer, stopped = ChatAnswer(), False
         try:
-            pieces = self._speaker.answer([*system, *self.messages, *added], self.settings, answer)
+            pieces = self._backend.answer([*system, *self.messages, *added], self.settings, answer)
             with closing(pieces):
                 for piece in pieces:
                     self._view.piece(*piece)
@@ -83,7 +88,7 @@ class Talk:
         """Ask for what the called functions return; nothing for one of them leaves it at that."""
         results: list[Message] = []
         for call in calls:
-            content = self._ask(f"what {call['function']['name']} returns: ")
+            content = self._read_line(f"what {call['function']['name']} returns: ")
             if not content:
                 return
             results.append({"role": "tool", "tool_call_id": call["id"], "content": content})
@@ -148,16 +153,16 @@ class Talk:
 
     def _retry(self, rest: str) -> None:
         """answer the last turn again"""
-        if not self._asked:
+        if not self._last_turn:
             raise ConfigError("/retry: nothing was said yet")
-        size = len(self._asked) + 1
-        if self.messages[-size:-1] == list(self._asked):
+        size = len(self._last_turn) + 1
+        if self.messages[-size:-1] == list(self._last_turn):
             del self.messages[-size:]
-        self._turn(self._asked)
+        self._turn(self._last_turn)
 
     def _clear(self, rest: str) -> None:
         """begin a new conversation with the same settings"""
-        self.messages, self._asked = [], ()
+        self.messages, self._last_turn = [], ()
         self._view.note("a new conversation")
 
     def _save(self, rest: str) -> None:
@@ -171,7 +176,7 @@ class Talk:
 
     def _plugins(self, rest: str) -> None:
         """the parts that were chosen, and why"""
-        self._view.parts(self._speaker.resolved())
+        self._view.parts(self._backend.resolved())
 
     def _quit(self, rest: str) -> bool:
         """end"""

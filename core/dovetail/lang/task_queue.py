@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Strand:
+class TaskQueue:
     """Runs tasks one after another. ``changed`` is notified whenever one has ended; what tasks write they write under it.
 
     A task that needs no waiting (``quick``) runs in the caller's thread where nothing is before it. Without ``threaded``

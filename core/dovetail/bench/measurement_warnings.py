@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dovetail.bench.metrics import Distribution, Summary
+from dovetail.bench.metrics import SampleSummary, Summary
 from dovetail.bench.records import ClientLag
 
 _BUSY = 0.8
@@ -13,61 +13,61 @@ _PART = 0.1
 _LEAST = 0.001
 
 
-class Doubt(NamedTuple):
+class MeasurementWarning(NamedTuple):
     """``kind`` in a few words, the same for every run; ``text`` for this one."""
 
     kind: str
     text: str
 
 
-def doubts(summary: Summary, lag: ClientLag | None) -> list[Doubt]:
+def warnings_of(summary: Summary, lag: ClientLag | None) -> list[MeasurementWarning]:
     """What makes the numbers doubtful: a client that was too busy or too late, calls that failed, too few calls for a p99."""
     found = _of_client(summary, lag) if lag is not None else []
     if summary.failed:
         text = f"{summary.failed} of {summary.calls} calls failed; latencies and rates are those of the others"
-        found.append(Doubt("calls failed", text))
+        found.append(MeasurementWarning("calls failed", text))
     if 0 < summary.completed < 100:
         text = f"{summary.completed} calls are too few for a 99th percentile, which is about the slowest one"
-        found.append(Doubt("fewer than 100 calls: too few for a 99th percentile", text))
+        found.append(MeasurementWarning("fewer than 100 calls: too few for a 99th percentile", text))
     return found
 
 
-def notes(runs: Sequence[tuple[float | None, Summary, ClientLag | None]]) -> list[str]:
+def warning_texts(runs: Sequence[tuple[float | None, Summary, ClientLag | None]]) -> list[str]:
     """The doubts of one run in full; of several (each with its rate) each kind once, with the rates at which it came up."""
-    found = [(rate, doubts(summary, lag)) for rate, summary, lag in runs]
+    found = [(rate, warnings_of(summary, lag)) for rate, summary, lag in runs]
     if len(found) == 1:
-        return [doubt.text for doubt in found[0][1]]
+        return [warning.text for warning in found[0][1]]
     rates: dict[str, list[str]] = {}
-    for rate, some in found:
-        for doubt in some:
-            rates.setdefault(doubt.kind, []).append("-" if rate is None else f"{rate:.3g}")
+    for rate, warnings in found:
+        for warning in warnings:
+            rates.setdefault(warning.kind, []).append("-" if rate is None else f"{rate:.3g}")
     return [f"{kind} (at {', '.join(places)} calls/s)" for kind, places in rates.items()]
 
 
-def _of_client(summary: Summary, lag: ClientLag) -> list[Doubt]:
-    found: list[Doubt] = []
+def _of_client(summary: Summary, lag: ClientLag) -> list[MeasurementWarning]:
+    found: list[MeasurementWarning] = []
     if lag.cpu_share > _BUSY:
         text = (
             f"the client used {lag.cpu_share:.0%} of a CPU: it may have been measured, and not the server; ask less of it, or "
             "start several clients"
         )
-        found.append(Doubt("the client was busy", text))
+        found.append(MeasurementWarning("the client was busy", text))
     if _matters(lag.loop_p50, lag.loop_p99, summary.itl):
         text = (
             f"the client's event loop woke up late by {_ms(lag.loop_p50)} (p99 {_ms(lag.loop_p99)}), which is not little "
             "against the gaps between tokens; leave a CPU to the client"
         )
-        found.append(Doubt("the client's event loop was late", text))
+        found.append(MeasurementWarning("the client's event loop was late", text))
     if _matters(lag.send_p50, lag.send_p99, summary.ttft):
         text = (
             f"calls were sent {_ms(lag.send_p50)} (p99 {_ms(lag.send_p99)}) after they were due, which counts as their "
             "latency; leave a CPU to the client"
         )
-        found.append(Doubt("the client sent calls late", text))
+        found.append(MeasurementWarning("the client sent calls late", text))
     return found
 
 
-def _matters(p50: float, p99: float, measured: Distribution | None) -> bool:
+def _matters(p50: float, p99: float, measured: SampleSummary | None) -> bool:
     """True if a delay is a tenth of what was measured, at the median or at the tail."""
     if measured is None:
         return False

@@ -22,7 +22,7 @@ T = TypeVar("T")
 CLOSED = "the backend was closed"
 
 
-class Call:
+class SubmittedCall:
     """One sequence on its way: the pump writes, one thread reads."""
 
     def __init__(self, msg: GenerateMsg, tokenizer: Tokenizer | None) -> None:
@@ -44,7 +44,7 @@ class Call:
         self.pieces.put(None)
 
 
-class Pump:
+class EngineThread:
     """Drives a ``Loop`` in a thread of its own, which alone touches it.
 
     Every call that ``submit`` has taken is answered: with its output, with the engine's error, or, when the pump is closed
@@ -54,32 +54,32 @@ class Pump:
     def __init__(self, loop: Loop, tokenizer: Tokenizer | None) -> None:
         self._loop = loop
         self._tokenizer = tokenizer
-        self._inbox: queue.SimpleQueue[Sequence[Call] | Callable[[], None] | None] = queue.SimpleQueue()
-        self._held: deque[Call] = deque()  # beyond what may wait in the engine
-        self._calls: dict[str, Call] = {}
+        self._inbox: queue.SimpleQueue[Sequence[SubmittedCall] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._backlog: deque[SubmittedCall] = deque()  # beyond what may wait in the engine
+        self._calls: dict[str, SubmittedCall] = {}
         self._replies: dict[str, queue.SimpleQueue[CommandReply]] = {}
         self._gate = threading.Lock()
         self._refusal: Exception | None = None  # once set, nothing is put into the inbox any more
-        self._thread = threading.Thread(target=self._work, name="dovetail-pump", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="dovetail-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, msgs: Sequence[GenerateMsg]) -> list[Call]:
+    def submit(self, msgs: Sequence[GenerateMsg]) -> list[SubmittedCall]:
         """Send requests, together; wait with ``Call.output``. Raises ``EngineError`` once the pump is closed."""
-        calls = [Call(msg, self._tokenizer) for msg in msgs]
+        calls = [SubmittedCall(msg, self._tokenizer) for msg in msgs]
         self._put(calls)
         return calls
 
-    def ask(self, question: Callable[[Loop], T]) -> T:
+    def query(self, function: Callable[[Loop], T]) -> T:
         """What ``question`` finds between two steps, in the pump's thread."""
         answer: queue.SimpleQueue[tuple[bool, object]] = queue.SimpleQueue()
 
-        def look() -> None:
+        def run_function() -> None:
             try:
-                answer.put((True, question(self._loop)))
+                answer.put((True, function(self._loop)))
             except Exception as error:
                 answer.put((False, error))
 
-        self._put(look)
+        self._put(run_function)
         good, value = answer.get()
         if isinstance(value, Exception) and not good:
             raise value
@@ -93,7 +93,7 @@ class Pump:
             self._replies[call_id] = answer
             loop.handle(FlushCacheMsg(call_id))
 
-        self.ask(send)
+        self.query(send)
         return answer.get()
 
     def close(self) -> None:
@@ -104,14 +104,14 @@ class Pump:
                 self._inbox.put(None)
         self._thread.join()
 
-    def leave(self) -> None:
+    def request_stop(self) -> None:
         """``close`` that waits for nothing and takes no lock: wherever garbage is collected."""
         self._inbox.put(None)
 
-    def _put(self, item: Sequence[Call] | Callable[[], None]) -> None:
+    def _put(self, item: Sequence[SubmittedCall] | Callable[[], None]) -> None:
         with self._gate:
             if self._refusal is not None:
-                raise _again(self._refusal)
+                raise _copied(self._refusal)
             self._inbox.put(item)
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Pump:
     def _take(self) -> bool:
         """Read the inbox, waiting where there is nothing else to do; False once it says to stop."""
         while True:
-            idle = not self._loop.has_work and not self._held
+            idle = not self._loop.has_work and not self._backlog
             if idle and self._inbox.empty() and self._loop.idle():
                 continue
             try:
@@ -143,12 +143,12 @@ class Pump:
             if callable(item):
                 item()
             else:
-                self._held.extend(item)
+                self._backlog.extend(item)
 
     def _admit(self) -> None:
         scheduler = self._loop.scheduler
-        while self._held and len(scheduler.waiting) < scheduler.limits.max_waiting:
-            call = self._held.popleft()
+        while self._backlog and len(scheduler.waiting) < scheduler.limits.max_waiting:
+            call = self._backlog.popleft()
             self._calls[call.run.msg.rid] = call
             self._loop.handle(call.run.msg)
 
@@ -177,13 +177,13 @@ class Pump:
             if callable(item):
                 item()
             else:
-                self._held.extend(item or ())
-        for call in (*self._calls.values(), *self._held):
-            call.end(_again(error))
+                self._backlog.extend(item or ())
+        for call in (*self._calls.values(), *self._backlog):
+            call.end(_copied(error))
         for call_id, reply in self._replies.items():
             reply.put(CommandReply(call_id, False, str(error)))
         self._calls.clear()
-        self._held.clear()
+        self._backlog.clear()
         self._replies.clear()
 
     def _empty(self) -> None:
@@ -194,10 +194,10 @@ class Pump:
                 self._loop.step()
 
 
-def _again(error: Exception) -> EngineError:
+def _copied(error: Exception) -> EngineError:
     """``error`` for one more caller: an exception that several threads raise would collect all their tracebacks."""
     if isinstance(error, EngineError):
         return type(error)(*error.args)
-    again = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}; make a new one")
-    again.__cause__ = error
-    return again
+    copy = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}; make a new one")
+    copy.__cause__ = error
+    return copy

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dovetail.bench.answers import Answer
-from dovetail.bench.records import Call, Measurement, Workload
+from dovetail.bench.answers import CallProgress
+from dovetail.bench.records import LoadCall, Measurement, Workload
 
 OnDone = Callable[[Measurement], None]
 
 
-def nobody(measurement: Measurement) -> None:
+def ignore_measurement(measurement: Measurement) -> None:
     """Nobody watches."""
 
 
-class Book:
+class CallTracker:
     """The measurements of a run. ``on_done`` is told of each as it is noted."""
 
-    def __init__(self, workload: Workload, on_done: OnDone = nobody) -> None:
+    def __init__(self, workload: Workload, on_done: OnDone = ignore_measurement) -> None:
         self.roots = [call for call in workload.calls if call.parent is None]
         self._calls = workload.calls
         self._on_done = on_done
         self._done: dict[str, Measurement] = {}
-        self._followers: dict[str, list[Call]] = {}
+        self._followers: dict[str, list[LoadCall]] = {}
         for call in workload.calls:
             if call.parent is not None:
                 self._followers.setdefault(call.parent, []).append(call)
 
-    def note(self, call: Call, answer: Answer, due: float) -> Sequence[Call]:
+    def record(self, call: LoadCall, answer: CallProgress, due: float) -> Sequence[LoadCall]:
         """A call has ended; returns those that can be made now. After one that failed, all that would have followed are noted
         as failed."""
         self._add(call, answer, due)
@@ -38,12 +38,12 @@ class Book:
             self._skip(child, answer.end, f"not sent: call {call.id!r} before it failed")
         return ()
 
-    def _skip(self, call: Call, now: float, why: str) -> None:
-        self._add(call, Answer(sent=now, end=now, error=why), now)
+    def _skip(self, call: LoadCall, now: float, why: str) -> None:
+        self._add(call, CallProgress(sent=now, end=now, error=why), now)
         for child in self._followers.get(call.id, ()):
             self._skip(child, now, why)
 
-    def _add(self, call: Call, answer: Answer, due: float) -> None:
+    def _add(self, call: LoadCall, answer: CallProgress, due: float) -> None:
         measurement = answer.measurement(call, due)
         self._done[call.id] = measurement
         self._on_done(measurement)

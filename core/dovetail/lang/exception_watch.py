@@ -6,10 +6,10 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from dovetail.lang.face import program_line
+from dovetail.lang.state_interface import program_line
 
 
-class Watch:
+class ExceptionWatch:
     """While it is entered, exceptions that Python code of this thread raises are seen: ``stop``, however it is caught, and the
     ``TypeError`` of a function that was given an object of the class called ``name`` in place of text, which becomes a
     ``stop``. ``seen`` is the first of them. A debugger's or coverage's own function sees nothing meanwhile.
@@ -29,15 +29,15 @@ class Watch:
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         frame.f_trace_lines = False
-        return self._look
+        return self._trace_exceptions
 
-    def _look(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _trace_exceptions(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event != "exception":
-            return self._look
+            return self._trace_exceptions
         kind, error, _ = arg
         if issubclass(kind, TypeError) and self._name in str(error):
             self.seen = self.seen or f"{program_line()} needs the value of a symbol: {error}"
             raise self._stop(self.seen)
         if issubclass(kind, self._stop):
             self.seen = self.seen or str(error)
-        return self._look
+        return self._trace_exceptions
