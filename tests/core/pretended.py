@@ -9,6 +9,7 @@ import zlib
 
 import numpy as np
 
+from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
@@ -17,7 +18,7 @@ from dovetail.memory.lookahead import with_lookahead
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.sampling_params import SamplingParams
-from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 from dovetail.types import DraftTree, HostOutput
 from dovetail_cache.config import NoneConfig, RadixConfig
@@ -97,7 +98,8 @@ def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, **limi
     table = RequestTable(settings["max_running"], -(-CONTEXT // page_size) + 1)
     ledger = PageLedger(PageAllocator(num_pages), index, table, page_size, ahead)
     policy = Fcfs(FcfsConfig(), PolicyContext(index))
-    scheduler = Scheduler(Limits(**settings), ledger, policy, GrammarService(None), None, frozenset([EOS]), clock)
+    constraints = RequestConstraints(GrammarService(None), VOCAB, [EOS])
+    scheduler = Scheduler(SchedulerLimits(**settings), ledger, policy, constraints, None, frozenset([EOS]), clock)
     return scheduler, Device(settings["max_running"], table.pages.shape[2], num_pages, page_size)
 
 

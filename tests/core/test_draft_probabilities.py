@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.scheduler.drafts import checked
-from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.types import DraftTree
 
 VOCAB = 9
@@ -139,7 +139,9 @@ def test_without_a_least_probability_all_are_verified():
 
 
 def test_drafts_cut_by_their_probabilities_do_not_also_adapt_to_what_is_accepted():
-    limits = Limits(max_running=1, max_waiting=1, chunk_size=1, context_len=9, vocab_size=VOCAB, adapt_drafts=True)
+    limits = SchedulerLimits(
+        max_running=1, max_waiting=1, chunk_size=1, context_len=9, vocab_size=VOCAB, adapt_drafts=True
+    )
     tree = DraftTree.chains(np.array([[1, 2]], np.int32), np.array([2], np.int32))
     assert limits.adapts(tree)
     assert not replace(limits, min_draft_probability=0.1).adapts(tree)

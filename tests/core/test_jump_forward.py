@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.constraints.jump_forward import Jumper
+from dovetail.constraints.jump_forward import JumpForward
+from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.cache import CacheContext
 from dovetail.interfaces.grammar import Matcher
@@ -21,7 +22,7 @@ from dovetail.memory.ledger import PageLedger
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
-from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 from dovetail.types import FinishKind, HostOutput, Req
 from dovetail_cache.config import RadixConfig
@@ -141,10 +142,10 @@ def build(jump, page_size=4, pages=60, **limits):
     table = RequestTable(values["max_running"], -(-values["context_len"] // page_size) + 1)
     ledger = PageLedger(PageAllocator(pages), cache, table, page_size)
     scheduler = Scheduler(
-        Limits(**values, jump_forward=jump),
+        SchedulerLimits(**values),
         ledger,
         Fcfs(FcfsConfig(), PolicyContext(cache)),
-        GrammarService(None),
+        RequestConstraints(GrammarService(None), len(WORDS), [EOS], ToyTokenizer() if jump else None),
         ToyTokenizer(),
         frozenset([EOS]),
     )
@@ -259,7 +260,7 @@ def jumps(template, said, **params):
     assert all(map(req.matcher.accept, said))
     req.known_len = 2 + len(said)
     req.token_ids[2 : req.known_len] = said
-    return Jumper(ToyTokenizer()).forced(req)
+    return JumpForward(ToyTokenizer()).forced_tokens(req)
 
 
 def ids(text):
@@ -284,4 +285,4 @@ def test_a_jump_has_no_more_tokens_than_there_is_room_for():
     req.matcher = Template("ghgfghghgf")
     assert req.matcher.accept(ids("g")[0])
     req.token_ids[2], req.known_len = ids("g")[0], 3
-    assert Jumper(ToyTokenizer()).forced(req) == ids("hg")
+    assert JumpForward(ToyTokenizer()).forced_tokens(req) == ids("hg")

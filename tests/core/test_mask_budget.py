@@ -14,7 +14,7 @@ import torch
 
 from dovetail.constraints.choice import GrammarEngine
 from dovetail.constraints.compilers import ThreadCompiler
-from dovetail.constraints.mask_budget import Meter, MeteredMatcher, Pace
+from dovetail.constraints.mask_budget import MaskBudget, Meter, MeteredMatcher
 from dovetail.constraints.probe import STEPS, Probe
 from dovetail.constraints.service import GrammarService
 from dovetail.engine.masks import MaskBuffers, mask_logits
@@ -90,13 +90,13 @@ class Backend(GrammarBackend):
         super().fill_bitmasks(matchers, bitmask, rows)
 
 
-def meter(pace, told=None):
-    return Meter(SPEC, "fake", pace, told.append if told is not None else lambda error: None)
+def meter(budget, told=None):
+    return Meter(SPEC, "fake", budget, told.append if told is not None else lambda error: None)
 
 
 def test_what_a_matcher_takes_is_allowed_by_its_tokens_and_a_burst():
     told = []
-    found = meter(Pace(per_token=0.01, ahead=0.1), told)
+    found = meter(MaskBudget(per_token=0.01, ahead=0.1), told)
     for _ in range(1000):  # for ever
         found.allow_token()
         found.charge(0.01)
@@ -125,7 +125,7 @@ def test_what_a_matcher_takes_is_allowed_by_its_tokens_and_a_burst():
 
 
 def test_unused_time_is_not_saved_up():
-    found = meter(Pace(per_token=0.01, ahead=0.1))
+    found = meter(MaskBudget(per_token=0.01, ahead=0.1))
     for _ in range(1000):
         found.allow_token()
     with pytest.raises(GrammarError):
@@ -141,7 +141,7 @@ def test_every_call_of_a_matcher_counts(what):
         "is_terminated": lambda matcher: matcher.is_terminated,
         "jump": lambda matcher: matcher.jump_forward(),
     }
-    matcher = MeteredMatcher(Slow(**{what: 0.3}), meter(Pace(per_token=0.001, ahead=0.5)))
+    matcher = MeteredMatcher(Slow(**{what: 0.3}), meter(MaskBudget(per_token=0.001, ahead=0.5)))
     for other in calls.keys() - {what}:
         calls[other](matcher)
     calls[what](matcher)
@@ -159,7 +159,7 @@ def wait(ticket):
 def test_a_constraint_that_took_too_long_is_refused_to_others_for_a_while(name):
     backend = Backend()
     engine = GrammarEngine("fake", frozenset({Feature.GRAMMAR_REGEX}), lambda: backend)
-    service = GrammarService(ThreadCompiler([engine], 10), pace=Pace(0.001, 0.02))
+    service = GrammarService(ThreadCompiler([engine], 10), budget=MaskBudget(0.001, 0.02))
     spec = GrammarSpec(GrammarKind.REGEX, "slow", name)
     ticket = wait(service.submit(spec))
     matcher = MeteredMatcher(service.matcher(ticket), service.meter(ticket))
@@ -182,9 +182,9 @@ def masked(reqs):
 
 
 def test_of_a_batch_that_is_slow_the_culprit_is_found_and_ended_and_the_others_stay_together():
-    backend, pace = Backend(), Pace(per_token=0.001, ahead=1.0)
+    backend, budget = Backend(), MaskBudget(per_token=0.001, ahead=1.0)
     matchers = [Slow(), Slow(fill=0.1), Slow(), Slow()]
-    reqs = [SimpleNamespace(rid="r", matcher=m, masks=backend, error=None, meter=meter(pace)) for m in matchers]
+    reqs = [SimpleNamespace(rid="r", matcher=m, masks=backend, error=None, meter=meter(budget)) for m in matchers]
     masked(reqs)
     assert backend.calls == [4], "slow, so that the next masks are filled one by one"
     masked(reqs)
@@ -200,9 +200,9 @@ def test_of_a_batch_that_is_slow_the_culprit_is_found_and_ended_and_the_others_s
 class Bytes(Probe):
     """A probe over a vocabulary of bytes and pairs."""
 
-    def __init__(self, pace):
+    def __init__(self, budget):
         tokens = [*(bytes([i]) for i in range(60)), *(b"ab" for _ in range(60, EOS)), None]
-        super().__init__(GrammarContext(VOCAB, tokens, (EOS,), "{}"), pace)
+        super().__init__(GrammarContext(VOCAB, tokens, (EOS,), "{}"), budget)
 
 
 @pytest.mark.parametrize("costs", [{"fill": 0.002}, {"accept": 0.002}, {"is_terminated": 0.002}])
@@ -210,14 +210,14 @@ def test_a_probe_finds_what_grows_with_the_text(costs):
     """Two milliseconds for each token of the text: after 96 tokens, nine seconds."""
     start = time.perf_counter()
     with pytest.raises(GrammarError, match="take too long with grammar backend fake"):
-        Bytes(Pace(0.005, 0.2)).try_out(Compiled(grows=True, **costs), SPEC, "fake")
+        Bytes(MaskBudget(0.005, 0.2)).try_out(Compiled(grows=True, **costs), SPEC, "fake")
     assert time.perf_counter() - start < 2
 
 
-def test_a_probe_lets_pass_what_keeps_the_pace_and_ends_in_time():
-    Bytes(Pace(0.005, 0.2)).try_out(Compiled(), SPEC, "fake")
+def test_a_probe_lets_pass_what_keeps_the_budget_and_ends_in_time():
+    Bytes(MaskBudget(0.005, 0.2)).try_out(Compiled(), SPEC, "fake")
     start = time.perf_counter()
-    Bytes(Pace(per_token=0.05, ahead=0.3)).try_out(Compiled(fill=0.03), SPEC, "fake")
+    Bytes(MaskBudget(per_token=0.05, ahead=0.3)).try_out(Compiled(fill=0.03), SPEC, "fake")
     assert time.perf_counter() - start < 0.03 * STEPS
 
 
@@ -238,7 +238,7 @@ def test_what_a_backend_gives_up_on_in_a_probe_is_refused_and_what_breaks_is_not
     def try_out(error):
         compiled = Compiled()
         compiled.matcher = lambda: GivesUp(error)
-        Bytes(Pace()).try_out(compiled, SPEC, "fake")
+        Bytes(MaskBudget()).try_out(compiled, SPEC, "fake")
 
     with pytest.raises(GrammarError, match="fake gives up on texts of this regex: too many items") as caught:
         try_out(GrammarError("too many items"))
@@ -257,7 +257,7 @@ def test_masks_that_allow_what_is_refused_are_left_to_another_backend():
     compiled = Compiled()
     compiled.matcher = Unsound
     with pytest.raises(GrammarError, match=r"fake gives up on .*: its mask allows token \d+, which it then") as caught:
-        Bytes(Pace()).try_out(compiled, SPEC, "fake")
+        Bytes(MaskBudget()).try_out(compiled, SPEC, "fake")
     assert caught.value.keyword == "masks"
 
 

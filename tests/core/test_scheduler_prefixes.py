@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.cache import CacheContext
 from dovetail.memory.allocator import PageAllocator
@@ -15,7 +16,7 @@ from dovetail.memory.ledger import PageLedger
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
-from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 from dovetail.scheduler.waits import PrefixWaits
 from dovetail.types import HostOutput, Req
@@ -36,8 +37,9 @@ class Service:
         cache = RadixCache(RadixConfig(), CacheContext(PAGE))
         ledger = PageLedger(PageAllocator(num_pages), cache, RequestTable(max_running, 2500), PAGE)
         policy = Fcfs(FcfsConfig(), None)
-        limits = Limits(**(settings | {"vocab_size": 40_000} | limits))
-        self.scheduler = Scheduler(limits, ledger, policy, GrammarService(None), None, frozenset())
+        limits = SchedulerLimits(**(settings | {"vocab_size": 40_000} | limits))
+        constraints = RequestConstraints(GrammarService(None), limits.vocab_size, [])
+        self.scheduler = Scheduler(limits, ledger, policy, constraints, None, frozenset())
         self.lag, self.launched = lag, None
         self.texts = {}
         self.computed = 0

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.cache import CacheContext
 from dovetail.memory.allocator import PageAllocator
@@ -14,7 +15,7 @@ from dovetail.memory.ledger import PageLedger
 from dovetail.memory.table import RequestTable
 from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
-from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 from dovetail.types import HostOutput
 from dovetail_cache.config import RadixConfig
@@ -36,7 +37,9 @@ def build(num_pages=1000, **limits):
     } | limits
     cache = RadixCache(RadixConfig(), CacheContext(PAGE))
     ledger = PageLedger(PageAllocator(num_pages), cache, RequestTable(64, 60), PAGE)
-    return Scheduler(Limits(**settings), ledger, Fcfs(FcfsConfig(), None), GrammarService(None), None, frozenset())
+    limits = SchedulerLimits(**settings)
+    constraints = RequestConstraints(GrammarService(None), limits.vocab_size, [])
+    return Scheduler(limits, ledger, Fcfs(FcfsConfig(), None), constraints, None, frozenset())
 
 
 def add(scheduler, rid, prompt, new=50):

@@ -158,7 +158,7 @@ def drive(llm: LLM, made: list[Job], rng: random.Random) -> tuple[Traffic, set[s
 
 def is_prefix(llm: LLM, spec: GrammarSpec, token_ids: list[int]) -> bool:
     """Every token is accepted by a fresh matcher, by itself."""
-    ticket = llm.loop.grammars.submit(spec)
+    ticket = llm.loop.constraints.service.submit(spec)
     while not ticket.ready:
         time.sleep(0.001)
     matcher = ticket.matcher()

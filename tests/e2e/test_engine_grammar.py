@@ -77,7 +77,7 @@ def llm():
 
 def is_prefix(llm, kind, token_ids):
     """Every token but an end-of-sequence one is accepted by a fresh matcher."""
-    ticket = llm.loop.grammars.submit(spec(kind))
+    ticket = llm.loop.constraints.service.submit(spec(kind))
     while not ticket.ready:
         pass
     matcher = ticket.matcher()
@@ -226,9 +226,9 @@ def odd_service(backend):
 @pytest.fixture(params=[False, True], ids=["", "overlap"])
 def odd(request):
     llm = tiny(scheduler={"overlap": request.param})
-    llm.loop.grammars.close()
+    llm.loop.constraints.close()
     backend = OddBackend()
-    llm.loop.grammars = llm.loop.scheduler.grammars = odd_service(backend)
+    llm.loop.constraints.service = odd_service(backend)
     yield llm, backend
     backend.gate.set()
     llm.close()

@@ -89,7 +89,7 @@ class GrammarEngine:
         self.backend.check(spec)
 
 
-class Watch(Protocol):
+class CompileWatch(Protocol):
     """Is told what goes on, so that compiling can be bounded and building is not counted."""
 
     def building(self) -> None:
@@ -113,7 +113,7 @@ def candidates(engines: Sequence[GrammarEngine], spec: GrammarSpec) -> list[Gram
 
 
 def choose(
-    engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Watch, probe: Probe | None = None
+    engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWatch, probe: Probe | None = None
 ) -> tuple[GrammarEngine, CompiledGrammar]:
     """Compile with the first candidate that honours ``spec`` whole, at a cost that ``probe`` admits. Raises ``GrammarError``:
     at once where the constraint is wrong for every backend, else with what each of them lacks."""
@@ -130,7 +130,7 @@ def choose(
     raise refusal(spec, refusals, [engine.name for engine in _able(others, spec, watch)])
 
 
-def _compile(engine: GrammarEngine, spec: GrammarSpec, watch: Watch, probe: Probe | None) -> CompiledGrammar:
+def _compile(engine: GrammarEngine, spec: GrammarSpec, watch: CompileWatch, probe: Probe | None) -> CompiledGrammar:
     _prepare(engine, spec, watch)
     engine.check(spec)
     try:
@@ -145,14 +145,14 @@ def _compile(engine: GrammarEngine, spec: GrammarSpec, watch: Watch, probe: Prob
         raise GrammarError(text, param=spec.kind) from error
 
 
-def _prepare(engine: GrammarEngine, spec: GrammarSpec, watch: Watch) -> None:
+def _prepare(engine: GrammarEngine, spec: GrammarSpec, watch: CompileWatch) -> None:
     if engine.offers_kind(spec) and not engine.built:
         watch.building()
         _ = engine.backend
     watch.compiling()
 
 
-def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: Watch) -> Iterator[GrammarEngine]:
+def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWatch) -> Iterator[GrammarEngine]:
     """Those that would not refuse ``spec`` as far as they can tell without compiling."""
     for engine in engines:
         try:

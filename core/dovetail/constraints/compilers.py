@@ -11,14 +11,14 @@ from dovetail.constraints import worker
 from dovetail.constraints.cache import Compiled
 from dovetail.constraints.choice import candidates, choose
 from dovetail.constraints.jobs import too_slow
-from dovetail.constraints.mask_budget import DEFAULT_PACE
+from dovetail.constraints.mask_budget import DEFAULT_MASK_BUDGET
 from dovetail.constraints.process import Abandoned, Ended, TimedOut, WorkerProcess
 from dovetail.errors import EngineError, GrammarError
 
 if TYPE_CHECKING:
     from dovetail.constraints.choice import GrammarEngine, GrammarRecipe
-    from dovetail.constraints.jobs import Job
-    from dovetail.constraints.mask_budget import Pace
+    from dovetail.constraints.jobs import CompileJob
+    from dovetail.constraints.mask_budget import MaskBudget
     from dovetail.interfaces.grammar import GrammarContext
     from dovetail.sampling_params import GrammarSpec
 
@@ -31,7 +31,7 @@ class Compiler(Protocol):
     engines: Sequence[GrammarEngine]
     seconds: float  # time limit of one constraint
 
-    def compile(self, job: Job) -> Compiled:
+    def compile(self, job: CompileJob) -> Compiled:
         """Compile ``job.spec``. Raises ``GrammarError`` for what is refused or too much, ``Abandoned`` where nobody waits
         any more, and ``EngineError`` where something else than the constraint is wrong."""
         ...
@@ -48,7 +48,7 @@ class ThreadCompiler:
         self.engines: Sequence[GrammarEngine] = engines
         self.seconds = seconds
 
-    def compile(self, job: Job) -> Compiled:
+    def compile(self, job: CompileJob) -> Compiled:
         """See ``Compiler``."""
         engine, grammar = choose(self.engines, job.spec, job)
         return Compiled(engine.name, grammar)
@@ -68,29 +68,29 @@ class ProcessCompiler:
         *,
         seconds: float,
         memory: int,
-        pace: Pace = DEFAULT_PACE,
+        budget: MaskBudget = DEFAULT_MASK_BUDGET,
     ) -> None:
         """``seconds`` and ``memory`` (bytes) are the bounds of one constraint; masks that do not keep ``pace`` are refused."""
         self.engines: Sequence[GrammarEngine] = [recipe.engine(context) for recipe in recipes]
         self.seconds = seconds
-        self._setup = worker.Setup(tuple(recipes), context, memory, seconds, pace)
+        self._setup = worker.Setup(tuple(recipes), context, memory, seconds, budget)
         self._idle: list[WorkerProcess] = []
         self._lock = threading.Lock()
         self._closed = False
 
-    def compile(self, job: Job) -> Compiled:
+    def compile(self, job: CompileJob) -> Compiled:
         """See ``Compiler``."""
         self._build_meanwhile(candidates(self.engines, job.spec)[0])
         answer = self._ask(job)
         match answer:
-            case worker.Refusal():
+            case worker.GrammarRefused():
                 raise answer.error()
-            case worker.Failure(memory=True):
+            case worker.CompileFailed(memory=True):
                 raise self._too_large(job.spec, answer.message)
             case worker.Done(name=name, data=data):
                 backend = next(engine for engine in self.engines if engine.name == name).backend
                 return Compiled(name, backend.compile(job.spec) if data is None else backend.load(data))
-        assert isinstance(answer, worker.Failure), answer
+        assert isinstance(answer, worker.CompileFailed), answer
         raise EngineError(answer.message)
 
     def _build_meanwhile(self, engine: GrammarEngine) -> None:
@@ -105,7 +105,7 @@ class ProcessCompiler:
         if not engine.built:
             threading.Thread(target=build, name=f"dovetail-build-{engine.name}").start()
 
-    def _ask(self, job: Job) -> worker.Event:
+    def _ask(self, job: CompileJob) -> worker.Event:
         """The answer of a process. One that was killed from outside says nothing of the constraint: another is asked, once."""
         killed = False
         while True:

@@ -17,10 +17,10 @@ PATIENCE = 6
 """How many time limits a constraint waits for its turn."""
 
 
-class Job:
+class CompileJob:
     """One compilation, which any number of tickets wait for. Thread-safe.
 
-    It is also the ``Watch`` of a compilation on a thread, which cannot be ended: past ``deadline`` nobody waits for it.
+    It is also the ``CompileWatch`` of a compilation on a thread, which cannot be ended: past ``deadline`` nobody waits for it.
     """
 
     def __init__(self, spec: GrammarSpec, seconds: float, outcome: Outcome | None = None) -> None:
@@ -65,11 +65,11 @@ class Job:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def building(self) -> None:
-        """See ``Watch``."""
+        """See ``CompileWatch``."""
         self.deadline = None
 
     def compiling(self) -> None:
-        """See ``Watch``."""
+        """See ``CompileWatch``."""
         if self.deadline is None:
             self.deadline = time.monotonic() + self.seconds
 
@@ -82,7 +82,7 @@ def too_slow(spec: GrammarSpec, seconds: float) -> GrammarError:
 class GrammarTicket:
     """A constraint on its way to a matcher. ``ready`` and ``matcher`` never block."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CompileJob) -> None:
         self._job = job
         self._kind = job.spec.kind
         self._patience = time.monotonic() + PATIENCE * job.seconds

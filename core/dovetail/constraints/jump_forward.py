@@ -25,14 +25,14 @@ PROBES = ("a", "s", "A", "1", " ", " a", '"', '",', ".", ",", ":", "}", "]", "["
 """What may follow a forced text: tokens that are others before one of these are left to the model."""
 
 
-class Jumper:
+class JumpForward:
     """Writes forced text in tokens. Spans are remembered: requests under one schema come to the same ones."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._remembered = lru_cache(4096)(self._tokens)
 
-    def forced(self, req: Req) -> list[int]:
+    def forced_tokens(self, req: Req) -> list[int]:
         """The tokens that must follow those of ``req``, no more than it has room for; empty if there is a choice, if the text
         has no stable tokens, or if the request asks for log-probabilities or biases tokens."""
         if req.matcher is None or req.params.logprobs is not None or req.params.logit_bias:

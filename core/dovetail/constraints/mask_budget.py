@@ -21,14 +21,14 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MaskBudget:
     """Seconds of a matcher: ``per_token`` on the average, ``ahead`` is how far it may be beyond that."""
 
     per_token: float = 0.02
     ahead: float = 1.0
 
 
-DEFAULT_PACE = Pace()
+DEFAULT_MASK_BUDGET = MaskBudget()
 
 
 class Meter:
@@ -38,12 +38,14 @@ class Meter:
     knows whose fault it was. ``over`` is told once, when it has gone too far.
     """
 
-    def __init__(self, spec: GrammarSpec, backend: str, pace: Pace, over: Callable[[GrammarError], None]) -> None:
+    def __init__(
+        self, spec: GrammarSpec, backend: str, budget: MaskBudget, over: Callable[[GrammarError], None]
+    ) -> None:
         self.alone = False
         self.error: GrammarError | None = None
         self._spec = spec
         self._backend = backend
-        self._pace = pace
+        self._budget = budget
         self._over = over
         self._ahead = 0.0
         self._tokens = 0
@@ -51,12 +53,12 @@ class Meter:
     def allow_token(self) -> None:
         """The text has grown by a token."""
         self._tokens += 1
-        self._ahead = max(self._ahead - self._pace.per_token, 0.0)
+        self._ahead = max(self._ahead - self._budget.per_token, 0.0)
 
     def charge(self, seconds: float) -> None:
         """So long has it taken. Raises ``GrammarError`` where that is too long, and always from then on."""
         self._ahead += seconds
-        if self.error is None and self._ahead > self._pace.ahead:
+        if self.error is None and self._ahead > self._budget.ahead:
             self.error = self._excess(seconds)
             self._over(self.error)
         if self.error is not None:
@@ -65,8 +67,8 @@ class Meter:
     def _excess(self, seconds: float) -> GrammarError:
         return GrammarError(
             f"the masks of this {self._spec.kind} take too long with grammar backend {self._backend}: {1000 * seconds:.0f} ms "
-            f"for one, {self._tokens} tokens into the text; allowed: {1000 * self._pace.per_token:g} ms a token "
-            f"(`grammar.mask_ms`) and {1000 * self._pace.ahead:g} ms beyond that (`grammar.mask_burst_ms`). Make it smaller "
+            f"for one, {self._tokens} tokens into the text; allowed: {1000 * self._budget.per_token:g} ms a token "
+            f"(`grammar.mask_ms`) and {1000 * self._budget.ahead:g} ms beyond that (`grammar.mask_burst_ms`). Make it smaller "
             "or less ambiguous, or try another grammar_backend",
             param=self._spec.kind,
             keyword="size",

@@ -15,7 +15,7 @@ from dovetail.errors import GrammarError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dovetail.constraints.mask_budget import Pace
+    from dovetail.constraints.mask_budget import MaskBudget
     from dovetail.interfaces.grammar import CompiledGrammar, GrammarContext, Matcher
     from dovetail.sampling_params import GrammarSpec
     from dovetail.types import IntArray
@@ -31,8 +31,8 @@ STEPS = 96
 class Probe:
     """Walks at random, always the same for one constraint. Not thread-safe."""
 
-    def __init__(self, context: GrammarContext, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self, context: GrammarContext, budget: MaskBudget) -> None:
+        self._budget = budget
         self._row = np.zeros((1, -(-context.vocab_size // 32)), np.int32)
         self._ends = self._pack(token for token in context.eos_token_ids if token < context.vocab_size)
         tokens = enumerate(context.token_bytes[: context.vocab_size])
@@ -48,9 +48,9 @@ class Probe:
         gives up. In bounded time: it goes no further once it has taken four times what a matcher may be ahead."""
         found: list[GrammarError] = []
         source = random.Random(spec.text)
-        end = time.perf_counter() + 4 * self._pace.ahead
+        end = time.perf_counter() + 4 * self._budget.ahead
         for walk in range(WALKS):
-            meter = Meter(spec, backend, self._pace, found.append)
+            meter = Meter(spec, backend, self._budget, found.append)
             try:
                 self._walk(MeteredMatcher(grammar.matcher(), meter), source, end, short=walk == 0)
             except GrammarError as error:

@@ -99,7 +99,7 @@ class WorkerProcess:
         while True:
             if self._conn.poll(_TICK_SECONDS):
                 event = self._conn.recv()
-                if isinstance(event, worker.Done | worker.Refusal | worker.Failure):
+                if isinstance(event, worker.Done | worker.GrammarRefused | worker.CompileFailed):
                     return event
                 clock.take(event)
             elif clock.over:
@@ -136,11 +136,11 @@ class _Clock:
 
     def take(self, event: worker.Event) -> None:
         now = time.monotonic()
-        if isinstance(event, worker.Building) and not self.building:
+        if isinstance(event, worker.BuildStarted) and not self.building:
             self._left = self._deadline - now
             self._deadline = now + BUILD_SECONDS
             self.building = True
-        elif isinstance(event, worker.Compiling) and self.building:
+        elif isinstance(event, worker.CompileStarted) and self.building:
             self._deadline = now + self._left
             self.building = False
 

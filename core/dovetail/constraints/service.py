@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from dovetail.constraints.cache import Compiled, GrammarCache, named
 from dovetail.constraints.choice import candidates
-from dovetail.constraints.jobs import GrammarTicket, Job
+from dovetail.constraints.jobs import CompileJob, GrammarTicket
 from dovetail.constraints.limits import check_size
-from dovetail.constraints.mask_budget import DEFAULT_PACE, Meter
+from dovetail.constraints.mask_budget import DEFAULT_MASK_BUDGET, Meter
 from dovetail.constraints.process import Abandoned
 from dovetail.errors import GrammarError
 
 if TYPE_CHECKING:
     from dovetail.constraints.compilers import Compiler
-    from dovetail.constraints.mask_budget import Pace
+    from dovetail.constraints.mask_budget import MaskBudget
     from dovetail.interfaces.grammar import GrammarBackend, Matcher
     from dovetail.sampling_params import GrammarSpec
 
@@ -55,14 +55,14 @@ class GrammarService:
         *,
         workers: int = 2,
         cache_bytes: int = 256 * 2**20,
-        pace: Pace = DEFAULT_PACE,
+        budget: MaskBudget = DEFAULT_MASK_BUDGET,
     ) -> None:
         self._compiler = compiler
         self._reason = reason
-        self._pace = pace
+        self._budget = budget
         self._pool = ThreadPoolExecutor(workers, "dovetail-grammar") if compiler else None
         self._lock = threading.Lock()
-        self._jobs: dict[GrammarSpec, Job] = {}
+        self._jobs: dict[GrammarSpec, CompileJob] = {}
         self._cache = GrammarCache(cache_bytes)
         self.totals = GrammarTotals()
 
@@ -89,7 +89,7 @@ class GrammarService:
         with self._lock:
             job = self._known(spec, first, self._compiler.seconds)
             if job is None:
-                job = self._jobs[spec] = Job(spec, self._compiler.seconds)
+                job = self._jobs[spec] = CompileJob(spec, self._compiler.seconds)
                 job.join()
                 self.totals.misses += 1
                 self._pool.submit(self._run, job, self._compiler)
@@ -115,22 +115,22 @@ class GrammarService:
                 for refused in (spec, named(spec, backend)):
                     self._cache.refuse(refused, error)
 
-        return Meter(spec, backend, self._pace, over)
+        return Meter(spec, backend, self._budget, over)
 
     def backend(self, name: str) -> GrammarBackend:
         """The backend of that name, which has made a matcher."""
         assert self._compiler is not None
         return next(engine.backend for engine in self._compiler.engines if engine.name == name)
 
-    def _known(self, spec: GrammarSpec, first: str, seconds: float) -> Job | None:
+    def _known(self, spec: GrammarSpec, first: str, seconds: float) -> CompileJob | None:
         """A job that has an outcome, or is at work. What the first candidate has compiled is what would be chosen."""
         outcome = self._cache.get(spec)
         if outcome is None and spec.backend is None:
             found = self._cache.get(named(spec, first))
             outcome = found if isinstance(found, Compiled) else None
-        return Job(spec, seconds, outcome) if outcome is not None else self._jobs.get(spec)
+        return CompileJob(spec, seconds, outcome) if outcome is not None else self._jobs.get(spec)
 
-    def _run(self, job: Job, compiler: Compiler) -> None:
+    def _run(self, job: CompileJob, compiler: Compiler) -> None:
         """Compile, on a worker thread; the job always ends."""
         while self._begin(job):
             start = time.monotonic()
@@ -145,7 +145,7 @@ class GrammarService:
                     self.totals.seconds += time.monotonic() - start
             return
 
-    def _begin(self, job: Job) -> bool:
+    def _begin(self, job: CompileJob) -> bool:
         with self._lock:
             if not job.wanted:
                 self._forget(job)
@@ -155,7 +155,7 @@ class GrammarService:
             job.started = True
             return True
 
-    def _end(self, job: Job, result: Compiled | Exception) -> None:
+    def _end(self, job: CompileJob, result: Compiled | Exception) -> None:
         with self._lock:
             self._forget(job)
             if isinstance(result, Compiled):
@@ -167,7 +167,7 @@ class GrammarService:
             else:
                 job.error = result
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: CompileJob) -> None:
         if self._jobs.get(job.spec) is job:
             del self._jobs[job.spec]
 

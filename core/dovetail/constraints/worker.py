@@ -1,7 +1,7 @@
 """The process that compiles grammars: bounded in memory, low in priority, and killed where it takes too long.
 
 It is told ``Setup`` and which backends to build at once, and then one ``GrammarSpec`` after another. Each is answered with events, the last of them a ``Done``,
-``Refusal`` or ``Failure``. It imports the backends it needs, and of this package as little as that takes.
+``GrammarRefused`` or ``CompileFailed``. It imports the backends it needs, and of this package as little as that takes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from dovetail.constraints.choice import GrammarEngine, GrammarRecipe, choose
-from dovetail.constraints.mask_budget import Pace
+from dovetail.constraints.mask_budget import MaskBudget
 from dovetail.constraints.probe import Probe
 from dovetail.errors import EngineError, GrammarError
 from dovetail.interfaces.features import Feature
@@ -35,16 +35,16 @@ class Setup:
     context: GrammarContext
     memory: int
     seconds: float
-    pace: Pace
+    budget: MaskBudget
 
 
 @dataclass(frozen=True, slots=True)
-class Building:
+class BuildStarted:
     """A backend is being built; the clock stands still."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compiling:
+class CompileStarted:
     """The constraint is being read; the clock runs."""
 
 
@@ -57,7 +57,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class GrammarRefused:
     """A ``GrammarError``."""
 
     message: str
@@ -65,7 +65,7 @@ class Refusal:
     keyword: str | None
 
     @classmethod
-    def of(cls, error: GrammarError) -> Refusal:
+    def of(cls, error: GrammarError) -> GrammarRefused:
         """From the error."""
         return cls(str(error), error.param, error.keyword)
 
@@ -75,14 +75,14 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CompileFailed:
     """The constraint was not judged. ``memory``: for want of it."""
 
     message: str
     memory: bool = False
 
 
-Event = Building | Compiling | Done | Refusal | Failure
+Event = BuildStarted | CompileStarted | Done | GrammarRefused | CompileFailed
 
 
 class Bounds:
@@ -142,14 +142,14 @@ class _Reporter:
         self._bounds = bounds
 
     def building(self) -> None:
-        """See ``Watch``."""
+        """See ``CompileWatch``."""
         self._bounds.build()
-        self._send(Building())
+        self._send(BuildStarted())
 
     def compiling(self) -> None:
-        """See ``Watch``."""
+        """See ``CompileWatch``."""
         self._bounds.set()
-        self._send(Compiling())
+        self._send(CompileStarted())
 
 
 def serve(conn: Connection) -> None:
@@ -158,13 +158,13 @@ def serve(conn: Connection) -> None:
     engines = [recipe.engine(setup.context) for recipe in setup.recipes]
     _build(engines, names)
     bounds = Bounds(setup.memory, setup.seconds)
-    reporter, probe = _Reporter(conn.send, bounds), Probe(setup.context, setup.pace)
+    reporter, probe = _Reporter(conn.send, bounds), Probe(setup.context, setup.budget)
     tired = False
     while not tired:
         spec: GrammarSpec = conn.recv()
         answer = _answer(engines, spec, reporter, probe)
         bounds.lift()
-        tired = bounds.bloated or (isinstance(answer, Failure) and answer.memory)
+        tired = bounds.bloated or (isinstance(answer, CompileFailed) and answer.memory)
         conn.send(answer)
 
 
@@ -180,12 +180,12 @@ def _answer(engines: Sequence[GrammarEngine], spec: GrammarSpec, reporter: _Repo
         engine, grammar = choose(engines, spec, reporter, probe)
         return Done(engine.name, _dumped(engine, grammar))
     except GrammarError as error:
-        return Refusal.of(error)
+        return GrammarRefused.of(error)
     except MemoryError:
-        return Failure("out of memory", memory=True)
+        return CompileFailed("out of memory", memory=True)
     except Exception as error:
         traceback.print_exc()
-        return Failure(f"{type(error).__name__}: {error}")
+        return CompileFailed(f"{type(error).__name__}: {error}")
 
 
 def _dumped(engine: GrammarEngine, grammar: CompiledGrammar) -> bytes | None:

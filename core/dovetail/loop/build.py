@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dovetail.constraints.choice import GrammarRecipe
 from dovetail.constraints.compilers import Compiler, ProcessCompiler, ThreadCompiler
-from dovetail.constraints.mask_budget import Pace
+from dovetail.constraints.mask_budget import MaskBudget
+from dovetail.constraints.requests import RequestConstraints
 from dovetail.constraints.service import GrammarService
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.grammar import GrammarContext
@@ -16,7 +17,7 @@ from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
 from dovetail.memory.table import RequestTable
-from dovetail.scheduler.limits import Limits
+from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -26,8 +27,15 @@ if TYPE_CHECKING:
     from dovetail.tokenizer import Tokenizer
 
 
-def build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> GrammarService:
-    """The grammar compiler, or one that says why there is none."""
+def build_constraints(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> RequestConstraints:
+    """Build what compiles the constraints of requests, with the grammar backends that were resolved."""
+    jump_tokenizer = tokenizer if resolved.config.grammar.jump_forward else None
+    service = _build_service(resolved, tokenizer, eos)
+    return RequestConstraints(service, resolved.model_info.vocab_size, eos, jump_tokenizer)
+
+
+def _build_service(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozenset[int]) -> GrammarService:
+    """Build the compile service. Without grammar backends or a tokenizer, it refuses every constraint and reports why."""
     if not resolved.grammars:
         return GrammarService(None, reason="no grammar backend is selected or usable; see `dovetail explain`")
     if tokenizer is None:
@@ -36,14 +44,14 @@ def build_grammars(resolved: Resolved, tokenizer: Tokenizer | None, eos: frozens
     section = resolved.config.grammar
     automatic = {candidate.kind for candidate in section.candidates}
     recipes = [_recipe(chosen, automatic) for chosen in resolved.grammars]
-    pace = Pace(section.mask_ms / 1000, section.mask_burst_ms / 1000)
+    budget = MaskBudget(section.mask_ms / 1000, section.mask_burst_ms / 1000)
     if section.isolation == "process":
         compiler: Compiler = ProcessCompiler(
-            recipes, context, seconds=section.timeout, memory=section.memory_mib * 2**20, pace=pace
+            recipes, context, seconds=section.timeout, memory=section.memory_mib * 2**20, budget=budget
         )
     else:
         compiler = ThreadCompiler([recipe.engine(context) for recipe in recipes], section.timeout)
-    return GrammarService(compiler, workers=section.workers, cache_bytes=section.cache_mib * 2**20, pace=pace)
+    return GrammarService(compiler, workers=section.workers, cache_bytes=section.cache_mib * 2**20, budget=budget)
 
 
 def _recipe(chosen: Chosen, automatic: Container[str]) -> GrammarRecipe:
@@ -57,7 +65,7 @@ def build_scheduler(
     resolved: Resolved,
     engine: Engine,
     draft_width: int,
-    grammars: GrammarService,
+    constraints: RequestConstraints,
     tokenizer: Tokenizer | None,
     eos: frozenset[int],
 ) -> Scheduler:
@@ -67,7 +75,7 @@ def build_scheduler(
     cache = with_lookahead(resolved.cache.build, engine.page_size, ahead)
     table = RequestTable(section.rows, engine.inputs.page_table.shape[1])
     ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size, ahead)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=section.rows,
         max_waiting=section.max_waiting,
         chunk_size=section.chunk,
@@ -80,10 +88,9 @@ def build_scheduler(
         draft_width=draft_width,
         adapt_drafts=section.draft == "adaptive",
         min_draft_probability=section.min_draft_probability,
-        jump_forward=resolved.config.grammar.jump_forward,
         embeds=Feature.MODEL_EMBED in engine.info.offers,
         pin_seconds=section.pin_seconds,
         pin_pages=int(section.pin_fraction * (engine.num_pages - 1)),
     )
     policy = resolved.policy.build(PolicyContext(cache))
-    return Scheduler(limits, ledger, policy, grammars, tokenizer, eos)
+    return Scheduler(limits, ledger, policy, constraints, tokenizer, eos)

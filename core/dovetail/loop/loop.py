@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dovetail.engine.device import explained, first_line
 from dovetail.engine.engine import Engine
 from dovetail.errors import EngineDeadError, QueueFullError, RequestError
-from dovetail.loop.build import build_grammars, build_scheduler
+from dovetail.loop.build import build_constraints, build_scheduler
 from dovetail.loop.fence import Fence
 from dovetail.loop.pace import Pace
 from dovetail.loop.report import info_of, stats_of
@@ -70,9 +70,9 @@ class Loop:
         with explained(resolved.config):
             self.engine = Engine(resolved, eos)
         self.drafter = self.engine.drafter
-        self.grammars = build_grammars(resolved, tokenizer, eos)
+        self.constraints = build_constraints(resolved, tokenizer, eos)
         width = self.drafter.max_draft_tokens if self.drafter else 0
-        self.scheduler = build_scheduler(resolved, self.engine, width, self.grammars, tokenizer, eos)
+        self.scheduler = build_scheduler(resolved, self.engine, width, self.constraints, tokenizer, eos)
         self.overlap = resolved.config.scheduler.overlap is True
         self.dead: str | None = None
         self._kept: EngineDeadError | None = None  # its traceback holds tensors of a lost device: freeing them aborts
@@ -357,5 +357,5 @@ class Loop:
 
     def close(self) -> None:
         """Stop the grammar workers. The loop must not be used again."""
-        self.grammars.close()
+        self.constraints.close()
         gc.unfreeze()

@@ -20,7 +20,7 @@ def stats_of(
     scheduler: Scheduler, seconds: Mapping[str, float], steps: int, drafter_errors: int, call_id: str
 ) -> EngineStats:
     """Gauges now, totals since the start. ``seconds`` has those of a step's parts, and of ``step`` as a whole."""
-    ledger, totals, grammars = scheduler.ledger, scheduler.totals, scheduler.grammars
+    ledger, totals, grammars = scheduler.ledger, scheduler.totals, scheduler.constraints
     return EngineStats(
         call_id=call_id,
         running=len(scheduler.prefilling) + len(scheduler.decoding),

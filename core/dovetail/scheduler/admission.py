@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dovetail.interfaces.policy import SchedulePolicy
     from dovetail.memory.ledger import PageLedger
     from dovetail.scheduler.groups import Groups
-    from dovetail.scheduler.limits import Limits, Totals
+    from dovetail.scheduler.limits import SchedulerLimits, Totals
     from dovetail.types import Req
 
 DECODE_HEADROOM = 32
@@ -25,7 +25,7 @@ class Admission:
     """Continues chunked prompts, then admits waiting requests in the policy's order while tokens, slots and pages last."""
 
     def __init__(
-        self, limits: Limits, ledger: PageLedger, policy: SchedulePolicy, totals: Totals, groups: Groups
+        self, limits: SchedulerLimits, ledger: PageLedger, policy: SchedulePolicy, totals: Totals, groups: Groups
     ) -> None:
         self.limits = limits
         self.ledger = ledger

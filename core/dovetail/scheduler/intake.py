@@ -13,11 +13,11 @@ from dovetail.types import Req, TokenLogprob
 
 if TYPE_CHECKING:
     from dovetail.messages import GenerateMsg
-    from dovetail.scheduler.limits import Limits
+    from dovetail.scheduler.limits import SchedulerLimits
     from dovetail.tokenizer import Tokenizer
 
 
-def make_req(msg: GenerateMsg, limits: Limits, tokenizer: Tokenizer | None) -> Req:
+def make_req(msg: GenerateMsg, limits: SchedulerLimits, tokenizer: Tokenizer | None) -> Req:
     """The request of a message. Raises ``RequestError`` if the model, its context or its vocabulary forbids it."""
     _check_tokens(msg, limits.vocab_size)
     _check_pooling(msg, limits)
@@ -47,7 +47,7 @@ def _check_tokens(msg: GenerateMsg, vocab_size: int) -> None:
             raise RequestError(f"token id {token_id} is not below the vocabulary size {vocab_size}")
 
 
-def _check_pooling(msg: GenerateMsg, limits: Limits) -> None:
+def _check_pooling(msg: GenerateMsg, limits: SchedulerLimits) -> None:
     pooling = msg.params.pooling
     if pooling is None:
         return

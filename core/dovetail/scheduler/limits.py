@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """The scheduler's bounds, from config and model. ``reuses_prefixes``: the prefix cache keeps something. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
     with ``adapt_drafts`` each request gets fewer where few are accepted; drafts of a lower probability than ``min_draft_probability`` are not verified; ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
-    ``jump_forward`` appends text that a grammar forces; not together with drafts. ``embeds``: the model offers model.embed.
+    ``embeds``: the model offers model.embed.
     Groups and sessions keep prefixes locked for ``pin_seconds``, ``pin_pages`` of them in all."""
 
     max_running: int
@@ -28,7 +28,6 @@ class Limits:
     adapt_drafts: bool = False
     min_draft_probability: float = 0.0
     shared_prefixes: bool = False
-    jump_forward: bool = False
     embeds: bool = False
     pin_seconds: float = 60.0
     pin_pages: int = 0

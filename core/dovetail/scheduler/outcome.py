@@ -16,8 +16,8 @@ from dovetail.types import FinishKind, FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dovetail.constraints.jump_forward import Jumper
-    from dovetail.scheduler.limits import Limits, Totals
+    from dovetail.constraints.requests import RequestConstraints
+    from dovetail.scheduler.limits import SchedulerLimits, Totals
     from dovetail.types import Batch, DraftTree, FloatArray, HostOutput, Req, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MEMORY = 0.8
 """How much of the moving average of accepted drafts a step leaves as it was."""
 
 
-def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: Limits) -> None:
+def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: SchedulerLimits) -> None:
     """Take back, from the cursors of the requests, the drafts that were not accepted, and count what was verified. Where drafts
     adapt, set how many each gets next time."""
     drafted = (drafts.lens[batch.samples] if batch.num_extend else drafts.lens).tolist()
@@ -152,10 +152,10 @@ def _failure(req: Req, what: str, error: Exception) -> FinishReason:
     return FinishReason(FinishKind.ERROR, message=f"{what}: {type(error).__name__}: {error}")
 
 
-def forced_tokens(req: Req, jumper: Jumper) -> list[int]:
-    """What ``jumper`` says must follow; a matcher that raises ends its request."""
+def forced_tokens(req: Req, constraints: RequestConstraints) -> list[int]:
+    """Return the tokens that the constraint of ``req`` forces next. A matcher that raises ends its request."""
     try:
-        return jumper.forced(req)
+        return constraints.forced_tokens(req)
     except Exception as error:
         req.finish = _failure(req, "jump-forward", error)
         return []

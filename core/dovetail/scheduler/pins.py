@@ -14,7 +14,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from dovetail.memory.ledger import PageLedger
-    from dovetail.scheduler.limits import Limits, Totals
+    from dovetail.scheduler.limits import SchedulerLimits, Totals
     from dovetail.types import IntArray, Req
 
 Clock = Callable[[], float]
@@ -40,7 +40,9 @@ class Pins:
     """Locks on paths of the prefix cache, ``limits.pin_pages`` of its pages at most, each for ``limits.pin_seconds`` since it was
     taken or renewed. A cache that keeps nothing has nothing to pin."""
 
-    def __init__(self, limits: Limits, ledger: PageLedger, totals: Totals, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, ledger: PageLedger, totals: Totals, clock: Clock = time.monotonic
+    ) -> None:
         self.clock = clock
         self.pages = 0  # that one pin or more holds
         self._seconds, self._bound = limits.pin_seconds, limits.pin_pages

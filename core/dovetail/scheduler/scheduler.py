@@ -14,9 +14,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dovetail.constraints.gated import FreeTokens
-from dovetail.constraints.jump_forward import Jumper
-from dovetail.constraints.pending import Compiling
 from dovetail.errors import QueueFullError, RequestError
 from dovetail.messages import Answer, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.scheduler.admission import Admission
@@ -24,7 +21,7 @@ from dovetail.scheduler.decoding import Decoding
 from dovetail.scheduler.drafts import checked
 from dovetail.scheduler.groups import Groups
 from dovetail.scheduler.intake import make_req
-from dovetail.scheduler.limits import Limits, Totals
+from dovetail.scheduler.limits import SchedulerLimits, Totals
 from dovetail.scheduler.outcome import (
     add_pooled,
     add_prompt_logprobs,
@@ -40,7 +37,7 @@ from dovetail.scheduler.sharing import Sharing
 from dovetail.types import Batch, FinishKind, FinishReason, HostOutput, Req
 
 if TYPE_CHECKING:
-    from dovetail.constraints.service import GrammarService
+    from dovetail.constraints.requests import RequestConstraints
     from dovetail.interfaces.policy import SchedulePolicy
     from dovetail.memory.ledger import PageLedger
     from dovetail.tokenizer import Tokenizer
@@ -52,17 +49,17 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         ledger: PageLedger,
         policy: SchedulePolicy,
-        grammars: GrammarService,
+        constraints: RequestConstraints,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         clock: Clock = time.monotonic,
     ) -> None:
         self.limits = limits
         self.ledger = ledger
-        self.grammars = grammars
+        self.constraints = constraints
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.totals = Totals()
@@ -71,12 +68,10 @@ class Scheduler:
         self.decoding: list[Req] = []
         sharing = Sharing(ledger.cache) if limits.shared_prefixes and not limits.draft_width else None
         self._rows = Decoding(ledger, self.decoding, sharing)
-        self._jumper = Jumper(tokenizer) if limits.jump_forward and tokenizer is not None else None
         self.pins = Pins(limits, ledger, self.totals, clock)
         ledger.release_pinned = self.pins.release_pinned
         self.groups = Groups(self.pins, ledger.page_size, limits.pin_seconds, ledger.tokens_ahead)
         self._admission = Admission(limits, ledger, policy, self.totals, self.groups)
-        self._compiling = Compiling(FreeTokens(limits.vocab_size, eos_token_ids))
         self._departed: list[Req] = []
         self._by_rid: dict[str, Req] = {}
         self._next_uid = 0
@@ -92,8 +87,7 @@ class Scheduler:
                 f"{len(self.waiting)} requests are waiting, the bound of scheduler.max_waiting; retry later"
             )
         req = make_req(msg, self.limits, self.tokenizer)
-        if msg.params.grammar is not None:
-            self._compiling.start(req, msg.params.grammar, self.grammars)
+        self.constraints.begin(req)
         req.uid, self._next_uid = self._next_uid, self._next_uid + 1
         self.waiting.append(req)
         self.groups.joined(req)
@@ -116,7 +110,7 @@ class Scheduler:
     def poll(self) -> list[Answer]:
         """Collect grammars that have been compiled; the answers are of requests whose grammar was refused."""
         answers: list[Answer] = []
-        for req, refusal in self._compiling.collect(self.grammars):
+        for req, refusal in self.constraints.collect():
             if refusal is not None:
                 self.waiting.remove(req)
                 self._admission.forget(req)
@@ -213,7 +207,7 @@ class Scheduler:
             settle_drafts(batch, batch.drafts, output, self.totals, self.limits)
             self._rows.settle(adapted=self.limits.adapts(batch.drafts))
         logprobs = output.logprobs if output.logprobs is not None else [None] * len(output.token_ids)
-        jump = self._jump if self._jumper is not None else None
+        jump = self._jump if self.constraints.jumps else None
         answers = [
             take_tokens(req, tokens, entries, self.eos_token_ids, self.totals, jump)
             for req, tokens, entries in zip(batch.sampled_reqs, output.token_ids, logprobs, strict=True)
@@ -243,8 +237,7 @@ class Scheduler:
     def _jump(self, req: Req) -> list[int]:
         """Append what the grammar forces, if there is memory for it; returns the tokens. They enter like a chunk of a prompt.
         A step launched meanwhile samples a token in vain, so that a jump over one token would gain nothing then."""
-        assert self._jumper is not None
-        tokens = forced_tokens(req, self._jumper)
+        tokens = forced_tokens(req, self.constraints)
         if len(tokens) <= min(req.in_flight, 1):
             return []
         if req.slot >= 0:
@@ -287,8 +280,7 @@ class Scheduler:
     def _abort(self, reqs: list[Req], message: str) -> list[Answer]:
         for req in reqs:
             req.finish = FinishReason(FinishKind.ABORT, message=message)
-            if req.ticket is not None:
-                self._compiling.cancel(req)
+            self.constraints.cancel(req)
         self._leave(reqs)
         return [
             TokenOutput(r.rid, [], r.finish, r.prompt_len, r.known_len - r.prompt_len, r.prefix_hit_len) for r in reqs

@@ -1,6 +1,6 @@
 """Grammars whose masks cost more with each token, on the real engines: who ends, and who does not.
 
-.venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_grammar_pace_engine.py
+.venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_mask_budget_engine.py
 """
 
 import re
