@@ -9,24 +9,28 @@ import torch
 
 from dovetail.engine.node_rows import NodeRows, node_rows
 from dovetail.testing.attention_cases import STEPS
-from dovetail.testing.attention_reference import Case, Step, reference
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep, reference
 from dovetail_attention.config import TorchNativeConfig
 from dovetail_attention.torch_native import TorchNativeAttention
 
 CPU = torch.device("cpu")
 FORK = [[-1, -1, 0, 0, 1, 2, 5], [-1], [], [-1, 0, 0, 2, 2, -1]]
 CASES = {
-    "trees": Case([40, 0, 7, 150], [8, 2, 1, 7], trees=FORK, page_size=1),
-    "trees beside prompts": Case([0, 33, 40, 0, 7, 150], [30, 9, 8, 2, 1, 7], num_extend=2, trees=FORK, page_size=1),
-    "trees and a window": Case([40, 0, 7, 150], [8, 2, 1, 7], trees=FORK, page_size=1, window=9),
-    "the suite's": Case(STEPS["trees"][0].prefix, STEPS["trees"][0].extend, trees=STEPS["trees"][0].trees, page_size=1),
+    "trees": AttentionCase([40, 0, 7, 150], [8, 2, 1, 7], trees=FORK, page_size=1),
+    "trees beside prompts": AttentionCase(
+        [0, 33, 40, 0, 7, 150], [30, 9, 8, 2, 1, 7], num_extend=2, trees=FORK, page_size=1
+    ),
+    "trees and a window": AttentionCase([40, 0, 7, 150], [8, 2, 1, 7], trees=FORK, page_size=1, window=9),
+    "the suite's": AttentionCase(
+        STEPS["trees"][0].prefix, STEPS["trees"][0].extend, trees=STEPS["trees"][0].trees, page_size=1
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_every_node_sees_its_ancestors_and_no_other(name):
-    step = Step(CASES[name], CPU)
+    step = AttentionStep(CASES[name], CPU)
     assert step.batch.tree_mask is not None
     table, expected = step.batch.page_table.clone(), reference(step)
     rows = NodeRows(TorchNativeAttention(TorchNativeConfig(), step.context()), step.batch)
@@ -36,7 +40,7 @@ def test_every_node_sees_its_ancestors_and_no_other(name):
 
 
 def test_rows_of_nodes_are_those_of_decode_steps():
-    step = Step(CASES["trees beside prompts"], CPU)
+    step = AttentionStep(CASES["trees beside prompts"], CPU)
     found = node_rows(step.batch)
     assert found.num_extend == 2
     assert found.tree_mask is None

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dovetail.testing.attention import AttentionSuite
-from dovetail.testing.attention_divided import Rows
-from dovetail.testing.attention_reference import Case
+from dovetail.testing.attention_divided import DividedRows
+from dovetail.testing.attention_reference import AttentionCase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ class TestFlashAttention(AttentionSuite):
         """Of each tile: those of causal rows differ by head_dim, and by whether the page table is read by TMA."""
         shape = {"head_dim": head_dim, "page_size": page_size, "heads": heads, "kv_heads": kv_heads}
         lens = [2000, 700, 3, 300]
-        rows = Rows(self.fit(Case([], [], dtype=torch.bfloat16, **shape)), lens, torch.device("cuda"))
+        rows = DividedRows(self.fit(AttentionCase([], [], dtype=torch.bfloat16, **shape)), lens, torch.device("cuda"))
         for memory in (rows.whole.pool.k, rows.whole.pool.v):
             memory.nan_to_num_(nan=0.0)  # TMA reads whole pages, and nothing times NaN is NaN
         backend = self.make(rows.whole.context())

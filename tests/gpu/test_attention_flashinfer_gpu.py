@@ -19,8 +19,8 @@ from dovetail import LLM, SamplingParams
 from dovetail.config.checkpoint import EMBEDDED
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import STEPS
-from dovetail.testing.attention_graphs import CapturedDecode
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_graphs import CapturedDecodeForward
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ class TestFlashInfer(AttentionSuite):
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16) if COMPILE else (torch.bfloat16,)
 
-    def fit(self, case: Case) -> Case:
+    def fit(self, case: AttentionCase) -> AttentionCase:
         if COMPILE:
             return super().fit(case)
         if case.window is not None or case.soft_cap is not None:
@@ -64,7 +64,7 @@ class TestFlashInfer(AttentionSuite):
     @torch.inference_mode()
     def test_nothing_waits_for_the_device(self, step, batch_invariant):
         case = replace(self.fit(STEPS[step][0]), batch_invariant=batch_invariant)
-        prepared = Step(case, torch.device("cuda"))
+        prepared = AttentionStep(case, torch.device("cuda"))
         backend = self.make(prepared.context())
         for mode in ("default", "error"):  # the first time loads kernels
             torch.cuda.set_sync_debug_mode(mode)
@@ -83,7 +83,9 @@ class TestFlashInfer(AttentionSuite):
         """Also for rows so long that their keys are divided among several blocks, as they are not at the capture. Batch
         invariant attention divides none, and has the bits of a step without a graph."""
         shape = {"heads": heads, "kv_heads": kv_heads, "page_size": page_size, "batch_invariant": batch_invariant}
-        longest = Step(self.fit(Case([1500, 900, 20, 0], [1] * 4, padding=1, **shape)), torch.device("cuda"))
+        longest = AttentionStep(
+            self.fit(AttentionCase([1500, 900, 20, 0], [1] * 4, padding=1, **shape)), torch.device("cuda")
+        )
         backend = self.make(longest.context())
         backend.plan_capture(longest.batch)
         q, table = torch.empty_like(longest.q), longest.batch.page_table
@@ -94,7 +96,7 @@ class TestFlashInfer(AttentionSuite):
             table.copy_(source)
             out = backend.forward(q, longest.layer, longest.batch)
         for prefix in ([1500, 900, 20, 0], [0, 899, 3, 0], [1499, 0, 19, 0], [3, 4, 5, 0]):
-            step = Step(replace(longest.case, prefix=prefix), longest.device)
+            step = AttentionStep(replace(longest.case, prefix=prefix), longest.device)
             step.pool, step.table, step.num_pages = longest.pool, longest.table, longest.num_pages
             step.batch.page_table = table.fill_(0)
             torch.cuda.set_sync_debug_mode("error")
@@ -115,9 +117,9 @@ class TestFlashInfer(AttentionSuite):
     def test_an_invariant_graph_has_room_for_the_plan_of_many_rows(self):
         """It names every query head of every row."""
         rows = 320
-        case = Case([0] * rows, [1] * rows, heads=64, kv_heads=8, page_size=16, batch_invariant=True)
-        whole = Step(self.fit(case), torch.device("cuda"))
-        graph = CapturedDecode(self.make(whole.context()), whole, rows, shared=False)
+        case = AttentionCase([0] * rows, [1] * rows, heads=64, kv_heads=8, page_size=16, batch_invariant=True)
+        whole = AttentionStep(self.fit(case), torch.device("cuda"))
+        graph = CapturedDecodeForward(self.make(whole.context()), whole, rows, shared=False)
         step = graph.step(whole.case, [0] * rows, None)
         self.compare_output(step, graph.replay(step))
 

@@ -14,7 +14,7 @@ from dovetail.interfaces.cache import CacheGroup
 from dovetail.memory.pool import PagedKVPool, pool_dtype
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import STEPS
-from dovetail.testing.attention_reference import Step
+from dovetail.testing.attention_reference import AttentionStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ class TestTorchNativeOnCuda(AttentionSuite):
     @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
     @torch.inference_mode()
     def test_forward_never_waits_for_the_device(self, step: str, features: dict[str, object]):
-        prepared = Step(replace(STEPS[step][0], **features), torch.device("cuda"))
+        prepared = AttentionStep(replace(STEPS[step][0], **features), torch.device("cuda"))
         backend = self.make(prepared.context())
         backend.plan(prepared.batch)
         backend.forward(prepared.q, prepared.layer, prepared.batch)  # a window is planned when it is first met

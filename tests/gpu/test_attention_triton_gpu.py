@@ -14,7 +14,7 @@ import torch
 from dovetail import LLM, SamplingParams
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import GRAPH_ROWS, SHARED_STEPS, STEPS
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 from dovetail_attention.triton import backend
 
 pytestmark = [
@@ -39,7 +39,7 @@ class TestTritonOnCuda(AttentionSuite):
     @torch.inference_mode()
     def test_either_variant_serves_any_decode_step(self, step: str, window: int | None, variant: int):
         case = replace(SHARED_STEPS.get(step) or STEPS[step][0], window=window, sinks=window is not None)
-        made = Step(case, torch.device(self.device))
+        made = AttentionStep(case, torch.device(self.device))
         built = self.make(made.context())
         made.batch.variant = variant
         built.plan(made.batch)
@@ -56,14 +56,14 @@ class TestTritonOnCuda(AttentionSuite):
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_trees_of_several_tiles(self, dtype: torch.dtype, window: int | None, head_dim: int):
         trees = [[node // 3 - 1 for node in range(63)], [(node * 7) % (node + 1) - 1 for node in range(39)], []]
-        case = Case([300, 0, 40], [64, 40, 1], trees=trees, heads=8, head_dim=head_dim, page_size=16)
+        case = AttentionCase([300, 0, 40], [64, 40, 1], trees=trees, heads=8, head_dim=head_dim, page_size=16)
         self.compare(replace(case, dtype=dtype, window=window))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("groups", [None, [(100, 512), (12, 1024), (1, 0), (2, 16)]], ids=["alone", "shared"])
     def test_many_rows(self, dtype: torch.dtype, groups: list[tuple[int, int]] | None):
         prefix = [512 + 11 * row % 300 for row in range(100)] + [1024 + row for row in range(12)] + [2, 16, 17, 1900]
-        case = Case(prefix, [1] * len(prefix), page_size=16, groups=groups, dtype=dtype, heads=8, head_dim=128)
+        case = AttentionCase(prefix, [1] * len(prefix), page_size=16, groups=groups, dtype=dtype, heads=8, head_dim=128)
         self.compare(case)
 
     @pytest.mark.parametrize("step", [*STEPS, *SHARED_STEPS])
@@ -77,12 +77,14 @@ class TestTritonOnCuda(AttentionSuite):
     @pytest.mark.parametrize("prefix", [[1900, 3, 700, 0, 64, 1100, 255, 30], [5000], [33] * 200])
     @pytest.mark.parametrize("heads", [16, 128])
     def test_latent_attention_of_many_lengths(self, prefix: list[int], heads: int):
-        case = Case(prefix, [1] * len(prefix), **LATENT, heads=heads, page_size=16, dtype=torch.bfloat16)
+        case = AttentionCase(prefix, [1] * len(prefix), **LATENT, heads=heads, page_size=16, dtype=torch.bfloat16)
         self.compare(case)
 
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
     def test_graphs_of_latent_attention(self, shared: bool):
-        case = Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, **LATENT, heads=16, page_size=16, dtype=torch.bfloat16)
+        case = AttentionCase(
+            [300] * GRAPH_ROWS, [1] * GRAPH_ROWS, **LATENT, heads=16, page_size=16, dtype=torch.bfloat16
+        )
         self.replay(case, shared)
 
     @pytest.mark.parametrize("step", [*STEPS, *SHARED_STEPS])
@@ -90,7 +92,7 @@ class TestTritonOnCuda(AttentionSuite):
     @torch.inference_mode()
     def test_nothing_waits_for_the_device(self, step: str):
         case = SHARED_STEPS[step] if step in SHARED_STEPS else STEPS[step][0]
-        prepared = Step(replace(case, window=50), torch.device("cuda"))
+        prepared = AttentionStep(replace(case, window=50), torch.device("cuda"))
         backend = self.make(prepared.context())
         for mode in ("default", "error"):  # kernels are compiled in the first turn
             torch.cuda.set_sync_debug_mode(mode)

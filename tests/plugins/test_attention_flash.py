@@ -27,7 +27,7 @@ from dovetail.testing.attention_graphs import (
     static_verify_step,
     verify_step,
 )
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 from dovetail.types import SharedPrefixes
 from dovetail_attention.config import FlashAttnConfig
 from dovetail_attention.flash_attn import providers
@@ -237,7 +237,7 @@ suite = TestOfVllm()
 
 def prepare(case, **settings):
     """A step, and a backend for it."""
-    step = Step(suite.fit(case), torch.device("cpu"))
+    step = AttentionStep(suite.fit(case), torch.device("cpu"))
     return step, FlashAttention(FlashAttnConfig(**settings), step.context())
 
 
@@ -265,7 +265,7 @@ def test_the_other_providers_attend(install, provider, step, layer):
 @pytest.mark.parametrize("name", [*SHARED_STEPS, "long"])
 def test_the_other_providers_share(install, provider, name):
     install(provider)
-    long = Case([1030, 600, 513, 3, 0], [1] * 5, groups=[(1, 1024), (2, 512)], padding=1)
+    long = AttentionCase([1030, 600, 513, 3, 0], [1] * 5, groups=[(1, 1024), (2, 512)], padding=1)
     check(replace(SHARED_STEPS.get(name, long), page_size=256), provider=provider)
 
 
@@ -305,7 +305,7 @@ def test_every_reason_is_told_where_nothing_is_installed(page_size):
         assert reason.startswith(name)
     assert ("256" in reasons[-1]) == (page_size == 16)
     with pytest.raises(ConfigError, match="sgl_kernel"):
-        prepare(Case([3], [1], page_size=page_size))
+        prepare(AttentionCase([3], [1], page_size=page_size))
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((8, 0), True), ((8, 9), True), ((10, 0), False), ((7, 5), False)])
@@ -337,7 +337,7 @@ def test_a_provider_that_does_not_load_is_a_reason_and_the_next_is_taken(install
     assert opened.name == "sgl_kernel"
     assert any("another torch" in reason for reason in reasons)
     with pytest.raises(ConfigError, match="another torch"):
-        prepare(Case([3], [1]), provider="vllm")
+        prepare(AttentionCase([3], [1]), provider="vllm")
 
 
 def test_a_package_without_the_functions_is_a_reason(monkeypatch):
@@ -386,15 +386,15 @@ def test_flash_attention_2_is_refused_where_bits_must_not_depend_on_the_batch(in
     config = Config(batch_invariant=True, memory={"page_size": 256})
     assert "batch_invariant is true" in probe(FlashAttnConfig(), config)
     with pytest.raises(ConfigError, match=r"flash_attn sums in another order .* batch_invariant is true"):
-        prepare(Case([3], [1], page_size=256, batch_invariant=True))
+        prepare(AttentionCase([3], [1], page_size=256, batch_invariant=True))
     install("sgl_kernel")
     assert probe(FlashAttnConfig(), config) is None
-    assert prepare(Case([3], [1], page_size=256, batch_invariant=True))[1].provider == "sgl_kernel"
+    assert prepare(AttentionCase([3], [1], page_size=256, batch_invariant=True))[1].provider == "sgl_kernel"
 
 
 def test_flash_attention_2_refuses_sinks(install):
     install("flash_attn")
-    step, backend = prepare(Case([3, 9], [1, 1], sinks=True, page_size=256))
+    step, backend = prepare(AttentionCase([3, 9], [1, 1], sinks=True, page_size=256))
     backend.plan(step.batch)
     with pytest.raises(ConfigError, match="sinks"):
         backend.forward(step.q, step.layer, step.batch)
@@ -425,7 +425,7 @@ def test_one_call_for_each_kind_of_row(install, step, expected):
 def test_a_graph_of_verify_rows_asks_the_same_of_every_step(install, provider, window):
     """However its tokens are divided among rows."""
     install(provider)
-    base = suite.fit(Case([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, page_size=256, window=window))
+    base = suite.fit(AttentionCase([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, page_size=256, window=window))
     whole, backend = prepare(base, provider=provider)
     static = static_verify_step(base, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=False)
     backend.plan_capture(static.batch)
@@ -447,12 +447,12 @@ def test_a_graph_of_verify_rows_asks_the_same_of_every_step(install, provider, w
 def test_a_graph_asks_the_same_of_every_step(install, shared):
     """What is captured serves any lengths: nothing but tensors depends on them."""
     install("vllm")
-    whole, backend = prepare(Case([1900, 300, 20, 20], [1] * 4))
+    whole, backend = prepare(AttentionCase([1900, 300, 20, 20], [1] * 4))
     longest = whole.context().max_context
 
     def decode(prefix):
         case = replace(whole.case, prefix=prefix, padding=prefix.count(0), groups=[(2, 16)] if shared else None)
-        return Step(case, whole.device, whole)
+        return AttentionStep(case, whole.device, whole)
 
     static = decode([40, 33, 20, 0])
     static.batch.prefix_lens = np.full(4, longest - 1, np.int32)
@@ -479,7 +479,7 @@ def test_a_graph_asks_the_same_of_every_step(install, shared):
 def test_every_step_asks_the_same_where_bits_must_not_depend_on_the_batch(install, provider):
     """Also in graphs: the kernels choose their tiles by what they are asked."""
     install(provider)
-    verify = Case([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, batch_invariant=True)
+    verify = AttentionCase([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, batch_invariant=True)
     whole, backend = prepare(verify, provider=provider)
     static = static_verify_step(whole.case, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=False)
     backend.plan_capture(static.batch)
@@ -502,17 +502,17 @@ def test_every_step_asks_the_same_where_bits_must_not_depend_on_the_batch(instal
 
 def test_keys_are_split_until_the_device_is_busy(install):
     install("vllm")
-    _, backend = prepare(Case([3], [1], heads=32, kv_heads=8))
+    _, backend = prepare(AttentionCase([3], [1], heads=32, kv_heads=8))
     splits = [backend._splits(rows) for rows in range(1, 600)]
     assert splits == sorted(splits, reverse=True)
     assert 1 < splits[0] <= MAX_SPLITS
     assert splits[-1] == splits[131] == 1, "the rows alone keep 132 multiprocessors busy"
-    _, narrow = prepare(Case([3], [1], heads=1, kv_heads=1))
+    _, narrow = prepare(AttentionCase([3], [1], heads=1, kv_heads=1))
     assert narrow._splits(1) == MAX_SPLITS
 
 
 def sharing(starts, lens):
-    step = Step(suite.fit(Case([1], [1], heads=32, kv_heads=8, head_dim=128)), torch.device("cpu"))
+    step = AttentionStep(suite.fit(AttentionCase([1], [1], heads=32, kv_heads=8, head_dim=128)), torch.device("cpu"))
     step.batch.shared = SharedPrefixes(np.array(starts, np.int32), np.array(lens, np.int32))
     return FlashAttention(FlashAttnConfig(), step.context()), step.batch
 

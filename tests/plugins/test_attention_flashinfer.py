@@ -18,7 +18,7 @@ from dovetail.errors import ConfigError, EngineError
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.attention_cases import STEPS
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 
 MODULES = "dovetail_attention.flashinfer."
 plans: list[str] = []
@@ -174,7 +174,7 @@ suite = TestFlashInfer()
 
 def prepare(case, **settings):
     """A step, and a backend for it."""
-    step = Step(suite.fit(case), torch.device("cpu"))
+    step = AttentionStep(suite.fit(case), torch.device("cpu"))
     config = suite.config().model_copy(update=settings)
     from dovetail_attention.flashinfer.backend import FlashInfer
 
@@ -257,7 +257,7 @@ def test_what_depends_on_the_batch_is_refused_where_bits_must_not(monkeypatch, c
 
 @pytest.mark.parametrize(("heads", "kv_heads", "expected"), [(4, 2, False), (8, 2, True), (7, 1, True), (4, 4, False)])
 def test_tensor_cores_for_decode_where_groups_are_large(heads, kv_heads, expected):
-    step, backend = prepare(Case([9], [1], heads=heads, kv_heads=kv_heads))
+    step, backend = prepare(AttentionCase([9], [1], heads=heads, kv_heads=kv_heads))
     backend.plan(step.batch)
     attend(backend, step)
     (wrapper,) = backend._wrappers.values()
@@ -284,7 +284,7 @@ def test_pages_are_counted_and_gathered(page_size):
 )
 @torch.inference_mode()
 def test_graphs_replay_with_the_lengths_and_pages_of_each_step(batch_invariant, first, again):
-    case = suite.fit(Case([0, 30, 17, 0], [1, 1, 1, 1], padding=1, batch_invariant=batch_invariant))
+    case = suite.fit(AttentionCase([0, 30, 17, 0], [1, 1, 1, 1], padding=1, batch_invariant=batch_invariant))
     step, backend = prepare(case)
     backend.plan_capture(step.batch)
     for layer_id, window in enumerate((None, 5)):  # what the capture runs: lengths are those of padding
@@ -293,7 +293,7 @@ def test_graphs_replay_with_the_lengths_and_pages_of_each_step(batch_invariant, 
     addresses = [w.indptr.data_ptr() for w in wrappers] + [w.indices.data_ptr() for w in wrappers]
     assert plans == ["wait", first, first]
     for prefix in ([0, 30, 17, 0], [1, 31, 3, 0], [2, 0, 19, 0]):
-        later = Step(replace(case, prefix=prefix), step.device)
+        later = AttentionStep(replace(case, prefix=prefix), step.device)
         later.pool.k[:], later.pool.v[:] = later.pool.k.nan_to_num(9.0), later.pool.v.nan_to_num(9.0)
         plans.clear()
         backend._pool, table = later.pool, later.batch.page_table
@@ -309,7 +309,7 @@ def test_graphs_replay_with_the_lengths_and_pages_of_each_step(batch_invariant, 
 
 
 def test_graphs_refuse_more_pages_than_they_have_room_for(monkeypatch):
-    step, backend = prepare(Case([30, 17], [1, 1], page_size=1))
+    step, backend = prepare(AttentionCase([30, 17], [1, 1], page_size=1))
     from dovetail_attention.flashinfer.graph import Indices
 
     monkeypatch.setattr("dovetail_attention.flashinfer.graph.MOST_PAGES", 0)

@@ -27,16 +27,16 @@ from dovetail.testing.attention_graphs import (
     static_verify_step,
     verify_step,
 )
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 from dovetail_attention.triton import backend, tiles
-from dovetail_attention.triton.attend import Partial, attend
+from dovetail_attention.triton.attend import PartialResults, attend
 from dovetail_attention.triton.merge import merge
-from dovetail_attention.triton.schedule import Entries, Schedule, fill
+from dovetail_attention.triton.schedule import Schedule, ScheduleEntries, fill
 
 CPU = torch.device("cpu")
 FEW_STEPS = ("extend after a prefix", "decode", "mixed", "trees", "trees beside extend")
 MIXED_STEPS = ("decode", "mixed", "trees beside extend")
-WIDE_TREES = Case(
+WIDE_TREES = AttentionCase(
     [21, 0, 40],
     [40, 24, 1],
     trees=[[node // 3 - 1 for node in range(39)], [(node * 7) % (node + 1) - 1 for node in range(23)], []],
@@ -104,7 +104,7 @@ class TestTriton(AttentionSuite):
     @torch.inference_mode()
     def test_either_variant_serves_any_decode_step(self, step: str, window: int | None, variant: int):
         case = replace(SHARED_STEPS.get(step) or STEPS[step][0], window=window, sinks=window is not None)
-        made = Step(case, torch.device(self.device))
+        made = AttentionStep(case, torch.device(self.device))
         built = self.make(made.context())
         made.batch.variant = variant
         built.plan(made.batch)
@@ -134,9 +134,9 @@ class TestTriton(AttentionSuite):
         sinks = window is not None
         groups = [(3, 160), (4, 64), (1, 32)]
         for case in (
-            Case([190, 160, 161, 64, 90, 65, 70, 40, 3], [1] * 9, groups=groups, heads=8, kv_heads=1),
-            Case([300, 0, 33], [9, 30, 1], num_extend=2),
-            Case([200, 5], [4, 4], trees=[[-1, -1, 0], [-1, 0, 0]]),
+            AttentionCase([190, 160, 161, 64, 90, 65, 70, 40, 3], [1] * 9, groups=groups, heads=8, kv_heads=1),
+            AttentionCase([300, 0, 33], [9, 30, 1], num_extend=2),
+            AttentionCase([200, 5], [4, 4], trees=[[-1, -1, 0], [-1, 0, 0]]),
         ):
             self.compare(replace(case, window=window, sinks=sinks))
 
@@ -146,8 +146,10 @@ class TestTriton(AttentionSuite):
     def test_chunks_have_the_same_bits_in_one_program_and_in_several(
         self, monkeypatch: pytest.MonkeyPatch, sinks: bool, window: int | None
     ):
-        case = Case([300, 120, 33, 520], [9, 30, 1, 1], num_extend=2, window=window, sinks=sinks, dtype=torch.float16)
-        step = Step(replace(case, batch_invariant=True), torch.device(self.device))
+        case = AttentionCase(
+            [300, 120, 33, 520], [9, 30, 1, 1], num_extend=2, window=window, sinks=sinks, dtype=torch.float16
+        )
+        step = AttentionStep(replace(case, batch_invariant=True), torch.device(self.device))
         outs = []
         for most in (backend.CUT_TOKENS, 0):
             monkeypatch.setattr(backend, "CUT_TOKENS", most)
@@ -172,10 +174,10 @@ class TestTriton(AttentionSuite):
     @torch.inference_mode()
     def test_one_plan_serves_all_lengths(self, shared: bool):
         """What a graph relies on: after ``plan_capture``, lengths are read on the device."""
-        base = Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, padding=0, page_size=16)
-        whole = Step(base, CPU)
+        base = AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, padding=0, page_size=16)
+        whole = AttentionStep(base, CPU)
         built = self.make(whole.context())
-        static = Step(
+        static = AttentionStep(
             replace(base, prefix=[0] * GRAPH_ROWS, padding=GRAPH_ROWS, groups=[] if shared else None), CPU, whole
         )
         static.batch.prefix_lens = np.full(GRAPH_ROWS, 2047, np.int32)
@@ -183,7 +185,7 @@ class TestTriton(AttentionSuite):
         for prefix, groups in REPLAYS:
             padding = GRAPH_ROWS - len(prefix)
             case = replace(base, prefix=prefix + [0] * padding, padding=padding, groups=groups if shared else None)
-            step = Step(case, CPU, whole)
+            step = AttentionStep(case, CPU, whole)
             copy_inputs(step, static)
             built.plan_replay(static.batch)
             self.compare_output(step, built.forward(static.q, static.layer, static.batch))
@@ -197,8 +199,8 @@ class TestTriton(AttentionSuite):
     ):
         """What a graph of verify rows relies on, filled up with rows of one query and of none."""
         monkeypatch.setattr(backend, "CPU_PROCESSORS", processors)
-        base = Case([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, page_size=16, window=window)
-        whole = Step(base, CPU)
+        base = AttentionCase([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, page_size=16, window=window)
+        whole = AttentionStep(base, CPU)
         built = self.make(whole.context())
         static = static_verify_step(base, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=tree)
         built.plan_capture(static.batch)
@@ -212,7 +214,7 @@ class TestTriton(AttentionSuite):
 
 
 def test_sharing_must_pay():
-    step = Step(Case([160] * 4, [1] * 4, groups=[(4, 160)], page_size=16), CPU)
+    step = AttentionStep(AttentionCase([160] * 4, [1] * 4, groups=[(4, 160)], page_size=16), CPU)
     built = TestTriton().make(step.context())
     assert step.batch.shared is not None
     assert not built.shares(step.batch)
@@ -231,8 +233,8 @@ def test_a_draft_whose_values_overflow_harms_no_query_before_it(one_by_one: bool
     v[0, keys - 1] = torch.inf
     q, out = torch.randn(2, 1, size), torch.zeros(2, 1, size)
     indptr, lens, table = torch.tensor([0, 2]).int(), torch.tensor([keys]).int(), torch.zeros(1, 1).int()
-    entries = Entries(indptr, lens, table, tile, slots=4, programs=8, fewer=True)
-    made, partial = Schedule.empty(8, 2, CPU), Partial.empty(64, 1, size, CPU)
+    entries = ScheduleEntries(indptr, lens, table, tile, slots=4, programs=8, fewer=True)
+    made, partial = Schedule.empty(8, 2, CPU), PartialResults.empty(64, 1, size, CPU)
     layer = AttentionLayer(0, size**-0.5)
     fill(made, entries, 1, None, partial=False)
     attend(q, (k, v), entries, made, layer, torch.arange(keys - 2, keys), out, partial, leads=True)

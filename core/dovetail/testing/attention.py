@@ -31,12 +31,12 @@ from dovetail.testing.attention_graphs import (
     VERIFY_REPLAYS,
     VERIFY_TOKENS,
     VERIFY_WIDTH,
-    CapturedDecode,
-    CapturedVerify,
+    CapturedDecodeForward,
+    CapturedVerifyForward,
     verify_step,
 )
 from dovetail.testing.attention_invariance import InvarianceCases
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 
 each_step = pytest.mark.parametrize("step", STEPS)
 each_kv_dtype = pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -68,7 +68,7 @@ class AttentionSuite(InvarianceCases):
         """Several rows read the same pages at their beginning, as behind a prefix cache."""
         self.skip_page_size(page_size)
         split = sum(n > 1 for n in extend)
-        case = Case(prefix, extend, num_extend=split, shared=64, page_size=page_size, kv_heads=kv_heads)
+        case = AttentionCase(prefix, extend, num_extend=split, shared=64, page_size=page_size, kv_heads=kv_heads)
         self.check(case, *features)
         self.check(replace(case, dtype=torch.bfloat16, ordered_pages=True), *features)
 
@@ -114,7 +114,7 @@ class AttentionSuite(InvarianceCases):
             [n * self.longest // 1900 for n in lens]
             for lens in ([1900, 3, 700, 0, 64, 1100, 255, 30], [900, 0, 130], [230, 300, 70])
         )
-        case = Case(prefix, [1] * len(prefix), page_size=16, kv_dtype=pool_dtype(kv_dtype), heads=8)
+        case = AttentionCase(prefix, [1] * len(prefix), page_size=16, kv_dtype=pool_dtype(kv_dtype), heads=8)
         self.check(case, DECODE)
         self.check(replace(case, prefix=longer, extend=extend, num_extend=3), EXTEND)
 
@@ -216,7 +216,7 @@ class AttentionSuite(InvarianceCases):
     def test_long_shared_prefixes(self) -> None:
         """Long enough for every backend to split them."""
         prefix = [1900, 1030, 1024, 1100, 1500, 600, 513, 512, 700, 3, 40]
-        case = Case(prefix, [1] * len(prefix), page_size=16, groups=[(5, 1024), (4, 512)])
+        case = AttentionCase(prefix, [1] * len(prefix), page_size=16, groups=[(5, 1024), (4, 512)])
         self.check(case, DECODE, SHARED_PREFIX)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -228,7 +228,7 @@ class AttentionSuite(InvarianceCases):
             self.require(feature)
         self.skip_dtype(dtype)
         self.skip_page_size(page_size)
-        self.replay(Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, dtype=dtype, page_size=page_size), shared)
+        self.replay(AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, dtype=dtype, page_size=page_size), shared)
 
     @each_kv_dtype
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -237,18 +237,20 @@ class AttentionSuite(InvarianceCases):
         for feature in (DECODE, GRAPH, *([SHARED_PREFIX] if shared else [])):
             self.require(feature)
         self.skip_kv_dtype(kv_dtype)
-        self.replay(Case([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, kv_dtype=pool_dtype(kv_dtype), page_size=16), shared)
+        self.replay(
+            AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, kv_dtype=pool_dtype(kv_dtype), page_size=16), shared
+        )
 
     @torch.inference_mode()
-    def replay(self, case: Case, shared: bool) -> None:
+    def replay(self, case: AttentionCase, shared: bool) -> None:
         """Capture decode steps over the pool of ``case`` and compare ``REPLAYS`` with the reference."""
         device = self.find_device()
         if device.type != "cuda":
             pytest.skip("graphs are a matter of CUDA")
         base = self.fit(case)
-        whole = Step(base, device)
+        whole = AttentionStep(base, device)
         backend = self.make(whole.context())
-        graphs = [CapturedDecode(backend, whole, rows, shared=shared) for rows in (GRAPH_ROWS, GRAPH_ROWS - 1)]
+        graphs = [CapturedDecodeForward(backend, whole, rows, shared=shared) for rows in (GRAPH_ROWS, GRAPH_ROWS - 1)]
         for seed, (prefix, groups) in enumerate(REPLAYS):
             for graph in graphs:
                 step = graph.step(replace(base, seed=seed), prefix, groups if shared else None)
@@ -268,11 +270,12 @@ class AttentionSuite(InvarianceCases):
         if device.type != "cuda":
             pytest.skip("graphs are a matter of CUDA")
         rows = VERIFY_TOKENS
-        base = self.fit(Case([200] * rows, [VERIFY_WIDTH] * rows, dtype=dtype, page_size=16, window=window))
-        whole = Step(base, device)
+        base = self.fit(AttentionCase([200] * rows, [VERIFY_WIDTH] * rows, dtype=dtype, page_size=16, window=window))
+        whole = AttentionStep(base, device)
         backend = self.make(whole.context())
         graphs = [
-            CapturedVerify(backend, whole, tree=tree) for tree in ((False, True) if self.offers(TREE) else (False,))
+            CapturedVerifyForward(backend, whole, tree=tree)
+            for tree in ((False, True) if self.offers(TREE) else (False,))
         ]
         for prefix, trees in VERIFY_REPLAYS:
             step = verify_step(base, whole, prefix, trees, VERIFY_TOKENS)
@@ -281,7 +284,7 @@ class AttentionSuite(InvarianceCases):
                 self.compare_output(step, graph.replay(step))
             if step.drafts.is_chain or self.offers(TREE):
                 extend = [1 + len(tree) for tree in trees]
-                alone = Step(replace(base, prefix=prefix, extend=extend, trees=trees), device, whole)
+                alone = AttentionStep(replace(base, prefix=prefix, extend=extend, trees=trees), device, whole)
                 backend.plan(alone.batch)
                 self.compare_output(alone, backend.forward(alone.q, alone.layer, alone.batch))
 
@@ -289,7 +292,7 @@ class AttentionSuite(InvarianceCases):
     @pytest.mark.parametrize("ordered_pages", [True, False])
     def test_chunk_after_a_large_prefix(self, window: int | None, ordered_pages: bool) -> None:
         """Long enough for every backend to work in blocks."""
-        case = Case(
+        case = AttentionCase(
             [900, 0, 130], [230, 300, 70], num_extend=3, window=window, ordered_pages=ordered_pages, page_size=16
         )
         self.check(case, EXTEND, *([WINDOW] if window else []))
@@ -298,7 +301,7 @@ class AttentionSuite(InvarianceCases):
     def test_decode_rows_of_very_different_lengths(self, ordered_pages: bool) -> None:
         """Long enough for every backend to split or group them."""
         prefix = [1900, 3, 700, 0, 64, 1100, 255, 30, 31, 2, 1899, 500]
-        case = Case(prefix, [1] * len(prefix), page_size=16, ordered_pages=ordered_pages)
+        case = AttentionCase(prefix, [1] * len(prefix), page_size=16, ordered_pages=ordered_pages)
         self.check(case, DECODE)
 
     @torch.inference_mode()
@@ -306,12 +309,12 @@ class AttentionSuite(InvarianceCases):
         """One backend over one pool: extend, decode over a page boundary, extend of other rows, decode again."""
         for feature in (EXTEND, DECODE):
             self.require(feature)
-        base = self.fit(Case([0, 0], [60, 45], num_extend=2))
-        whole = Step(base, self.find_device())
+        base = self.fit(AttentionCase([0, 0], [60, 45], num_extend=2))
+        whole = AttentionStep(base, self.find_device())
         backend = self.make(whole.context())
         for prefix, extend in (([0, 0], [20, 7]), *(([20 + i, 7 + i], [1, 1]) for i in range(9)), ([29, 16], [5, 29])):
             case = replace(base, prefix=prefix, extend=extend, num_extend=2 * (extend[0] > 1))
-            step = Step(case, self.find_device(), whole)
+            step = AttentionStep(case, self.find_device(), whole)
             backend.plan(step.batch)
             self.compare_output(step, backend.forward(step.q, step.layer, step.batch))
 
@@ -320,7 +323,7 @@ class AttentionSuite(InvarianceCases):
         """One plan serves layers with and without window, and the pool of each."""
         for feature in (MIXED, WINDOW):
             self.require(feature)
-        step = Step(self.fit(STEPS["mixed"][0]), self.find_device())
+        step = AttentionStep(self.fit(STEPS["mixed"][0]), self.find_device())
         step.pool.k[0], step.pool.v[0] = -step.pool.k[1], 0.5 * step.pool.v[1]
         backend = self.make(step.context())
         backend.plan(step.batch)
@@ -334,7 +337,7 @@ class AttentionSuite(InvarianceCases):
         """Models hand over views whose rows are not next to each other."""
         for phase in (EXTEND, DECODE, MIXED):
             for case, _ in only_phase(phase).values() if self.offers(phase) else ():
-                step = Step(self.fit(case), self.find_device())
+                step = AttentionStep(self.fit(case), self.find_device())
                 backend = self.make(step.context())
                 backend.plan(step.batch)
                 fused = torch.cat([step.q, step.q], 1)[:, : step.case.heads]

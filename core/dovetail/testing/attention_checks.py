@@ -13,7 +13,14 @@ from dovetail.interfaces.attention import AttentionBackend, AttentionContext
 from dovetail.interfaces.features import Feature
 from dovetail.registry.specs import ComponentKind, Constraints
 from dovetail.testing.attention_cases import STEPS
-from dovetail.testing.attention_reference import TOLERANCES, Case, Step, output_shape, poisoned_equal, reference
+from dovetail.testing.attention_reference import (
+    TOLERANCES,
+    AttentionCase,
+    AttentionStep,
+    output_shape,
+    poisoned_equal,
+    reference,
+)
 from dovetail.testing.component import ComponentSuite
 
 ROUNDING = 2.0**-22
@@ -49,7 +56,7 @@ class AttentionChecks(ComponentSuite):
                 return torch.device(name)
         pytest.skip(f"{self.name} runs on {', '.join(wanted)}; this machine has {', '.join(there)}")
 
-    def fit(self, case: Case) -> Case:
+    def fit(self, case: AttentionCase) -> AttentionCase:
         """``case`` in a dtype, head_dim and page size that the component allows, changed as little as possible."""
         allowed = self.constraints
         names = allowed.dtypes or tuple(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -61,7 +68,7 @@ class AttentionChecks(ComponentSuite):
             page_size=_nearest(case.page_size, allowed.page_sizes),
         )
 
-    def check(self, case: Case, *features: Feature) -> None:
+    def check(self, case: AttentionCase, *features: Feature) -> None:
         """Compare one step with the reference, as far as ``features`` are declared."""
         missing = [feature for feature in features if not self.offers(feature)]
         if not missing:
@@ -77,9 +84,9 @@ class AttentionChecks(ComponentSuite):
         pytest.skip(f"{self.name} does not declare {names}, yet this case passes")
 
     @torch.inference_mode()
-    def compare(self, case: Case, backend: AttentionBackend | None = None) -> None:
+    def compare(self, case: AttentionCase, backend: AttentionBackend | None = None) -> None:
         """Run one step and compare. ``backend`` must have been built for a pool of the same content."""
-        step = Step(self.fit(case), self.find_device())
+        step = AttentionStep(self.fit(case), self.find_device())
         backend = backend or self.make(step.context())
         pool, q = (step.pool.k.clone(), step.pool.v.clone()), step.q.clone()
         backend.plan(step.batch)
@@ -94,7 +101,7 @@ class AttentionChecks(ComponentSuite):
         assert poisoned_equal(step.pool.k, pool[0]), "forward changed the pool"
         assert poisoned_equal(step.pool.v, pool[1]), "forward changed the pool"
 
-    def compare_output(self, step: Step, out: torch.Tensor) -> None:
+    def compare_output(self, step: AttentionStep, out: torch.Tensor) -> None:
         """``out`` has the shape and dtype of the queries (the size of the values) and the numbers of the reference."""
         assert out.shape == output_shape(step)
         assert out.dtype == step.q.dtype
@@ -108,13 +115,15 @@ class AttentionChecks(ComponentSuite):
             f"difference of {worst:.2e} (1 + |value|); {allowed:.1e} is allowed in {step.case.dtype}"
         )
 
-    def alone(self, backend: AttentionBackend, whole: Step, row: int) -> tuple[torch.Tensor, slice]:
+    def alone(self, backend: AttentionBackend, whole: AttentionStep, row: int) -> tuple[torch.Tensor, slice]:
         """The output of one row of ``whole`` in a batch of its own, and its tokens there."""
         case, first = whole.case, whole.batch.num_extend
         extends = row < first
         trees = None if extends or case.trees is None else [case.trees[row - first]]
         prefix, extend = [case.prefix[row]], [case.extend[row]]
-        single = Step(replace(case, prefix=prefix, extend=extend, num_extend=int(extends), trees=trees), whole.device)
+        single = AttentionStep(
+            replace(case, prefix=prefix, extend=extend, num_extend=int(extends), trees=trees), whole.device
+        )
         single.batch.page_table = whole.batch.page_table[row : row + 1]
         start = sum(case.extend[:row])
         tokens = slice(start, start + case.extend[row])

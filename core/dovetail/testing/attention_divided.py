@@ -11,9 +11,9 @@ import torch
 
 from dovetail.interfaces.features import Feature
 from dovetail.testing.attention_cases import MIXED, SINKS, SOFT_CAP, VERIFY, WINDOW
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 
-Part = tuple[int, int, int]
+RowSpan = tuple[int, int, int]
 """(row, start, stop): these tokens of a row enter in a step, those before them are in the pool."""
 
 
@@ -29,12 +29,12 @@ class Division:
     prompts: int = 0
     extends: bool = False
 
-    def parts(self, first: int, length: int) -> Iterator[Part]:
+    def parts(self, first: int, length: int) -> Iterator[RowSpan]:
         """Of row 0, which has ``length`` tokens, in each of its steps."""
         starts = [first if cut is None else length - cut for cut in self.cuts]
         return ((0, start, stop) for start, stop in itertools.pairwise([*starts, length]))
 
-    def together(self, part: Part, lens: Sequence[int]) -> tuple[list[Part], int]:
+    def together(self, part: RowSpan, lens: Sequence[int]) -> tuple[list[RowSpan], int]:
         """The parts of one step and how many of them extend: ``part`` stands between others."""
         parts = [(row, lens[row] - count, lens[row]) for row, count in self.beside]
         parts.insert(1 if self.extends else self.prompts + 1, part)
@@ -74,24 +74,24 @@ VARIANTS: Mapping[str, tuple[dict[str, Any], tuple[Feature, ...]]] = {
 """What a case changes, and the features that takes."""
 
 
-class Rows:
+class DividedRows:
     """Rows of ``lens`` tokens in one pool with a query for each of their tokens; ``step`` lets any of them enter."""
 
-    def __init__(self, case: Case, lens: Sequence[int], device: torch.device) -> None:
-        self.whole = Step(replace(case, prefix=[0] * len(lens), extend=lens, batch_invariant=True), device)
+    def __init__(self, case: AttentionCase, lens: Sequence[int], device: torch.device) -> None:
+        self.whole = AttentionStep(replace(case, prefix=[0] * len(lens), extend=lens, batch_invariant=True), device)
         self.lens = lens
         self._starts = [0, *itertools.accumulate(lens)]
 
-    def queries(self, parts: Sequence[Part]) -> torch.Tensor:
+    def queries(self, parts: Sequence[RowSpan]) -> torch.Tensor:
         """Those of the tokens of ``parts``, ``[tokens, heads, head_dim]``."""
         starts = self._starts
         return torch.cat([self.whole.q[starts[row] + start : starts[row] + stop] for row, start, stop in parts])
 
-    def ends(self, counts: Sequence[int]) -> list[Part]:
+    def ends(self, counts: Sequence[int]) -> list[RowSpan]:
         """The last ``counts[r]`` tokens of row r."""
         return [(row, self.lens[row] - count, self.lens[row]) for row, count in enumerate(counts)]
 
-    def step(self, parts: Sequence[Part], num_extend: int) -> Step:
+    def step(self, parts: Sequence[RowSpan], num_extend: int) -> AttentionStep:
         """The first ``num_extend`` of ``parts`` extend, those after them decode or verify chains."""
         rows = [row for row, _, _ in parts]
         prefix, extend = [start for _, start, _ in parts], [stop - start for _, start, stop in parts]
@@ -103,7 +103,7 @@ class Rows:
             num_extend=num_extend,
             trees=chains if any(chains) else None,
         )
-        step = Step(case, self.whole.device, self.whole)
+        step = AttentionStep(case, self.whole.device, self.whole)
         step.table, step.batch.page_table = self.whole.table[rows], self.whole.batch.page_table[rows]
         step.q, step.layer = self.queries(parts), self.whole.layer
         return step

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dovetail.interfaces.attention import AttentionBackend
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 from dovetail.testing.batches import make_tree_mask
 from dovetail.types import Batch
 
@@ -27,10 +27,10 @@ VERIFY_REPLAYS: tuple[tuple[list[int], list[list[int]]], ...] = (
 """Prefixes and trees of verify steps, one after the other in a graph of ``VERIFY_TOKENS`` tokens."""
 
 
-class Captured:
+class CapturedForward:
     """``forward`` of a backend for the step ``static``, as that of its second layer, captured. Call it under inference mode."""
 
-    def __init__(self, backend: AttentionBackend, static: Step) -> None:
+    def __init__(self, backend: AttentionBackend, static: AttentionStep) -> None:
         self._backend, self._static = backend, static
         backend.plan_capture(static.batch)
         stream = torch.cuda.Stream()
@@ -48,7 +48,7 @@ class Captured:
         self._backend.forward(static.q, static.other_layer, static.batch)
         return self._backend.forward(static.q, static.layer, static.batch)
 
-    def replay(self, step: Step) -> torch.Tensor:
+    def replay(self, step: AttentionStep) -> torch.Tensor:
         """What the graph computes for ``step``."""
         copy_inputs(step, self._static)
         self._backend.plan_replay(self._static.batch)
@@ -57,31 +57,35 @@ class Captured:
         return self._out.clone()
 
 
-class CapturedDecode(Captured):
+class CapturedDecodeForward(CapturedForward):
     """Decode steps of ``rows`` rows over the pool of ``whole``."""
 
-    def __init__(self, backend: AttentionBackend, whole: Step, rows: int, *, shared: bool) -> None:
+    def __init__(self, backend: AttentionBackend, whole: AttentionStep, rows: int, *, shared: bool) -> None:
         self._whole, self._rows = whole, rows
         static = self.step(whole.case, [], [] if shared else None)
         static.batch.prefix_lens = np.full(rows, whole.context().max_context - 1, np.int32)
         super().__init__(backend, static)
 
-    def step(self, base: Case, prefix: Sequence[int], groups: Sequence[tuple[int, int]] | None) -> Step:
+    def step(
+        self, base: AttentionCase, prefix: Sequence[int], groups: Sequence[tuple[int, int]] | None
+    ) -> AttentionStep:
         """A step of rows with these prefixes, filled up with padding."""
         real = list(prefix[: self._rows])
         padding = self._rows - len(real)
         case = replace(base, prefix=real + [0] * padding, extend=[1] * self._rows, padding=padding, groups=groups)
-        return Step(case, self._whole.device, self._whole)
+        return AttentionStep(case, self._whole.device, self._whole)
 
 
-class CapturedVerify(Captured):
+class CapturedVerifyForward(CapturedForward):
     """Verify steps of ``VERIFY_TOKENS`` tokens over the pool of ``whole``, which must have as many rows."""
 
-    def __init__(self, backend: AttentionBackend, whole: Step, *, tree: bool) -> None:
+    def __init__(self, backend: AttentionBackend, whole: AttentionStep, *, tree: bool) -> None:
         super().__init__(backend, static_verify_step(whole.case, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=tree))
 
 
-def verify_step(base: Case, whole: Step, prefix: Sequence[int], trees: Sequence[Sequence[int]], tokens: int) -> Step:
+def verify_step(
+    base: AttentionCase, whole: AttentionStep, prefix: Sequence[int], trees: Sequence[Sequence[int]], tokens: int
+) -> AttentionStep:
     """A step of verify rows over the pool of ``whole``, filled up with rows of one query on page 0, and rows of none, to
     ``tokens`` tokens and as many rows. ``whole`` must have as many rows."""
     real = [1 + len(parents) for parents in trees]
@@ -93,10 +97,12 @@ def verify_step(base: Case, whole: Step, prefix: Sequence[int], trees: Sequence[
         trees=[*trees, *[[]] * padding],
         padding=padding,
     )
-    return Step(case, whole.device, whole)
+    return AttentionStep(case, whole.device, whole)
 
 
-def static_verify_step(base: Case, whole: Step, tokens: int, width: int, *, tree: bool) -> Step:
+def static_verify_step(
+    base: AttentionCase, whole: AttentionStep, tokens: int, width: int, *, tree: bool
+) -> AttentionStep:
     """What is planned and captured for steps of so many tokens, at most ``width`` in a row."""
     static = verify_step(base, whole, [], [], tokens)
     batch = static.batch
@@ -107,7 +113,7 @@ def static_verify_step(base: Case, whole: Step, tokens: int, width: int, *, tree
     return static
 
 
-def copy_inputs(source: Step, target: Step) -> None:
+def copy_inputs(source: AttentionStep, target: AttentionStep) -> None:
     """Copy the queries, lengths and tables of ``source`` to the tensors of ``target``, which keep their addresses."""
     given, batch = source.batch, target.batch
     for to, tensor in zip(_tensors(batch), _tensors(given), strict=True):

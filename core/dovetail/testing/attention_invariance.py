@@ -13,9 +13,15 @@ from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.features import Feature
 from dovetail.testing.attention_cases import DECODE, EXTEND, GRAPH, GRAPH_ROWS, STEPS, VERIFY
 from dovetail.testing.attention_checks import AttentionChecks
-from dovetail.testing.attention_divided import BESIDE, DIVISIONS, LENGTH, LONG, VARIANTS, Division, Part, Rows
-from dovetail.testing.attention_graphs import VERIFY_TOKENS, VERIFY_WIDTH, CapturedDecode, CapturedVerify, verify_step
-from dovetail.testing.attention_reference import Case, Step
+from dovetail.testing.attention_divided import BESIDE, DIVISIONS, LENGTH, LONG, VARIANTS, DividedRows, Division, RowSpan
+from dovetail.testing.attention_graphs import (
+    VERIFY_TOKENS,
+    VERIFY_WIDTH,
+    CapturedDecodeForward,
+    CapturedVerifyForward,
+    verify_step,
+)
+from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 
 INVARIANT = Feature.ATTN_BATCH_INVARIANT
 
@@ -23,7 +29,7 @@ INVARIANT = Feature.ATTN_BATCH_INVARIANT
 class InvarianceCases(AttentionChecks):
     """The part of ``AttentionSuite`` that compares bits. All of it builds backends with ``batch_invariant``.
 
-    ``not_invariant`` names the fields of ``Case`` (``kv_dtype``) that a backend takes without it alone."""
+    ``not_invariant`` names the fields of ``AttentionCase`` (``kv_dtype``) that a backend takes without it alone."""
 
     not_invariant: tuple[str, ...] = ()
 
@@ -34,7 +40,7 @@ class InvarianceCases(AttentionChecks):
         case, features = STEPS[step]
         for feature in (*features, INVARIANT):
             self.require(feature)
-        whole = Step(self.fit(replace(case, batch_invariant=True)), self.find_device())
+        whole = AttentionStep(self.fit(replace(case, batch_invariant=True)), self.find_device())
         backend = self.make(whole.context())
         together = _output(backend, whole)
         for row in range(len(whole.lens)):
@@ -52,7 +58,7 @@ class InvarianceCases(AttentionChecks):
             self.require(feature)
         case, device = self._fitted(changes), self.find_device()
         lens = [min(n, max(LENGTH, self.longest)) for n in (length, *BESIDE)]
-        rows = Rows(case, lens, device)
+        rows = DividedRows(case, lens, device)
         backend = self.make(rows.whole.context())
         queries = 0, max(0, lens[0] - LENGTH), lens[0]
         prompt = rows.step([queries], 1)
@@ -61,18 +67,18 @@ class InvarianceCases(AttentionChecks):
         for title, division in DIVISIONS.items():
             if all(map(self.offers, division.features)):
                 _check_division(backend, rows, division, queries, expected, title)
-        moved = Rows(replace(case, ordered_pages=True), lens, device)
+        moved = DividedRows(replace(case, ordered_pages=True), lens, device)
         elsewhere = _output(self.make(moved.whole.context()), moved.step([queries], 1))
         assert torch.equal(elsewhere, expected), "a prompt has other bits where its pages follow each other"
 
-    def _fitted(self, changes: dict[str, Any]) -> Case:
+    def _fitted(self, changes: dict[str, Any]) -> AttentionCase:
         """A case with these changes. Skips if the component does not allow one of them."""
         for key in self.not_invariant:
             if key in changes:
                 pytest.skip(f"{self.name} refuses {key} with batch_invariant")
         if "kv_dtype" in changes:
             self.skip_kv_dtype("fp8_e4m3")
-        case = self.fit(Case([], [], **changes))
+        case = self.fit(AttentionCase([], [], **changes))
         for key, value in changes.items():
             if getattr(case, key) != value:
                 pytest.skip(f"{self.name} does not allow {key} {value}")
@@ -89,16 +95,16 @@ class InvarianceCases(AttentionChecks):
         if device.type != "cuda":
             pytest.skip("graphs are a matter of CUDA")
         lens = [70, 300, 17, 150, 16, 33, 299, 1500, 260, *[9] * (VERIFY_TOKENS - GRAPH_ROWS)]
-        rows = Rows(self.fit(Case([], [], dtype=dtype, page_size=16)), lens, device)
+        rows = DividedRows(self.fit(AttentionCase([], [], dtype=dtype, page_size=16)), lens, device)
         backend = self.make(rows.whole.context())
         for size, most in ((1, 1), (GRAPH_ROWS, 2), (GRAPH_ROWS, GRAPH_ROWS)):
-            graph = CapturedDecode(backend, rows.whole, size, shared=False)
+            graph = CapturedDecodeForward(backend, rows.whole, size, shared=False)
             parts = rows.ends([1] * most)
             step = graph.step(rows.whole.case, [start for _, start, _ in parts], None)
             _check_replay(backend, rows, graph, step, parts)
         if not (self.offers(VERIFY) and self.offers(Feature.ATTN_VERIFY_GRAPH)):
             return
-        chains = CapturedVerify(backend, rows.whole, tree=False)
+        chains = CapturedVerifyForward(backend, rows.whole, tree=False)
         for counts in ([VERIFY_WIDTH], [1, 5, 2, 4, 1, 2], [1] * VERIFY_TOKENS):
             parts = rows.ends(counts)
             trees = [list(range(-1, count - 2)) for count in counts]
@@ -107,13 +113,13 @@ class InvarianceCases(AttentionChecks):
             _check_replay(backend, rows, chains, step, parts)
 
 
-def _output(backend: AttentionBackend, step: Step) -> torch.Tensor:
+def _output(backend: AttentionBackend, step: AttentionStep) -> torch.Tensor:
     backend.plan(step.batch)
     return backend.forward(step.q, step.layer, step.batch)
 
 
 def _check_division(
-    backend: AttentionBackend, rows: Rows, division: Division, whole: Part, expected: torch.Tensor, title: str
+    backend: AttentionBackend, rows: DividedRows, division: Division, whole: RowSpan, expected: torch.Tensor, title: str
 ) -> None:
     """Every part of ``whole``, of which ``expected`` is the output, has its bits: alone and beside others."""
     _, first, length = whole
@@ -129,7 +135,11 @@ def _check_division(
 
 
 def _check_replay(
-    backend: AttentionBackend, rows: Rows, graph: CapturedDecode | CapturedVerify, step: Step, parts: Sequence[Part]
+    backend: AttentionBackend,
+    rows: DividedRows,
+    graph: CapturedDecodeForward | CapturedVerifyForward,
+    step: AttentionStep,
+    parts: Sequence[RowSpan],
 ) -> None:
     """What ``graph`` computes for ``step``, which begins with ``parts``, has the bits of prompts."""
     queries = rows.queries(parts)

@@ -21,7 +21,7 @@ the output may each be rounded once (bfloat16 keeps 8 bits, float16 11), logits 
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """One step: row r has ``prefix[r]`` tokens in the pool, ``extend[r]`` enter. ``trees`` are the parents of the drafts
     of the rows from ``num_extend`` on; the last ``padding`` rows own nothing and point at page 0. Rows with a prefix of at
     least ``shared`` tokens (a multiple of the page size) have the pages of those in common. With ``groups``, (rows, tokens)
@@ -74,13 +74,13 @@ class LatentPool(PagedKVPool):
         return self.v[layer_id]
 
 
-class Step:
+class AttentionStep:
     """A case on a device: a pool full of NaN but for the tokens of its rows, the batch, the queries, the layer.
 
     With ``whole``, a step of at least as many rows, none of them shorter: over the pool of that one, and the pages of its rows.
     """
 
-    def __init__(self, case: Case, device: torch.device, whole: Step | None = None) -> None:
+    def __init__(self, case: AttentionCase, device: torch.device, whole: AttentionStep | None = None) -> None:
         self.case = case
         self.device = device
         self._random = torch.Generator().manual_seed(case.seed)
@@ -133,7 +133,7 @@ class Step:
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._random)
 
-    def _make_table(self, owned: Sequence[int], whole: Step | None) -> IntArray:
+    def _make_table(self, owned: Sequence[int], whole: AttentionStep | None) -> IntArray:
         case, rows = self.case, len(owned)
         if whole is not None:
             table = whole.table[: len(case.prefix)].copy()
@@ -186,7 +186,7 @@ def row_places(pages: np.ndarray, length: int, page_size: int) -> torch.Tensor:
     return torch.from_numpy(pages[tokens // page_size].astype(np.int64) * page_size + tokens % page_size)
 
 
-def visible(step: Step, row: int, query: int) -> np.ndarray:
+def visible(step: AttentionStep, row: int, query: int) -> np.ndarray:
     """The keys of its row that the ``query``-th new token sees, straight from the definition."""
     prefix = int(step.batch.prefix_lens[row])
     depth = query
@@ -207,12 +207,12 @@ def _path(drafts: DraftTree, row: int, query: int) -> list[int]:
     return path
 
 
-def output_shape(step: Step) -> tuple[int, ...]:
+def output_shape(step: AttentionStep) -> tuple[int, ...]:
     """That of the queries, but for the size of the values."""
     return *step.q.shape[:2], step.case.value_dim or step.case.head_dim
 
 
-def reference(step: Step) -> torch.Tensor:
+def reference(step: AttentionStep) -> torch.Tensor:
     """``[tokens, heads, head_dim of values]`` in float64 on the CPU; NaN for rows of padding."""
     case, batch = step.case, step.batch
     out = torch.full(output_shape(step), torch.nan, dtype=torch.float64)

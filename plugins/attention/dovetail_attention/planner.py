@@ -30,7 +30,7 @@ _INF = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlannerCosts:
     """What is worth doing on a kind of device, in bytes of keys but for the last two.
 
     From ``in_place`` on, a row is read in place rather than gathered with others. Rows share a group while it gathers up
@@ -48,8 +48,8 @@ class Limits:
     paged: bool = False
 
 
-CPU = Limits(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 18, short=64, shared=256 << 10)
-CUDA = Limits(in_place=0, gather=128 << 20, waste=64 << 20, mask=1 << 24, short=64)
+CPU = PlannerCosts(in_place=256 << 10, gather=4 << 20, waste=256 << 10, mask=1 << 18, short=64, shared=256 << 10)
+CUDA = PlannerCosts(in_place=0, gather=128 << 20, waste=64 << 20, mask=1 << 24, short=64)
 
 
 class Span(NamedTuple):
@@ -95,7 +95,9 @@ class Group:
 class Planner:
     """The groups of one batch, for any window."""
 
-    def __init__(self, batch: Batch, page_size: int, bytes_per_key: int, dtype: torch.dtype, limits: Limits) -> None:
+    def __init__(
+        self, batch: Batch, page_size: int, bytes_per_key: int, dtype: torch.dtype, limits: PlannerCosts
+    ) -> None:
         self._batch = batch
         self._page_size = page_size
         self._bytes_per_key = bytes_per_key

@@ -50,7 +50,7 @@ class Bound(NamedTuple):
         return k.by_row, v.by_row
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """How a batch is attended to: dense groups, and spans (int64 ``[spans, 4]``, see ``Kernels.attend``) read in place."""
 
     groups: list[Bound]
@@ -75,7 +75,7 @@ class TorchNativeAttention(AttentionBackend):
         if self._kernels is not None:
             self._limits = replace(self._limits, paged=True)
         self._ways: list[Way] = []
-        self._plans: dict[Way, Plan] = {}
+        self._plans: dict[Way, AttentionPlan] = {}
         self._planner: Planner | None = None
         self._memory: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scratch: list[torch.Tensor] = [context.pool.keys(0).new_empty(0) for _ in range(4)]
@@ -149,12 +149,12 @@ class TorchNativeAttention(AttentionBackend):
         self._memory[layer_id, unit] = keys, values
         return keys, values
 
-    def _plan_way(self, way: Way) -> Plan:
+    def _plan_way(self, way: Way) -> AttentionPlan:
         assert self._planner is not None, "plan comes before forward"
         window, may_share = way
         groups = [self._bind(group) for group in self._planner.groups(window, may_share=may_share)]
         spans = [span[:4] for span in self._planner.paged]
-        return Plan(groups, np.array(spans, np.int64) if spans else None)
+        return AttentionPlan(groups, np.array(spans, np.int64) if spans else None)
 
     def _bind(self, group: Group) -> Bound:
         shared = self._bind(group.shared) if group.shared is not None else None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dovetail_speculative.mtp_checkpoint import MtpShape
 
 
-class Entry(Layer):
+class MtpInput(Layer):
     """What is around a decoder layer: the way in, from an embedding and a hidden state, and the norm of what comes out."""
 
     def __init__(self, hidden_size: int, eps: float, *, hidden_first: bool) -> None:
@@ -48,11 +48,11 @@ class MtpModel(Layer, ModelArchitecture):
         layout, eps, count = shape.layout, shape.decoder.norm_eps, 1 if shape.layout.shares_entry else info.num_layers
         self.info = info
         self.entries = nn.ModuleList(
-            Entry(info.hidden_size, eps, hidden_first=layout.hidden_first) for _ in range(count)
+            MtpInput(info.hidden_size, eps, hidden_first=layout.hidden_first) for _ in range(count)
         )
         self.layers = nn.ModuleList(DecoderLayer(shape.decoder, index) for index in range(info.num_layers))
         self.rotary = Rotary(shape.rope)
-        self._entries: tuple[Entry, ...] = tuple(self.entries)  # pyright: ignore[reportAttributeAccessIssue]
+        self._entries: tuple[MtpInput, ...] = tuple(self.entries)  # pyright: ignore[reportAttributeAccessIssue]
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
         self.embed = Embedding(info.vocab_size, info.hidden_size) if shape.own_embedding else None
         self.head = Linear(info.hidden_size, info.vocab_size) if shape.own_head else None

@@ -10,7 +10,7 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.ops.merge import merge_states
-from dovetail_attention.flash_attn.providers import Call, open_first
+from dovetail_attention.flash_attn.providers import AttentionCall, open_first
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -34,8 +34,8 @@ SHARING_SECONDS = 14e-6
 """What reading shared prefixes costs beyond the bytes it reads: one more call and the merge. Seconds a layer, H200."""
 
 
-class Rows(NamedTuple):
-    """Rows of a batch that one call serves: their tokens, and the arguments of ``Call``."""
+class CallRows(NamedTuple):
+    """Rows of a batch that one call serves: their tokens, and the arguments of ``AttentionCall``."""
 
     tokens: slice
     cu_q: torch.Tensor | None
@@ -72,7 +72,7 @@ class FlashAttention(AttentionBackend):
         self._max_context = context.max_context
         self._invariant = context.batch_invariant
         self._processors = torch.cuda.get_device_properties(context.device).multi_processor_count
-        self._parts: list[Rows] = []
+        self._parts: list[CallRows] = []
 
     def shares(self, batch: Batch) -> bool:
         """True if the bytes saved take longer to read than one more call and the merge."""
@@ -96,7 +96,7 @@ class FlashAttention(AttentionBackend):
             one_each = batch.extend_lens[split:].max() == 1
             max_k = int((batch.prefix_lens + batch.extend_lens)[split:].max())
             self._parts.append(
-                Rows(
+                CallRows(
                     slice(tokens, None),
                     None if one_each else batch.qo_indptr,
                     batch.kv_lens[split:],
@@ -107,17 +107,17 @@ class FlashAttention(AttentionBackend):
                 )
             )
 
-    def _ragged(self, batch: Batch, rows: int, tokens: int) -> Rows:
+    def _ragged(self, batch: Batch, rows: int, tokens: int) -> CallRows:
         """The first rows, of many queries each. Enough queries keep the device busy without splitting their keys."""
         max_q, max_k = (int(lens[:rows].max()) for lens in (batch.extend_lens, batch.prefix_lens + batch.extend_lens))
         splits = 1 if tokens * self._heads >= BUSY_TILES * QUERY_TILE * self._processors else 0
         cu_q, used_k, table = batch.qo_indptr[: rows + 1], batch.kv_lens[:rows], batch.page_table[:rows]
-        return Rows(slice(0, tokens), cu_q, used_k, table, max_q, max_k, splits)
+        return CallRows(slice(0, tokens), cu_q, used_k, table, max_q, max_k, splits)
 
-    def _all_rows(self, batch: Batch) -> Rows:
+    def _all_rows(self, batch: Batch) -> CallRows:
         """Every row, with bounds that hold for every batch. The kernel is not told to be causal where ``max_q`` is 1."""
         longest = max(2, self._max_context)
-        return Rows(slice(None), batch.qo_indptr, batch.kv_lens, batch.page_table, longest, longest, splits=1)
+        return CallRows(slice(None), batch.qo_indptr, batch.kv_lens, batch.page_table, longest, longest, splits=1)
 
     def _splits(self, rows: int) -> int:
         """Parts of the keys of rows with one query each: as many as keep the device busy."""
@@ -134,7 +134,7 @@ class FlashAttention(AttentionBackend):
             cu_q, max_q = batch.qo_indptr, int(batch.extend_lens.max())
             rows = -(-len(batch.positions) // max_q)
         table, splits = batch.page_table, self._splits(rows)
-        self._parts = [Rows(slice(None), cu_q, batch.kv_lens, table, max_q, self._max_context, splits)]
+        self._parts = [CallRows(slice(None), cu_q, batch.kv_lens, table, max_q, self._max_context, splits)]
 
     def plan_replay(self, batch: Batch) -> None:
         """Nothing: the kernels read lengths and tables on the device."""
@@ -149,7 +149,7 @@ class FlashAttention(AttentionBackend):
     def _forward_shared(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         groups, (whole,) = batch.shared, self._parts
         assert groups is not None
-        shared = Rows(
+        shared = CallRows(
             slice(None),
             groups.indptr,
             groups.group_lens,
@@ -166,10 +166,10 @@ class FlashAttention(AttentionBackend):
         return merge_states(*of_shared, *of_own)
 
     def _call(
-        self, q: torch.Tensor, layer: AttentionLayer, rows: Rows, *, causal: bool, sinks: bool = True
+        self, q: torch.Tensor, layer: AttentionLayer, rows: CallRows, *, causal: bool, sinks: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._attend(
-            Call(
+            AttentionCall(
                 q,
                 self._pool.keys(layer.layer_id),
                 self._pool.values(layer.layer_id),

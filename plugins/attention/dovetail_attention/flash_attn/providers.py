@@ -21,7 +21,7 @@ from dovetail.errors import ConfigError
 LIBRARY = "_vllm_fa3_C.abi3.so"
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One attention call over a paged pool, ``keys`` and ``values [pages, page_size, kv_heads, head_dim]``.
 
     Row r has queries ``[cu_q[r], cu_q[r + 1])`` (None: one query a row, ``max_q`` 1), the first ``used_k[r]`` keys of its
@@ -55,7 +55,7 @@ class Call(NamedTuple):
         return (-1, -1) if self.window is None else (self.window - 1, 0)
 
 
-Attend = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
+Attend = Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Provider:
         return missing and f"{self.name}: {missing} ({self.install})"
 
 
-class Opened(NamedTuple):
+class OpenedProvider(NamedTuple):
     """A provider that was found, and its function."""
 
     name: str
@@ -127,7 +127,7 @@ def open_first(
     library: Path | None = None,
     *,
     batch_invariant: bool = False,
-) -> tuple[Opened | None, list[str]]:
+) -> tuple[OpenedProvider | None, list[str]]:
     """Open the first provider that can be used, of all (``auto``; with a ``library``, vLLM's) or the one that is named; and
     why each one before it cannot, be it that it does not load."""
     if library is not None and name == "auto":
@@ -139,7 +139,7 @@ def open_first(
         reason = provider.refusal(capability, page_size, library, batch_invariant)
         if reason is None:
             try:
-                return Opened(provider.name, provider.open(library)), reasons
+                return OpenedProvider(provider.name, provider.open(library)), reasons
             except (ImportError, OSError, AttributeError) as error:  # built for another torch, or another package
                 reason = f"{provider.name} does not load: {error}"
         reasons.append(reason)
@@ -170,7 +170,7 @@ def _open_library(library: Path | None) -> Attend:
     torch.ops.load_library(str(file))
     fwd: Any = torch.ops._vllm_fa3_C.fwd
 
-    def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         left, right = call.window_size
         rotary = (None, None, None)
         scales = (None, None, None)
@@ -186,7 +186,7 @@ def _open_library(library: Path | None) -> Attend:
     return attend
 
 
-def _by_token(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_token(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[tokens, heads, d]`` and ``[heads, tokens]``, also where each row has one query."""
     return (out[:, 0], lse[:, :, 0].t()) if call.cu_q is None else (out, lse)
 
@@ -195,7 +195,7 @@ def _kvcache_function(module: str) -> Attend:
     """``flash_attn_with_kvcache`` of the official package; sglang-kernel's has the same keywords."""
     function: Any = importlib.import_module(module).flash_attn_with_kvcache
 
-    def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         extra = {} if call.sinks is None else {"sinks": call.sinks}
         out, lse, *_ = function(
             call.queries,
@@ -223,7 +223,7 @@ def _flash_attn_2() -> Attend:
     package: Any = importlib.import_module("flash_attn")
     with_kvcache, varlen = package.flash_attn_with_kvcache, package.flash_attn_varlen_func
 
-    def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         if call.sinks is not None:
             raise ConfigError("FlashAttention-2 has no sinks; set attention to triton or torch_native")
         options = {

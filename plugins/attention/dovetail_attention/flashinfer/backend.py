@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail_attention.flashinfer.graph import GraphRows, Indices, PromptGraphRows
 from dovetail_attention.flashinfer.masks import tree_mask
-from dovetail_attention.flashinfer.pages import Rows, make_rows, pinned
+from dovetail_attention.flashinfer.pages import PageRows, make_rows, pinned
 
 if TYPE_CHECKING:
     from dovetail.types import Batch
@@ -24,7 +24,7 @@ TENSOR_CORE_GROUP = 4
 5 to 7."""
 
 
-class Way(NamedTuple):
+class LayerOptions(NamedTuple):
     """What distinguishes layers: FlashInfer plans for these."""
 
     window: int | None
@@ -32,7 +32,7 @@ class Way(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, layer: AttentionLayer) -> Way:
+    def of(cls, layer: AttentionLayer) -> LayerOptions:
         """That of a layer. Raises ``ConfigError`` for sinks."""
         if layer.sinks is not None:
             raise ConfigError("attention flashinfer has no sinks; set attention to flash_attn, triton or torch_native")
@@ -44,7 +44,7 @@ class Way(NamedTuple):
         return {"window_left": left, "logits_soft_cap": self.soft_cap, "sm_scale": self.scale}
 
 
-class Kind(enum.Enum):
+class RowKind(enum.Enum):
     """What rows do: each is another wrapper."""
 
     PROMPT = enum.auto()  # any number of queries, causal
@@ -52,27 +52,27 @@ class Kind(enum.Enum):
     TREE = enum.auto()  # several queries that see what a mask says
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """Rows of a batch that one call serves, and their tokens."""
 
-    kind: Kind
+    kind: RowKind
     rows: slice
     tokens: slice
-    pages: Rows
+    pages: PageRows
 
 
-def divide(batch: Batch, *, batch_invariant: bool) -> list[tuple[Kind, slice]]:
+def divide(batch: Batch, *, batch_invariant: bool) -> list[tuple[RowKind, slice]]:
     """The rows of a batch by kind, in order. Only prompts are ``batch_invariant``."""
     rows, split = len(batch.slots), batch.num_extend
     if batch_invariant:
-        return [(Kind.PROMPT, slice(0, rows))]
+        return [(RowKind.PROMPT, slice(0, rows))]
     if batch.extend_lens[split:].max(initial=1) == 1:
-        last = Kind.DECODE
+        last = RowKind.DECODE
     else:
-        last = Kind.PROMPT if batch.tree_mask is None else Kind.TREE
-    if last is Kind.PROMPT:
+        last = RowKind.PROMPT if batch.tree_mask is None else RowKind.TREE
+    if last is RowKind.PROMPT:
         return [(last, slice(0, rows))]
-    both = [(Kind.PROMPT, slice(0, split)), (last, slice(split, rows))]
+    both = [(RowKind.PROMPT, slice(0, split)), (last, slice(split, rows))]
     return [(kind, part) for kind, part in both if part.stop > part.start]
 
 
@@ -130,9 +130,9 @@ class FlashInfer(AttentionBackend):
         self._tensor_cores = context.num_heads // context.num_kv_heads >= TENSOR_CORE_GROUP
         self._workspace = torch.zeros(config.workspace_mib << 20, dtype=torch.uint8, device=context.device)
         self._copied = torch.cuda.Event()
-        self._wrappers: dict[tuple[Kind, Way], Any] = {}
-        self._planned: set[tuple[Kind, Way]] = set()
-        self._parts: list[Part] = []
+        self._wrappers: dict[tuple[RowKind, LayerOptions], Any] = {}
+        self._planned: set[tuple[RowKind, LayerOptions]] = set()
+        self._parts: list[RowPart] = []
         self._indices = Indices(context)
         self._graphs: dict[int, GraphRows] = {}
         self._graph: GraphRows | None = None
@@ -148,7 +148,7 @@ class FlashInfer(AttentionBackend):
             tokens = slice(first, first + int(batch.extend_lens[rows].sum()))
             kv_lens = batch.prefix_lens[rows] + batch.extend_lens[rows]
             pages = make_rows(kv_lens, batch.page_table[rows], self._page_size)
-            self._parts.append(Part(kind, rows, tokens, pages))
+            self._parts.append(RowPart(kind, rows, tokens, pages))
             first = tokens.stop
 
     def plan_capture(self, batch: Batch) -> None:
@@ -172,7 +172,7 @@ class FlashInfer(AttentionBackend):
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
-        way = Way.of(layer)
+        way = LayerOptions.of(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         memory = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
         if self._graph is not None:
@@ -183,48 +183,48 @@ class FlashInfer(AttentionBackend):
             self._of_part(part, way, batch).run(q[part.tokens], memory, out=out[part.tokens])
         return out
 
-    def _of_graph(self, graph: GraphRows, way: Way) -> Any:
+    def _of_graph(self, graph: GraphRows, way: LayerOptions) -> Any:
         if way not in graph.wrappers:
-            kind = Kind.PROMPT if self._invariant else Kind.DECODE
+            kind = RowKind.PROMPT if self._invariant else RowKind.DECODE
             wrapper = graph.wrappers[way] = self._new(kind, **graph.buffers())
             wrapper.reset_workspace_buffer(self._workspace, graph.indices.plan_memory(way))
             graph.plan(wrapper, **self._shape(), **way.options())
             self._copied.record()
         return graph.wrappers[way]
 
-    def _of_part(self, part: Part, way: Way, batch: Batch) -> Any:
+    def _of_part(self, part: RowPart, way: LayerOptions, batch: Batch) -> Any:
         key = part.kind, way
         if key not in self._wrappers:
             self._wrappers[key] = self._new(part.kind)
         wrapper = self._wrappers[key]
         if key not in self._planned:
             self._planned.add(key)
-            if part.kind is Kind.DECODE:
+            if part.kind is RowKind.DECODE:
                 self._plan_decode(wrapper, part.pages, way)
             else:
                 self._plan_prompt(wrapper, part, way, batch)
         return wrapper
 
-    def _new(self, kind: Kind, **buffers: Any) -> Any:
-        if kind is Kind.DECODE:  # fa2, as it divides the keys of long rows
+    def _new(self, kind: RowKind, **buffers: Any) -> Any:
+        if kind is RowKind.DECODE:  # fa2, as it divides the keys of long rows
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **buffers
             )
-        variant = "fa2" if kind is Kind.TREE else self._variant  # fa3 has no masks
+        variant = "fa2" if kind is RowKind.TREE else self._variant  # fa3 has no masks
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=variant, **buffers)
 
-    def _plan_decode(self, wrapper: Any, pages: Rows, way: Way) -> None:
+    def _plan_decode(self, wrapper: Any, pages: PageRows, way: LayerOptions) -> None:
         indptr, last_page_len, kv_lens, indices = pages
         wrapper.plan(indptr, indices, last_page_len, seq_lens=kv_lens, **self._shape(), **way.options())
         self._copied.record()
 
-    def _plan_prompt(self, wrapper: Any, part: Part, way: Way, batch: Batch) -> None:
+    def _plan_prompt(self, wrapper: Any, part: RowPart, way: LayerOptions, batch: Batch) -> None:
         shape = self._shape()
         shape["head_dim_qk"] = shape.pop("head_dim")
         indptr, last_page_len, kv_lens, indices = part.pages
         queries = queries_indptr(batch, part.rows, indices.device)
         options = way.options() | {"causal": True}
-        if part.kind is Kind.TREE:  # masks are packed on the device, by lengths there: the library waits for them
+        if part.kind is RowKind.TREE:  # masks are packed on the device, by lengths there: the library waits for them
             queries, indptr, last_page_len = (x.to(indices.device) for x in (queries, indptr, last_page_len))
             mask = tree_mask(batch, part.rows, part.tokens, way.window)
             options |= {"causal": False, "window_left": -1, "custom_mask": mask}

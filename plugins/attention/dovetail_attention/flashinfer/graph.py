@@ -10,7 +10,7 @@ import torch
 from flashinfer import fast_decode_plan  # pyright: ignore[reportMissingImports]
 
 from dovetail.errors import EngineError
-from dovetail_attention.flashinfer.pages import Rows, count_pages, gather, pinned
+from dovetail_attention.flashinfer.pages import PageRows, count_pages, gather, pinned
 
 if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionContext
@@ -70,7 +70,7 @@ class GraphRows:
         self.indptr = torch.zeros(rows + 1, dtype=torch.int32, device=indices.device)
         self.last_page_len = torch.ones(rows, dtype=torch.int32, device=indices.device)
         self.wrappers: dict[Any, Any] = {}
-        self.now: Rows
+        self.now: PageRows
         self._first_layer: int | None = None
 
     def send(self, kv_lens: IntArray) -> None:
@@ -79,7 +79,7 @@ class GraphRows:
         indptr, last_page_len = count_pages(kv_lens, self.indices.page_size)
         pages = self.indices.first(int(indptr[-1]))
         lens = kv_lens.astype(np.int32)
-        self.now = Rows(pinned(indptr, device), pinned(last_page_len, device), pinned(lens, device), pages)
+        self.now = PageRows(pinned(indptr, device), pinned(last_page_len, device), pinned(lens, device), pages)
         self.indptr.copy_(self.now.indptr, non_blocking=True)
         self.last_page_len.copy_(self.now.last_page_len, non_blocking=True)
 

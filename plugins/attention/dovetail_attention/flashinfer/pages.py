@@ -14,7 +14,7 @@ BLOCK = 256
 BLOCKS_PER_ROW = 8
 
 
-class Rows(NamedTuple):
+class PageRows(NamedTuple):
     """Row r has pages ``indices[indptr[r]:indptr[r + 1]]`` and ``kv_lens[r]`` tokens, ``last_page_len[r]`` of them in its
     last page. int32; ``indices`` on the device, the others in host memory from which copies need not be waited for."""
 
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 def count_pages(kv_lens: IntArray, page_size: int) -> tuple[IntArray, IntArray]:
-    """``indptr`` and ``last_page_len`` of ``Rows``."""
+    """``indptr`` and ``last_page_len`` of ``PageRows``."""
     indptr = np.zeros(len(kv_lens) + 1, np.int32)
     np.cumsum(-(-kv_lens // page_size), out=indptr[1:])
     return indptr, ((kv_lens - 1) % page_size + 1).astype(np.int32)
@@ -37,14 +37,14 @@ def pinned(array: IntArray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
-def make_rows(kv_lens: IntArray, table: torch.Tensor, page_size: int) -> Rows:
+def make_rows(kv_lens: IntArray, table: torch.Tensor, page_size: int) -> PageRows:
     """Of rows of ``kv_lens`` tokens with pages ``table [rows, >= pages]``."""
     indptr, last_page_len = count_pages(kv_lens, page_size)
     device = table.device
     host = pinned(indptr, device)
     indices = torch.empty(int(indptr[-1]), dtype=torch.int32, device=device)
     gather(table, host.to(device, non_blocking=True), indices)
-    return Rows(host, pinned(last_page_len, device), pinned(kv_lens.astype(np.int32), device), indices)
+    return PageRows(host, pinned(last_page_len, device), pinned(kv_lens.astype(np.int32), device), indices)
 
 
 def gather(table: torch.Tensor, indptr: torch.Tensor, out: torch.Tensor) -> None:

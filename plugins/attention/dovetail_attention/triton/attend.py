@@ -2,7 +2,7 @@
 
 The query heads of a key head are rows of one tile. Logits are in units of log2(e), so that exponentials are powers of two.
 
-With chunks of fixed size (``Entries.chunk``) keys are put together chunk by chunk, in their order and by the arithmetic of
+With chunks of fixed size (``ScheduleEntries.chunk``) keys are put together chunk by chunk, in their order and by the arithmetic of
 ``merge``, whether a program has one of them or all: a query's bits then depend on nothing but its row.
 """
 
@@ -19,12 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.attention import AttentionLayer
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.pages import layout, prefetch_rows
-from dovetail_attention.triton.schedule import RECORD, Entries, Schedule
+from dovetail_attention.triton.schedule import RECORD, Schedule, ScheduleEntries
 
 LOG2_E = math.log2(math.e)
 
 
-class Partial(NamedTuple):
+class PartialResults(NamedTuple):
     """Attention over chunks of keys, and the base-2 logarithms of the sums of exponentials; -inf: nothing was seen, and ``out`` is
     anything."""
 
@@ -32,7 +32,7 @@ class Partial(NamedTuple):
     lse: torch.Tensor  # float32 [rows, kv_heads]
 
     @classmethod
-    def empty(cls, rows: int, kv_heads: int, value_dim: int, device: torch.device) -> Partial:
+    def empty(cls, rows: int, kv_heads: int, value_dim: int, device: torch.device) -> PartialResults:
         """Room for ``rows`` of every key head."""
         make = torch.empty(rows * kv_heads * (value_dim + 1), dtype=torch.float32, device=device)
         out, lse = make.split([rows * kv_heads * value_dim, rows * kv_heads])
@@ -285,12 +285,12 @@ def _attend(
 def attend(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],
-    entries: Entries,
+    entries: ScheduleEntries,
     schedule: Schedule,
     layer: AttentionLayer,
     positions: torch.Tensor,
     out: torch.Tensor,
-    partial: Partial,
+    partial: PartialResults,
     *,
     leads: bool,
 ) -> None:

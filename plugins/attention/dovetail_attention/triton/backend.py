@@ -10,9 +10,9 @@ import torch
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.ops.triton.decode import decode_splits, paged_decode
 from dovetail_attention.triton import tiles
-from dovetail_attention.triton.attend import Partial, attend
+from dovetail_attention.triton.attend import PartialResults, attend
 from dovetail_attention.triton.merge import merge, merge_into
-from dovetail_attention.triton.schedule import Entries, Schedule, fill
+from dovetail_attention.triton.schedule import Schedule, ScheduleEntries, fill
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -57,7 +57,7 @@ class Memory:
     def __init__(
         self, items: int, tokens: int, partial_rows: int, kv_heads: int, value_dim: int, device: torch.device
     ) -> None:
-        self.partial = Partial.empty(partial_rows, kv_heads, value_dim, device)
+        self.partial = PartialResults.empty(partial_rows, kv_heads, value_dim, device)
         self._size = items, tokens, device
         self._schedules: dict[int | None, Schedule] = {}
 
@@ -71,11 +71,11 @@ class Memory:
 class Launch(NamedTuple):
     """Entries, and the memory for them."""
 
-    entries: Entries
+    entries: ScheduleEntries
     memory: Memory
 
 
-class Step(NamedTuple):
+class AttendGroup(NamedTuple):
     """Tokens that are attended to together: by their own keys and, where groups share a prefix, by what is before those."""
 
     tokens: range
@@ -110,10 +110,10 @@ class TritonAttention(AttentionBackend):
         self._cut_tokens = min(CUT_TOKENS, CUT_BYTES // bytes_a_token)
         self._invariant_tile = tiles.choose(INVARIANT_PAIRS, self._head_dim, self._value_dim, self._dtype)
         self._invariant_tile = self._invariant_tile._replace(num_stages=2)
-        self._kept: dict[tuple[str, tiles.Tile, int], Memory] = {}
+        self._kept: dict[tuple[str, tiles.AttentionTile, int], Memory] = {}
         if self._invariant:  # now, as there may be no memory for it later
             self._invariant_memory(self._cut_tokens, self._chunks)
-        self._steps: list[Step] = []
+        self._steps: list[AttendGroup] = []
         self._even = 0  # parts of every row's keys, in a step of the variant EVEN
         self._shared: Launch | None = None  # what its groups share
         self._leaders: dict[int | None, int] = {}  # by window: the layer that makes the schedule
@@ -218,7 +218,7 @@ class TritonAttention(AttentionBackend):
         *,
         leads: bool,
         partial: bool,
-    ) -> tuple[Schedule, Partial]:
+    ) -> tuple[Schedule, PartialResults]:
         """One launch, scheduled before if this layer ``leads``. ``partial``: also what is whole goes to the merge."""
         entries, memory = launch
         schedule = memory.schedule(layer.window)
@@ -228,7 +228,7 @@ class TritonAttention(AttentionBackend):
         attend(q, kv, entries, schedule, layer, batch.positions, out, memory.partial, leads=leads)
         return schedule, memory.partial
 
-    def _decode_step(self, batch: Batch, shared: Launch | None) -> Step:
+    def _decode_step(self, batch: Batch, shared: Launch | None) -> AttendGroup:
         """One query a row, for all rows."""
         groups, rows = batch.shared, len(batch.slots)
         table, lens = batch.page_table, batch.kv_lens
@@ -236,10 +236,10 @@ class TritonAttention(AttentionBackend):
             table, lens = groups.own_table, groups.own_lens
         tile = self._tile(self._group)
         slots = self._slots(tile)
-        entries = Entries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)
-        return Step(range(rows), Launch(entries, self._keep("own", tile, self._max_rows)), shared)
+        entries = ScheduleEntries(batch.qo_indptr, lens, table, tile, slots, rows * self._tiles(1, tile) + slots)
+        return AttendGroup(range(rows), Launch(entries, self._keep("own", tile, self._max_rows)), shared)
 
-    def _invariant_step(self, batch: Batch, *, captured: bool) -> Step:
+    def _invariant_step(self, batch: Batch, *, captured: bool) -> AttendGroup:
         """All rows, whatever they do, in one launch. ``captured``: how the tokens are divided among rows is not known, but how
         many a row can have."""
         tokens = len(batch.positions)
@@ -258,8 +258,8 @@ class TritonAttention(AttentionBackend):
         else:
             memory = Memory(items, tokens, 1, self._kv_heads, self._value_dim, self._device)
         table, lens = batch.page_table, batch.kv_lens
-        entries = Entries(batch.qo_indptr, lens, table, tile, int(cut), programs, fewer=True, chunk=CHUNK)
-        return Step(range(tokens), Launch(entries, memory))
+        entries = ScheduleEntries(batch.qo_indptr, lens, table, tile, int(cut), programs, fewer=True, chunk=CHUNK)
+        return AttendGroup(range(tokens), Launch(entries, memory))
 
     def _invariant_memory(self, tokens: int, chunks: int) -> Memory:
         """Memory for steps of up to so many tokens, made once. 0 ``chunks``: keys are not cut."""
@@ -276,10 +276,10 @@ class TritonAttention(AttentionBackend):
         slots = self._slots(tile)
         programs = slots + -(-rows // ROWS_PER_GROUP)
         indptr, lens, table = groups.indptr, groups.group_lens, groups.group_table
-        entries = Entries(indptr, lens, table, tile, slots, programs, fewer=True, causal=False)
+        entries = ScheduleEntries(indptr, lens, table, tile, slots, programs, fewer=True, causal=False)
         return Launch(entries, self._keep("shared", tile, self._max_rows))
 
-    def _verify_step(self, batch: Batch) -> Step:
+    def _verify_step(self, batch: Batch) -> AttendGroup:
         """Rows of up to so many queries. How many each has only the device knows: the fewest programs there may be work for do
         it all."""
         tokens, width = len(batch.positions), int(batch.extend_lens.max())
@@ -288,20 +288,20 @@ class TritonAttention(AttentionBackend):
         tile = self._tile(width * self._group, tree=tree is not None, few=few)
         fewest, slots = -(-tokens // width) * self._tiles(width, tile), self._slots(tile)
         cut = 0 if fewest * self._kv_heads >= tile.resident * self._processors else slots
-        entries = Entries(
+        entries = ScheduleEntries(
             batch.qo_indptr, batch.kv_lens, batch.page_table, tile, cut, fewest + slots, fewer=True, tree=tree
         )
         room = max(MIN_VERIFY_TOKENS, 1 << (tokens - 1).bit_length())
-        return Step(range(tokens), Launch(entries, self._keep("verify", tile, room)))
+        return AttendGroup(range(tokens), Launch(entries, self._keep("verify", tile, room)))
 
-    def _keep(self, name: str, tile: tiles.Tile, tokens: int) -> Memory:
+    def _keep(self, name: str, tile: tiles.AttentionTile, tokens: int) -> Memory:
         """Memory for steps of up to so many tokens, each a row of its own if need be, made once: graphs know its address."""
         key = name, tile, tokens
         if key not in self._kept:
             self._kept[key] = self._memory(tile, self._slots(tile), tokens * self._tiles(1, tile), tokens)
         return self._kept[key]
 
-    def _ragged_step(self, batch: Batch, part: slice) -> Step:
+    def _ragged_step(self, batch: Batch, part: slice) -> AttendGroup:
         """Rows of several queries, or of one beside those of several. Where their tiles keep the device busy, no key is cut."""
         queries = batch.extend_lens[part]
         first, total = int(batch.extend_lens[: part.start].sum()), int(queries.sum())
@@ -312,20 +312,22 @@ class TritonAttention(AttentionBackend):
         busy = count * self._kv_heads >= tile.resident * self._processors
         slots = 0 if busy else self._slots(tile)
         indptr, lens = batch.qo_indptr[part.start : part.stop + 1], batch.kv_lens[part]
-        entries = Entries(indptr, lens, batch.page_table[part], tile, slots, count + slots, tree=tree)
-        return Step(range(first, first + total), Launch(entries, self._memory(tile, slots, count, first + total)))
+        entries = ScheduleEntries(indptr, lens, batch.page_table[part], tile, slots, count + slots, tree=tree)
+        return AttendGroup(
+            range(first, first + total), Launch(entries, self._memory(tile, slots, count, first + total))
+        )
 
-    def _memory(self, tile: tiles.Tile, slots: int, count: int, tokens: int) -> Memory:
+    def _memory(self, tile: tiles.AttentionTile, slots: int, count: int, tokens: int) -> Memory:
         """Memory for ``count`` tiles of ``tokens`` queries, cut into ``slots`` more items at most (see ``schedule``)."""
         partial_rows = tokens * self._group + slots * tile.rows if slots else 1
         return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._value_dim, self._device)
 
-    def _tile(self, pairs: int, *, tree: bool = False, few: bool = False) -> tiles.Tile:
+    def _tile(self, pairs: int, *, tree: bool = False, few: bool = False) -> tiles.AttentionTile:
         sizes = pairs, self._head_dim, self._value_dim, self._dtype
         return tiles.choose(*sizes, tree=tree, roomy=self._roomy, few=few)
 
-    def _tiles(self, queries: int, tile: tiles.Tile) -> int:
+    def _tiles(self, queries: int, tile: tiles.AttentionTile) -> int:
         return -(-queries * self._group // tile.rows)
 
-    def _slots(self, tile: tiles.Tile) -> int:
+    def _slots(self, tile: tiles.AttentionTile) -> int:
         return tiles.slots(tile, self._processors, self._kv_heads)

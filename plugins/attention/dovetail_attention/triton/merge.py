@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail_attention.triton.attend import Partial
+from dovetail_attention.triton.attend import PartialResults
 from dovetail_attention.triton.schedule import TOKEN, Schedule
 
 PARTS, PARTS_OF_FEW = 8, 16
@@ -105,7 +105,7 @@ def _merge_into(
         tl.store(place, (acc / total).to(out.dtype.element_ty), at < DIM)
 
 
-def merge_into(out: torch.Tensor, lse: torch.Tensor, schedule: Schedule, partial: Partial) -> None:
+def merge_into(out: torch.Tensor, lse: torch.Tensor, schedule: Schedule, partial: PartialResults) -> None:
     """Add to ``out [tokens, heads, dim]``, whose log-sum-exps are ``lse [heads, tokens]``, what the queries found in the chunks
     of a schedule, for those that have any."""
     rows, heads, dim = out.shape
@@ -121,7 +121,7 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, schedule: Schedule, partial
 def merge(
     out: torch.Tensor,
     tokens: range,
-    parts: list[tuple[Schedule, Partial]],
+    parts: list[tuple[Schedule, PartialResults]],
     sinks: torch.Tensor | None,
     *,
     one_by_one: bool = False,

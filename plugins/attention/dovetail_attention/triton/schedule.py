@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
-from dovetail_attention.triton.tiles import Tile
+from dovetail_attention.triton.tiles import AttentionTile
 
 RECORD = 8  # entry, first m, first key, end of keys, first query, queries, keys of the entry, base or -1
 TOKEN = 4  # base, stride, chunks, unused
@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
         return cls(records, rest[:1], rest[RECORD : RECORD + tokens * TOKEN].view(tokens, TOKEN))
 
 
-class Entries(NamedTuple):
+class ScheduleEntries(NamedTuple):
     """The entries of a launch: entry e has queries ``[indptr[e], indptr[e + 1])`` and ``kv_lens[e]`` keys in ``table[e]``.
 
     ``causal``: the queries are the last of those keys; otherwise they come after all of them. With a ``tree`` (uint8
@@ -51,7 +51,7 @@ class Entries(NamedTuple):
     indptr: torch.Tensor
     kv_lens: torch.Tensor
     table: torch.Tensor
-    tile: Tile
+    tile: AttentionTile
     slots: int
     programs: int
     fewer: bool = False
@@ -148,7 +148,7 @@ def _schedule(
         tl.store(to + 2, tl.zeros_like(query) + chunks_e, inside)
 
 
-def fill(schedule: Schedule, entries: Entries, group: int, window: int | None, *, partial: bool) -> None:
+def fill(schedule: Schedule, entries: ScheduleEntries, group: int, window: int | None, *, partial: bool) -> None:
     """Schedule ``entries``, ``group`` query heads a key head. ``partial``: also single chunks become partial results."""
     count = len(entries.kv_lens)
     launch(
