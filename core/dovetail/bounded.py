@@ -1,5 +1,5 @@
-"""Validation of what comes from outside in bounded time: pydantic reports every wrong entry, of which a body of some megabytes has
-millions, and nothing else runs in the server meanwhile."""
+"""Validate client input in bounded time. Pydantic reports every wrong entry, and a body of a few megabytes can contain
+millions of them; the server could do nothing else while it lists them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_FIELDS = 1024
-"""Members of an object with named fields; beyond it they are not looked at one by one."""
+"""Limit the members of an object with named fields. An object with more members is refused before its members are
+validated."""
 MAX_ENTRIES = 1 << 16
-"""Members of a mapping, such as biases by token."""
+"""Limit the members of a mapping, such as biases by token."""
 
 
 def bounded(schema: CoreSchema) -> CoreSchema:
-    """``schema``, in which lists stop at the first wrong entry, objects with named fields have ``MAX_FIELDS`` members at most and
-    mappings ``MAX_ENTRIES``. Mutates it."""
+    """Return ``schema``, changed so that lists stop at the first wrong entry, objects with named fields have at most
+    ``MAX_FIELDS`` members, and mappings at most ``MAX_ENTRIES``. Mutates ``schema``."""
     return cast("CoreSchema", _bounded(schema))
 
 
@@ -27,7 +28,7 @@ def _bounded(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     for key, value in part.items():
-        if isinstance(value, dict | list) and not (key == "metadata" and "type" in part):  # which is no schema
+        if isinstance(value, dict | list) and not (key == "metadata" and "type" in part):  # metadata is not a schema
             part[key] = _bounded(value)
     kind = part.get("type")
     if kind in ("list", "set", "tuple") and "serialization" not in part:
@@ -40,7 +41,7 @@ def _bounded(part: Any) -> Any:
 
 
 def _checked(check: Callable[[Any], Any], part: dict[str, Any]) -> CoreSchema:
-    """``part``, looked at after ``check`` alone. What refers to it means both."""
+    """Return ``part``, which is validated only if ``check`` accepts the value. References to ``part`` refer to both."""
     ref = part.pop("ref", None)
     return core_schema.no_info_before_validator_function(check, cast("CoreSchema", part), ref=ref)
 
@@ -60,9 +61,9 @@ def _at_most(value: Any, most: int) -> Any:
 
 
 class Bounded(BaseModel):
-    """A model that is validated in bounded time. What it is made of must be such models too."""
+    """Validate the model in bounded time. The models of its fields must be ``Bounded`` as well."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The usual one, bounded."""
+        """Return the usual schema, bounded."""
         return bounded(handler(source))

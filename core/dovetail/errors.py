@@ -1,4 +1,4 @@
-"""Every error Dovetail raises on purpose.
+"""Define every error that Dovetail raises on purpose.
 
     DovetailError
     ├── ConfigError (ValueError)          a setting is wrong: names the key, what was given, what is allowed
@@ -7,58 +7,58 @@
     │   ├── DuplicateComponentError       two distributions claim one name
     │   ├── PluginLoadError               a plugin that was selected or required failed to load
     │   └── ResolutionError               the selected parts do not fit together or on this machine
-    ├── RequestError (ValueError)         one request is wrong; the server answers 400 and serves on
+    ├── RequestError (ValueError)         one request is wrong; the server answers 400 and continues
     │   ├── ContextLengthError            the prompt (or prompt plus max_new_tokens) is too long
     │   └── GrammarError                  a schema, regex or grammar that cannot be honoured
     ├── QueueFullError                    too many requests are waiting; the server answers 503
-    ├── AccessError                       who asks may not
-    │   ├── AuthenticationError           no key, or none that is known; the server answers 401
-    │   └── PermissionDeniedError         the key does not open this; the server answers 403
-    ├── RateLimitError                    a tenant's limit; the server answers 429 and says when to come again
+    ├── AccessError                       the client may not send this request
+    │   ├── AuthenticationError           no key, or an unknown one; the server answers 401
+    │   └── PermissionDeniedError         the key does not permit this request; the server answers 403
+    ├── RateLimitError                    a tenant's limit is reached; the server answers 429 with a time to retry
     ├── TimeLimitError                    the request ran longer than it may; the server answers 504
     ├── ProgramError                      a part of a program failed: names its line, the cause is chained
     └── EngineError                       the engine failed, not the request
         ├── WeightsError                  a checkpoint does not fit its architecture
         └── EngineDeadError               the engine process has ended
 
-Messages say what was given, what is allowed and what to do next.
+Messages state what was given, what is allowed and what to do next.
 """
 
 from __future__ import annotations
 
 
 class DovetailError(Exception):
-    """Root of every error raised on purpose."""
+    """Root of every error that Dovetail raises on purpose."""
 
 
 class ConfigError(DovetailError, ValueError):
-    """A setting is wrong. The message names the key, what was given and what is allowed."""
+    """Raised when a setting is wrong. The message names the key, what was given and what is allowed."""
 
 
 class PluginError(DovetailError):
-    """A plugin cannot be used."""
+    """Raised when a plugin cannot be used."""
 
 
 class UnknownComponentError(PluginError, LookupError):
-    """No component of this kind has this name; the message lists those that are installed."""
+    """Raised when no component of a kind has the given name. The message lists the installed components."""
 
 
 class DuplicateComponentError(PluginError):
-    """Two distributions register one name; the message names both."""
+    """Raised when two distributions register one name. The message names both."""
 
 
 class PluginLoadError(PluginError):
-    """A plugin that the config selects or requires failed to load; the cause is chained."""
+    """Raised when a plugin that the config selects or requires fails to load. The cause is chained."""
 
 
 class ResolutionError(PluginError):
-    """The selected parts do not fit together or on this machine; the message gives every reason."""
+    """Raised when the selected parts do not fit together or on this machine. The message gives every reason."""
 
 
 class RequestError(DovetailError, ValueError):
-    """One request is wrong: it is answered with 400 in its API's own format.
+    """Raised when one request is wrong. The server answers it with 400 in its API's own format.
 
-    ``param`` is the request field at fault, where there is one; ``code`` is a short machine-readable word.
+    ``param`` is the request field at fault, or None; ``code`` is a short machine-readable word.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_request") -> None:
@@ -68,17 +68,18 @@ class RequestError(DovetailError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt plus ``max_new_tokens``, exceeds what the model or the KV pool can hold."""
+    """Raised when the prompt, or the prompt plus ``max_new_tokens``, exceeds what the model or the KV pool can hold."""
 
     def __init__(self, message: str, *, param: str | None = "prompt") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
 class GrammarError(RequestError):
-    """A constraint (schema, regex, grammar) is invalid or cannot be honoured by the grammar backend.
+    """Raised when a constraint (schema, regex, grammar) is invalid or the grammar backend cannot honour it.
 
-    ``keyword`` is what this backend has no support for, where another might have it (``uniqueItems``, ``(?=``): the code is
-    then ``unsupported_grammar``. Without one the constraint is wrong for every backend.
+    ``keyword`` names the part of the constraint that this backend does not support and another backend might
+    (``uniqueItems``, ``(?=``); the code is then ``unsupported_grammar``. If ``keyword`` is None, the constraint is
+    wrong for every backend.
     """
 
     def __init__(self, message: str, *, param: str | None = None, keyword: str | None = None) -> None:
@@ -87,24 +88,27 @@ class GrammarError(RequestError):
 
 
 class QueueFullError(DovetailError):
-    """The waiting queue is at its configured bound; the client may retry later."""
+    """Raised when the waiting queue has reached its configured limit. The client may retry later."""
 
 
 class AccessError(DovetailError):
-    """Who asks may not. Raised before anything of the request's body is read."""
+    """Raised when the client may not send this request, before any of the request's body is read."""
 
 
 class AuthenticationError(AccessError):
-    """There is no key, or none that is known here (401)."""
+    """Raised when a request has no key, or one that the server does not know (401)."""
 
 
 class PermissionDeniedError(AccessError):
-    """The key is known and does not open this route, or the page that asks is not allowed to (403)."""
+    """Raised when the key is known and does not permit this route, or when the origin of a browser page is not allowed
+    (403)."""
 
 
 class RateLimitError(DovetailError):
-    """A limit of the tenant is reached (429). ``retry_after``: seconds until the same request could be taken. ``pause``: seconds
-    after which the client is told, where it is told so often that this takes the time of others."""
+    """Raised when a limit of the tenant is reached (429). ``retry_after`` is the number of seconds until the same
+    request could be accepted. ``pause`` is the number of seconds by which the server delays this answer; it is above 0
+    if the tenant causes so many of these answers that they take time from other clients.
+    """
 
     def __init__(self, message: str, retry_after: float, pause: float = 0.0) -> None:
         super().__init__(message)
@@ -113,20 +117,21 @@ class RateLimitError(DovetailError):
 
 
 class TimeLimitError(DovetailError):
-    """The request ran longer than ``max_seconds`` (504). To send it again would cost as much."""
+    """Raised when the request ran longer than ``max_seconds`` (504). Sending it again would take as long."""
 
 
 class ProgramError(DovetailError):
-    """A part of a program (``dovetail.lang``) failed. The message names the program's line; ``__cause__`` is what happened."""
+    """Raised when a part of a program (``dovetail.lang``) fails. The message names the program's line; ``__cause__`` is
+    the error that occurred there."""
 
 
 class EngineError(DovetailError):
-    """The engine failed while it worked on a request that was valid."""
+    """Raised when the engine fails while it works on a valid request."""
 
 
 class WeightsError(EngineError):
-    """A checkpoint does not fit its architecture: a tensor is missing, unexpected or of the wrong shape."""
+    """Raised when a checkpoint does not fit its architecture: a tensor is missing, unexpected or of the wrong shape."""
 
 
 class EngineDeadError(EngineError):
-    """The engine process has ended; nothing can be served until it is restarted."""
+    """Raised when the engine process has ended. Nothing can be served until it is restarted."""

@@ -1,6 +1,7 @@
-"""What crosses the boundary between a frontend process and the engine process: msgspec structs, encoded as MessagePack.
+"""Define the messages between a frontend process and the engine process: msgspec structs, encoded as MessagePack.
 
-Requests travel as ``ToEngine`` (one message a frame), answers as ``FromEngine`` (one frame for all that a step made).
+Requests travel as ``ToEngine``, one message per frame. Answers travel as ``FromEngine``, one frame for all answers of a
+step.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from dovetail.types import FinishReason, TokenLogprob
 
 
 class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
-    """Generate one sequence. ``n > 1`` is expanded by the frontend into n messages that share the prompt.
+    """Generate one sequence. The frontend expands ``n > 1`` into n messages that share the prompt.
 
-    ``seed`` is always set (drawn by the frontend where the user gave none), so that a retracted or replayed request
-    repeats itself. ``namespace`` keeps prefixes of different adapters and tenants apart, and names of groups and sessions.
+    ``seed`` is always set, so that a retracted or replayed request produces the same output; the frontend draws it if
+    the user gave none. ``namespace`` separates the cached prefixes of different adapters and tenants, and the names of
+    groups and sessions.
 
-    Hints, which change speed and never an answer: requests of one ``group`` have a beginning in common; the first one computes
-    it, the others are admitted together when it is cached, and it stays there until ``group_size`` of them were admitted.
-    What the last request of a ``session`` has cached stays there for the next one. docs/request.md has the bounds.
+    ``group`` and ``session`` are hints. They change speed and never an output. Requests of one ``group`` have a common
+    beginning. The first one computes it; the others are admitted together when it is cached, and it stays cached until
+    ``group_size`` of them have been admitted. What the last request of a ``session`` has cached stays cached for the
+    next request of the session. docs/request.md documents the limits.
     """
 
     rid: str
@@ -35,7 +38,7 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
 
 
 class AbortMsg(msgspec.Struct, tag=True, frozen=True):
-    """End a request now; it is answered with finish reason ``abort``. Unknown ids are ignored."""
+    """End a request now. It is answered with finish reason ``abort``. Unknown ids are ignored."""
 
     rid: str
     message: str = "aborted by the client"
@@ -48,30 +51,32 @@ class AbortAllMsg(msgspec.Struct, tag=True, frozen=True):
 
 
 class FlushCacheMsg(msgspec.Struct, tag=True, frozen=True):
-    """Drop every cached prefix. Answered with ``CommandReply``; refused while requests are running."""
+    """Drop every cached prefix. Answered with ``CommandReply``, which refuses the command while requests are
+    running."""
 
     call_id: str
 
 
 class StatsRequestMsg(msgspec.Struct, tag=True, frozen=True):
-    """Ask for ``EngineStats`` now."""
+    """Request ``EngineStats`` now."""
 
     call_id: str
 
 
 class ShutdownMsg(msgspec.Struct, tag=True, frozen=True):
-    """Stop the loop: at once, or after the running requests have finished."""
+    """Stop the loop: after the running requests have finished if ``drain``, at once otherwise."""
 
     drain: bool = True
 
 
 class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
-    """New tokens of one request. ``finish`` is set in the last one; nothing follows it.
+    """Report new tokens of one request. ``finish`` is set in the last message of the request.
 
-    ``logprobs`` has one entry per new token where the request asked for them; ``prompt_logprobs`` comes once, with the
-    first output. ``cached_tokens`` are the prompt tokens found in the prefix cache at admission; ``accepted`` of ``drafted`` tokens
-    were accepted so far, in ``verify_steps`` steps (see ``types.Acceptance``); ``grammar_backend`` is the
-    one that constrains the output. ``pooled`` is what the prompt was made into (``Pooling``): float32, little-endian.
+    ``logprobs`` has one entry per new token if the request asks for log-probabilities. ``prompt_logprobs`` is sent
+    once, with the first output. ``cached_tokens`` is the number of prompt tokens that were found in the prefix cache at
+    admission. ``accepted`` of ``drafted`` draft tokens were accepted so far, in ``verify_steps`` steps (see
+    ``types.Acceptance``). ``grammar_backend`` names the backend that constrains the output. ``pooled`` is the vector
+    made of the prompt (``Pooling``): float32, little-endian.
     """
 
     rid: str
@@ -90,7 +95,7 @@ class TokenOutput(msgspec.Struct, tag=True, frozen=True, gc=False):
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
-    """The request was refused before it ran (status 400 or 503), or its step failed (500)."""
+    """Report that a request was refused before it ran (status 400 or 503), or that its step failed (500)."""
 
     rid: str
     status: int
@@ -99,7 +104,7 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
     param: str | None = None
 
     def error(self) -> DovetailError:
-        """The exception that it stands for."""
+        """Return the exception that the client of the engine raises for this message."""
         if self.status == 503:
             return QueueFullError(self.message)
         if self.status >= 500:
@@ -108,7 +113,7 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class CommandReply(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a command message."""
+    """Answer a command message."""
 
     call_id: str
     ok: bool
@@ -116,7 +121,7 @@ class CommandReply(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True):
-    """Gauges and totals of the engine; totals count from its start. Times are seconds."""
+    """Report gauges and totals of the engine. Totals count from its start. Times are in seconds."""
 
     call_id: str = ""
     running: int = 0
@@ -124,7 +129,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0
-    pages_pinned: int = 0  # of those cached, what groups and sessions hold
+    pages_pinned: int = 0  # cached pages that groups and sessions pin
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -132,12 +137,12 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     retractions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    draft_steps: int = 0  # steps in which drafts were verified
-    verify_steps: int = 0  # of each of them, the requests that had drafts
+    draft_steps: int = 0  # number of steps in which drafts were verified
+    verify_steps: int = 0  # sum over these steps of the number of requests that had drafts
     drafter_errors: int = 0
     jumped_tokens: int = 0
     pins_taken: int = 0
-    pins_dropped: int = 0  # given up for want of memory or room within the bound, or never taken for that
+    pins_dropped: int = 0  # dropped, or never taken, because memory was short or the limit was reached
     pins_expired: int = 0
     grammar_compiles: int = 0
     grammar_hits: int = 0
@@ -147,25 +152,25 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     grammar_evictions: int = 0
     grammar_cached_bytes: int = 0
     grammar_compile_seconds: float = 0.0
-    grammar_requests: dict[str, int] = {}  # by backend
+    grammar_requests: dict[str, int] = {}  # number of requests by backend
     step_seconds: float = 0.0
     schedule_seconds: float = 0.0
     launch_seconds: float = 0.0
     wait_seconds: float = 0.0
     commit_seconds: float = 0.0
     draft_seconds: float = 0.0
-    mask_seconds: float = 0.0  # of launch: filling and applying grammar masks
-    verify_seconds: float = 0.0  # of launch and wait, in steps in which drafts were asked for
+    mask_seconds: float = 0.0  # part of launch_seconds: filling and applying grammar masks
+    verify_seconds: float = 0.0  # part of launch_seconds and wait_seconds: steps for which drafts were requested
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
-    """Sent once, when the engine can take requests. ``info`` is JSON: model, resolution, memory, device."""
+    """Report that the engine can take requests. Sent once. ``info`` is JSON: model, resolution, memory, device."""
 
     info: bytes
 
 
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):
-    """The engine process is about to end; ``message`` says why."""
+    """Report that the engine process is about to end; ``message`` gives the reason."""
 
     message: str
 

@@ -1,7 +1,5 @@
-"""What a request asks for: how its tokens are chosen, what constrains them, what its prompt is made into.
-
-``dovetail.types`` has these names too, and is where others import them from.
-"""
+"""Define the parameters of a request: how its tokens are chosen, what constrains its output, and which vector its
+prompt is pooled into."""
 
 from __future__ import annotations
 
@@ -13,11 +11,12 @@ from dataclasses import dataclass
 from dovetail.errors import RequestError
 
 MIN_TEMPERATURE = 1e-5
-"""Below it, logits divided by the temperature leave float32, and the most likely token is all there is to sample."""
+"""Treat lower temperatures as greedy: logits divided by them exceed the range of float32, and only the most likely
+token could be sampled anyway."""
 
 
 class GrammarKind(enum.StrEnum):
-    """What a constraint is written in."""
+    """Name the language in which a constraint is written."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -30,12 +29,13 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A constraint on the output text. Hashable: it is the key of the compile cache.
+    """Describe a constraint on the output text. Hashable: it is the key of the compile cache.
 
-    ``text`` is the schema (as JSON), the regex or the grammar; empty for ``json_object``; for ``choice`` a JSON array of the
-    texts allowed; for ``structural_tag`` a JSON object ``{"structures": [{"begin", "schema", "end"}, ...], "triggers":
-    [...]}``: free text in which whatever begins with a trigger must be one of the structures. ``backend`` names the grammar
-    backend that must honour it; None leaves that to the server.
+    ``text`` depends on the kind: the schema (as JSON), the regex or the grammar; empty for ``json_object``; a JSON
+    array of the allowed texts for ``choice``; for ``structural_tag`` a JSON object ``{"structures": [{"begin",
+    "schema", "end"}, ...], "triggers": [...]}``, which stands for free text in which every part that begins with a
+    trigger must be one of the structures. ``backend`` names the grammar backend that must honour the constraint; if it
+    is None, the server chooses.
     """
 
     kind: GrammarKind
@@ -45,8 +45,10 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class GrammarGate:
-    """What an output has before its constraint begins, in token ids; ``interfaces.parsers.ConstraintGate`` says it in texts. ``marks``
-    are special tokens, each with the ordinary one that stands for it in the grammar."""
+    """Describe the part of an output that precedes its constraint, in token ids. ``interfaces.parsers.ConstraintGate``
+    is the same in texts and documents the fields. ``marks`` are pairs of a special token and the ordinary token that
+    represents it in the grammar.
+    """
 
     lead: tuple[int, ...] = ()
     optional: bool = False
@@ -58,7 +60,7 @@ class GrammarGate:
 
 
 class PoolingKind(enum.StrEnum):
-    """What a prompt is made into, instead of being continued."""
+    """Name what a prompt is pooled into. A prompt that is pooled is not continued."""
 
     LAST = "last"  # the hidden state of its last token
     MEAN = "mean"  # the mean of the hidden states of all its tokens
@@ -66,16 +68,17 @@ class PoolingKind(enum.StrEnum):
 
 
 MAX_LABELS = 1024
-"""Tokens whose log-probabilities one prompt may ask for."""
+"""Limit the number of tokens whose log-probabilities one prompt may request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What is made of a prompt whose ``max_new_tokens`` is 0: one float32 vector.
+    """Describe how a prompt whose ``max_new_tokens`` is 0 is pooled into one float32 vector.
 
-    Hidden states are those after the model's final norm, ``[hidden_size]``, not normalised further; they need a model that offers
-    ``model.embed``. ``labels`` are natural logarithms of the model's own probabilities (softmax over the whole vocabulary, before
-    temperature, biases and penalties), in the order of ``token_ids``. Raises ``RequestError``.
+    Hidden states are those after the model's final norm, ``[hidden_size]``, without further normalisation; they need a
+    model that offers ``model.embed``. ``labels`` are natural logarithms of the model's own probabilities (softmax over
+    the whole vocabulary, before temperature, biases and penalties), in the order of ``token_ids``. Raises
+    ``RequestError``.
     """
 
     kind: PoolingKind
@@ -92,12 +95,13 @@ class Pooling:
 
     @property
     def reads_all(self) -> bool:
-        """True if every token of the prompt must enter a forward pass, also where its prefix is cached."""
+        """Return True if every token of the prompt must enter a forward pass, even if its prefix is cached."""
         return self.kind is PoolingKind.MEAN
 
 
 MAX_TOKEN_SETTINGS = 4096
-"""Entries that ``logit_bias`` and ``stop_token_ids`` may have: more cost every step of the batch they are in."""
+"""Limit the entries of ``logit_bias`` and of ``stop_token_ids``: more entries would slow down every step of the batch
+that contains the request."""
 
 
 def _require(ok: bool, param: str, given: object, allowed: str) -> None:
@@ -115,19 +119,24 @@ def _is_int(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it stops. Validated when it is made.
+    """Describe how the tokens of one request are chosen and when it stops. The constructor validates the values and
+    raises ``RequestError``.
 
-    ``max_new_tokens=None`` means up to the end of the context; 0 computes the prompt, caches it, and ends there. ``top_k=0``
-    (or -1) and ``top_p=1`` switch those filters off. Order of operations: logit bias, repetition / presence / frequency penalties, grammar bitmask,
-    temperature, top-k, top-p, min-p. ``temperature=0`` (or under 1e-5) is greedy. ``logprobs=m`` returns the log-probability of each
-    output token and of the ``m`` most likely ones, from the model's own logits before any of the above;
-    ``prompt_logprobs`` does so for the prompt, from token ``prompt_logprobs_start`` on: what is before it may come from the
-    prefix cache. ``seed`` makes sampling reproducible whatever else is in the batch;
-    of ``n`` outputs the i-th uses a seed derived from (seed, i). ``grammar_gate`` says where in the output the ``grammar``
-    begins to hold, by default at its start. ``keep_special`` are special tokens that stay in the text in spite of
-    ``skip_special_tokens``. ``speculative=False`` decodes this request without drafts; outputs are the same either way.
-    ``pooling`` asks for a vector made of the prompt, and needs ``max_new_tokens=0``. Raises
-    ``RequestError``.
+    The order of operations is: logit bias, repetition / presence / frequency penalties, grammar bitmask, temperature,
+    top-k, top-p, min-p.
+
+    - ``max_new_tokens=None`` generates up to the end of the context. 0 computes the prompt, caches it, and ends there.
+    - ``top_k=0`` (or -1) and ``top_p=1`` switch these filters off. ``temperature=0`` (or below 1e-5) is greedy.
+    - ``seed`` makes sampling reproducible, independently of the other requests in the batch. Output i of ``n`` uses a
+      seed derived from (seed, i).
+    - ``logprobs=m`` returns the log-probability of each output token and of the ``m`` most likely ones, from the
+      model's own logits before any of the above operations. ``prompt_logprobs`` does so for the prompt, from token
+      ``prompt_logprobs_start`` on; tokens before it may come from the prefix cache.
+    - ``grammar_gate`` determines where in the output the ``grammar`` begins to hold; by default it holds from the
+      start.
+    - ``keep_special`` are special tokens that stay in the text even with ``skip_special_tokens``.
+    - ``speculative=False`` decodes this request without drafts. The outputs are the same either way.
+    - ``pooling`` requests a vector made of the prompt, and needs ``max_new_tokens=0``.
     """
 
     max_new_tokens: int | None = None
@@ -225,12 +234,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if every token is the most likely one."""
+        """Return True if every token is the most likely one."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def penalised(self) -> bool:
-        """True if logits depend on the tokens so far or on a bias."""
+        """Return True if the logits depend on earlier tokens (penalties) or on a bias."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

@@ -1,4 +1,10 @@
-"""Protocols spoken over HTTP: a plugin translates its requests to ``ApiRequest`` and what comes of them back."""
+"""Define API plugins, which translate HTTP requests to ``ApiRequest`` and the engine's outputs back to HTTP responses.
+
+A request takes this path: the server finds the ``Route`` and calls its handler with an ``ApiHost`` and the HTTP
+request. The handler validates the body, renders and encodes the prompt, builds an ``ApiRequest``, and passes it to
+``ApiHost.submit``. It then reads the returned ``Generation`` and answers, either whole or as a stream. The server turns
+exceptions of the handler into an ``ApiProblem``, and ``Api.error`` formats it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ChatDelta(NamedTuple):
-    """What new text of a chat's output turned out to be."""
+    """Hold the reasoning, the content and the parts of tool calls that were found in new text of a chat's output."""
 
     reasoning: str = ""
     content: str = ""
@@ -28,21 +34,26 @@ class ChatDelta(NamedTuple):
 
 
 class ChatReader(Protocol):
-    """Takes one output of a chat apart as it grows; ``calls`` are the tool calls so far."""
+    """Separate one output of a chat into reasoning, content and tool calls while it grows. ``calls`` is the number of
+    tool calls found so far."""
 
     calls: int
 
     def take(
         self, text: str, finish: FinishReason | None, num_tokens: int
     ) -> tuple[list[ChatDelta], FinishReason | None]:
-        """Add what the engine sent: ``text``, after which there are ``num_tokens``, and why it has ended. Returns what it
-        turned out to be, and the end: a stop string that is found here ends the output where the engine has not."""
+        """Add a piece of the output: ``text``, the reason ``finish`` for which the engine has ended the output (None if
+        it continues), and ``num_tokens``, the number of tokens up to the end of ``text``.
+
+        Return the parts found in the text, in order, and the finish reason. The finish reason is that of the engine,
+        unless the reader finds a stop string: then the output ends there even if the engine has not ended it.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids and how to continue them; ``params.n`` outputs are made."""
+    """Hold the token ids of a prompt and the parameters for its continuation. ``params.n`` outputs are generated."""
 
     ids: list[int]
     params: SamplingParams
@@ -50,11 +61,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """What one HTTP request asks for, whichever API it came through. ``rid`` is its public id, ``continues`` whether the
-    output's text follows on the prompt's (a completion) or starts anew (a chat). ``reader`` makes who takes an output apart,
-    where it is a chat's. ``namespace`` keeps its cached prefixes apart from those of others. ``group`` and ``session`` are hints
-    for the engine (see ``messages.GenerateMsg``); a group has ``group_size`` outputs, 0 standing for those of this request.
-    The outputs of one prompt are a group where none is named."""
+    """Describe one HTTP request independently of the API that received it.
+
+    ``rid`` is its public id. ``continues`` is True if the output's text continues the prompt's (a completion), False if
+    it starts anew (a chat). ``reader`` makes a reader for one output; it is set for chats. ``namespace`` keeps the
+    cached prefixes of this request apart from those of other namespaces. ``group`` and ``session`` are hints for the
+    engine (see ``messages.GenerateMsg``). A group has ``group_size`` outputs; 0 stands for the number of outputs of
+    this request. If ``group`` is empty, the outputs of one prompt form a group.
+    """
 
     rid: str
     prompts: tuple[Prompt, ...]
@@ -68,24 +82,26 @@ class ApiRequest:
 
     @property
     def num_outputs(self) -> int:
-        """How many sequences are generated."""
+        """Return the number of sequences that are generated, over all prompts."""
         return sum(prompt.params.n for prompt in self.prompts)
 
 
 def _nothing_drafted() -> Acceptance:
-    from dovetail.types import Acceptance  # which imports numpy: the registry shows APIs without it
+    from dovetail.types import Acceptance  # imports numpy, which the registry does without when it lists APIs
 
     return Acceptance()
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One output, which grows. ``text`` and ``token_ids`` are all of it so far; ``logprobs`` has an entry per token, where
-    asked. ``parts`` are what the text of a chat's turned out to be, of which ``calls`` are tool calls.
+    """Hold one output, which grows with each step.
 
-    The stop token that ended it is among ``token_ids`` and not in ``text``. A stop string is cut off, with what follows.
-    ``visible_logprobs`` leaves out that of a stop token which is not in the text. ``pooled`` is what the prompt was made into,
-    where its params have ``pooling``, once it has finished.
+    ``text`` and ``token_ids`` are everything generated so far. A stop token that ended the output is in ``token_ids``
+    and not in ``text``. A stop string is cut off ``text``, together with everything after it, unless the request sets
+    ``include_stop`` (``keeps_stop``). ``logprobs`` has an entry per token if the request asks for log-probabilities.
+    ``parts`` are the parts that the reader found in the text of a chat, and ``calls`` is the number of tool calls among
+    them. ``pooled`` is the vector made of the prompt if the request's params have ``pooling``; it is set when the
+    choice has finished.
     """
 
     index: int
@@ -105,14 +121,14 @@ class Choice:
 
     @property
     def visible_logprobs(self) -> list[TokenLogprob]:
-        """``logprobs`` without that of a stop token which is not in the text; asked of a finished output."""
+        """Return ``logprobs`` without that of a stop token which is not in the text. The choice must have finished."""
         assert self.finish is not None
         return self.logprobs[:-1] if isinstance(self.finish.matched, int) and not self.keeps_stop else self.logprobs
 
 
 class Delta(NamedTuple):
-    """What one step added to a choice. ``logprobs`` leaves out a stop token that is not in the text. ``finish`` is set in
-    the choice's last."""
+    """Describe what one step has added to a choice. ``logprobs`` has no entry for a stop token that is not in the text.
+    ``finish`` is set in the last delta of the choice."""
 
     choice: Choice
     text: str
@@ -124,7 +140,8 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request; each prompt counts once, however many outputs it has. ``acceptance`` is of all outputs."""
+    """Count the tokens of a request. Each prompt counts once, regardless of the number of its outputs. ``cached`` are
+    the prompt tokens found in the prefix cache. ``acceptance`` covers all outputs."""
 
     prompt: int
     completion: int
@@ -133,26 +150,28 @@ class Usage:
 
 
 class Generation(Protocol):
-    """All outputs of one request: iterate for the deltas of each engine step, or ``wait`` for the end.
+    """Give access to all outputs of one request. Iterate over it for the deltas of each engine step, or ``wait`` for
+    the end.
 
-    Leaving it early (``close``, or the end of its ``with`` block) aborts what still runs; it must be left.
+    The caller must leave it, by ``close`` or by the end of a ``with`` block. Leaving it early aborts the outputs that
+    are still being generated.
     """
 
     rid: str
 
     @property
     def choices(self) -> Sequence[Choice]:
-        """The outputs, prompt by prompt."""
+        """Return the outputs, ordered by prompt."""
         ...
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Return the token counts so far."""
         ...
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the request arrived."""
+        """Return the seconds since the request arrived."""
         ...
 
     def __enter__(self) -> Generation: ...
@@ -162,100 +181,115 @@ class Generation(Protocol):
     def __aiter__(self) -> Generation: ...
 
     async def __anext__(self) -> list[Delta]:
-        """The deltas of the engine's steps since the last call. Raises what ended a request otherwise."""
+        """Return the deltas of the engine's steps since the last call. Raises the error that ended the request, if it
+        failed."""
         ...
 
     async def wait(self) -> None:
-        """Until every choice has finished."""
+        """Wait until every choice has finished. Raises as ``__anext__``."""
         ...
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort the outputs that are still being generated. Further calls have no effect."""
         ...
 
 
 class ChatPlan(Protocol):
-    """How the outputs of one chat are constrained and read: make the request with its ``params`` and its ``reader``."""
+    """Describe how the outputs of one chat are constrained and read. The API builds its ``ApiRequest`` with this
+    ``params`` and this ``reader``."""
 
     @property
     def params(self) -> SamplingParams:
-        """With the constraint that the tools need."""
+        """Return the sampling parameters, including the constraint that the tools need."""
         ...
 
     @property
     def tools(self) -> ToolRequest | None:
-        """The tools that may be called."""
+        """Return the tools that the model may call, or None."""
         ...
 
     def reader(self) -> ChatReader:
-        """For one output."""
+        """Return a new reader for one output."""
         ...
 
 
 class ApiHost(ABC):
-    """The server, as the handlers of an API see it: the view of whoever sent the request."""
+    """Give the handlers of an API access to the server, as the tenant that sent the request sees it."""
 
     config: Config
     tokenizer: Tokenizer
     version: str
     model_name: str
     created: int
-    """When the server started, in seconds since the epoch."""
+    """Hold the start time of the server, in seconds since the epoch."""
     context_len: int
     vocab_size: int
     embedding: Mapping[str, Any] | None
-    """What ``dovetail.ops.vectors.pooling_kind`` wants to know of the model's embeddings; None where it has none."""
+    """Hold what ``dovetail.ops.vectors.pooling_kind`` needs to know about the model's embeddings; None if the model
+    offers none."""
     owner: str = ""
-    """Whom this view belongs to: what an API keeps between requests, it shows to the same owner only. Empty where the server has
-    no tenants."""
+    """Name the tenant that sent the request; empty if the server has no tenants. An API must show what it stores
+    between requests to the same owner only."""
 
     @property
     @abstractmethod
     def max_body(self) -> int:
-        """Bytes that a request body may have; for ``dovetail.api.body.parse``."""
+        """Return the largest size of a request body, in bytes; for ``dovetail.api.body.parse``."""
 
     @abstractmethod
     def submit(self, request: ApiRequest) -> Generation:
-        """Send a request to the engine; one of a session has one output. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
+        """Send a request to the engine and return its outputs, without waiting for them. A request of a session has a
+        single output. Raises ``DrainingError``, ``EngineDeadError`` or ``RequestError``, and for tenants
+        ``RateLimitError``.
+        """
 
     @abstractmethod
     def check_model(self, name: str | None) -> None:
-        """Raises ``UnknownModelError`` for a model that is not served here; None stands for the one that is."""
+        """Raise ``UnknownModelError`` if ``name`` is not the model that this server serves. None stands for the served
+        model."""
 
     @abstractmethod
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``; long texts do not hold up other requests. Raises ``ContextLengthError``."""
+        """Return the token ids of ``text``. Long texts are encoded on a thread and do not delay other requests. Raises
+        ``ContextLengthError``."""
 
     @abstractmethod
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
     ) -> str:
-        """The prompt of a conversation, the assistant's turn opened; encode it without special tokens. ``messages`` are as
-        ``dovetail.chat.requests.plain_message`` makes them, ``extra`` are arguments of the template. Raises ``RequestError``."""
+        """Return the prompt of a conversation, up to the beginning of the assistant's turn. The caller encodes it
+        without special tokens. ``messages`` have the form that ``dovetail.chat.requests.plain_message`` returns;
+        ``extra`` are arguments of the chat template. Raises ``RequestError``.
+        """
 
     @abstractmethod
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
     ) -> ChatPlan:
-        """How the answers to this prompt are constrained and read. Raises ``RequestError`` where ``tools`` cannot be read or
-        enforced."""
+        """Return how the outputs for this prompt are constrained and read. If ``separate_reasoning`` is False,
+        reasoning stays in the content. Raises ``RequestError`` if ``tools`` cannot be parsed or enforced."""
 
     @abstractmethod
     def output_limit(self, ids: Sequence[int], default: int) -> int:
-        """The output length where the request sets none: ``default``, or what is left of the context."""
+        """Return the output length, in tokens, for a request that sets none: ``default``, or the rest of the context
+        after the prompt ``ids`` if that is less, and at least 1."""
 
     @abstractmethod
     def abort(self, rid: str) -> bool:
-        """End the request with this public id: it is answered with finish reason ``abort``. False if there is none."""
+        """End the request with this public id; its client gets finish reason ``abort``. Return False if there is no
+        such request."""
 
 
 Handler = Callable[[ApiHost, "Request"], Awaitable["Response"]]
-"""Answers one HTTP request. What it raises is answered by ``Api.error``."""
+"""Answer one HTTP request. ``Api.error`` formats the exceptions that a handler raises."""
 
 
 class Route(NamedTuple):
-    """One row of an API. The handler's docstring is its summary in /docs, ``body`` its request's schema, ``query`` that of what
-    stands behind the question mark. ``answers`` are the media types of its answers, that of a stream among them."""
+    """Describe one route of an API.
+
+    The handler's docstring is the summary of the route in /docs. ``body`` is the schema of its request body, ``query``
+    the schema of its query string. ``answers`` are the media types of its responses, including that of a stream.
+    """
 
     methods: Sequence[str]
     path: str
@@ -267,8 +301,10 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ApiProblem:
-    """Why a request was not answered: the HTTP status, a message for who reads it, a stable ``code``, the ``param`` at fault,
-    and after how many seconds it may be sent again."""
+    """Describe why a request was not answered: the HTTP status, a message for the reader, a stable ``code``, the
+    parameter at fault (``param``), and the number of seconds after which the client may send it again
+    (``retry_after``).
+    """
 
     status: int
     message: str
@@ -278,21 +314,23 @@ class ApiProblem:
 
 
 class Api(ABC):
-    """One protocol. Built once for each server; its handlers may run at the same time, in one event loop, and must not block it.
+    """Serve one HTTP protocol.
 
-    ``claims`` are the prefixes of paths below which errors have this API's format, also those of routes that do not exist;
-    the longest that holds counts.
+    The server builds one instance. Its handlers run concurrently in one event loop and must not block it.
+
+    ``claims`` are path prefixes. Errors at a path below one of them have this API's format, even if no route exists
+    there. If the prefixes of several APIs match, the longest decides.
     """
 
     claims: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: BaseModel) -> None:
-        """``config`` is this API's own section."""
+        """Store what the API needs of ``config``, which is this API's own config section."""
 
     @abstractmethod
     def routes(self) -> Sequence[Route]:
-        """What it answers."""
+        """Return the routes that this API answers."""
 
     def error(self, problem: ApiProblem) -> object:
-        """The JSON body of an error answer."""
+        """Return the JSON body of an error response."""
         return {"error": {"message": problem.message}}

@@ -1,4 +1,5 @@
-"""KV memory: the pool is tensors, the prefix cache is an index over their pages. Two different parts."""
+"""Define the two parts of KV memory: ``KVPool`` holds the tensors, ``PrefixCache`` is an index from tokens to their
+pages."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CacheGroupKind(enum.StrEnum):
-    """How the layers of a group keep their past."""
+    """Name how the layers of a group keep keys and values of earlier tokens."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -27,7 +28,8 @@ class CacheGroupKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share one kind of KV memory. A model declares its groups; a pool is built for each."""
+    """Describe layers that share one kind of KV memory. A model declares its groups, and the engine builds a pool for
+    each. ``window`` is the number of tokens that a sliding layer sees; None for other kinds."""
 
     num_layers: int
     num_kv_heads: int
@@ -37,11 +39,12 @@ class CacheGroup:
 
 
 class KVPool(ABC):
-    """Keys and values of one cache group, in pages. Page 0 belongs to nobody: padding rows may write there.
+    """Hold the keys and values of one cache group, in pages. Page 0 belongs to no request: padding rows may write
+    there.
 
-    ``k[layer]`` and ``v[layer]`` are ``[num_pages, page_size, num_kv_heads, head_dim]``, contiguous, and hold what was stored
-    but for a conversion to their dtype: on CUDA a kernel that has rotated keys in registers writes them there itself, in
-    place of calling ``store``.
+    ``keys(layer)`` and ``values(layer)`` are ``[num_pages, page_size, num_kv_heads, head_dim]``, contiguous. They hold
+    what was stored, converted to their dtype and otherwise unchanged. On CUDA, a kernel that has rotated keys in
+    registers writes them into these tensors directly instead of calling ``store``.
     """
 
     num_pages: int
@@ -49,28 +52,35 @@ class KVPool(ABC):
 
     @abstractmethod
     def keys(self, layer_id: int) -> torch.Tensor:
-        """Keys of a layer, ``[num_pages, page_size, num_kv_heads, head_dim]``."""
+        """Return the keys of a layer, ``[num_pages, page_size, num_kv_heads, head_dim]``: the pool's own tensor, not a
+        copy."""
 
     @abstractmethod
     def values(self, layer_id: int) -> torch.Tensor:
-        """Values of a layer, ``[num_pages, page_size, num_kv_heads, head_dim]``."""
+        """Return the values of a layer, ``[num_pages, page_size, num_kv_heads, head_dim]``: the pool's own tensor, not
+        a copy."""
 
     @abstractmethod
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
-        """Write ``k, v [tokens, num_kv_heads, head_dim]`` to token places ``out_loc [tokens]`` (page * page_size +
-        offset). Mutates the pool."""
+        """Write ``k`` and ``v`` (``[tokens, num_kv_heads, head_dim]`` each) to the locations ``out_loc [tokens]``. A
+        location is page * page_size + offset. Called by the attention layers of the model in every forward pass.
+        Mutates the pool.
+        """
 
     @abstractmethod
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy every layer's keys and values from token places ``source [n]`` to ``target [n]``, as if all were read
-        before any is written. Mutates the pool."""
+        """Copy the keys and values of every layer from the locations ``source [n]`` to ``target [n]``, as if all were
+        read before any is written. The engine calls this to move the accepted nodes of a draft tree to consecutive
+        locations. Mutates the pool.
+        """
 
 
 class Match(NamedTuple):
-    """The longest cached prefix of a key.
+    """Describe the longest cached prefix of a key.
 
-    ``pages`` int32 ``[groups, n]`` are owned by the cache and may be read while ``handle`` is locked; ``length`` is the
-    number of tokens they hold, ``n * page_size``.
+    ``length`` is the number of tokens in the prefix, ``n * page_size``. ``pages`` (int32 ``[groups, n]``) holds their
+    pages. The cache owns these pages; they may be read while ``handle`` is locked. ``handle`` is opaque to callers, who
+    pass it to ``lock``, ``unlock`` and ``shared_prefixes``.
     """
 
     length: int
@@ -80,71 +90,76 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheContext:
-    """What a prefix cache is built for."""
+    """Describe what a prefix cache is built for: the tokens per page and the number of cache groups."""
 
     page_size: int
     num_groups: int = 1
 
 
 class PrefixCache(ABC):
-    """An index from (namespace, tokens) to pages. CPU only.
+    """Map (namespace, tokens) to pages. Uses the CPU only. Not thread-safe: the scheduler's thread makes all calls.
 
-    Pages are handed over, never copied: ``insert`` gives pages to the cache, ``evict`` and ``reset`` give them back to
-    the caller, who returns them to the allocator. A locked handle protects its whole path from eviction. Keys are int32
-    arrays and are compared whole. Only full pages are kept: the tail of a key beyond a multiple of ``page_size`` stays
-    with the caller. Not thread-safe.
+    Pages change owners and are never copied: ``insert`` gives pages to the cache; ``evict`` and ``reset`` give them
+    back to the caller, who returns them to the allocator. A locked handle protects its whole path, from the first page
+    of the prefix to its last, from eviction. Keys are int32 arrays and are compared in full. Only full pages are kept:
+    the tail of a key beyond a multiple of ``page_size`` stays with the caller.
     """
 
     def __init__(self, config: BaseModel, context: CacheContext) -> None:
-        """``config`` is this cache's own section."""
+        """Store what the cache needs of ``config``, which is this cache's own config section, and of ``context``."""
 
     @abstractmethod
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
-        """The longest cached prefix of ``tokens``. Touches recency; locks nothing."""
+        """Return the longest cached prefix of ``tokens``. Updates the recency of the path; locks nothing."""
 
     @abstractmethod
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        """Offer ``pages [groups, len(tokens) // page_size]`` for ``tokens``.
+        """Offer ``pages [groups, len(tokens) // page_size]`` for ``tokens``, and return the path that now holds them.
 
-        Returns the path that now holds them. Where ``result.pages[:, i] != pages[:, i]`` the cache had that page before
-        and the offered one stays the caller's (to free, once its rows read the cached one instead); the others are now
-        the cache's. A cache may keep less than it is offered: pages from column ``result.pages.shape[1]`` on stay the
-        caller's. Copies what it keeps of ``tokens`` and ``pages``. Locks nothing.
+        Where ``result.pages[:, i] != pages[:, i]``, the cache already had a page for these tokens, and the offered page
+        still belongs to the caller, who frees it once its rows read the cached page instead. All other offered pages
+        now belong to the cache. A cache may keep fewer pages than it is offered: pages from column
+        ``result.pages.shape[1]`` on still belong to the caller. Copies what it keeps of ``tokens`` and ``pages``. Locks
+        nothing.
         """
 
     @abstractmethod
     def lock(self, handle: Any) -> None:
-        """Protect the path of ``handle`` from eviction; counted, so each lock needs its unlock."""
+        """Protect the path of ``handle`` from eviction. Locks are counted: each call needs its own ``unlock``."""
 
     @abstractmethod
     def unlock(self, handle: Any) -> None:
-        """Undo one ``lock``."""
+        """Undo one ``lock`` of ``handle``."""
 
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:
-        """Forget unlocked prefixes, leaves first, until at least ``num_pages`` pages are free or none is left.
-        Returns the pages ``[groups, n]``, the caller's again."""
+        """Drop unlocked prefixes, leaves first, until at least ``num_pages`` pages are dropped or no unlocked prefix is
+        left. Return the dropped pages ``[groups, n]``, which now belong to the caller."""
 
     @abstractmethod
     def reset(self) -> IntArray:
-        """Forget everything that is not locked; returns its pages ``[groups, n]``."""
+        """Drop every prefix that is not locked. Return its pages ``[groups, n]``, which now belong to the caller."""
 
     def shared_prefixes(self, handles: Sequence[Any]) -> list[tuple[list[int], int]]:
-        """Which of these paths begin alike, each of them locked once for its place in ``handles``: groups of two and more
-        indices into ``handles``, each with the number of tokens (a multiple of ``page_size``) that all of the group hold in
-        the same pages. An index is in one group at most; the groups are those that save most: the sum of (rows - 1) *
-        tokens. Needs ``cache.shared_prefixes``."""
+        """Return groups of paths that begin with the same pages.
+
+        ``handles`` has one entry per decode row; each path is locked once per entry. Each group is a list of two or
+        more indices into ``handles``, and the number of tokens (a multiple of ``page_size``) that all rows of the group
+        hold in the same pages. An index is in at most one group. The groups are those that save the most reads: they
+        maximise the sum of (rows - 1) * tokens. Needs ``cache.shared_prefixes``.
+        """
         return []
 
     @property
     @abstractmethod
     def evictable_pages(self) -> int:
-        """Pages that ``evict`` could return now."""
+        """Return the number of pages that ``evict`` could return now."""
 
     @property
     @abstractmethod
     def total_pages(self) -> int:
-        """Pages the cache owns, locked or not."""
+        """Return the number of pages that the cache owns, locked or not."""
 
     def check_integrity(self) -> None:
-        """Assert the cache's own invariants; called when idle and by tests. Linear in its size."""
+        """Assert the cache's own invariants. Called when the engine is idle and by tests. Takes time linear in the
+        cache's size."""

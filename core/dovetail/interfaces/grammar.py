@@ -1,4 +1,4 @@
-"""Grammar backends: compile a constraint once, then mask the logits of each step."""
+"""Define grammar backends, which compile a constraint once and then mask the logits of each step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarContext:
-    """The vocabulary that masks are made for.
+    """Describe the vocabulary that bitmasks are made for.
 
-    ``token_bytes[i]`` are the bytes token i adds to the text, ``None`` for special and unused ids. ``vocab_size`` is the
-    width of the model's logits, which may exceed ``len(token_bytes)``; ids beyond it are never allowed.
-    ``tokenizer_json`` is the tokenizer in Hugging Face's file format.
+    ``token_bytes[i]`` are the bytes that token i adds to the text, ``None`` for special and unused ids. ``vocab_size``
+    is the width of the model's logits, which may exceed ``len(token_bytes)``; ids at and beyond ``len(token_bytes)``
+    are never allowed. ``tokenizer_json`` is the tokenizer in Hugging Face's file format.
     """
 
     vocab_size: int
@@ -30,76 +30,87 @@ class GrammarContext:
 
 
 class Matcher(ABC):
-    """The state of one request inside its grammar. Used from one thread at a time."""
+    """Hold the state of one request in its grammar. Used from one thread at a time."""
 
     @abstractmethod
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
-        """Write the allowed next tokens into ``bitmask[row]``: int32 ``[rows, ceil(V / 32)]``, bit i % 32 of word
-        i // 32 is token i. Every word of the row is written; bits at and beyond V are 0. The end-of-sequence tokens are
-        allowed exactly where the text may end."""
+        """Write the allowed next tokens into ``bitmask[row]``. Mutates that row only.
+
+        ``bitmask`` is int32 ``[rows, ceil(V / 32)]``; bit i % 32 of word i // 32 stands for token i. Writes every word
+        of the row; bits at and beyond V are 0. The end-of-sequence tokens are allowed exactly where the text may end.
+        """
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
-        """Advance by a token. False, with the state unchanged, if the grammar forbids it."""
+        """Advance by one token and return True. If the grammar forbids the token, return False and leave the state
+        unchanged."""
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens. Needs ``grammar.rollback``."""
+        """Undo the last ``num_tokens`` accepted tokens. Needs ``grammar.rollback``."""
 
     @property
     @abstractmethod
     def is_terminated(self) -> bool:
-        """True once an end-of-sequence token was accepted, or nothing but one may follow."""
+        """Return True if an end-of-sequence token was accepted, or if only an end-of-sequence token may follow."""
 
     @property
     def inner(self) -> Matcher | None:
-        """Who alone decides about the next token, for ``GrammarBackend.fill_bitmasks``: itself, unless it wraps the matcher of a
-        backend; None where the wrapper decides."""
+        """Return the matcher that alone decides about the next token, for ``GrammarBackend.fill_bitmasks``. That is the
+        matcher itself unless it wraps the matcher of a backend. A wrapper returns None while it decides itself."""
         return self
 
     def jump_forward(self) -> str:
-        """The text that must come next, empty if there is a choice. Needs ``grammar.jump_forward``."""
+        """Return the text that must come next; it is empty if there is a choice. Needs ``grammar.jump_forward``."""
         return ""
 
 
 class CompiledGrammar(ABC):
-    """A constraint, compiled for one vocabulary; shared between requests and threads."""
+    """Hold a constraint that was compiled for one vocabulary. Requests and threads share it, so it must not change."""
 
     @abstractmethod
     def matcher(self) -> Matcher:
-        """A fresh state at the start of the grammar."""
+        """Return a new matcher at the start of the grammar."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory it occupies, for the compile cache's bound."""
+        """Return the memory that the grammar occupies, in bytes. The compile cache uses it to keep to its limit."""
         return 0
 
 
 class GrammarBackend(ABC):
-    """Compiles constraints. ``compile`` is called from worker threads."""
+    """Compile constraints into grammars. ``compile``, ``check`` and ``load`` are called from worker threads, several at
+    a time."""
 
     def __init__(self, config: BaseModel, context: GrammarContext) -> None:
-        """``config`` is this backend's own section."""
+        """Store what the backend needs of ``context`` and of ``config``, this backend's own config section."""
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile. Raises ``GrammarError`` that says what in the constraint is wrong, or, with its ``keyword``, what this
-        backend does not support. A constraint is honoured whole or refused: no text that violates it may be let through."""
+        """Compile ``spec``.
+
+        A constraint is honoured completely or refused: the compiled grammar must not accept a text that violates it.
+        Raises ``GrammarError`` that says what is wrong with the constraint. If this backend does not support the
+        constraint but another backend might, the error names the unsupported part as its ``keyword``.
+        """
 
     def check(self, spec: GrammarSpec) -> None:
-        """Raise the ``GrammarError`` of a constraint that ``compile`` is known to refuse, in milliseconds and without
-        compiling. ``auto`` passes over a backend that raises one with a ``keyword``. Called from worker threads."""
+        """Raise the ``GrammarError`` of a constraint that ``compile`` is known to refuse. Takes milliseconds and does
+        not compile. If the error has a ``keyword``, ``auto`` continues with the next backend."""
         return None
 
     def dump(self, grammar: CompiledGrammar) -> bytes:
-        """A grammar of this backend's as bytes, for ``load`` in another process. Needs ``grammar.portable``."""
+        """Return ``grammar``, which this backend has compiled, as bytes for ``load`` in another process. Needs
+        ``grammar.portable``."""
         raise NotImplementedError
 
     def load(self, data: bytes) -> CompiledGrammar:
-        """What ``dump`` of a backend with the same config and context wrote. Called from worker threads."""
+        """Return the grammar that ``dump`` has written, in this process or another, by a backend with the same config
+        and context. Needs ``grammar.portable``."""
         raise NotImplementedError
 
     def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:
-        """Fill ``bitmask[rows[i]]`` from ``matchers[i]``; backends with a batched call override this."""
+        """Fill ``bitmask[rows[i]]`` from ``matchers[i]``, for every i. Backends with a batched call override this
+        method."""
         for matcher, row in zip(matchers, rows, strict=True):
             matcher.fill_bitmask(bitmask, row)

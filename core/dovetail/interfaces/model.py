@@ -1,4 +1,4 @@
-"""Model architectures: what a checkpoint needs from the rest of the house, and its forward pass."""
+"""Define what a model plugin provides: a description of the model from its config.json, and its forward pass."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a model from its config.json alone: no torch, no weights.
+    """Describe a model by its config.json alone, without torch and without weights.
 
     Returned by the ``describe`` function that a model's ComponentSpec names. ``config`` is the architecture's own typed
-    config, handed to its constructor.
+    config, which its constructor receives within this object. ``needs`` are the features that the model requires of the
+    other components, ``offers`` those that it provides. ``cache_groups`` has one entry for each KV pool that the model
+    uses.
     """
 
     architecture: str
@@ -33,14 +35,15 @@ class ModelInfo:
     context_len: int
     cache_groups: tuple[CacheGroup, ...]
     eos_token_ids: tuple[int, ...] = ()
-    dtype: str = "bfloat16"  # the dtype of the checkpoint
+    dtype: str = "bfloat16"  # dtype of the checkpoint
     needs: frozenset[Feature] = frozenset()
     offers: frozenset[Feature] = frozenset()
     config: Any = field(default=None, repr=False)
 
 
 class WeightTarget(NamedTuple):
-    """Where a checkpoint tensor goes: rows ``[start, start + size)`` of dimension 0 of a parameter (all if None)."""
+    """Name the destination of a checkpoint tensor: rows ``[start, start + size)`` of dimension 0 of a parameter, or the
+    whole parameter if both are None."""
 
     parameter: str
     start: int | None = None
@@ -48,41 +51,49 @@ class WeightTarget(NamedTuple):
 
 
 class ModelArchitecture(ABC):
-    """A model, built from ``dovetail.layers``; concrete classes are also ``torch.nn.Module``.
+    """Compute the forward pass of a model built from ``dovetail.layers``. Concrete classes are also
+    ``torch.nn.Module``.
 
-    Built with ``cls(info)`` under the target device and dtype as torch's defaults, then filled by the weight loader.
+    The engine calls ``cls(info)`` with the target device and dtype as torch's defaults. The weight loader then fills
+    the parameters by ``weights_map``.
     """
 
     info: ModelInfo
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states ``[tokens, hidden_size]`` after the final norm, of ``batch.input_ids`` at ``batch.positions``.
-        Writes K and V of the step through ``batch.kv`` and attends through ``batch.attn``.
+        """Return the hidden states ``[tokens, hidden_size]`` after the final norm, of ``batch.input_ids`` at
+        ``batch.positions``. Write K and V of the step through ``batch.kv`` and attend through ``batch.attn``.
 
-        Where ``batch.last`` is set, nobody reads more than the tokens ``batch.logit_rows``, and the hidden states of these
-        are returned alone, ``[rows of batch.last, hidden_size]``: the last layer writes K and V of all tokens, then goes on
-        with these as queries and attends through ``batch.last.attn``, unless there are none. Only models that offer
-        ``model.last_rows`` get it.
+        If ``batch.last`` is set, only the tokens ``batch.logit_rows`` are needed, and the method returns the hidden
+        states of these tokens only, ``[rows of batch.last, hidden_size]``. The last layer writes K and V of all tokens.
+        It then continues with these tokens as queries and attends through ``batch.last.attn``, unless there are none.
+        The engine sets ``batch.last`` only for models that offer ``model.last_rows``.
 
-        Where ``batch.watch`` names layers, ``batch.hidden`` is set to their hidden states side by side, ``[tokens, len(watch)
-        * hidden_size]``: the residual stream that enters layer i, for ``num_layers`` what this method returns, and for ``num_layers
-        + 1`` the same before the final norm. Only models that offer ``model.hidden_states`` are asked, and then ``batch.last`` is
-        None if one of these two is among them."""
+        If ``batch.watch`` names layers, the method sets ``batch.hidden`` to the hidden states of these layers side by
+        side, ``[tokens, len(watch) * hidden_size]``. The number i below ``num_layers`` stands for the residual stream
+        that enters layer i, ``num_layers`` for what this method returns, and ``num_layers + 1`` for the same before the
+        final norm. The engine sets ``batch.watch`` only for models that offer ``model.hidden_states``. ``batch.last``
+        is None if ``watch`` contains one of the last two numbers.
+        """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, in the model's dtype."""
+        """Return the logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, in the model's dtype."""
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings ``[tokens, hidden_size]`` of int64 ``[tokens]``, a new tensor. Needs ``model.hidden_states``."""
+        """Return the embeddings ``[tokens, hidden_size]`` of ``input_ids`` (int64 ``[tokens]``) in a new tensor. Needs
+        ``model.hidden_states``."""
         raise NotImplementedError(f"{type(self).__name__} does not offer model.hidden_states")
 
     @abstractmethod
     def weights_map(self) -> Mapping[str, WeightTarget]:
-        """Every tensor name of the checkpoint and where it goes. The loader refuses a checkpoint with a name that is not
-        here, unless ``ignored_weights`` matches it, and one that leaves a parameter unfilled."""
+        """Return the target of every tensor name in the checkpoint.
+
+        The loader refuses a checkpoint that contains a name which is neither here nor matched by ``ignored_weights``,
+        and a checkpoint that leaves a parameter unfilled.
+        """
 
     def ignored_weights(self) -> Iterable[str]:
-        """Regular expressions of checkpoint names that carry nothing this model needs (buffers, tied copies)."""
+        """Return regular expressions of checkpoint names that this model does not need (buffers, tied copies)."""
         return ()

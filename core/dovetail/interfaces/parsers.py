@@ -1,7 +1,11 @@
-"""Parsers of what models write: tool calls and reasoning, taken out of the text of an output while it grows.
+"""Parse tool calls and reasoning out of the text of an output while it grows.
 
-A parser belongs to one model and serves all of its requests; a stream is the state of one output. Text runs through the
-reasoning stream first; what that calls content runs through the tool stream.
+A parser belongs to one model and serves all of its requests; a stream is the state of one output. The text of an output
+runs through the reasoning stream first. What the reasoning stream returns as content then runs through the tool stream.
+
+The chat layer (``dovetail.chat``) builds the parsers, opens one stream per output, and calls ``feed`` with each piece
+of text and ``finish`` once at the end. It also calls ``constraint`` and ``gate`` before a request is sent to the
+engine.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """What a parser may know of its model: the source of its chat template (empty where it has none), and the texts of its
-    special tokens. Grammars cannot write special tokens; a ``ConstraintGate`` can, and lets characters stand for them."""
+    """Describe the model that a parser is built for. ``chat_template`` is the source of the model's chat template,
+    empty if the model has none. ``special_tokens`` are the texts of its special tokens. A grammar cannot produce
+    special tokens. A ``ConstraintGate`` can: it maps characters of the grammar to special tokens (``marks``).
+    """
 
     chat_template: str = ""
     special_tokens: frozenset[str] = frozenset()
@@ -30,8 +36,8 @@ class ParserContext:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. ``parameters`` is the JSON schema of its arguments, an object; ``strict`` asks
-    that whatever call the model makes of it honours the schema."""
+    """Describe a function that the model may call. ``parameters`` is the JSON schema of its arguments, an object.
+    ``strict`` requires that every call of this function satisfies the schema."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -40,7 +46,8 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """The calls that are wanted: of ``tools`` alone, at least one if ``required``, at most one unless ``parallel``."""
+    """Describe which calls a request allows: calls of ``tools`` only, at least one if ``required``, at most one unless
+    ``parallel``."""
 
     tools: tuple[Tool, ...]
     required: bool = False
@@ -49,14 +56,21 @@ class ToolRequest:
 
 @dataclass(frozen=True, slots=True)
 class ConstraintGate:
-    """What an output has before a constraint on it begins; all texts are written by whole tokens of the model.
+    """Describe the part of an output that precedes its constraint. The model's tokenizer must be able to write each of
+    these texts with whole tokens.
 
-    The output begins with ``lead``, which is forced; where it is ``optional``, an output that begins otherwise has no free
-    part. With ``until``, one token's text, a free part follows that ends with it; the output may end before that only if
-    ``may_end``. Then ``prefix`` is forced, and then the grammar begins (with the prefix, if ``prefix_in_grammar``).
+    The parts follow each other in this order:
 
-    ``marks`` are special tokens that the grammar writes: pairs of one's text and the character that stands for it in the
-    grammar, from U+000E to U+001F: no JSON text has those, and no output does where one stands for a mark.
+    - ``lead`` is forced at the start of the output. If ``optional``, the output may begin differently; it then has no
+      free part.
+    - If ``until`` is set (the text of a single token), a free part follows and ends with that token. The output may end
+      within the free part only if ``may_end``.
+    - ``prefix`` is forced.
+    - The grammar begins. If ``prefix_in_grammar``, the grammar covers the prefix as well.
+
+    ``marks`` lists special tokens that the grammar produces: pairs of the special token's text and the character that
+    represents it in the grammar. The characters are U+000E to U+001F. No JSON text contains them, and the output never
+    contains a character that represents a mark.
     """
 
     lead: str = ""
@@ -70,8 +84,8 @@ class ConstraintGate:
 
 @dataclass(frozen=True, slots=True)
 class ToolConstraint:
-    """A grammar that enforces a ``ToolRequest``, and what precedes it. A gate that ``covers_reasoning`` takes the place of
-    the reasoning parser's own; any other begins where the reasoning ends."""
+    """Hold a grammar that enforces a ``ToolRequest``, and the gate that precedes it. If ``covers_reasoning``, ``gate``
+    replaces the gate of the reasoning parser; otherwise ``gate`` begins where the reasoning ends."""
 
     grammar: GrammarSpec
     gate: ConstraintGate = ConstraintGate()
@@ -80,8 +94,8 @@ class ToolConstraint:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A part of one call. ``index`` counts the output's calls from 0; ``id`` and ``name`` come with the first part of each
-    and only there; ``arguments`` is the next fragment of its JSON text."""
+    """Describe a new part of one call. ``index`` counts the calls of the output from 0. ``id`` and ``name`` are set in
+    the first part of each call and only there. ``arguments`` is the next fragment of the JSON text of its arguments."""
 
     index: int
     id: str | None = None
@@ -90,96 +104,105 @@ class CallDelta:
 
 
 class ToolDelta(NamedTuple):
-    """What new text turned out to be."""
+    """Hold the content and the parts of calls that a ``ToolStream`` has found in new text."""
 
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
 
 
 class ReasoningDelta(NamedTuple):
-    """What new text turned out to be."""
+    """Hold the reasoning and the content that a ``ReasoningStream`` has found in new text."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ToolStream(ABC):
-    """The calls in one output. Never raises.
+    """Separate the calls in one output from its content. Never raises.
 
-    The content and the calls, all deltas joined, depend on the text alone, not on how it was cut into pieces. No text is
-    lost: from the character on at which it cannot be part of a call, it is content; text without a call comes out as it
-    went in. Left out are the marks that make a call, and whitespace next to them. What was told of a call stays told: one
-    that the text breaks off has arguments that break off. Calls come in order, one after the other.
+    The content and the calls, all deltas joined, depend on the text only and not on how it was cut into pieces. No text
+    is lost: from the character at which a text can no longer be part of a call, it is content. Text without a call is
+    returned unchanged. The marks that delimit a call, and whitespace next to them, are left out. Parts of a call that
+    were returned are never taken back: if the text breaks off within a call, its arguments break off as well. Calls are
+    returned in order, one after the other.
     """
 
     @abstractmethod
     def feed(self, text: str) -> ToolDelta:
-        """What is certain now. Text that may be the beginning of a call is held back."""
+        """Return what is certain after ``text``, the next piece of the output. Hold back text that may be the beginning
+        of a call."""
 
     @abstractmethod
     def finish(self) -> ToolDelta:
-        """No text follows: what was held back. Called once, last."""
+        """Return the text that was held back. Called once, after the last ``feed``."""
 
 
 class ToolParser(ABC):
-    """The format of tool calls that a model was trained on."""
+    """Parse the format of tool calls that a model was trained on."""
 
     special_tokens: tuple[str, ...] = ()
-    """Texts that the parser must see, also where they are special tokens, which are otherwise left out of the text."""
+    """List the special tokens that the parser must see. The detokenizer keeps them in the text; it leaves out all
+    others."""
     call_end: str | None = None
-    """The mark that ends each call: where it is one token, an output that may have one call only stops at it."""
+    """Name the mark that ends each call, or None. If it is a single token, an output that may have one call only stops
+    at it."""
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
-        """``config`` is this parser's own section."""
+        """Store what the parser needs of ``config``, which is this parser's own config section, and of ``context``."""
 
     @abstractmethod
     def stream(self, tools: Sequence[Tool]) -> ToolStream:
-        """The state of one output at its start. Calls of functions that are not in ``tools`` are content."""
+        """Return the state of one output at its start. Calls of functions that are not in ``tools`` are content."""
 
     @abstractmethod
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """What makes every output honour ``request``: ``required``, and the schemas of all functions where it is, else
-        of those that are ``strict``. None where nothing needs to be enforced.
+        """Return a constraint under which every output honours ``request``, or None if nothing needs to be enforced.
 
-        ``offers`` are the features of the server's grammar backends. Raises ``GrammarError`` that says what cannot be
-        enforced in this format, or with these. An output that the constraint ends is parsed to its last call.
+        The constraint enforces ``request.required`` and the schemas of the functions: of all functions if ``required``,
+        of those that are ``strict`` otherwise. An output that ends when the constraint ends parses completely, up to
+        its last call.
+
+        ``offers`` are the features of the server's grammar backends. Raises ``GrammarError`` that names what cannot be
+        enforced in this format, or with these features.
         """
 
     def new_id(self) -> str:
-        """An id for a call, as the model's chat template expects it."""
+        """Return a new id for a call, in the form that the model's chat template expects."""
         return f"call_{secrets.token_hex(12)}"
 
 
 class ReasoningStream(ABC):
-    """The reasoning in one output. Never raises.
+    """Separate the reasoning in one output from its content. Never raises.
 
-    The reasoning and the content, all deltas joined, depend on the text alone, not on how it was cut into pieces. No text is
-    lost but the marks around the reasoning, and whitespace next to them.
+    The reasoning and the content, all deltas joined, depend on the text only and not on how it was cut into pieces. No
+    text is lost except the marks around the reasoning and whitespace next to them.
     """
 
     @abstractmethod
     def feed(self, text: str) -> ReasoningDelta:
-        """What is certain now. Text that may be the beginning of a mark is held back."""
+        """Return what is certain after ``text``, the next piece of the output. Hold back text that may be the beginning
+        of a mark."""
 
     @abstractmethod
     def finish(self) -> ReasoningDelta:
-        """No text follows: what was held back. Called once, last."""
+        """Return the text that was held back. Called once, after the last ``feed``."""
 
 
 class ReasoningParser(ABC):
-    """How a model marks its reasoning."""
+    """Parse the marks that a model puts around its reasoning."""
 
     special_tokens: tuple[str, ...] = ()
-    """As those of ``ToolParser``."""
+    """List the special tokens that the parser must see; see ``ToolParser.special_tokens``."""
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
-        """``config`` is this parser's own section."""
+        """Store what the parser needs of ``config``, which is this parser's own config section, and of ``context``."""
 
     @abstractmethod
     def stream(self, prompt: str) -> ReasoningStream:
-        """The state of an output that follows ``prompt``, which may have opened the reasoning, or closed it."""
+        """Return the state of an output that follows ``prompt``. The prompt may have opened the reasoning already, or
+        closed it."""
 
     @abstractmethod
     def gate(self, prompt: str) -> ConstraintGate | None:
-        """What an output that follows ``prompt`` has before its answer, so that a constraint on the answer waits for it.
-        None where the answer begins at once."""
+        """Return the gate for an output that follows ``prompt``, so that a constraint on the answer begins after the
+        reasoning. Return None if the answer begins at once."""

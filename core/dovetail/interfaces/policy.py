@@ -1,4 +1,4 @@
-"""Schedule policies: the order of the waiting queue."""
+"""Define schedule policies, which order the waiting queue."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy may look at. The cache may be matched against, not changed."""
+    """Hold what a policy may read. The policy may match prefixes in ``cache`` but must not change it."""
 
     cache: PrefixCache
 
 
 class SchedulePolicy(ABC):
-    """Decides who is admitted next. Called once per step while anyone waits, so it must be cheap.
+    """Decide which waiting request the scheduler admits next.
 
-    A policy must not starve: under a finite stream of requests, every one becomes first eventually.
+    A policy must not starve any request: under a finite stream of requests, every request becomes the first eventually.
     """
 
     def __init__(self, config: BaseModel, context: PolicyContext) -> None:
-        """``config`` is this policy's own section."""
+        """Store what the policy needs of ``config``, which is this policy's own config section, and of ``context``."""
 
     @abstractmethod
     def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
-        """A permutation of ``waiting``, the first to be admitted first. Must not mutate the requests."""
+        """Return a permutation of ``waiting`` in which the first request is admitted first. Must not mutate the
+        requests.
+
+        ``running`` are the requests that have been admitted and have not finished. The scheduler calls this method once
+        per step while requests wait, so it must be cheap.
+        """
