@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dovetail.testing.attention import AttentionSuite
 from dovetail.testing.batches import make_batch, make_page_table
 from dovetail_attention import kernels, torch_native
-from dovetail_attention.planner import CPU, CUDA, Group, Limits, Planner
+from dovetail_attention.planner import CPU, CUDA, Group, Planner, PlannerCosts
 
 
 class TestTorchNative(AttentionSuite):
@@ -21,7 +21,7 @@ class TestTorchNative(AttentionSuite):
     device = "cpu"
 
 
-SMALL = Limits(in_place=1 << 11, gather=1 << 13, waste=1 << 11, mask=256, short=8, shared=1)
+SMALL = PlannerCosts(in_place=1 << 11, gather=1 << 13, waste=1 << 11, mask=256, short=8, shared=1)
 
 
 class TestTorchNativeWithoutACompiler(AttentionSuite):
@@ -36,7 +36,7 @@ class TestTorchNativeWithoutACompiler(AttentionSuite):
 
 
 class TestTorchNativeInPieces(AttentionSuite):
-    """Limits so small that long rows are cut, groups are split, and soft caps and sinks work in blocks."""
+    """PlannerCosts so small that long rows are cut, groups are split, and soft caps and sinks work in blocks."""
 
     name = "torch_native"
     device = "cpu"
@@ -64,7 +64,7 @@ class TestTorchNativeAsOnCuda(AttentionSuite):
 
 
 def groups_of(
-    prefix: list[int], extend: list[int], *, seed: int | None = 0, window: int | None = None, limits: Limits = CPU
+    prefix: list[int], extend: list[int], *, seed: int | None = 0, window: int | None = None, limits: PlannerCosts = CPU
 ) -> list[Group]:
     lens = [a + b for a, b in zip(prefix, extend, strict=True)]
     table = make_page_table(lens, 4, 8 + sum(lens), seed=seed)
@@ -109,7 +109,7 @@ row = st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 60)))
     seed=st.sampled_from([None, 0]),
 )
 def test_every_token_is_in_one_group_and_a_single_group_is_in_order(
-    rows: list[tuple[int, int]], window: int | None, limits: Limits, seed: int | None
+    rows: list[tuple[int, int]], window: int | None, limits: PlannerCosts, seed: int | None
 ):
     prefix, extend = (list(x) for x in zip(*rows, strict=True))
     groups = groups_of(prefix, extend, seed=seed, window=window, limits=limits)
