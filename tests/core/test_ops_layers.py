@@ -300,5 +300,5 @@ def test_batch_invariant_products_are_refused_where_there_are_none() -> None:
 
 def test_batch_invariance_is_refused_to_products_that_are_not_those_of_the_layers() -> None:
     mixed = nn.ModuleDict({"norm": RMSNorm(8, 1e-5), "own": nn.Linear(8, 8)})
-    with pytest.raises(ConfigError, match=r"own is a Linear with parameters of its own"):
+    with pytest.raises(ConfigError, match=r"own is a Linear with its own parameters"):
         make_batch_invariant(mixed)

@@ -1,4 +1,4 @@
-"""Self-attention over the paged KV pool."""
+"""Compute self-attention over the paged KV pool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes and variants of a self-attention layer. ``qk_norm_eps`` adds a norm over each query and key head; ``input_size`` is
-    the size of what it projects, where that is not ``hidden_size``."""
+    """Describe the sizes and variants of a self-attention layer. ``qk_norm_eps`` adds a norm over each query and key
+    head. ``input_size`` is the size of the layer's input if it is not ``hidden_size``."""
 
     hidden_size: int
     num_heads: int
@@ -35,10 +35,10 @@ class AttentionShape:
 
 
 class SelfAttention(Layer):
-    """Project to q, k and v, rotate, keep k and v, attend, project back.
+    """Project the input to q, k and v, rotate q and k, store k and v in the pool, attend, and project back.
 
-    Parameters ``qkv`` (one for the three projections), ``out`` and, with a norm, ``qk_norm``. ``group`` is the cache
-    group that holds the layer, ``constants.layer_id`` its place in the group's pool.
+    Its parameters are ``qkv`` (one for the three projections), ``out`` and, with a norm, ``qk_norm``. ``group`` is the
+    cache group that contains the layer, ``constants.layer_id`` its index in the group's pool.
     """
 
     def __init__(self, shape: AttentionShape, constants: AttentionLayer, group: int = 0) -> None:
@@ -58,18 +58,21 @@ class SelfAttention(Layer):
         self._out_width = heads * head_dim
 
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None) -> torch.Tensor:
-        """``[tokens, input_size]`` -> ``[tokens, hidden_size]``. Writes K and V of the step to the pool. With ``last`` only the tokens
-        ``batch.logit_rows`` attend, as the rows of ``last``: ``[rows of last, hidden_size]``."""
+        """Map ``x [tokens, input_size]`` to ``[tokens, hidden_size]``. Writes K and V of the step to the pool. With
+        ``last``, only the tokens ``batch.logit_rows`` attend, as the rows of ``last``, and the result is ``[rows of
+        last, hidden_size]``.
+        """
         return self.out.forward(self._attend(x, rotation, batch, last))
 
     def parts_forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
     ) -> torch.Tensor | Parts:
-        """``forward``, whose result may come in ``Parts``: for ``RMSNorm.add_forward``, which adds them up, and nothing else."""
+        """Compute ``forward``, but return ``Parts`` if the output projection computes them. Only
+        ``RMSNorm.add_forward`` accepts ``Parts``; it adds them up."""
         return self.out.parts_forward(self._attend(x, rotation, batch, last))
 
     def _attend(self, x: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None) -> torch.Tensor:
-        """What is projected back."""
+        """Return the attended values, which are the input of the output projection."""
         tokens = x.shape[0]
         heads, head_dim = self._heads
         qkv = self.qkv.forward(x).view(tokens, heads, head_dim)

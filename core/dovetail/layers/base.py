@@ -1,4 +1,4 @@
-"""The base of the layers that keep something derived from their parameters."""
+"""Define the base class of layers that derive operands from their parameters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 
 class Layer(nn.Module):
-    """A module whose forward pass uses operands derived from its parameters: views, folded scales.
+    """Derive operands (views, folded scales) from the parameters once, and use them in every forward pass.
 
-    ``prepare`` derives them, at the latest in the first forward pass. Whoever writes new values into parameters calls
-    ``prepare_layers`` afterwards. Layers call each other's ``forward`` directly: at batch 1 on a CPU the bookkeeping of
-    ``nn.Module.__call__`` costs as much as a small kernel.
+    ``prepare`` derives them, at the latest in the first forward pass. Code that writes new values into parameters must
+    call ``prepare_layers`` afterwards. Layers call each other's ``forward`` directly: at batch 1 on a CPU the overhead
+    of ``nn.Module.__call__`` is as large as a small kernel.
     """
 
     prepared = False
@@ -30,7 +30,7 @@ class Layer(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            self.__dict__[name] = value  # found at once, without nn.Module.__getattr__
+            self.__dict__[name] = value  # makes lookups bypass nn.Module.__getattr__, which is slow
 
 
 @torch.no_grad()
@@ -42,5 +42,5 @@ def prepare_layers(model: nn.Module) -> None:
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    """A parameter of torch's default dtype and device that holds anything until weights are loaded."""
+    """Return a parameter of torch's default dtype and device. It is not initialised; the weight loader fills it."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -1,4 +1,5 @@
-"""A decoder layer of the Llama family, and the names that its tensors have in checkpoints: of targets and of drafters."""
+"""Define a decoder layer of the Llama family and the names of its tensors in checkpoints, for target models and
+drafters."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from dovetail.types import Batch
 
 Targets = Iterator[tuple[str, WeightTarget]]
-"""Names in a checkpoint, and where their tensors go."""
+"""Yield names in a checkpoint and the targets of their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Sizes and variants of a decoder layer."""
+    """Describe the sizes and variants of a decoder layer."""
 
     attention: AttentionShape
     intermediate_size: int
@@ -36,8 +37,8 @@ class DecoderShape:
 
 
 class DecoderLayer(Layer):
-    """Pre-norm self-attention and a gated MLP. ``index`` is its place in the model and in the KV pool, ``window`` as in
-    ``AttentionLayer``."""
+    """Compute pre-norm self-attention and a gated MLP. ``index`` is the layer's index in the model and in the KV pool;
+    ``window`` is that of ``AttentionLayer``."""
 
     def __init__(self, shape: DecoderShape, index: int, window: int | None = None) -> None:
         super().__init__()
@@ -48,8 +49,10 @@ class DecoderLayer(Layer):
         self.mlp = GatedMLP(hidden, shape.intermediate_size, bias=shape.mlp_bias)
 
     def enter(self, x: torch.Tensor | Parts, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``forward`` takes, both ``[tokens, hidden_size]``: the norm of ``x + residual``, and that sum, which nothing behind it
-        changes. Overwrites ``x`` with the sum, unless it comes in parts. Without ``residual``, ``x`` is the sum."""
+        """Return the inputs of ``forward``, both ``[tokens, hidden_size]``: the norm of ``x + residual``, and that sum,
+        which later layers do not change. Overwrites ``x`` with the sum, unless ``x`` is ``Parts``. Without
+        ``residual``, ``x`` itself is the sum.
+        """
         if residual is not None:
             return self.attn_norm.add_forward(x, residual)
         assert isinstance(x, torch.Tensor)
@@ -58,8 +61,12 @@ class DecoderLayer(Layer):
     def forward(
         self, x: torch.Tensor, stream: torch.Tensor, rotation: Rotation, batch: Batch, last: Batch | None = None
     ) -> tuple[torch.Tensor | Parts, torch.Tensor]:
-        """From what ``enter`` returns: what this layer adds, for the next one's ``enter`` or ``RMSNorm.add_forward``, and the residual
-        stream before it is added, both ``[tokens, hidden_size]``; with ``last`` of its rows alone, see ``SelfAttention``."""
+        """Compute the layer from what ``enter`` returns.
+
+        Return what this layer adds, for ``enter`` of the next layer or for ``RMSNorm.add_forward``, and the residual
+        stream before that is added. Both are ``[tokens, hidden_size]``; with ``last``, they have the rows of ``last``
+        only (see ``SelfAttention.forward``).
+        """
         added = self.attn.parts_forward(x, rotation, batch, last)
         if last is not None:
             assert batch.logit_rows is not None
@@ -69,7 +76,8 @@ class DecoderLayer(Layer):
 
 
 def decoder_targets(layer: DecoderLayer, theirs: str, ours: str) -> Targets:
-    """Where the tensors of ``layer`` go: names in the checkpoint begin with ``theirs``, parameters of the model with ``ours``."""
+    """Yield the targets of the tensors of ``layer``. Names in the checkpoint begin with ``theirs``, parameters of the
+    model with ``ours``."""
     yield f"{theirs}.input_layernorm.weight", WeightTarget(f"{ours}.attn_norm.weight")
     yield f"{theirs}.post_attention_layernorm.weight", WeightTarget(f"{ours}.mlp_norm.weight")
     yield from attention_targets(layer.attn, f"{theirs}.self_attn", f"{ours}.attn")
@@ -77,7 +85,7 @@ def decoder_targets(layer: DecoderLayer, theirs: str, ours: str) -> Targets:
 
 
 def attention_targets(attn: SelfAttention, theirs: str, ours: str) -> Targets:
-    """``decoder_targets`` of attention alone."""
+    """Yield the targets of ``decoder_targets`` that belong to attention."""
     if attn.qk_norm is not None:
         yield f"{theirs}.q_norm.weight", WeightTarget(f"{ours}.qk_norm.q_weight")
         yield f"{theirs}.k_norm.weight", WeightTarget(f"{ours}.qk_norm.k_weight")
@@ -87,14 +95,14 @@ def attention_targets(attn: SelfAttention, theirs: str, ours: str) -> Targets:
 
 
 def mlp_targets(mlp: GatedMLP, theirs: str, ours: str) -> Targets:
-    """``decoder_targets`` of the MLP alone."""
+    """Yield the targets of ``decoder_targets`` that belong to the MLP."""
     for part in ("gate", "up"):
         yield from linear_targets(mlp.gate_up, f"{theirs}.{part}_proj", f"{ours}.gate_up", part)
     yield from linear_targets(mlp.down, f"{theirs}.down_proj", f"{ours}.down")
 
 
 def linear_targets(layer: Linear, theirs: str, ours: str, part: str | None = None) -> Targets:
-    """Weight and bias of a linear layer, or of ``part`` of a fused one."""
+    """Yield the targets of the weight and bias of a linear layer, or of ``part`` of a fused one."""
     rows = layer.rows(part) if isinstance(layer, FusedLinear) and part is not None else (None, None)
     for field in ("weight", "bias"):
         if getattr(layer, field) is not None:

@@ -1,4 +1,4 @@
-"""Token embedding and the head that turns hidden states into logits."""
+"""Embed tokens, and map hidden states to logits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dovetail.layers.linear import Linear
 
 
 class Embedding(Layer):
-    """Rows of ``weight [vocab_size, hidden_size]``."""
+    """Look up rows of ``weight [vocab_size, hidden_size]``."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = parameter(vocab_size, hidden_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Int64 ``[tokens]`` -> ``[tokens, hidden_size]``, a new tensor."""
+        """Map int64 ``token_ids [tokens]`` to embeddings ``[tokens, hidden_size]``, a new tensor."""
         return self.weight.index_select(0, token_ids)
 
 
 class LMHead(Linear):
-    """Logits of hidden states. Tied to an embedding it shares that layer's weight and has no parameter of its own in a
-    checkpoint."""
+    """Compute logits of hidden states. If it is tied to an embedding, it shares that layer's weight and has no
+    parameter in a checkpoint."""
 
     def __init__(self, hidden_size: int, vocab_size: int, *, tied: Embedding | None = None) -> None:
         super().__init__(hidden_size, 0 if tied else vocab_size)

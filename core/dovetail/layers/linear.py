@@ -1,4 +1,4 @@
-"""Linear layers, several projections of one input fused into one parameter."""
+"""Define linear layers. Several projections of one input are fused into one parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Linear(Layer):
-    """``x [tokens, in] @ weight [out, in].T + bias [out]``. ``batch_invariant``: a row's bits do not depend on how many there are."""
+    """Compute ``x [tokens, in] @ weight [out, in].T + bias [out]``. With ``batch_invariant``, the bits of a row do not
+    depend on the number of rows."""
 
     batch_invariant = False
 
@@ -36,8 +37,10 @@ class Linear(Layer):
         self._few_rows: FewRows | InvariantRows | None = None
 
     def prepare(self) -> None:
-        """See ``Layer.prepare``. On the CPU it keeps a second copy of the weight, in the order its kernels read; on CUDA it
-        chooses the kernels for few rows. Raises ``ConfigError`` for a weight without ``batch_invariant`` products."""
+        """See ``Layer.prepare``. On the CPU the layer keeps a second copy of the weight, in the order that oneDNN's
+        kernels read; on CUDA it chooses the kernels for few rows. Raises ``ConfigError`` if ``batch_invariant`` is set
+        and there are no such products for the weight.
+        """
         weight = self.weight
         self._operands = (weight, self.bias)
         self._packed = packed(weight)
@@ -47,7 +50,7 @@ class Linear(Layer):
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Contiguous ``[tokens, in]`` -> ``[tokens, out]``. Mutates nothing."""
+        """Map contiguous ``x [tokens, in]`` to ``[tokens, out]``. Mutates nothing."""
         if not self.prepared:
             self.prepare()
         weight, bias = self._operands
@@ -58,7 +61,8 @@ class Linear(Layer):
         return linear(x, weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
     def parts_forward(self, x: torch.Tensor) -> torch.Tensor | Parts:
-        """``forward``, whose result may come in ``Parts``: for ``RMSNorm.add_forward``, which adds them up, and nothing else."""
+        """Compute ``forward``, but return ``Parts`` if the kernel computes them. Only ``RMSNorm.add_forward`` accepts
+        ``Parts``; it adds them up."""
         if not self.prepared:
             self.prepare()
         if self._few_rows is not None and self.bias is None and x.shape[0] <= self._few_rows.most_rows:
@@ -68,7 +72,8 @@ class Linear(Layer):
         return self.forward(x)
 
     def gated_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu_mul(forward(x))``: contiguous ``[tokens, in]`` -> ``[tokens, out / 2]``. Mutates nothing."""
+        """Compute ``silu_mul(forward(x))``: map contiguous ``x [tokens, in]`` to ``[tokens, out / 2]``. Mutates
+        nothing."""
         if not self.prepared:
             self.prepare()
         if self._few_rows is not None and x.shape[0] <= self._few_rows.most_rows:
@@ -77,7 +82,7 @@ class Linear(Layer):
 
 
 class FusedLinear(Linear):
-    """Several projections of one input as one parameter: ``parts`` names them and their widths, in order."""
+    """Compute several projections of one input with one parameter. ``parts`` names them and their widths, in order."""
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias)
@@ -88,19 +93,20 @@ class FusedLinear(Linear):
             start += size
 
     def rows(self, part: str) -> tuple[int, int]:
-        """Start and size of a part's rows in ``weight`` and ``bias``: what a ``WeightTarget`` wants to know."""
+        """Return the start and the size of a part's rows in ``weight`` and ``bias``, as ``WeightTarget`` takes them."""
         return self._rows[part]
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """Let all linear layers of ``model`` compute each row to the same bits whatever the others are, from their next
-    ``prepare`` on. Raises ``ConfigError`` for a weight without such products, and for a model with parameters of others than
-    ``dovetail.layers``, in whose products rows may depend on each other."""
+    """Make all linear layers of ``model`` compute each row to the same bits regardless of the other rows, from their
+    next ``prepare`` on. Raises ``ConfigError`` if there are no such products for a weight, and if a module outside of
+    ``dovetail.layers`` has parameters: in its products, rows may depend on each other.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, Layer) and any(True for _ in module.parameters(recurse=False)):
             raise ConfigError(
-                f"batch_invariant is true, and {name or 'the model'} is a {type(module).__name__} with parameters of its own; allowed: those of "
-                "dovetail.layers. Set batch_invariant: false"
+                f"batch_invariant is true, and {name or 'the model'} is a {type(module).__name__} with its own "
+                "parameters; allowed: layers of dovetail.layers. Set batch_invariant: false"
             )
         if isinstance(module, Linear):
             invariant_rows(module.weight)

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""Compute the gated feed-forward layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class GatedMLP(Layer):
-    """``down(silu(gate(x)) * up(x))``, gate and up as one parameter ``gate_up``."""
+    """Compute ``down(silu(gate(x)) * up(x))``. The projections gate and up are one parameter, ``gate_up``."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -23,9 +23,10 @@ class GatedMLP(Layer):
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, hidden_size]``, the shape stays. Mutates nothing."""
+        """Map ``x [tokens, hidden_size]`` to the same shape. Mutates nothing."""
         return self.down.forward(self.gate_up.gated_forward(x))
 
     def parts_forward(self, x: torch.Tensor) -> torch.Tensor | Parts:
-        """``forward``, whose result may come in ``Parts``: for ``RMSNorm.add_forward``, which adds them up, and nothing else."""
+        """Compute ``forward``, but return ``Parts`` if the kernel computes them. Only ``RMSNorm.add_forward`` accepts
+        ``Parts``; it adds them up."""
         return self.down.parts_forward(self.gate_up.gated_forward(x))

@@ -1,4 +1,4 @@
-"""RMSNorm: of hidden states, with the residual added first, and of the heads of queries and keys."""
+"""Compute RMSNorm of hidden states, with the residual added first, and of the heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.ops.parts import Parts
 
 
 class RMSNorm(Layer):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
+    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -24,13 +24,13 @@ class RMSNorm(Layer):
         super().prepare()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The shape of ``x [tokens, size]`` stays. Mutates nothing."""
+        """Map ``x [tokens, size]`` to the same shape. Mutates nothing."""
         if not self.prepared:
             self.prepare()
         return rms_norm(x, *self._operands)
 
     def add_forward(self, x: torch.Tensor | Parts, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``. Overwrites ``x`` with the sum, unless it comes in parts."""
+        """Return ``(norm(x + residual), x + residual)``. Overwrites ``x`` with the sum, unless ``x`` is ``Parts``."""
         if not self.prepared:
             self.prepare()
         if isinstance(x, Parts):
@@ -39,7 +39,7 @@ class RMSNorm(Layer):
 
 
 class HeadNorm(Layer):
-    """RMSNorm over each head of queries and keys, side by side in one tensor (Qwen3)."""
+    """Compute RMSNorm over each head of queries and keys, which are side by side in one tensor (Qwen3)."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -59,13 +59,15 @@ class HeadNorm(Layer):
 
     @property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """The weights of queries and of keys ``[head_dim]``, and epsilon, for kernels that norm on their way."""
+        """Return the weights of queries and of keys, ``[head_dim]`` each, and epsilon, for kernels that include the
+        norm."""
         if not self.prepared:
             self.prepare()
         return self._operands
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
-        """``[tokens, num_heads + num_kv_heads, head_dim]``, queries first; the shape stays. Mutates nothing."""
+        """Map ``qk [tokens, num_heads + num_kv_heads, head_dim]``, queries first, to the same shape. Mutates
+        nothing."""
         if not self.prepared:
             self.prepare()
         return rms_norm(qk, self._weight, self.eps)

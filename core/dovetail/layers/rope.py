@@ -1,7 +1,7 @@
-"""Rotary frequencies from a Hugging Face config: without torch, so that a model can be described without it.
+"""Read rotary frequencies from a Hugging Face config. Does not use torch, so that a model can be described without it.
 
-Kinds: ``default``; ``linear`` (position interpolation, Chen et al. 2023, arXiv 2306.15595); ``llama3`` (by wavelength, as
-in Llama 3.1); ``yarn`` (Peng et al. 2023, arXiv 2309.00071).
+Kinds: ``default``; ``linear`` (position interpolation, Chen et al. 2023, arXiv 2306.15595); ``llama3`` (by wavelength,
+as in Llama 3.1); ``yarn`` (Peng et al. 2023, arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class RopeKind(enum.StrEnum):
-    """How frequencies are stretched beyond the context that the model was first trained for."""
+    """Name how frequencies are stretched beyond the context for which the model was first trained."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -30,7 +30,7 @@ class RopeKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding of heads of ``head_dim``. Fields after ``factor`` belong to one kind each.
+    """Describe the rotary embedding of heads of ``head_dim``. Each field after ``factor`` belongs to one kind.
 
     ``original_len`` is the context before stretching, ``context_len`` after it. ``attention_factor`` multiplies cosines
     and sines (yarn).
@@ -50,13 +50,13 @@ class RopeConfig:
     attention_factor: float = 1.0
 
     def inverse_frequencies(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Radians per position of each pair, float32 ``[head_dim / 2]``."""
+        """Return the radians per position of each pair, float32 ``[head_dim / 2]``."""
         plain = self.theta ** -(np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim)
         return _STRETCH[self.kind](plain, self).astype(np.float32)
 
 
 def _llama3(plain: FloatArray, rope: RopeConfig) -> FloatArray:
-    turns = rope.original_len * plain / (2 * math.pi)  # within the original context
+    turns = rope.original_len * plain / (2 * math.pi)  # full rotations within the original context
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(smooth, 0.0, 1.0)
     return plain * (kept + (1 - kept) / rope.factor)
@@ -109,8 +109,8 @@ _REQUIRED: dict[RopeKind, tuple[str, ...]] = {
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
-    """The rotary settings of a config.json, in the shape of transformers 4 (``rope_theta`` and ``rope_scaling``) or 5
-    (``rope_parameters``). Raises ``ConfigError`` for a kind or a key that is not implemented."""
+    """Return the rotary settings of a config.json, in the format of transformers 4 (``rope_theta`` and
+    ``rope_scaling``) or 5 (``rope_parameters``). Raises ``ConfigError`` for a kind or a key that is not implemented."""
     section, given = _section(config)
     kind = _kind(section, given)
     unknown = set(given) - _KEYS[kind] - _COMMON_KEYS

@@ -1,4 +1,4 @@
-"""Rotation of a step's queries and keys: looked up once, used by every layer."""
+"""Rotate the queries and keys of a step. Cosines and sines are looked up once per step and used by every layer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 class HeadCounts(NamedTuple):
-    """Heads of queries, and of keys (as many of values)."""
+    """Hold the number of query heads and the number of key heads. There are as many value heads as key heads."""
 
     queries: int
     keys: int
 
 
 class KVPlace(NamedTuple):
-    """Where a layer's keys and values of a step go: places ``out_loc`` of layer ``layer_id`` of a pool."""
+    """Describe where the keys and values of a step are written: locations ``out_loc`` of layer ``layer_id`` of a
+    pool."""
 
     pool: StoresKV
     layer_id: int
@@ -31,18 +32,18 @@ class KVPlace(NamedTuple):
 
 
 class Rotation(Protocol):
-    """What layers do between the projection and attention, given the positions of a step's tokens."""
+    """Hold the positions of a step's tokens, and do what layers do between the projection and attention."""
 
     def rotate_and_store(
         self, qkv: torch.Tensor, counts: HeadCounts, norm: HeadNorm | None, place: KVPlace
     ) -> torch.Tensor:
-        """Norm (where there is one) and rotate the queries and keys of ``qkv [tokens, heads of q, k and v, head_dim]``, write
-        keys and values to the pool. Returns the queries ``[tokens, heads, head_dim]``."""
+        """Normalise (if ``norm`` is given) and rotate the queries and keys of ``qkv [tokens, heads of q, k and v,
+        head_dim]``, and write keys and values to the pool. Return the queries ``[tokens, heads, head_dim]``."""
         ...
 
 
 class GatheredRotation(NamedTuple):
-    """Cosines and signed sines of a step's tokens, ``[tokens, 1, head_dim]``, see ``ops.rotary.apply_rotary``."""
+    """Hold cosines and signed sines of a step's tokens, ``[tokens, 1, head_dim]``; see ``ops.rotary.apply_rotary``."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -62,7 +63,8 @@ class GatheredRotation(NamedTuple):
 
 
 class TableRotation(NamedTuple):
-    """Positions of a step's tokens and the table to look them up in: on CUDA, where one kernel does all the rest."""
+    """Hold the positions of a step's tokens and the table of all cosines and sines. Used on CUDA, where one kernel does
+    the lookup and everything else."""
 
     table: torch.Tensor
     positions: torch.Tensor
@@ -78,7 +80,7 @@ class TableRotation(NamedTuple):
 
 
 class Rotary(Layer):
-    """A table of all positions. One per model; layers get the rotation of a step as an argument."""
+    """Hold the table of all positions. A model has one; its layers get the rotation of a step as an argument."""
 
     def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
@@ -92,7 +94,8 @@ class Rotary(Layer):
         super().prepare()
 
     def forward(self, positions: torch.Tensor) -> GatheredRotation | TableRotation:
-        """The rotation of int64 ``positions [tokens]``; cosines and sines in the model's dtype, the table in float32."""
+        """Return the rotation of int64 ``positions [tokens]``: on CUDA the float32 table and the positions, elsewhere
+        cosines and sines in the model's dtype."""
         if not self.prepared:
             self.prepare()
         if positions.is_cuda:
@@ -105,7 +108,8 @@ class Rotary(Layer):
 
 
 def rotary_table(rope: RopeConfig, device: torch.device) -> torch.Tensor:
-    """float32 ``[context_len, 2, head_dim]``: cosines ``[c, c]`` and signed sines ``[-s, s]`` of every position."""
+    """Return float32 ``[context_len, 2, head_dim]``: cosines ``[c, c]`` and signed sines ``[-s, s]`` of every
+    position."""
     frequencies = torch.from_numpy(rope.inverse_frequencies()).to(device)
     positions = torch.arange(rope.context_len, device=device, dtype=torch.float32)
     angles = positions[:, None] * frequencies

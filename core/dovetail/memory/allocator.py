@@ -1,4 +1,4 @@
-"""Who owns which page of the KV pool: a free list, and nothing else."""
+"""Keep the free list of the KV pool's pages."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from dovetail.types import IntArray
 
 _HELD = -1
 _RESERVED = np.iinfo(np.int32).max
-_SORT_WINDOW = 65536  # sorting this many pages takes about a millisecond, whatever the size of the pool
+_SORT_WINDOW = 65536  # sorting this many pages takes about a millisecond, independently of the pool's size
 
 
 class PageAllocator:
-    """Hands out the pages ``1 .. num_pages - 1`` of each cache group; page 0 is the padding page and nobody's.
+    """Hand out the pages ``1 .. num_pages - 1`` of each cache group. Page 0 is the padding page and is never handed
+    out.
 
-    Groups have pools of equal size, and every call moves the same number of pages in each. Pages come in ascending
-    order, consecutive where that is cheap: an attention kernel may then read a slice instead of gathering.
+    The groups have pools of equal size, and every call moves the same number of pages in each. Pages are handed out in
+    ascending order, and consecutively where that is cheap: an attention kernel may then read a slice instead of
+    gathering.
     """
 
     def __init__(self, num_pages: int, num_groups: int = 1) -> None:
-        """``num_pages`` counts page 0."""
+        """Create the free list. ``num_pages`` counts page 0."""
         assert num_pages >= 2, "a pool needs the padding page and at least one more"
         assert num_groups >= 1
         self._num_groups = num_groups
         self._num_pages = num_pages
         self._num_free = num_pages - 1
-        self._returned = 0  # pages freed since the stack was last sorted
+        self._returned = 0  # number of pages freed since the stack was last sorted
         descending = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
-        self._stack = np.tile(descending, (num_groups, 1))  # [groups, capacity], the top at num_free
-        # [groups * num_pages]: a free page's place in the stack of its group, or _HELD, or _RESERVED for page 0
+        self._stack = np.tile(descending, (num_groups, 1))  # [groups, capacity]; the top is at num_free
+        # [groups * num_pages]: the index of a free page in the stack of its group, _HELD, or _RESERVED for page 0
         self._place = np.empty(num_groups * num_pages, dtype=np.int32)
         self._offsets = (np.arange(num_groups, dtype=np.int32) * num_pages)[:, None]
         self._place[self._offsets] = _RESERVED
@@ -36,17 +38,17 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that ``alloc`` can hand out now, in each group."""
+        """Return the number of pages that ``alloc`` can hand out now, in each group."""
         return self._num_free
 
     @property
     def num_total(self) -> int:
-        """Pages there are in each group, without page 0."""
+        """Return the number of pages in each group, without page 0."""
         return self._num_pages - 1
 
     def alloc(self, n: int) -> IntArray | None:
-        """Take ``n`` pages of each group, int32 ``[groups, n]``, ascending where the pool allows; None (and nothing
-        taken) if fewer are free."""
+        """Take ``n`` pages of each group and return them as int32 ``[groups, n]``, ascending if the free list allows
+        it. Return None, and take nothing, if fewer pages are free."""
         if n > self._num_free:
             return None
         if n > 1 and self._returned * 4 > self._num_free and not self._top_is_run(n):
@@ -58,14 +60,14 @@ class PageAllocator:
         return pages
 
     def free(self, pages: IntArray) -> None:
-        """Give back ``pages [groups, n]``, each of which must be held. Freeing twice is an assertion."""
+        """Give back ``pages [groups, n]``, each of which must be held. Asserts that no page is freed twice."""
         groups, n = pages.shape
         assert groups == self._num_groups, f"{groups} groups of pages given back, the pool has {self._num_groups}"
         if n == 0:
             return
         assert pages.min() > 0, "page 0 is never handed out"
         flat = pages[:, ::-1] + self._offsets
-        assert self._place[flat].max() == _HELD, "a page was freed that nobody holds"
+        assert self._place[flat].max() == _HELD, "a page was freed that is not held"
         start = self._num_free
         assert start + n <= self.num_total, "a page was freed twice in one call"
         self._stack[:, start : start + n] = pages[:, ::-1]
@@ -76,11 +78,12 @@ class PageAllocator:
         assert (self._place[flat] == places).all(), "a page was freed twice in one call"
 
     def are_held(self, pages: IntArray) -> bool:
-        """True if none of ``pages [groups, n]`` is free."""
+        """Return True if none of ``pages [groups, n]`` is free."""
         return bool((self._place[pages + self._offsets] == _HELD).all())
 
     def check_integrity(self, held: IntArray) -> None:
-        """Assert that ``held [groups, n]`` (the pages of all owners) and the free ones are every page exactly once."""
+        """Assert that ``held [groups, n]`` (the pages of all owners) and the free pages together are each page exactly
+        once."""
         free = self._stack[:, : self._num_free]
         everything = np.sort(np.concatenate([free, held], axis=1), axis=1)
         expected = np.arange(1, self._num_pages)
@@ -89,18 +92,20 @@ class PageAllocator:
         )
         assert (everything == expected).all(), "a page is both free and held, held twice, or lost"
         places = np.arange(self._num_free)
-        assert (self._place[free + self._offsets] == places).all(), "the free list has lost its places"
+        assert (self._place[free + self._offsets] == places).all(), (
+            "the free list does not match the indices of its pages"
+        )
         assert (self._place[held + self._offsets] == _HELD).all(), "a held page is marked free"
         assert (self._place[self._offsets] == _RESERVED).all(), "page 0 was handed out"
 
     def _top_is_run(self, n: int) -> bool:
-        """True if the next ``n`` pages of each group follow one another, but for their order."""
+        """Return True if the next ``n`` pages of each group are consecutive numbers."""
         last, first = self._stack[:, self._num_free - n], self._stack[:, self._num_free - 1]
         return bool((last - first == n - 1).all())
 
     def _sort(self) -> None:
-        """Order the top of the stack, so that the next pages are handed out ascending. Paid for by the pages that were
-        freed since the last time."""
+        """Sort the top of the stack, so that the next pages are handed out in ascending order. The cost is spread over
+        the pages that were freed since the last sort."""
         start = max(0, self._num_free - _SORT_WINDOW)
         window = self._stack[:, start : self._num_free]
         window[:] = np.sort(window, axis=1)[:, ::-1]

@@ -1,4 +1,4 @@
-"""Who owns which page: the only place where pages move between requests, the prefix cache and the allocator.
+"""Move pages between requests, the prefix cache and the allocator. Pages change owners only in this module.
 
     row of a request   [ shared_pages: the cache's, locked | the request's own ......... ]
                        0                                   shared_pages          num_pages
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class PageLedger:
-    """Pages of running requests. Mutates the requests' ``slot``, ``num_pages``, ``shared_pages`` and ``cache_handle``."""
+    """Manage the pages of running requests. Mutates ``slot``, ``num_pages``, ``shared_pages`` and ``cache_handle`` of
+    requests."""
 
     def __init__(
         self,
@@ -32,33 +33,37 @@ class PageLedger:
         page_size: int,
         tokens_ahead: int = 0,
     ) -> None:
-        """``tokens_ahead``: so many tokens behind a page ``cache`` knows it by, too; see ``memory.lookahead``."""
+        """Store the three owners of pages. ``tokens_ahead`` is the number of tokens after a page on which the page's
+        identity in ``cache`` also depends; see ``memory.lookahead``."""
         self.allocator = allocator
         self.cache = cache
         self.table = table
         self.page_size = page_size
         self.tokens_ahead = tokens_ahead
         self.release_pinned: Callable[[int], bool] = lambda short: False
-        """Asked when so many pages are missing: unlocks something that is only there for speed; False if that is no use."""
+        """Release cached pages that are locked only for speed. Called with the number of missing pages; returns False
+        if releasing cannot provide them. The scheduler replaces it by ``Pins.release_pinned``."""
 
     @property
     def available(self) -> int:
-        """Pages that can be had now: free ones and those the cache would evict."""
+        """Return the number of pages that can be allocated now: free pages and those that the cache would evict."""
         return self.allocator.num_free + self.cache.evictable_pages
 
     def ensure_available(self, count: int) -> bool:
-        """True if ``count`` pages can be had; what is locked only for speed gives way to that."""
+        """Return True if ``count`` pages can be allocated. Releases pages that are locked only for speed if
+        necessary."""
         while (short := count - self.available) > 0:
             if not self.release_pinned(short):
                 return False
         return True
 
     def pages_for(self, length: int) -> int:
-        """Pages that hold ``length`` tokens."""
+        """Return the number of pages that hold ``length`` tokens."""
         return -(-length // self.page_size)
 
     def admit(self, req: Req, match: Match) -> None:
-        """Give the request a slot whose row starts with the matched pages. They are locked; from now on by the request."""
+        """Give the request a slot whose row begins with the matched pages. The caller has locked ``match.handle``; from
+        now on the lock belongs to the request."""
         req.slot = self.table.take_slot()
         req.cache_handle = match.handle
         req.cached_len = match.length
@@ -67,8 +72,8 @@ class PageLedger:
             self.table.write(req.slot, 0, match.pages)
 
     def reserve(self, req: Req, length: int) -> bool:
-        """Extend the row to hold ``length`` tokens, evicting cached prefixes if needed. False, with nothing changed
-        but the evictions, if there are not enough pages."""
+        """Extend the request's row to hold ``length`` tokens, evicting cached prefixes if necessary. Return False if
+        there are not enough pages; then nothing has changed except the evictions."""
         need = self.pages_for(length) - req.num_pages
         if need <= 0:
             return True
@@ -80,7 +85,8 @@ class PageLedger:
         return True
 
     def reserve_one_each(self, reqs: Sequence[Req]) -> bool:
-        """Extend each row by a page, as ``reserve`` does: all of them, or none (False)."""
+        """Extend the row of each request by one page, as ``reserve`` does. Return False, and extend no row, if there
+        are not enough pages for all."""
         pages = self._take(len(reqs))
         if pages is None:
             return False
@@ -90,26 +96,27 @@ class PageLedger:
         return True
 
     def trim(self, req: Req, length: int) -> None:
-        """Give back the request's own pages behind those that hold ``length`` tokens. Nothing of it may be written there any
-        more, by no step that was launched."""
+        """Give back the request's own pages after those that hold ``length`` tokens. No launched step may still write
+        to these pages."""
         kept = max(self.pages_for(length), req.shared_pages)
         if kept < req.num_pages:
             self.allocator.free(self.table.pages[:, req.slot, kept : req.num_pages].copy())
             req.num_pages = kept
 
     def _take(self, count: int) -> IntArray | None:
-        """Pages ``[groups, count]``, evicting cached prefixes if needed; None if there are not enough."""
+        """Return pages ``[groups, count]``, evicting cached prefixes if necessary, or None if there are not enough."""
         short = count - self.allocator.num_free
         if short > 0:
             if not self.ensure_available(count):
                 return None
             self.allocator.free(self.cache.evict(short))
         pages = self.allocator.alloc(count)
-        assert pages is not None, "the cache evicted fewer pages than it promised"
+        assert pages is not None, "the cache evicted fewer pages than evictable_pages stated"
         return pages
 
     def share(self, req: Req) -> None:
-        """Offer the request's full pages to the prefix cache, and read the cache's own copy where it had one."""
+        """Offer the request's full pages to the prefix cache. Where the cache already had a page for these tokens, the
+        request reads that page from now on and frees its own."""
         count = min(req.cached_len, req.known_len) // self.page_size
         if count <= req.shared_pages:
             return
@@ -124,7 +131,7 @@ class PageLedger:
         self._hold(req, held)
 
     def release(self, req: Req, *, keep: bool = True) -> None:
-        """Take the request out of the table. ``keep`` offers its pages to the prefix cache first."""
+        """Remove the request from the table. With ``keep``, offer its pages to the prefix cache first."""
         if keep:
             self.share(req)
         own = self.table.pages[:, req.slot, req.shared_pages : req.num_pages]
@@ -141,7 +148,8 @@ class PageLedger:
         req.shared_pages = held.pages.shape[1]
 
     def check_integrity(self, running: list[Req]) -> None:
-        """Assert that every page is in exactly one place. Linear in the pool; for idle times and tests."""
+        """Assert that every page is in exactly one place. Takes time linear in the pool's size; for idle times and
+        tests."""
         owned = sum(req.num_pages - req.shared_pages for req in running)
         total, free, cached = self.allocator.num_total, self.allocator.num_free, self.cache.total_pages
         assert free + cached + owned == total, f"pages: {free} free + {cached} cached + {owned} owned != {total}"

@@ -1,4 +1,4 @@
-"""A prefix cache for drafters whose keys and values at a place depend on the tokens after it, too."""
+"""Wrap a prefix cache for drafters whose keys and values at a position also depend on the tokens after it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ if TYPE_CHECKING:
 
 
 def with_lookahead(build: Callable[[CacheContext], PrefixCache], page_size: int, tokens_ahead: int) -> PrefixCache:
-    """The prefix cache that ``build`` makes, in which ``tokens_ahead`` tokens behind a page count as well."""
+    """Return the prefix cache that ``build`` makes, in which the ``tokens_ahead`` tokens after a page are part of the
+    page's key."""
     if tokens_ahead == 0:
         return build(CacheContext(page_size))
     return LookaheadCache(build(CacheContext(page_size * (1 + tokens_ahead))), page_size, tokens_ahead)
 
 
 class LookaheadCache(PrefixCache):
-    """Knows each place by its token and the ``ahead`` tokens after it, so that a page is only found for texts that also go on with
-    the same tokens. ``cache`` keeps the pages; its keys are these tokens of one place after the other, its pages ``1 + ahead`` times
-    as long. Of a text the last ``ahead`` places are not known: pages are kept and found as far as the tokens behind them are given.
+    """Identify each position by its token and the ``ahead`` tokens after it, so that a page is found only for texts
+    that also continue with the same tokens.
+
+    ``cache`` keeps the pages. Its keys contain these ``1 + ahead`` tokens of one position after the other, and its
+    pages are ``1 + ahead`` times as long. The last ``ahead`` positions of a text cannot be identified: pages are kept
+    and found only as far as the tokens after them are given.
     """
 
     def __init__(self, cache: PrefixCache, page_size: int, ahead: int) -> None:
-        """``page_size`` counts tokens of texts; ``cache`` was built for pages ``1 + ahead`` times as long."""
+        """Wrap ``cache``, which was built for pages ``1 + ahead`` times as long as ``page_size``, the tokens of a text
+        per page."""
         self._cache, self._page_size, self._width = cache, page_size, 1 + ahead
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
-        """The longest cached prefix behind which ``tokens`` go on as they did for whoever computed it."""
+        """Return the longest cached prefix after which ``tokens`` continue with the same tokens as the request that
+        computed it."""
         return self._in_tokens(self._cache.match(self._keys(tokens), namespace))
 
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        """Keeps pages as far as the tokens behind them are among ``tokens``."""
+        """Offer pages as far as the tokens after them are among ``tokens``; see ``PrefixCache.insert``."""
         keys = self._keys(tokens)
         kept = pages[:, : len(keys) // (self._width * self._page_size)]
         return self._in_tokens(self._cache.insert(keys, kept, namespace, priority))

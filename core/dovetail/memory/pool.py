@@ -1,4 +1,4 @@
-"""The KV pool of layers that keep plain keys and values."""
+"""Hold the KV pool of layers that keep plain keys and values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ _NAMED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def pool_dtype(name: str) -> torch.dtype:
-    """What a value of ``memory.kv_dtype`` other than ``auto`` stands for."""
+    """Return the dtype of a value of ``memory.kv_dtype`` other than ``auto``."""
     return _NAMED.get(name) or getattr(torch, name)
 
 
 class PagedKVPool(KVPool):
-    """Keys and values of one cache group, one tensor each: ``[layers, num_pages, page_size, kv_heads, head_dim]``.
+    """Hold the keys and values of one cache group in one tensor each: ``[layers, num_pages, page_size, kv_heads,
+    head_dim]``.
 
-    Page 0 belongs to nobody and starts as zeros. On a CPU the other pages start uninitialised, so that memory is touched only
-    when it is used: they may hold anything until they are written. On CUDA all are zeros: kernels that fetch whole pages (those
-    of FlashAttention-3, where pages have a multiple of 128 tokens) multiply what is behind a row's last token by 0, which NaN survives.
+    Page 0 belongs to no request and is initialised with zeros. On a CPU the other pages are not initialised, so that
+    memory is touched only when it is used: they may hold anything until they are written. On CUDA all pages are
+    initialised with zeros. Kernels that fetch whole pages (those of FlashAttention-3, where pages have a multiple of
+    128 tokens) multiply the entries after a row's last token by 0, and NaN would survive that.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class PagedKVPool(KVPool):
 
     @staticmethod
     def bytes_per_page(group: CacheGroup, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one page takes, keys and values of all layers together."""
+        """Return the bytes of one page, keys and values of all layers together."""
         return 2 * group.num_layers * page_size * group.num_kv_heads * group.head_dim * dtype.itemsize
 
     def keys(self, layer_id: int) -> torch.Tensor:
@@ -58,7 +60,8 @@ class PagedKVPool(KVPool):
         return self._values[layer_id]
 
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
-        """See ``KVPool.store``. Where several tokens name one place (padding rows on page 0), any of them stays."""
+        """See ``KVPool.store``. If several tokens name one location (padding rows on page 0), any one of them is
+        kept."""
         store(k, v, self._k_rows[layer_id], self._v_rows[layer_id], out_loc)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The request table: a slot for every running request, and the row of the page table that goes with it."""
+"""Keep the request table: a slot for every running request, and the row of the page table that belongs to it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PADDING_SLOT = 0
 
 
 class RequestTable:
-    """Slots of running requests and their page tables, on the host.
+    """Keep the slots of running requests and their page tables, on the host.
 
-    ``pages`` is int32 ``[groups, slots, max_pages]``. Every change is also recorded, so that ``take_updates`` can hand
-    the device the difference since the last step. Slot 0 belongs to padding rows.
+    ``pages`` is int32 ``[groups, slots, max_pages]``. Every change is also recorded, so that ``take_updates`` can
+    return the difference since the last step, which the engine sends to the device. Slot 0 belongs to padding rows.
     """
 
     def __init__(self, num_slots: int, max_pages: int, num_groups: int = 1) -> None:
@@ -27,19 +27,20 @@ class RequestTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that ``take_slot`` can still give."""
+        """Return the number of slots that ``take_slot`` can still return."""
         return len(self._free)
 
     def take_slot(self) -> int:
-        """A free slot. There must be one."""
+        """Return a free slot. There must be one."""
         return self._free.pop()
 
     def free_slot(self, slot: int) -> None:
-        """Give a slot back. Its row of the page table means nothing from now on."""
+        """Give a slot back. The content of its row in the page table is undefined from now on."""
         self._free.append(slot)
 
     def write(self, slot: int, column: int, pages: IntArray) -> None:
-        """Set ``pages [groups, n]`` from ``column`` on in a slot's row. ``pages`` must not change afterwards."""
+        """Set ``pages [groups, n]`` in a slot's row, from ``column`` on. The caller must not change ``pages``
+        afterwards."""
         self.pages[:, slot, column : column + pages.shape[1]] = pages
         self._runs.append(_Run(slot, column, pages))
 
@@ -51,12 +52,12 @@ class RequestTable:
         self._updates.append(update)
 
     def take_updates(self) -> PageUpdates:
-        """All that was written since the last call, in the order in which it was."""
+        """Return all entries written since the last call, in the order in which they were written."""
         updates, self._updates = self.next_updates(), []
         return updates
 
     def next_updates(self) -> PageUpdates:
-        """What ``take_updates`` will return, the very object, unless something is written before."""
+        """Return the object that ``take_updates`` will return, unless something is written before that call."""
         self._expand_runs()
         if not self._updates:
             return _NO_UPDATES
@@ -66,7 +67,8 @@ class RequestTable:
         return self._updates[0]
 
     def put_back(self, updates: PageUpdates) -> None:
-        """These may not have reached the device: hand them out again, before what was written since."""
+        """Insert ``updates``, which may not have reached the device, before everything written since. The next
+        ``take_updates`` returns them again."""
         if len(updates.slots):
             self._updates.insert(0, updates)
 
@@ -77,7 +79,7 @@ class RequestTable:
 
 
 class _Run(NamedTuple):
-    """Entries of one row that follow one another."""
+    """Hold consecutive entries of one row."""
 
     slot: int
     column: int
@@ -85,7 +87,7 @@ class _Run(NamedTuple):
 
 
 def _expanded(runs: Sequence[_Run]) -> PageUpdates:
-    """An entry for each page."""
+    """Return one entry for each page of ``runs``."""
     if len(runs) == 1:
         ((slot, column, pages),) = runs
         count = pages.shape[1]
@@ -93,7 +95,7 @@ def _expanded(runs: Sequence[_Run]) -> PageUpdates:
     slots, columns, pages = zip(*runs, strict=True)
     counts = np.array([run.shape[1] for run in pages], np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
-    shifts = np.array(columns, np.int32) - (ends - counts)  # a page's column, less its place among all
+    shifts = np.array(columns, np.int32) - (ends - counts)  # a page's column minus its index in the result
     places = np.arange(ends[-1], dtype=np.int32)
     places += np.repeat(shifts, counts)
     return PageUpdates(np.repeat(np.array(slots, np.int32), counts), places, np.concatenate(pages, axis=1))

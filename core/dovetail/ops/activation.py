@@ -1,4 +1,4 @@
-"""Activations of the feed-forward layers."""
+"""Compute the activations of feed-forward layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _triton() -> ModuleType:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's gate (Shazeer 2020, arXiv 2002.05202): ``silu(gate) * up`` of contiguous ``gate_up [tokens, 2 * n]`` ->
-    ``[tokens, n]``."""
+    """Compute SwiGLU's gate (Shazeer 2020, arXiv 2002.05202): map contiguous ``gate_up [tokens, 2 * n]`` to
+    ``silu(gate) * up``, ``[tokens, n]``."""
     compiled = kernels(gate_up.dtype) if gate_up.device.type == "cpu" else None
     if compiled is not None:
         return compiled.silu_mul(gate_up)

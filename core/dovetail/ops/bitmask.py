@@ -1,4 +1,4 @@
-"""Apply packed grammar masks to logits. One kernel on CUDA, torch elsewhere."""
+"""Apply packed grammar bitmasks to logits, with one kernel on CUDA and with torch elsewhere."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 
 def bitmask_width(vocab_size: int) -> int:
-    """Words of 32 bits that hold one bit per token."""
+    """Return the number of 32-bit words that hold one bit per token."""
     return (vocab_size + 31) // 32
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """Set ``logits[rows[i], t]`` to -inf where bit t of ``bitmask[i]`` is 0. In place.
+    """Set ``logits[rows[i], t]`` to -inf where bit t of ``bitmask[i]`` is 0. Mutates ``logits``.
 
-    ``logits`` ``[n, V]`` of any float dtype, ``bitmask`` int32 ``[m, ceil(V / 32)]`` (bit t % 32 of word t // 32), ``rows`` int64 ``[m]``,
-    all different.
+    ``logits`` is ``[n, V]`` of any float dtype, ``bitmask`` int32 ``[m, ceil(V / 32)]`` (bit t % 32 of word t // 32),
+    ``rows`` int64 ``[m]``, all different.
     """
     if logits.device.type == "cuda":
         from dovetail.ops.triton.bitmask import apply_bitmask as kernel

@@ -1,4 +1,4 @@
-"""Writing keys and values to a paged pool."""
+"""Write keys and values to a paged pool."""
 
 from __future__ import annotations
 
@@ -18,24 +18,29 @@ def _triton() -> ModuleType:
 
 
 def limit(dtype: torch.dtype) -> float | None:
-    """The magnitude at which numbers written to a pool of this dtype saturate; None where they do not."""
+    """Return the magnitude at which numbers saturate when they are written to a pool of ``dtype``, or None if they do
+    not saturate."""
     return torch.finfo(dtype).max if dtype.itemsize == 1 else None
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` as a pool of ``dtype`` keeps it: rounded once; in 8 bits, what is too large becomes the largest number."""
+    """Return ``x`` as a pool of ``dtype`` stores it: rounded once; with 8 bits, numbers that are too large become the
+    largest number."""
     largest = limit(dtype)
     return x.to(dtype) if largest is None else x.clamp(-largest, largest).to(dtype)
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that torch copies and fills everywhere: 8-bit floats as bytes, others as they are."""
+    """Return the same memory in a dtype that torch can copy and fill on every device: 8-bit floats as bytes, other
+    dtypes unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_loc: torch.Tensor) -> None:
-    """Write ``k, v [tokens, kv_heads, head_dim]``, contiguous but for the tokens, to places ``out_loc`` (int64
-    ``[tokens]``) of contiguous ``keys, values [places, kv_heads, head_dim]``, as ``narrowed`` to their dtype."""
+    """Write ``k, v [tokens, kv_heads, head_dim]`` to locations ``out_loc`` (int64 ``[tokens]``) of contiguous ``keys,
+    values [locations, kv_heads, head_dim]``, converted to their dtype as by ``narrowed``. ``k`` and ``v`` must be
+    contiguous except in the token dimension.
+    """
     if k.is_cuda:
         _triton().store(k, v, keys, values, out_loc)
         return

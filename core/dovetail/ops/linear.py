@@ -1,9 +1,11 @@
-"""Matrix products of the layers.
+"""Compute the matrix products of the layers.
 
-On the CPU, ``x @ weight.T`` is fastest with a weight that oneDNN has stored in the order its kernels read. Few rows are
-bound by reading the weight and by the costs of a call, and a compiled kernel that reads it as it is has less of both:
-``compiled_rows`` holds up to where. On CUDA the same is true of up to 128 rows: ``few_rows`` gives kernels for the shapes and numbers of rows where they were measured to win.
-``benchmarks/forward_cpu.py --ops`` measures these ways on a machine and holds the numbers of one.
+On the CPU, ``x @ weight.T`` is fastest with a weight that oneDNN has stored in the order its kernels read. A product of
+few rows is limited by the time to read the weight and by the overhead of a call. A compiled kernel that reads the
+weight in its original order has less of both; ``compiled_rows`` returns the number of rows up to which it is used. On
+CUDA the same holds for up to 128 rows: ``few_rows`` returns kernels for the shapes and numbers of rows at which they
+were measured to be faster. ``benchmarks/forward_cpu.py --ops`` measures these alternatives on a machine and contains
+the numbers of one machine.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x [tokens, in] @ weight [out, in].T + bias [out]`` -> ``[tokens, out]``."""
+    """Return ``x [tokens, in] @ weight [out, in].T + bias [out]``, ``[tokens, out]``."""
     return functional.linear(x, weight, bias)
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor | None:
-    """A copy of ``weight [out, in]`` in oneDNN's own order, for ``packed_linear`` and nothing else.
+    """Return a copy of ``weight [out, in]`` in oneDNN's own order, which only ``packed_linear`` can use.
 
-    None where there is none to be had: on other devices, for dtypes other than float32 and (where the processor
+    Return None if oneDNN has no such copy: on other devices, for dtypes other than float32 and (where the processor
     computes with it) bfloat16, and in builds of torch without oneDNN.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available() or weight.numel() == 0:
@@ -42,7 +44,8 @@ def packed(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``linear`` with a ``packed`` weight. oneDNN sees ``ladder(tokens)`` rows, of which those beyond ``x`` are zeros."""
+    """Compute ``linear`` with a ``packed`` weight. oneDNN gets ``ladder(tokens)`` rows; those after the rows of ``x``
+    are zeros."""
     rows = x.shape[0]
     missing = ladder(rows) - rows
     if missing:
@@ -56,14 +59,15 @@ _EXACT_ROWS = 2 * _STEPS
 
 
 def ladder(rows: int) -> int:
-    """The number of rows, from ``rows`` on, that oneDNN has code for: ``rows`` itself up to 16, then eight sizes from each
-    power of two to the next.
+    """Return the number of rows, at least ``rows``, for which oneDNN has code: ``rows`` itself up to 16, then eight
+    sizes from each power of two to the next.
 
-    For each shape of weight and each number of rows oneDNN writes machine code, which takes up to a millisecond and half a MiB.
-    oneDNN, and torch above it, keep the last 1,024 such products each; what they evict leaves holes in the heap. The steps of a
-    loaded server have any number of rows: without a ladder its memory grew for minutes, by half a GiB and then by fragments. With
-    one there are 57 sizes between 16 rows and 2,304, which all stay. The zeros cost up to an eighth of a product, a few percent
-    on average; code for a new size costs from a fifth of a product to several times as much.
+    For each shape of weight and each number of rows oneDNN writes machine code, which takes up to a millisecond and
+    half a MiB. oneDNN, and torch above it, each keep the last 1,024 such products; the ones they evict leave holes in
+    the heap. The steps of a loaded server have any number of rows. Without a ladder the server's memory grew for
+    minutes, by half a GiB and then by fragments. With a ladder there are 57 sizes between 16 rows and 2,304, and all of
+    them stay in the caches. The zeros cost up to an eighth of a product, a few percent on average; code for a new size
+    costs from a fifth of a product to several times as much.
     """
     if rows <= _EXACT_ROWS:
         return rows
@@ -72,14 +76,17 @@ def ladder(rows: int) -> int:
 
 
 _COMPILED = {torch.float32: (4, 6 << 20), torch.bfloat16: (1, 3 << 19)}
-"""Rows that the compiled kernel always takes, and the products of numbers (rows * in * out) up to which it takes more. Up to
-there it was measured to be up to twice as fast as oneDNN on small weights, and at worst an eighth slower on large ones. oneDNN
-has instructions for bfloat16, whose order of summing the kernel cannot follow."""
+"""Map a dtype to the rows that the compiled kernel always takes, and to the largest product (rows * in * out) for which
+it takes more rows. Within these limits it was measured to be up to twice as fast as oneDNN on small weights, and at
+worst an eighth slower on large ones. For bfloat16, oneDNN uses instructions whose order of summation the kernel cannot
+reproduce.
+"""
 _MOST_COMPILED = 16
 
 
 def compiled_rows(weight: torch.Tensor) -> int:
-    """Up to how many rows ``Kernels.product`` is the way to multiply with a ``weight [out, in]``; 0 where there is none."""
+    """Return the number of rows up to which ``Kernels.product`` should multiply with ``weight [out, in]``; 0 if it
+    never should."""
     if weight.device.type != "cpu" or kernels(weight.dtype) is None:
         return 0
     always, work = _COMPILED[weight.dtype]
@@ -87,8 +94,8 @@ def compiled_rows(weight: torch.Tensor) -> int:
 
 
 def few_rows(weight: torch.Tensor) -> FewRows | None:
-    """The products ``(x, bias)`` of ``weight [out, in]`` with up to ``most_rows`` rows on CUDA; None where there is nothing
-    better than ``linear``. It keeps no copy of the weight."""
+    """Return the CUDA products ``(x, bias)`` of ``weight [out, in]`` with up to ``most_rows`` rows, or None if nothing
+    is faster than ``linear``. They keep no copy of the weight."""
     if not weight.is_cuda:
         return None
     from dovetail.ops.triton import matmul
@@ -97,21 +104,23 @@ def few_rows(weight: torch.Tensor) -> FewRows | None:
 
 
 def invariant_rows(weight: torch.Tensor) -> InvariantRows:
-    """Products like those of ``few_rows``, but of any number of rows, each of which has the same bits whatever the others are.
-    Raises ``ConfigError`` for a weight that there are none for."""
+    """Return products like those of ``few_rows`` for any number of rows. The bits of each row do not depend on the
+    other rows. Raises ``ConfigError`` if there are none for ``weight``."""
     if weight.is_cuda:
         from dovetail.ops.triton import invariant
 
         if invariant.supported(weight):
             return invariant.InvariantRows(weight)
     raise ConfigError(
-        f"batch_invariant is true, and a layer has a weight {list(weight.shape)} of {weight.dtype} on {weight.device}; allowed: "
-        "bfloat16 or float16, inputs of a multiple of 16, CUDA of compute capability 9.0. Set batch_invariant: false"
+        f"batch_invariant is true, and a layer has a weight {list(weight.shape)} of {weight.dtype} on {weight.device}; "
+        "allowed: bfloat16 or float16, a multiple of 16 inputs, CUDA of compute capability 9.0. "
+        "Set batch_invariant: false"
     )
 
 
 def describe(weight: torch.Tensor, *, batch_invariant: bool = False) -> str:
-    """What computes the products with ``weight``, for people: by number of rows where that depends on it."""
+    """Return a text for people that names what computes the products with ``weight``, by number of rows if it depends
+    on them."""
     if batch_invariant:
         return "triton, the same for any number of rows"
     if not weight.is_cuda:

@@ -1,4 +1,4 @@
-"""Attention over two sets of keys from attention over each, by their log-sum-exps."""
+"""Merge attention over two sets of keys, by the log-sum-exps of each."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import torch
 
 
 def merge_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:
-    """``out [tokens, heads, d]`` with ``lse`` float32 ``[heads, tokens]`` (natural logarithm) of two disjoint sets of keys.
+    """Return ``out [tokens, heads, d]``, the attention over the union of two disjoint sets of keys, in a new tensor
+    with the dtype of ``out_b``.
 
-    An infinite or NaN log-sum-exp says that a query saw no key there; its output is then not looked at. Every query must
-    have seen a key in one of the sets. Returns a new tensor in the dtype of ``out_b``. See Ye et al., arXiv 2501.01005.
+    ``lse_a`` and ``lse_b`` are the log-sum-exps of each set, float32 ``[heads, tokens]`` (natural logarithm). An
+    infinite or NaN log-sum-exp means that a query saw no key of that set; its output is then not read. Every query must
+    have seen a key of at least one set. See Ye et al., arXiv 2501.01005.
     """
     if out_b.is_cuda:
         from dovetail.ops.triton.merge import merge_states as kernel

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+"""Compute root mean square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _triton() -> ModuleType:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
 
-    ``x [tokens, size]`` with ``weight [size]``, or ``[tokens, heads, size]`` with ``weight [heads, size]``; contiguous but
-    for the tokens.
+    ``x`` is ``[tokens, size]`` with ``weight [size]``, or ``[tokens, heads, size]`` with ``weight [heads, size]``;
+    contiguous except in the token dimension.
     """
     compiled = kernels(x.dtype) if x.device.type == "cpu" else None
     if compiled is not None:
@@ -36,7 +36,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``rms_norm(x + residual)`` of contiguous ``x, residual [tokens, size]``; ``x`` is overwritten with the sum."""
+    """Return ``rms_norm(x + residual)`` of contiguous ``x, residual [tokens, size]``. Overwrites ``x`` with the sum."""
     compiled = kernels(x.dtype) if x.device.type == "cpu" else None
     if compiled is not None:
         return compiled.rms_norm(x, weight, eps, residual)
@@ -48,8 +48,10 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def add_parts_rms_norm(
     parts: Parts, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rms_norm(x + residual), x + residual)`` of contiguous ``residual [tokens, size]``, where x are the ``parts`` added up and rounded
-    to its dtype. The sum has the bits that ``add_rms_norm`` gives it, its norm need not have. Mutates nothing."""
+    """Return ``(rms_norm(x + residual), x + residual)`` of contiguous ``residual [tokens, size]``, where x is the sum
+    of ``parts``, rounded to the dtype of ``residual``. The sum has the same bits as that of ``add_rms_norm``; its norm
+    may differ. Mutates nothing.
+    """
     if residual.is_cuda:
         return _triton().add_parts_rms_norm(parts.addends, residual, weight, eps)
     total = functools.reduce(torch.add, parts.addends.unbind()).to(residual.dtype)

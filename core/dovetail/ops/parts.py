@@ -1,4 +1,4 @@
-"""Products that are not added up yet."""
+"""Hold products whose parts are not added up yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 
 
 class Parts(NamedTuple):
-    """A product that was split along its inner dimension (split-K): float32 ``[parts, tokens, out]``. Who reads it adds the parts up in
-    their order, which saves the programs that computed them from waiting for each other. Only products on CUDA come so."""
+    """Hold a product that was split along its inner dimension (split-K): float32 ``[parts, tokens, out]``. The kernel
+    that reads it adds the parts up in their order, so that the programs that computed them need not wait for each
+    other. Only products on CUDA are returned in this form.
+    """
 
     addends: torch.Tensor

@@ -1,4 +1,5 @@
-"""Repetition, presence and frequency penalties of rows of logits. One kernel on CUDA, torch elsewhere."""
+"""Apply repetition, presence and frequency penalties to rows of logits, with one kernel on CUDA and with torch
+elsewhere."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ def apply_penalties(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """Penalise, in place, the tokens of ``logits [n, V]`` (any float dtype; computed in float32) that have occurred.
+    """Penalise the tokens of ``logits [n, V]`` that have occurred. Mutates ``logits``, which may have any float dtype;
+    computes in float32.
 
-    Tokens of the prompt (``in_prompt`` bool ``[n, V]``) or the output (``counts`` float32 ``[n, V]``, how often) are first
-    divided by ``repetition`` where positive and multiplied by it where not (Keskar et al. 2019, arXiv 1909.05858); those of
-    the output then lose ``presence`` once and ``frequency`` for every time. The settings are float32 ``[n]``; off are 1, 0
-    and 0.
+    Tokens of the prompt (``in_prompt`` bool ``[n, V]``) or of the output (``counts`` float32 ``[n, V]``, the number of
+    occurrences) are first divided by ``repetition`` if positive and multiplied by it if not (Keskar et al. 2019, arXiv
+    1909.05858). Logits of the output's tokens are then reduced by ``presence`` once and by ``frequency`` for every
+    occurrence. The settings are float32 ``[n]``; the values that switch them off are 1, 0 and 0.
     """
     if logits.device.type == "cuda":
         from dovetail.ops.triton.penalties import apply_penalties as kernel

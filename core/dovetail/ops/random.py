@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same (seed, counter) gives the same number, whatever else is in the batch."""
+"""Compute counter-based random numbers: the same (seed, counter) gives the same number, independently of the batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _mix(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np
 
 
 def uniform(seeds: np.ndarray[Any, Any], counters: np.ndarray[Any, Any]) -> Floats:
-    """Uniform numbers in [0, 1) with 53 random bits, one for each (seed, counter) pair of 64-bit integers.
+    """Return uniform numbers in [0, 1) with 53 random bits, one for each (seed, counter) pair of 64-bit integers.
 
     SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the seed is mixed, then the counter steps its sequence.
     """

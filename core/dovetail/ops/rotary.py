@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys (Su et al. 2021, arXiv 2104.09864), halves layout."""
+"""Rotate queries and keys by their positions (Su et al. 2021, arXiv 2104.09864), in the halves layout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _triton() -> ModuleType:
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``x [tokens, heads, d]``, contiguous but for the tokens: element i pairs with i + d / 2.
+    """Rotate ``x [tokens, heads, d]``, where element i pairs with i + d / 2. Return a new tensor.
 
-    ``cos`` and ``sin [tokens, 1, d]`` are those of the tokens' positions, both halves of ``sin`` signed: ``[-s, s]``; their
-    strides are equal. Returns a new tensor.
+    ``x`` is contiguous except in the token dimension. ``cos`` and ``sin`` (``[tokens, 1, d]``) belong to the tokens'
+    positions. The two halves of ``sin`` have opposite signs: ``[-s, s]``. ``cos`` and ``sin`` have equal strides.
     """
     compiled = kernels(x.dtype) if x.device.type == "cpu" else None
     if compiled is not None:
@@ -40,12 +40,13 @@ def rotate_and_store(
     values: torch.Tensor,
     out_loc: torch.Tensor,
 ) -> torch.Tensor:
-    """All that lies between the projection and attention, in one kernel; CUDA only.
+    """Do everything between the projection and attention in one kernel. CUDA only.
 
-    Norms the heads of queries and keys (``norm``: weights ``[d]`` of queries and of keys, and epsilon), rotates them, and
-    writes keys and values to places ``out_loc`` (int64 ``[tokens]``) of contiguous ``keys, values [..., kv_heads, d]``,
-    as ``ops.kv.narrowed`` to their dtype. ``qkv [tokens, heads + 2 * kv_heads, d]`` is contiguous but for the tokens; ``table``
-    float32 ``[context, 2, d]`` as of ``layers.rotary.rotary_table``; ``positions`` int64 ``[tokens]``. Returns the queries
-    ``[tokens, heads, d]``, a new tensor. All arithmetic is float32, rounded once.
+    Normalises the heads of queries and keys (``norm``: weights ``[d]`` of queries and of keys, and epsilon; None for no
+    norm), rotates them, and writes keys and values to locations ``out_loc`` (int64 ``[tokens]``) of contiguous ``keys,
+    values [..., kv_heads, d]``, converted to their dtype as by ``ops.kv.narrowed``. ``qkv [tokens, heads + 2 *
+    kv_heads, d]`` is contiguous except in the token dimension; ``table`` is that of ``layers.rotary.rotary_table``,
+    float32 ``[context, 2, d]``; ``positions`` is int64 ``[tokens]``. Returns the queries ``[tokens, heads, d]``, a new
+    tensor. All arithmetic is float32, rounded once.
     """
     return _triton().rotate_and_store(qkv, heads, kv_heads, table, positions, norm, keys, values, out_loc)

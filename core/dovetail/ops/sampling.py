@@ -1,6 +1,6 @@
-"""From logits to tokens: temperature, top-k, top-p, min-p, one uniform number a row.
+"""Sample tokens from logits by temperature, top-k, top-p, min-p, and one uniform number per row.
 
-On CUDA by kernels that neither sort nor wait for the device; ``sample_reference`` in torch elsewhere.
+On CUDA this is done by kernels that neither sort nor wait for the device, elsewhere by ``sample_reference`` in torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Sampling settings of ``n`` rows, on the logits' device. None where no row uses a setting.
+    """Hold the sampling settings of ``n`` rows, on the logits' device. A setting is None if no row uses it.
 
-    ``temperature`` float32 ``[n, 1]`` (0: greedy row), ``top_k`` int64 ``[n, 1]`` (vocabulary size: off), ``top_p`` and
-    ``min_p`` float64 ``[n, 1]``. ``any_greedy`` says that some temperature is 0.
+    ``temperature`` is float32 ``[n, 1]`` (0: greedy row), ``top_k`` int64 ``[n, 1]`` (vocabulary size: off), ``top_p``
+    and ``min_p`` are float64 ``[n, 1]``. ``any_greedy`` is True if some temperature is 0.
     """
 
     temperature: torch.Tensor
@@ -26,7 +26,8 @@ class Filters:
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The best token of each row of ``logits [n, V]``, int64 ``[n]``; of equals the first. Writes ``out`` where given."""
+    """Return the most likely token of each row of ``logits [n, V]``, int64 ``[n]``; of equal ones, the first. If
+    ``out`` is given, the result is written there and ``out`` is returned."""
     if logits.device.type == "cuda":
         from dovetail.ops.triton.sampling import greedy as kernel
 
@@ -38,15 +39,17 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
 def sample(
     logits: torch.Tensor, filters: Filters, uniform: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sample one token per row by inversion: the first whose cumulative probability exceeds ``uniform`` of the total.
+    """Sample one token per row by inversion: the first token whose cumulative probability exceeds ``uniform`` times the
+    total.
 
-    Probabilities are summed in the order of token ids, also behind filters: a row's token depends neither on what other
-    rows filter nor on how nearly equal probabilities sort.
+    Probabilities are summed in the order of token ids, with filters as well: the token of a row depends neither on the
+    filters of other rows nor on the order in which nearly equal probabilities are sorted.
 
-    ``logits [n, V]`` bfloat16, float16 or float32 (-inf where forbidden; computed in float32), ``uniform`` float64 ``[n]``
-    in [0, 1). Returns int64 ``[n]``, which is ``out`` where given. Filters apply in the order top-k, top-p (on what top-k
-    left, renormalised), min-p (relative to the best token); of equals the first stay. A token of probability 0 is never
-    returned. On CUDA nothing waits for the device, and every tensor is read when the kernels run: a graph may be captured.
+    ``logits [n, V]`` is bfloat16, float16 or float32 (-inf where forbidden; computed in float32), ``uniform`` float64
+    ``[n]`` in [0, 1). Returns int64 ``[n]``, in ``out`` if it is given. Filters apply in the order top-k, top-p (on the
+    tokens that top-k keeps, renormalised), min-p (relative to the most likely token). Of equal probabilities, the
+    filters keep the first. A token of probability 0 is never returned. On CUDA nothing waits for the device, and every
+    tensor is read when the kernels run, so that a graph may be captured.
     """
     if logits.device.type == "cuda":
         from dovetail.ops.triton.sampling import sample as kernel
@@ -57,7 +60,7 @@ def sample(
 
 
 def sample_reference(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch.Tensor:
-    """``sample`` in torch, by a full sort, on any device; in float64 if ``logits`` are."""
+    """Compute ``sample`` in torch, by a full sort, on any device; in float64 if ``logits`` are."""
     temperature = filters.temperature
     if filters.any_greedy:
         temperature = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
@@ -72,13 +75,16 @@ def sample_reference(logits: torch.Tensor, filters: Filters, uniform: torch.Tens
 
 
 def _first_best(logits: torch.Tensor) -> torch.Tensor:
-    if logits.device.type == "cpu":  # numpy compares in vectors, torch does not: 7 times as fast, 16 times in bfloat16
+    if (
+        logits.device.type == "cpu"
+    ):  # numpy compares in vectors and torch does not: 7 times as fast, 16 times in bfloat16
         return torch.from_numpy(logits.float().numpy().argmax(-1))
     return logits.argmax(dim=-1)
 
 
 def _filter(probs: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """``probs`` sorted downwards, with what the filters exclude set to 0. The best token always stays."""
+    """Return ``probs``, sorted in descending order, with the excluded entries set to 0. The most likely token always
+    stays."""
     if filters.top_k is not None:
         rank = torch.arange(probs.shape[1], device=probs.device)
         probs = probs.masked_fill(rank >= filters.top_k, 0.0)
@@ -99,7 +105,7 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # u * total may round up to total itself: the last token with any probability is meant then
+    # u * total may round up to total itself; the result is then the last token with any probability
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]
-    last = last.clamp_(max=probs.shape[1] - 1)  # NaN compares with nothing; what is returned must still be a token
+    last = last.clamp_(max=probs.shape[1] - 1)  # comparisons with NaN are false; the result must still be a token
     return torch.minimum(index, last)
