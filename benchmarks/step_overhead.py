@@ -29,6 +29,7 @@ from dovetail.engine.memory import Needs, budget_for
 from dovetail.engine.sampler import Sampler
 from dovetail.loop import Loop
 from dovetail.memory.pool import PagedKVPool
+from dovetail.memory.table import RequestTable
 from dovetail.messages import AbortAllMsg, GenerateMsg
 from dovetail.types import Batch, ForwardOutput, HostOutput
 from peers.report import line, replace_section
@@ -51,7 +52,8 @@ class StubEngine(Engine):
         pages = -(-self.context_len // self.page_size) + 1
         self.num_pages = config.scheduler.rows * pages
         self.pool = PagedKVPool(self.info.cache_groups[0], 2, self.page_size, torch.float32, self.device)  # never read
-        self.inputs = Inputs(config.scheduler.rows, pages, self.page_size, self.device)
+        self.request_table = RequestTable(config.scheduler.rows, pages)
+        self.inputs = Inputs(self.request_table.pages[0], self.page_size, self.device)
         self.sampler = Sampler(self.info.vocab_size, eos_token_ids, self.device)
         self.graphs = None
         self.drafter = self.verify_graphs = self.pieces = None

@@ -229,11 +229,15 @@ def _chain_parents(rows: int, width: int) -> IntArray:
 
 class PageUpdates(NamedTuple):
     """Hold the entries of the page table that are new since the last step: ``page_table[slot, column] = page``. The
-    arrays are int32 ``[updates]`` unless noted."""
+    arrays are int32 ``[updates]`` unless noted.
+
+    The request table numbers its updates: those with the same ``version`` are the same. Version 0 means no number.
+    """
 
     slots: IntArray
     columns: IntArray
     pages: IntArray  # [groups, updates]
+    version: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -282,6 +286,7 @@ class Batch:
     shared: SharedPrefixes | None = None  # of a decode batch; None if there is nothing worth sharing
     variant: int = 0  # of a decode batch, set by the engine: the result of AttentionBackend.variant
     drafts: DraftTree | None = None  # set by the loop from Drafter.propose
+    rows_version: int = 0  # batches with the same number have the same requests in the same rows; 0 means no number
 
     # set by Inputs.prepare (device tensors, int32 unless said otherwise)
     input_ids: torch.Tensor = field(init=False)  # int64 [tokens]

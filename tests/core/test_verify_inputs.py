@@ -20,10 +20,17 @@ from dovetail.engine.verify_inputs import (
     static_batch,
     write_pages,
 )
+from dovetail.memory.table import RequestTable
 from dovetail.testing.batches import make_batch, make_page_table, make_tree_mask
-from dovetail.types import DraftTree, PageUpdates
+from dovetail.types import DraftTree
 
 PAGE = 4
+
+
+def make_inputs(slots, max_pages):
+    """The host's table, and the inputs that read it."""
+    table = RequestTable(slots, max_pages)
+    return table, Inputs(table.pages[0], PAGE, torch.device("cpu"))
 
 
 def random_batch(seed, prompts=0):
@@ -56,7 +63,7 @@ def test_the_host_sends_slots_lengths_and_drafts(seed, tree):
     memory = VerifyMemory(shape, table.shape[1], torch.device("cpu"))
     memory.sent.fill_(-7)  # of the step before
     numbers = np.random.default_rng(seed).random(total)
-    VerifyTensors(shape, memory).write(batch, Inputs(9, table.shape[1], PAGE, torch.device("cpu")), numbers)
+    VerifyTensors(shape, memory).write(batch, make_inputs(9, table.shape[1])[1], numbers)
     sent, count, slots, prefix_lens, counts, drafts, parents = shape.parts(memory.sent.numpy()[: shape.size])
 
     assert np.array_equal(sent.view(np.float64)[:total], numbers)
@@ -71,9 +78,12 @@ def test_the_host_sends_slots_lengths_and_drafts(seed, tree):
     assert memory.sent[shape.size] == 0, "no new pages"
 
 
-def test_rows_that_stay_are_sent_again_where_another_size_or_others_have_been_in_their_place():
-    inputs = Inputs(9, 60, PAGE, torch.device("cpu"))
+@pytest.mark.parametrize("numbered", [False, True])
+def test_rows_that_stay_are_sent_again_where_another_size_or_others_have_been_in_their_place(numbered):
     (batch, table), (other, _) = random_batch(3), random_batch(4)
+    if numbered:
+        batch.rows_version, other.rows_version = 7, 8
+    _, inputs = make_inputs(9, 60)
     shapes = [VerifyShape(tokens, 12, False) for tokens in (40, 48)]
     memory = VerifyMemory(shapes[1], table.shape[1], torch.device("cpu"))
     steps = [VerifyTensors(shape, memory) for shape in shapes]
@@ -111,23 +121,24 @@ def test_lengths_of_a_planned_batch_follow_the_step():
     assert np.array_equal(static.extend_lens[:rows], batch.extend_lens)
 
 
-def updates(slots, columns, pages):
-    return PageUpdates(np.array(slots, np.int32), np.array(columns, np.int32), np.array([pages], np.int32))
+def written(table, slots, columns, pages):
+    """The updates of entries that are written one after another."""
+    for slot, column, page in zip(slots, columns, pages, strict=True):
+        table.write(slot, column, np.array([[page]], np.int32))
+    return table.take_updates()
 
 
 def test_new_pages_travel_behind_a_block_while_there_is_room():
-    shape, inputs, sent = VerifyShape(2, 3, False), Inputs(3, 50, PAGE, torch.device("cpu")), []
+    (table, inputs), shape, sent = make_inputs(3, 50), VerifyShape(2, 3, False), []
     inputs.upload = lambda *arrays, updates: sent.append(updates)
     behind = np.full(1 + 2 * shape.room, -7, np.int32)
-    new = updates([2, 3, 2], [4, 0, 4], [9, 8, 7])
-    inputs.note(new)
+    new = written(table, [2, 3, 2], [4, 0, 4], [9, 8, 7])
     write_pages(inputs, new, shape, behind)
     assert behind[0] == 3
     assert behind[1:4].tolist() == [104, 150, 104]
     assert behind[1 + shape.room :][:3].tolist() == [7, 8, 7], "the later page counts"
 
-    many = updates([1] * (shape.room + 1), range(shape.room + 1), range(1, shape.room + 2))
-    inputs.note(many)
+    many = written(table, [1] * (shape.room + 1), range(shape.room + 1), range(1, shape.room + 2))
     write_pages(inputs, many, shape, behind)
     assert behind[0] == 0
     assert sent == [many]

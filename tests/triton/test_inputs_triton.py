@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
+from dovetail.memory.table import RequestTable
 from dovetail.ops.triton.inputs import fetch, verify_inputs
 from dovetail.types import Batch, PageUpdates, SharedPrefixes
 
@@ -36,7 +37,7 @@ def run(inputs, batch, rows):
 
 @pytest.fixture
 def inputs():
-    inputs = Inputs(6, 400, 4, torch.device("cpu"))
+    inputs = Inputs(np.zeros((7, 400), np.int32), 4, torch.device("cpu"))
     inputs.page_table[1:] = np.random.default_rng(0).permutation(6 * 400).reshape(6, 400) + 1
     inputs.last_token[1:] = torch.arange(6) + 100
     return inputs
@@ -81,30 +82,53 @@ def test_without_groups_every_row_is_in_one_that_shares_nothing(inputs):
     assert not row_lens.any()
 
 
+def updates_of(table, entries):
+    for slot, column, page in entries:
+        table.write(slot, column, np.array([[page]], np.int32))
+    return table.take_updates()
+
+
 def test_of_two_entries_for_one_place_the_last_counts():
-    inputs = Inputs(3, 8, 4, torch.device("cpu"))
-    updates = PageUpdates(np.array([1, 2, 1], np.int32), np.array([5, 0, 5], np.int32), np.array([[7, 8, 9]], np.int32))
-    inputs.note(updates)
-    places, pages = inputs.places_of(updates)
+    table = RequestTable(3, 8)
+    inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
+    updates = updates_of(table, [(1, 5, 7), (2, 0, 8), (1, 5, 9)])
+    places, pages = inputs.entries_of(updates)
     assert list(zip(places.tolist(), pages.tolist(), strict=True)) == [(13, 9), (16, 8), (13, 9)]
 
 
-def test_updates_are_noted_again_where_that_was_interrupted():
-    inputs = Inputs(3, 8, 4, torch.device("cpu"))
-    updates = PageUpdates(np.array([1, 2], np.int32), np.array([5, 0], np.int32), np.array([[7, 8]], np.int32))
-    table, inputs._flat_table = inputs._flat_table, Interrupted()
+def test_updates_are_located_again_where_that_was_interrupted():
+    table = RequestTable(3, 8)
+    inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
+    updates = updates_of(table, [(1, 5, 7), (2, 0, 8)])
+    flat, inputs._flat_table = inputs._flat_table, Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        inputs.note(updates)
-    inputs._flat_table = table
-    places, pages = inputs.places_of(updates)
+        inputs.locate_updates(updates)
+    inputs._flat_table = flat
+    places, pages = inputs.entries_of(updates)
     assert list(zip(places.tolist(), pages.tolist(), strict=True)) == [(13, 7), (16, 8)]
     assert (inputs.page_table[1, 5], inputs.page_table[2, 0]) == (7, 8)
+
+
+def test_updates_that_were_located_ahead_are_those_of_the_table_at_the_step():
+    table = RequestTable(3, 8)
+    inputs = Inputs(table.pages[0], 4, torch.device("cpu"))
+    table.write(1, 5, np.array([[7]], np.int32))
+    inputs.locate_updates(table.next_updates())
+    assert [a.tolist() for a in inputs.entries_of(table.next_updates())] == [[13], [7]]
+    table.write(1, 5, np.array([[9]], np.int32))
+    table.write(2, 0, np.array([[8]], np.int32))
+    updates = table.take_updates()
+    assert [a.tolist() for a in inputs.entries_of(updates)] == [[13, 13, 16], [9, 9, 8]]
+    table.put_back(updates)
+    table.write(2, 1, np.array([[6]], np.int32))
+    assert [a.tolist() for a in inputs.entries_of(table.take_updates())] == [[13, 13, 16, 17], [9, 9, 8, 6]]
+    assert not inputs.entries_of(table.take_updates())
 
 
 class Interrupted:
     """An array whose user presses Ctrl-C."""
 
-    def __setitem__(self, places, pages):
+    def __getitem__(self, places):
         raise KeyboardInterrupt
 
 

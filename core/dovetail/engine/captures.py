@@ -130,12 +130,12 @@ class Staging:
 
     def send_step(self, inputs: Inputs, arrays: Sequence[Array], updates: PageUpdates) -> None:
         """Copy ``arrays`` to the start of the buffer, and bring the device's page table up to date."""
-        fresh = inputs.places_of(updates)
-        packed = pack([*arrays, *fresh])
+        entries = inputs.entries_of(updates)
+        packed = pack([*arrays, *entries])
         if len(packed) > self.size:
             inputs.upload(updates=updates)
-            packed, fresh = pack(arrays), ()
+            packed, entries = pack(arrays), ()
         self.send(packed)
-        if fresh:
-            places, pages = unpack(self.buffer, [*arrays, *fresh])[-2:]
+        if entries:
+            places, pages = unpack(self.buffer, [*arrays, *entries])[-2:]
             inputs.pages.view(-1).index_copy_(0, places, pages)

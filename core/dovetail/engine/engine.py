@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from dovetail.engine.build import as_module
@@ -43,14 +42,14 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.layers.linear import make_batch_invariant
 from dovetail.memory.pool import PagedKVPool, pool_dtype
+from dovetail.memory.table import RequestTable
 from dovetail.ops.linear import describe
-from dovetail.ops.transfer import to_device
 from dovetail.types import Attends, ForwardOutput, HostOutput, Logprobs
 
 if TYPE_CHECKING:
     from dovetail.config.sections import Config
     from dovetail.registry.resolver import Chosen, Resolved
-    from dovetail.types import Batch, IntArray
+    from dovetail.types import Batch, IntArray, PageUpdates
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,8 @@ class Engine:
         self.pool = PagedKVPool(group, self.num_pages, self.page_size, kv_dtype, self.device)
         self.context_len = min(self.context_len, (self.num_pages - 1) * self.page_size)
         max_pages = -(-self.context_len // self.page_size) + 1
-        self.inputs = Inputs(config.scheduler.rows, max_pages, self.page_size, self.device)
+        self.request_table = RequestTable(config.scheduler.rows, max_pages)
+        self.inputs = Inputs(self.request_table.pages[0], self.page_size, self.device)
         runtime.allocate(self.inputs, self.pool, self.context_len)
         self.sampler = Sampler(info.vocab_size, eos_token_ids, self.device)
         self._prefill = self._attention(resolved.attention_prefill, dtype, self.pool, config.scheduler.rows)
@@ -233,7 +233,6 @@ class Engine:
         self._graph = self._graph_for(batch)
         if self._graph is not None:
             assert self.graphs is not None
-            self.inputs.note(batch.page_updates)
             numbers = decode_numbers(batch, self.sampler.settings_of(batch))
             self._logits = self.graphs.launch(self._graph, batch, numbers)
             batch.input_ids = self._graph.tensors.input_ids[: len(batch.slots)]  # penalties count them
@@ -296,7 +295,7 @@ class Engine:
         if output is None:
             output = self.sampler.sample(batch, logits)
             output.prompt_logprobs, output.pooled = self._prompt_logprobs, self._pooled
-            self._keep_last(batch, output)
+            self.inputs.keep_last(batch, output.token_ids)
         if batch.tree_mask is not None:
             compact(batch, output, self.pool)
         if self.device.type == "cuda":
@@ -319,10 +318,9 @@ class Engine:
         tokens = self.graphs.sample(self._graph, settings)
         return None if tokens is None else ForwardOutput(tokens[: len(batch.slots), None])
 
-    def _keep_last(self, batch: Batch, output: ForwardOutput) -> None:
-        slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]
-        last = output.token_ids[:, -1]  # the last of those accepted, see ``verify.Accepted``
-        self.inputs.last_token.index_copy_(0, to_device(slots.astype(np.int64), self.device), last)
+    def locate_updates(self, updates: PageUpdates) -> None:
+        """Prepare page updates of the next step while the device computes this one. The next step may have others."""
+        self.inputs.locate_updates(updates)
 
     def wait(self, batch: Batch, output: ForwardOutput) -> HostOutput:
         """A step's output on the host: the one place where the host waits for the device."""

@@ -30,25 +30,27 @@ _TORCH = {
 
 
 class Inputs:
-    """The arrays by slot. ``prepare`` fills a batch.
+    """Keep the arrays by slot and fill the tensors of a batch from them.
 
-    ``page_table`` is the host's copy; ``pages`` is the device's, the same memory on a CPU.
+    ``page_table`` is the host's page table, which the scheduler writes and this class only reads. ``pages`` is the device's copy
+    of it, which the updates of each batch bring up to date; on a CPU it is the same memory. ``last_token`` int64 ``[slots]`` has
+    the last token of each request.
     """
 
-    def __init__(self, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, page_table: IntArray, page_size: int, device: torch.device) -> None:
+        """``page_table`` is int32 ``[slots, max_pages]`` and contiguous, with slot 0 for rows that pad a step."""
         self.page_size = page_size
         self.device = device
-        self.page_table: IntArray = np.zeros((num_slots + 1, max_pages), np.int32)
-        on_host = torch.from_numpy(self.page_table)
+        self.page_table = page_table
+        on_host = torch.from_numpy(page_table)
         self.pages = on_host if device.type == "cpu" else on_host.to(device)
-        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._flat_table = self.page_table.reshape(-1)
-        self._noted: PageUpdates | None = None
-        self._fresh: tuple[()] | tuple[Int64Array, IntArray] = ()  # of what was noted last
+        self.last_token = torch.zeros(len(page_table), dtype=torch.int64, device=device)
+        self._flat_table = page_table.reshape(-1)
+        self._located_version = 0
+        self._entries: tuple[()] | tuple[Int64Array, IntArray] = ()  # of the updates with that version
 
     def prepare(self, batch: Batch) -> None:
-        """Set the batch's engine fields. Mutates ``batch`` and the page table."""
-        self.note(batch.page_updates)
+        """Set the batch's engine fields, and send its page updates to the device. Mutates ``batch``."""
         if batch.num_extend or batch.drafts is not None:
             self._prepare_ragged(batch)
         elif self.device.type == "cpu":
@@ -111,33 +113,37 @@ class Inputs:
         page, offset = np.divmod(places, self.page_size)
         return table[row_of, page].astype(np.int64) * self.page_size + offset
 
-    def note(self, updates: PageUpdates) -> None:
-        """Write new entries to the host's page table, once if they are the last that were noted. They reach the device's with
-        ``upload``."""
-        if updates is self._noted:
+    def locate_updates(self, updates: PageUpdates) -> None:
+        """Compute what ``entries_of`` returns for these updates, so that it is ready when a step needs it."""
+        if updates.version and updates.version == self._located_version:
             return
-        fresh: tuple[()] | tuple[Int64Array, IntArray] = ()
+        entries: tuple[()] | tuple[Int64Array, IntArray] = ()
         if len(updates.slots):
             places = updates.slots.astype(np.int64) * self.page_table.shape[1] + updates.columns
-            self._flat_table[places] = updates.pages[0]
-            fresh = places, self._flat_table[places]
-        self._noted, self._fresh = updates, fresh  # last: what was interrupted is done again
+            entries = places, self._flat_table[places]
+        self._entries, self._located_version = entries, updates.version  # last: after an interrupt it is done again
 
     def upload(self, *arrays: Array, updates: PageUpdates) -> list[torch.Tensor]:
-        """``arrays`` on the device, and ``updates`` in its page table, by one copy."""
+        """Return ``arrays`` on the device, and write ``updates`` into its page table, all with one copy."""
         if self.device.type == "cpu":
             return [torch.from_numpy(a) for a in arrays]
-        fresh = self.places_of(updates)
-        tensors = unpack(to_device(pack([*arrays, *fresh]), self.device), [*arrays, *fresh])
-        if fresh:
+        entries = self.entries_of(updates)
+        tensors = unpack(to_device(pack([*arrays, *entries]), self.device), [*arrays, *entries])
+        if entries:
             self.pages.view(-1).index_copy_(0, tensors[-2], tensors[-1])
         return tensors[: len(arrays)]
 
-    def places_of(self, updates: PageUpdates) -> tuple[()] | tuple[Int64Array, IntArray]:
-        """Flat places in the page table (int64), and the pages that are there, once ``updates`` are noted: several entries for
-        one place bring the same page."""
-        self.note(updates)
-        return self._fresh
+    def entries_of(self, updates: PageUpdates) -> tuple[()] | tuple[Int64Array, IntArray]:
+        """Return the flat places of ``updates`` in the page table (int64 ``[updates]``) and the pages that the host's table has
+        there: several entries for one place have the same page. Return nothing if there are no updates."""
+        self.locate_updates(updates)
+        return self._entries
+
+    def keep_last(self, batch: Batch, tokens: torch.Tensor) -> None:
+        """Keep the last token of each sampled row for the next step. ``tokens`` is int64 ``[sampled rows, width]``."""
+        slots = batch.slots if batch.samples.all() else batch.slots[batch.samples]
+        last = tokens[:, -1]  # the last of those accepted, see ``verify.Accepted``
+        self.last_token.index_copy_(0, to_device(slots.astype(np.int64), self.device), last)
 
 
 class DecodeTensors:

@@ -56,7 +56,7 @@ class Sampler:
         self._masks = MaskBuffers(device)
         self.mask_seconds = 0.0  # of the host, filling and applying grammar masks
         self._settings: RowSettings | None = None
-        self._settings_of: list[Req] | None = None  # the list that they are of: batches of the same rows have the same
+        self._rows_version = 0  # of the batch that the settings belong to
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
         """Choose tokens from ``logits [logit rows, V]``, which may be overwritten."""
@@ -74,15 +74,17 @@ class Sampler:
         return output
 
     def settings_of(self, batch: Batch) -> RowSettings:
-        """What the sampled rows of a batch want. Kept while the rows stay the same."""
+        """Return the settings of the sampled rows of a batch. They are kept while the rows stay the same."""
+        settings, version = self._settings, batch.rows_version
+        if settings is not None and version and version == self._rows_version:
+            return settings
         reqs = batch.sampled_reqs
-        if self._settings is None or self._settings_of is not reqs:
-            uids = tuple([r.uid for r in reqs])
-            if self._settings is None or self._settings.uids != uids:
-                self._settings = RowSettings.of(reqs, self.vocab_size, self.device)
-                self.penalties.forget_all_but(set(uids))
-            self._settings_of = reqs
-        return self._settings
+        uids = tuple([r.uid for r in reqs])
+        if settings is None or settings.uids != uids:
+            settings = self._settings = RowSettings.of(reqs, self.vocab_size, self.device)
+            self.penalties.forget_all_but(set(uids))
+        self._rows_version = version
+        return settings
 
     def _processed(
         self, batch: Batch, logits: torch.Tensor, reqs: list[Req], layout: LogitRows, settings: RowSettings

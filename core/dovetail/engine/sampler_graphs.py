@@ -92,13 +92,13 @@ class _Columns:
         self.top_k = torch.ones(rows, 1, dtype=torch.int64, device=device)
         self.top_p = torch.ones(rows, 1, dtype=torch.float64, device=device)
         self.min_p = torch.zeros(rows, 1, dtype=torch.float64, device=device)
-        self._held: RowSettings | None = None
+        self._version = 0  # of the settings whose filters these are
 
     def set(self, settings: RowSettings) -> None:
         """Copy the settings' filters, unless they are there already."""
-        if settings is self._held:
+        if settings.version == self._version:
             return
-        self._held, filters = settings, settings.filters
+        self._version, filters = settings.version, settings.filters
         if filters is None:
             return
         pairs = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ from dovetail.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from dovetail.types import Req
+
+
+_versions = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class RowSettings:
     constrained: tuple[int, ...]
     logprobs: tuple[int, ...]
     top_logprobs: int
+    version: int
+    """Settings with the same number are the same."""
 
     @classmethod
     def of(cls, reqs: Sequence[Req], vocab_size: int, device: torch.device) -> RowSettings:
@@ -54,6 +60,7 @@ class RowSettings:
             constrained=constrained,
             logprobs=logprobs,
             top_logprobs=max((p.logprobs or 0 for p in params), default=0),
+            version=next(_versions),
         )
 
 

@@ -184,7 +184,7 @@ class VerifyGraphs:
         All of them are valid until the next launch. ``numbers`` are those of ``verify_numbers``."""
         step, graph, logits = self._graphs[key]
         tokens = batch.num_tokens
-        self._inputs.note(batch.page_updates)
+        self._inputs.locate_updates(batch.page_updates)
         self._wait_until_read()
         self._unread = batch
         step.write(batch, tokens, numbers)

@@ -62,11 +62,11 @@ class VerifyShape(NamedTuple):
 def write_pages(inputs: Inputs, updates: PageUpdates, shape: VerifyShape, behind: IntArray) -> None:
     """Write new entries of the page table, which the host's has already, behind a block: int32 ``[1 + 2 * room]``, how many,
     their flat places, their pages. Where there are too many they are sent at once."""
-    fresh = inputs.places_of(updates)
+    entries = inputs.entries_of(updates)
     behind[0] = 0
-    if not fresh:
+    if not entries:
         return
-    places, pages = fresh
+    places, pages = entries
     count, room = len(places), shape.room
     if count > room:
         inputs.upload(updates=updates)
@@ -95,7 +95,9 @@ class VerifyMemory:
         self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
         self.result = torch.zeros(tokens, 2 * shape.width + 1, dtype=torch.int64, device=device)
         self.result_on_host = torch.zeros(self.result.shape, dtype=torch.int64, pin_memory=pinned)
-        self.rows: tuple[VerifyShape, IntArray] | None = None  # slots that are in ``sent``, where a shape has them
+        self.rows: tuple[VerifyShape, int] | None = (
+            None  # whose slots are in ``sent``, and where: see ``Batch.rows_version``
+        )
 
 
 class VerifyTensors:
@@ -126,11 +128,11 @@ class VerifyTensors:
         """Write what the host sends. ``numbers`` are those of ``verify_numbers``. The device must have read what was written
         before."""
         uniform, num_rows, slots, prefix_lens, counts, drafts, parents = self._own
-        rows, there = len(batch.slots), self._memory.rows
-        if there is None or there[0] is not self.shape or there[1] is not batch.slots:
+        rows, version = len(batch.slots), batch.rows_version
+        if not version or self._memory.rows != (self.shape, version):
             num_rows[0] = rows
             slots[:rows] = batch.slots
-            self._memory.rows = self.shape, batch.slots
+            self._memory.rows = self.shape, version
         prefix_lens[:rows] = batch.prefix_lens
         counts[:rows] = batch.extend_lens
         if batch.drafts is not None:

@@ -16,7 +16,6 @@ from dovetail.interfaces.policy import PolicyContext
 from dovetail.memory.allocator import PageAllocator
 from dovetail.memory.ledger import PageLedger
 from dovetail.memory.lookahead import with_lookahead
-from dovetail.memory.table import RequestTable
 from dovetail.scheduler.limits import SchedulerLimits
 from dovetail.scheduler.scheduler import Scheduler
 
@@ -73,8 +72,7 @@ def build_scheduler(
     section = resolved.config.scheduler
     ahead = engine.drafter.tokens_ahead if engine.drafter is not None else 0
     cache = with_lookahead(resolved.cache.build, engine.page_size, ahead)
-    table = RequestTable(section.rows, engine.inputs.page_table.shape[1])
-    ledger = PageLedger(PageAllocator(engine.num_pages), cache, table, engine.page_size, ahead)
+    ledger = PageLedger(PageAllocator(engine.num_pages), cache, engine.request_table, engine.page_size, ahead)
     limits = SchedulerLimits(
         max_running=section.rows,
         max_waiting=section.max_waiting,

@@ -217,7 +217,7 @@ class Loop:
         finally:
             self._seconds["launch"] += time.perf_counter() - start
         if batch.drafts is not None:  # while the device computes: what is done now does not delay the next step
-            self.engine.inputs.note(self.scheduler.reserve_ahead())
+            self.engine.locate_updates(self.scheduler.reserve_ahead())
         self._launched = batch, output
         return []
 
@@ -271,7 +271,6 @@ class Loop:
         self._forget_departed(drafter)  # one of them may be in the batch, as new: retracted, and admitted again
         if self._drafting and batch.num_extend < len(batch.reqs):
             start = time.perf_counter()
-            self.engine.inputs.note(batch.page_updates)  # the drafter's cache has the same pages
             self._fence.propose(drafter, self.scheduler, batch)
             self._seconds["draft"] += time.perf_counter() - start
         return batch

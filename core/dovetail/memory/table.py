@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ class RequestTable:
         self._free = list(range(num_slots, PADDING_SLOT, -1))
         self._updates: list[PageUpdates] = []
         self._runs: list[_Run] = []  # written after ``_updates``
+        self._versions = itertools.count(1)
 
     @property
     def num_free(self) -> int:
@@ -46,7 +48,8 @@ class RequestTable:
 
     def write_each(self, slots: Sequence[int], columns: Sequence[int], pages: IntArray) -> None:
         """Set ``pages [groups, n]`` at ``columns [n]`` of the rows of ``slots [n]``."""
-        update = PageUpdates(np.array(slots, np.int32), np.array(columns, np.int32), pages)
+        version = next(self._versions)
+        update = PageUpdates(np.array(slots, np.int32), np.array(columns, np.int32), pages, version)
         self.pages[:, update.slots, update.columns] = pages
         self._expand_runs()
         self._updates.append(update)
@@ -62,8 +65,9 @@ class RequestTable:
         if not self._updates:
             return _NO_UPDATES
         if len(self._updates) > 1:
-            slots, columns, pages = zip(*self._updates, strict=True)
-            self._updates = [PageUpdates(np.concatenate(slots), np.concatenate(columns), np.concatenate(pages, axis=1))]
+            slots, columns, pages, _ = zip(*self._updates, strict=True)
+            joined = np.concatenate(slots), np.concatenate(columns), np.concatenate(pages, axis=1)
+            self._updates = [PageUpdates(*joined, next(self._versions))]
         return self._updates[0]
 
     def put_back(self, updates: PageUpdates) -> None:
@@ -74,7 +78,7 @@ class RequestTable:
 
     def _expand_runs(self) -> None:
         if self._runs:
-            self._updates.append(_expanded(self._runs))
+            self._updates.append(PageUpdates(*_expanded(self._runs), next(self._versions)))
             self._runs = []
 
 
@@ -86,19 +90,19 @@ class _Run(NamedTuple):
     pages: IntArray  # [groups, n]
 
 
-def _expanded(runs: Sequence[_Run]) -> PageUpdates:
-    """Return one entry for each page of ``runs``."""
+def _expanded(runs: Sequence[_Run]) -> tuple[IntArray, IntArray, IntArray]:
+    """Return slots, columns and pages with one entry for each page of ``runs``."""
     if len(runs) == 1:
         ((slot, column, pages),) = runs
         count = pages.shape[1]
-        return PageUpdates(np.full(count, slot, np.int32), np.arange(column, column + count, dtype=np.int32), pages)
+        return np.full(count, slot, np.int32), np.arange(column, column + count, dtype=np.int32), pages
     slots, columns, pages = zip(*runs, strict=True)
     counts = np.array([run.shape[1] for run in pages], np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
     shifts = np.array(columns, np.int32) - (ends - counts)  # a page's column minus its index in the result
     places = np.arange(ends[-1], dtype=np.int32)
     places += np.repeat(shifts, counts)
-    return PageUpdates(np.repeat(np.array(slots, np.int32), counts), places, np.concatenate(pages, axis=1))
+    return np.repeat(np.array(slots, np.int32), counts), places, np.concatenate(pages, axis=1)
 
 
 _NO_UPDATES = PageUpdates(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((1, 0), np.int32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray, PageUpdates, Req
 
 
+_versions = itertools.count(1)
+
+
 class DecodeRows:
     """Requests that decode, in the order of their rows, with arrays over them.
 
-    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` go into batches as they are and are never changed: as long as a batch
-    has the same list as the one before, it has the same rows. ``lens`` follows the requests' cursors, up to their ``ends``, in pages
+    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` go into batches as they are and are never changed: batches
+    with the same ``version`` have the same rows. ``lens`` follows the requests' cursors, up to their ``ends``, in pages
     for ``capacity`` tokens. Every row can take ``steps_left`` more tokens at least, and has pages for ``spare`` at least: they are
     known without asking the arrays, and exact after ``recount_steps`` and ``recount_spare``.
     """
@@ -39,11 +43,13 @@ class DecodeRows:
         "slots",
         "spare",
         "steps_left",
+        "version",
     )
 
     def __init__(self, reqs: list[Req], page_size: int, grouping: Grouping | None = None) -> None:
         """``reqs`` each have a token to enter, and room for at least one more."""
         n = len(reqs)
+        self.version = next(_versions)
         self.reqs = reqs
         self.page_size = page_size
         self.grouping = grouping
@@ -143,6 +149,7 @@ def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Ba
         page_updates=updates,
         draft_limits=rows.draft_limits if draft_width else None,
         shared=rows.grouping.shared if rows.grouping is not None else None,
+        rows_version=rows.version,
     )
 
 
