@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.interfaces.api import ChatDelta
 from dovetail.interfaces.parsers import CallDelta, ReasoningStream, ToolDelta, ToolStream
-from dovetail.tokenizer.stops import StopFinder
+from dovetail.tokenizer.stops import StopCutter
 from dovetail.types import FinishKind, FinishReason
 
 if TYPE_CHECKING:
@@ -28,37 +28,9 @@ class Stops:
         """Those that a request asks for."""
         return cls(params.stop, params.include_stop, params.min_new_tokens) if params.stop else None
 
-
-class _StopCutter:
-    """Text up to the first stop string; what may be the beginning of one is held back."""
-
-    def __init__(self, stops: Stops) -> None:
-        self._texts = stops.texts
-        self._finder = StopFinder(stops.texts)
-        self._include = stops.include
-        self._held = ""
-        self.matched: str | None = None
-
-    def feed(self, text: str, may_stop: bool) -> str:
-        """What is certain now."""
-        seen = 0
-        while (hit := self._finder.feed(text[seen:])) is not None:
-            seen += hit.end
-            if may_stop:
-                self.matched = hit.text
-                whole = self._held + text[:seen]
-                self._held = ""
-                return whole if self._include else whole.removesuffix(hit.text)
-        whole = self._held + text
-        sure = len(whole) - self._finder.pending
-        self._held = whole[sure:]
-        return whole[:sure]
-
-    def finish(self) -> str:
-        """What was held back: no text follows, or something else comes in between."""
-        self._finder = StopFinder(self._texts)
-        held, self._held = self._held, ""
-        return held
+    def cutter(self) -> StopCutter:
+        """Return a new cutter for one text."""
+        return StopCutter(self.texts, self.include)
 
 
 class OutputReader:
@@ -72,7 +44,7 @@ class OutputReader:
         self._tools = tools
         self._single = single
         self._min_tokens = stops.min_tokens if stops else 0
-        self._cutters = (_StopCutter(stops), _StopCutter(stops)) if stops else None  # of reasoning, of content
+        self._cutters = (stops.cutter(), stops.cutter()) if stops else None  # of reasoning, of content
         self.calls = 0
 
     @property

@@ -21,6 +21,7 @@ from dovetail.server.engines import Engine
 from dovetail.server.expansion import messages
 from dovetail.server.metrics import Metrics, RequestMetrics
 from dovetail.server.outputs import Outputs, Terms
+from dovetail.token_checks import check_prompt
 from dovetail.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -66,7 +67,7 @@ class Service(ApiHost):
                 f"the request asks for {request.num_outputs} outputs; at most {most} may wait", param="n"
             )
         for prompt in request.prompts:
-            self._check_ids(prompt.ids, prompt.params)
+            check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
         msgs = messages(request)
         terms = terms or Terms(max_seconds=self.config.server.max_seconds)
         stream = self.engine.open(terms.name or request.rid, msgs)
@@ -126,24 +127,6 @@ class Service(ApiHost):
         with suppress(TimeoutError, EngineDeadError):
             self.metrics.stats = await asyncio.wait_for(self.engine.stats(), seconds)
         return self.metrics.stats
-
-    def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
-        if len(ids) > self.context_len - (params.max_new_tokens != 0):
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens; the context holds {self.context_len}, prompt and output together"
-            )
-        labels, biased = params.pooling.token_ids if params.pooling else (), tuple(params.logit_bias or ())
-        stops = params.stop_token_ids
-        for param, tokens in (
-            ("prompt", ids),
-            ("stop_token_ids", stops),
-            ("logit_bias", biased),
-            ("label_token_ids", labels),
-        ):
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
-                raise RequestError(f"{param} has token ids outside of [0, {self.vocab_size})", param=param)
 
 
 async def _in_thread(large: bool, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

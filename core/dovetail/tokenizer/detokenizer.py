@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dovetail.tokenizer.stops import StopFinder
+from dovetail.tokenizer.stops import StopCutter
 
 if TYPE_CHECKING:
     from dovetail.messages import TokenOutput
@@ -38,11 +38,10 @@ class IncrementalDetokenizer:
     ) -> None:
         self._bytes = tokenizer.text_bytes(skip_special_tokens, keep_special)
         self._decoder = _Utf8Decoder("replace")
-        self._finder = StopFinder(stop) if stop else None
+        self._cutter = StopCutter(stop, include_stop) if stop else None
         self._include_stop = include_stop
         self._strip = tokenizer.strip_leading_space and not continues
         self._unstoppable = max(min_tokens - 1, 0)
-        self._held = ""
         self.matched: str | None = None
 
     @classmethod
@@ -89,27 +88,15 @@ class IncrementalDetokenizer:
         return self._release(self._decoder.decode(data), may_stop)
 
     def finish(self) -> str:
-        """No token follows: returns the text held back. Call once."""
+        """Return the text that was held back. Call it once, after the last token."""
         if self.matched is not None:
             return ""
         text = self._release(self._decoder.decode(b"", True), True)
-        if self.matched is None:
-            text, self._held = text + self._held, ""
-        return text
+        return text + self._cutter.finish() if self._cutter is not None and self.matched is None else text
 
     def _release(self, text: str, may_stop: bool) -> str:
-        if self._finder is None or not text:
+        if self._cutter is None or not text:
             return text
-        hit = self._finder.feed(text)
-        seen = hit.end if hit else 0
-        while hit is not None and not may_stop:
-            hit = self._finder.feed(text[seen:])
-            seen += hit.end if hit else 0
-        text, before = self._held + text, len(self._held)
-        if hit is None:
-            final = len(text) - self._finder.pending
-            self._held = text[final:]
-            return text[:final]
-        self.matched, self._held = hit.text, ""
-        end = before + hit.end
-        return text[: end if self._include_stop else end - len(hit.text)]
+        text = self._cutter.feed(text, may_stop)
+        self.matched = self._cutter.matched
+        return text

@@ -52,6 +52,43 @@ class StopFinder:
         return None
 
 
+class StopCutter:
+    """Cut a text at its first stop string, and hold back what may be the beginning of one.
+
+    ``matched`` is the stop string at which the text was cut, None before. With ``include`` the text keeps it.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops = stops
+        self._finder = StopFinder(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str, may_stop: bool = True) -> str:
+        """Add text and return the text that has become final. Stop strings that end in ``text`` are text like any other unless
+        ``may_stop``. Must not be called after a stop string has matched."""
+        seen = 0
+        while (hit := self._finder.feed(text[seen:])) is not None:
+            seen += hit.end
+            if may_stop:
+                self.matched = hit.text
+                whole = self._held + text[:seen]
+                self._held = ""
+                return whole if self._include else whole.removesuffix(hit.text)
+        whole = self._held + text
+        final = len(whole) - self._finder.pending
+        self._held = whole[final:]
+        return whole[:final]
+
+    def finish(self) -> str:
+        """Return the text that was held back, because the text ends here or something else interrupts it. What is fed later
+        begins a new text, which no stop string joins with this one."""
+        self._finder = StopFinder(self._stops)
+        held, self._held = self._held, ""
+        return held
+
+
 class _Automaton:
     """Aho and Corasick, "Efficient string matching" (1975). States are prefixes of the stop strings, 0 the empty one.
 

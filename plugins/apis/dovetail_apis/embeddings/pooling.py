@@ -10,6 +10,7 @@ from dovetail.api.requests import check_count
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, Choice, Prompt, Usage
 from dovetail.sampling_params import Pooling, PoolingKind, SamplingParams
+from dovetail.token_checks import check_token_ids
 from dovetail.types import FloatArray
 
 
@@ -34,8 +35,7 @@ async def as_prompts(
         ids = await host.encode(text, add_special_tokens) if isinstance(text, str) else text
         if not ids:
             raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
-        if not (min(ids) >= 0 and max(ids) < host.vocab_size):
-            raise RequestError(f"{param} has token ids outside of [0, {host.vocab_size})", param=param)
+        check_token_ids(param, ids, host.vocab_size)
         prompts.append(Prompt(ids, params))
         await asyncio.sleep(0)  # there may be thousands; other streams go on meanwhile
     return prompts

@@ -16,6 +16,7 @@ from dovetail.api.responses import json_response
 from dovetail.chat.requests import ToolSpec, plain_message, shown_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, Route
+from dovetail.token_checks import check_token_ids
 from dovetail_apis.openai.types import ChatMessage
 
 
@@ -121,8 +122,8 @@ def _detokenized(host: ApiHost, body: DetokenizeRequest) -> dict[str, Any]:
     given: Any = body.tokens
     single = not given or isinstance(given[0], int)
     lists: list[list[int]] = [given] if single else given
-    if any(not 0 <= token < host.vocab_size for ids in lists for token in ids):
-        raise RequestError(f"tokens has ids outside of [0, {host.vocab_size})", param="tokens")
+    for ids in lists:
+        check_token_ids("tokens", ids, host.vocab_size)
     texts = [host.tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
     prompts = [host.tokenizer.decode(ids, skip_special_tokens=False) for ids in lists]
     return {"text": texts[0] if single else texts, "prompt": prompts[0] if single else prompts}
