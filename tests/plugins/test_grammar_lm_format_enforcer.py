@@ -207,7 +207,7 @@ def test_the_work_of_a_mask_is_bounded_and_what_was_reached_stays_right() -> Non
         assert (rows[0] == rows[1]).all()
         assert free.accept(ord("a"))
         assert tight.accept(ord("a"))
-    assert "more than 20000 places" in raised
+    assert "more than 20000 positions" in raised
     assert "max_work" in raised
     tight.rollback(2)
     free.rollback(2)

@@ -16,7 +16,7 @@ import pytest
 from dovetail.errors import GrammarError
 from dovetail_grammar.instances import UndecidedError, satisfies
 from dovetail_grammar.negation import NegationError, exclusive, negate, without_not
-from dovetail_grammar.schema_documents import Document
+from dovetail_grammar.schema_documents import SchemaDocument
 
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, 2, 3, -1.5, 2.5, 1e9, "", "a", "ab", "b", "é", [], [1], ["a", 2], [1, 2, 3], {}),
@@ -53,13 +53,13 @@ SCHEMAS: list[Any] = [
 
 
 def decide(value: Any, schema: Any) -> bool:
-    document = Document(schema)
+    document = SchemaDocument(schema)
     return satisfies(value, schema, lambda part: document.resolve(part, "#"))
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
 def test_the_negation_allows_what_the_schema_does_not(schema: Any) -> None:
-    document = Document(schema)
+    document = SchemaDocument(schema)
     opposite = negate(schema, lambda part: document.resolve(part, "#"))
     rooted = {**opposite, "$defs": schema.get("$defs", {})} if isinstance(opposite, dict) else opposite
     for value in VALUES:
@@ -68,7 +68,7 @@ def test_the_negation_allows_what_the_schema_does_not(schema: Any) -> None:
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.combinations([s for s in SCHEMAS[3:] if "$ref" not in s], 2)))
 def test_one_of_is_exactly_one(a: Any, b: Any) -> None:
-    document = Document(True)
+    document = SchemaDocument(True)
     written = exclusive([a, b], lambda part: document.resolve(part, "#"))
     for value in VALUES:
         assert decide(value, written) == (decide(value, a) != decide(value, b)), value
@@ -76,7 +76,7 @@ def test_one_of_is_exactly_one(a: Any, b: Any) -> None:
 
 def test_a_conditional_means_its_branches() -> None:
     schema: dict[str, Any] = {"if": {"type": "string"}, "then": {"minLength": 2}, "else": {"type": "null"}}
-    written = without_not(schema, lambda part: Document(True).resolve(part, "#"))
+    written = without_not(schema, lambda part: SchemaDocument(True).resolve(part, "#"))
     assert "if" not in json.dumps(written)
     assert [value for value in VALUES if decide(value, written)] == [None, "ab"]
 
@@ -95,7 +95,7 @@ def test_a_conditional_means_its_branches() -> None:
 )
 def test_what_has_no_opposite_is_named(schema: Any, keyword: str) -> None:
     with pytest.raises(NegationError, match=keyword):
-        negate(schema, lambda part: Document(True).resolve(part, "#"))
+        negate(schema, lambda part: SchemaDocument(True).resolve(part, "#"))
 
 
 def test_the_judge_agrees_with_the_test_suite() -> None:

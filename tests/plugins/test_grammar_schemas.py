@@ -107,7 +107,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"$dynamicRef": "#a"}, "$dynamicRef", "#/$dynamicRef"),
     ({"$ref": "https://example.com/x"}, "https://example.com/x", "#/$ref"),
     ({"$ref": "#/$defs/missing"}, "#/$defs/missing", "points to nothing"),
-    ({"$ref": "#"}, "circle", "#"),
+    ({"$ref": "#"}, "circular", "#"),
     ({**STR, "pattern": "^(?=a)"}, "lookaround", "#/pattern"),
     ({**STR, "pattern": "a\\b"}, "pattern", "#/pattern"),
     ({**STR, "pattern": '^"$'}, "JSON must escape", "#/pattern"),

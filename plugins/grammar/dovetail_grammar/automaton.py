@@ -1,8 +1,9 @@
-"""A grammar as an automaton over bytes, of which only the states that texts reach are ever built.
+"""Match texts against a grammar with an automaton over bytes, of which only the states that texts reach are built.
 
-A state is the set of places where a match can stand (partial derivatives, Antimirov 1996); a place is a linked stack of
-what is still to come, so rules may name themselves. Places and states are shared while they are in use, and forgotten
-in bulk when there are too many: memory is bounded, whatever the texts.
+A state is the set of positions where a match can be (partial derivatives, Antimirov 1996). A position is a linked stack
+of the operations that still have to match, so rules may refer to themselves. Equal positions and equal states are
+shared while they are in use. When too many steps are cached, all of them are dropped at once, so memory is bounded for
+every text.
 """
 
 from __future__ import annotations
@@ -16,29 +17,40 @@ from functools import lru_cache
 from weakref import WeakValueDictionary
 
 from dovetail_grammar.emptiness import may_be_empty, without_empty
-from dovetail_grammar.regex_parser import SURROGATES, Alt, Call, Chars, Node, PatternError, Ranges, Repeat, Seq, minus
+from dovetail_grammar.regex_parser import (
+    SURROGATES,
+    Alt,
+    Chars,
+    Node,
+    PatternError,
+    Ranges,
+    RegexSeq,
+    Repeat,
+    RuleCall,
+    minus,
+)
 from dovetail_grammar.utf8 import encoded
 
 MAX_STEPS = 10_000
-"""Steps that an automaton remembers before it forgets them all."""
+"""Number of steps that an automaton caches. When it is exceeded, all cached steps are dropped."""
 _BYTES_PER_STEP = 1000
 _BYTES_PER_OP = 200
 
 
 class TooLargeError(ValueError):
-    """The automaton has more states, or costs more work, than was allowed."""
+    """Raised when the automaton has more states, or costs more work, than is allowed."""
 
 
 class _Work(threading.local):
-    """Places that this thread may still look at. A place costs about a microsecond."""
+    """Count the positions that the current thread may still examine. A position costs about a microsecond."""
 
     most = left = sys.maxsize
 
-    def spend(self, places: int) -> None:
-        """Raises ``TooLargeError`` where that is too much."""
-        self.left -= places
+    def spend(self, positions: int) -> None:
+        """Take ``positions`` from the budget. Raises ``TooLargeError`` if the budget is exceeded."""
+        self.left -= positions
         if self.left < 0:
-            raise TooLargeError(f"more than {self.most} places of the grammar have to be looked at")
+            raise TooLargeError(f"more than {self.most} positions of the grammar have to be examined")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,102 +83,114 @@ class _Jump:
 _Op = _Bytes | _Cat | _Or | _Times | _Jump
 
 
-class Place:
-    """What is still to come: an operation, then ``rest``. Equal places are one object."""
+class GrammarPosition:
+    """Hold what still has to match: the operation ``op``, then ``rest``. Equal positions are the same object.
+
+    ``mask`` has bit b set if ``op`` reads byte b. ``heads`` caches the result of ``Automaton._heads``.
+    """
 
     __slots__ = ("__weakref__", "heads", "mask", "op", "rest")
 
-    def __init__(self, op: int, rest: Place | None, mask: int) -> None:
+    def __init__(self, op: int, rest: GrammarPosition | None, mask: int) -> None:
         self.op = op
         self.rest = rest
         self.mask = mask
-        self.heads: frozenset[Place] | None = None
+        self.heads: frozenset[GrammarPosition] | None = None
 
 
-class State:
-    """A set of places, each of which reads a byte or is the end. Equal states are one object.
+class AutomatonState:
+    """Hold a set of positions, each of which reads a byte or is the end. Equal states are the same object.
 
-    ``mask`` has bit b set if byte b may come next; every byte that may leads to a text. ``heads`` are what ``sources`` stand
-    for.
+    ``mask`` has bit b set if byte b may come next; after each such byte the text can be completed. ``heads`` are the
+    positions that result from unfolding ``sources``. ``ends`` is true if the text may end in this state.
     """
 
     __slots__ = ("__weakref__", "_automaton", "_steps", "ends", "heads", "mask", "sources")
 
-    def __init__(self, automaton: Automaton, heads: frozenset[Place], sources: frozenset[Place]) -> None:
+    def __init__(
+        self, automaton: Automaton, heads: frozenset[GrammarPosition], sources: frozenset[GrammarPosition]
+    ) -> None:
         self._automaton = automaton
-        self._steps: dict[int, State] = {}
+        self._steps: dict[int, AutomatonState] = {}
         self.heads = heads
         self.sources = sources
         self.ends = automaton.end in heads
         self.mask = 0
-        for place in heads:
-            self.mask |= place.mask
+        for position in heads:
+            self.mask |= position.mask
 
-    def step(self, byte: int) -> State | None:
-        """The state after a byte; None if it may not come."""
+    def step(self, byte: int) -> AutomatonState | None:
+        """Return the state after ``byte``, or None if the grammar does not allow it."""
         if not self.mask >> byte & 1:
             return None
         return self._steps.get(byte) or self._automaton.advance(self, byte, self._steps)
 
-    def follow(self, data: bytes) -> State | None:
-        """The state after bytes; None if they may not come."""
-        state: State | None = self
+    def follow(self, data: bytes) -> AutomatonState | None:
+        """Return the state after all bytes of ``data``, or None if the grammar does not allow them."""
+        state: AutomatonState | None = self
         for byte in data:
             state = state and state.step(byte)
         return state
 
     def forget(self) -> None:
-        """Drop the steps, which can be found again."""
+        """Drop the cached steps. They are computed again when they are needed."""
         self._steps.clear()
 
 
 class Automaton:
-    """The states of a grammar: ``start``, and what follows from it. Safe to use from several threads."""
+    """Build the states of a grammar as they are reached, beginning with ``start``. Safe to use from several threads."""
 
     def __init__(self, node: Node, rules: Mapping[str, Node]) -> None:
-        """``node`` is the start. No rule may lead nowhere, nor name itself before it reads a byte and something else
-        after. Raises ``PatternError``."""
+        """Compile the start pattern ``node`` and the ``rules`` that it refers to.
+
+        Every rule must match some text. A rule must not refer to itself before it has read a byte if something else
+        follows that reference (left recursion). Raises ``PatternError``.
+        """
         self._lock = threading.Lock()
         self._ops: list[_Op] = []
         self._ids: dict[_Op, int] = {}
         self._operations: dict[Node, int] = {}
-        self._places: WeakValueDictionary[tuple[int, int], Place] = WeakValueDictionary()
-        self._states: WeakValueDictionary[frozenset[Place], State] = WeakValueDictionary()
+        self._positions: WeakValueDictionary[tuple[int, int], GrammarPosition] = WeakValueDictionary()
+        self._states: WeakValueDictionary[frozenset[GrammarPosition], AutomatonState] = WeakValueDictionary()
         self._remembered = 0
         self._work = _Work()
-        self.end = Place(-1, None, 0)
+        self.end = GrammarPosition(-1, None, 0)
         self.end.heads = frozenset({self.end})
         self._rules = {name: self._compile(rule) for name, rule in rules.items()}
         self._nullable = dict.fromkeys(rules, False)
         self._find_nullable()
         with self._lock:
-            self.start = self._state(frozenset({self._place(self._compile(node), self.end)}))
+            self.start = self._state(frozenset({self._position(self._compile(node), self.end)}))
 
     @property
     def num_bytes(self) -> int:
-        """Memory it occupies, at most."""
+        """Return an upper bound of the memory that the automaton occupies, in bytes."""
         return _BYTES_PER_OP * len(self._ops) + _BYTES_PER_STEP * MAX_STEPS
 
     @contextmanager
-    def bounded(self, places: int) -> Iterator[None]:
-        """Inside, this thread's steps raise ``TooLargeError`` once they have looked at so many places; those that are
-        remembered cost nothing. What was found until then is kept."""
-        self._work.most = self._work.left = places
+    def bounded(self, positions: int) -> Iterator[None]:
+        """Limit the work of this thread inside the ``with`` block.
+
+        Its steps raise ``TooLargeError`` once they have examined more than ``positions`` positions. Cached steps cost
+        nothing. The states found until then are kept.
+        """
+        self._work.most = self._work.left = positions
         try:
             yield
         finally:
             self._work.most = self._work.left = sys.maxsize
 
     def operation(self, node: Node) -> int:
-        """The number that a part of the grammar has as an operation; new if it is no part of it."""
+        """Return the operation number of ``node``. A node that is not yet a part of the grammar is compiled first."""
         with self._lock:
             if node not in self._operations:
                 self._operations[node] = self._compile(node)
             return self._operations[node]
 
-    def repetition(self, place: Place) -> tuple[int, int | None] | None:
-        """What ``place`` repeats, and how often at most, if it is a repetition."""
-        what = self._ops[place.op] if place.rest is not None else None
+    def repetition(self, position: GrammarPosition) -> tuple[int, int | None] | None:
+        """Return the operation that ``position`` repeats and the maximum count (None: unbounded), or None if
+        ``position`` is not a repetition."""
+        what = self._ops[position.op] if position.rest is not None else None
         return (what.op, what.high) if isinstance(what, _Times) else None
 
     # -- the grammar -----------------------------------------------------------------------------------------------------
@@ -181,25 +205,25 @@ class Automaton:
         match node:
             case Chars(ranges):
                 return self._characters(minus(ranges, SURROGATES))
-            case Seq(items):
+            case RegexSeq(items):
                 return self._add(_Cat(tuple(map(self._compile, items))))
             case Alt(options):
                 return self._add(_Or(tuple(dict.fromkeys(map(self._compile, options)))))
             case Repeat(inner, low, high):
                 return self._repeat(inner, low, high)
-            case Call(name):
+            case RuleCall(name):
                 return self._add(_Jump(name))
             case _:
                 raise PatternError("an anchor is left in the pattern")
 
     def _repeat(self, inner: Node, low: int, high: int | None) -> int:
-        if may_be_empty(inner):  # what may be empty is repeated without it: else each count would be a place of its own
-            inner, low = without_empty(inner) or Seq(()), 0
+        if may_be_empty(inner):  # without the empty text, because otherwise each count would be a separate position
+            inner, low = without_empty(inner) or RegexSeq(()), 0
         return self._add(_Times(self._compile(inner), low, high))
 
     def _characters(self, ranges: Ranges) -> int:
         if not ranges:
-            raise PatternError("a part of it matches nothing, or only surrogates, which no text holds")
+            raise PatternError("a part of it matches nothing, or only surrogates, which no text contains")
         options = [self._add(_Cat(tuple(self._add(_Bytes(mask)) for mask in masks))) for masks in _byte_masks(ranges)]
         return options[0] if len(options) == 1 else self._add(_Or(tuple(options)))
 
@@ -224,73 +248,75 @@ class Automaton:
             case _Jump(name):
                 return self._nullable[name]
 
-    # -- places and states; the lock is held ---------------------------------------------------------------------------
+    # -- positions and states (the caller holds the lock) ------------------------------------------------------------------
 
-    def _place(self, op: int, rest: Place) -> Place:
+    def _position(self, op: int, rest: GrammarPosition) -> GrammarPosition:
         key = (op, id(rest))
-        place = self._places.get(key)
-        if place is None:
+        position = self._positions.get(key)
+        if position is None:
             what = self._ops[op]
-            place = self._places[key] = Place(op, rest, what.mask if isinstance(what, _Bytes) else 0)
-        return place
+            position = self._positions[key] = GrammarPosition(op, rest, what.mask if isinstance(what, _Bytes) else 0)
+        return position
 
-    def _heads(self, place: Place) -> frozenset[Place]:
-        """The places that read a byte, or are the end, where ``place`` is reached."""
-        if place.heads is None:
-            heads, seen, waiting = set[Place](), {place}, [place]
+    def _heads(self, position: GrammarPosition) -> frozenset[GrammarPosition]:
+        """Return the positions that read a byte, or are the end, after ``position`` is unfolded completely."""
+        if position.heads is None:
+            heads, seen, waiting = set[GrammarPosition](), {position}, [position]
             while waiting:
                 self._work.spend(1)
                 for reached in self._unfold(waiting.pop(), heads):
                     if reached not in seen:
                         seen.add(reached)
                         waiting.append(reached)
-            place.heads = frozenset(heads)
-        return place.heads
+            position.heads = frozenset(heads)
+        return position.heads
 
-    def _unfold(self, place: Place, heads: set[Place]) -> list[Place]:
-        """One level of ``place``: what it may stand for. Places that are heads go into ``heads``."""
-        rest = place.rest
-        if rest is None or place.mask:
-            heads.add(place)
+    def _unfold(self, position: GrammarPosition, heads: set[GrammarPosition]) -> list[GrammarPosition]:
+        """Unfold ``position`` by one level and return the resulting positions. Add it to ``heads`` if it is a head."""
+        rest = position.rest
+        if rest is None or position.mask:
+            heads.add(position)
             return []
-        match self._ops[place.op]:
+        match self._ops[position.op]:
             case _Cat(items):
                 for item in reversed(items):
-                    rest = self._place(item, rest)
+                    rest = self._position(item, rest)
                 return [rest]
             case _Or(options):
-                return [self._place(option, rest) for option in options]
+                return [self._position(option, rest) for option in options]
             case _Times(inner, low, high):
                 return self._unfold_repeat(inner, low, high, rest)
             case _Jump(name):
-                return [self._place(self._rules[name], rest)]
+                return [self._position(self._rules[name], rest)]
             case _Bytes():
-                return []  # of no byte: a dead end, which the caller was to prune
+                return []  # an empty set of bytes: the caller of the constructor must prune such dead ends
 
-    def _unfold_repeat(self, inner: int, low: int, high: int | None, rest: Place) -> list[Place]:
+    def _unfold_repeat(self, inner: int, low: int, high: int | None, rest: GrammarPosition) -> list[GrammarPosition]:
         reached = [rest] if low == 0 or self._may_be_empty(inner) else []
         if high != 0:
             left = self._add(_Times(inner, max(low - 1, 0), None if high is None else high - 1))
-            reached.append(self._place(inner, self._place(left, rest)))
+            reached.append(self._position(inner, self._position(left, rest)))
         return reached
 
-    def _state(self, sources: frozenset[Place]) -> State:
-        found = set[Place]()
-        for place in sources:
-            reached = self._heads(place)
+    def _state(self, sources: frozenset[GrammarPosition]) -> AutomatonState:
+        found = set[GrammarPosition]()
+        for position in sources:
+            reached = self._heads(position)
             self._work.spend(len(reached))
             found |= reached
         heads = frozenset(found)
         state = self._states.get(heads)
         if state is None:
-            state = self._states[heads] = State(self, heads, sources)
+            state = self._states[heads] = AutomatonState(self, heads, sources)
         return state
 
-    def advance(self, state: State, byte: int, steps: dict[int, State]) -> State:
-        """The state after ``byte``, which may come; remembered in ``steps``."""
+    def advance(self, state: AutomatonState, byte: int, steps: dict[int, AutomatonState]) -> AutomatonState:
+        """Return the state after ``byte``, which ``state`` must allow, and cache it in ``steps``."""
         with self._lock:
             self._work.spend(len(state.heads))
-            sources = {place.rest for place in state.heads if place.mask >> byte & 1 and place.rest is not None}
+            sources = {
+                position.rest for position in state.heads if position.mask >> byte & 1 and position.rest is not None
+            }
             found = steps[byte] = self._state(frozenset(sources))
             self._remembered += 1
             if self._remembered > MAX_STEPS:
@@ -299,15 +325,19 @@ class Automaton:
 
     def _forget(self) -> None:
         self._remembered = 0
-        for place in list(self._places.values()):
-            place.heads = None
+        for position in list(self._positions.values()):
+            position.heads = None
         for state in list(self._states.values()):
             state.forget()
 
-    # -- all of it -------------------------------------------------------------------------------------------------------
+    # -- the whole automaton -----------------------------------------------------------------------------------------------
 
-    def explore(self, max_states: int, max_work: int, weigh: Callable[[State], int]) -> int:
-        """The sum of ``weigh`` over every state. Raises ``TooLargeError`` at more states, or more places in them."""
+    def explore(self, max_states: int, max_work: int, weigh: Callable[[AutomatonState], int]) -> int:
+        """Return the sum of ``weigh`` over all states that can be reached.
+
+        Raises ``TooLargeError`` if there are more than ``max_states`` states, or if the steps between them examine more
+        than ``max_work`` positions.
+        """
         seen, waiting, weight, work = {self.start}, [self.start], 0, 0
         while waiting:
             state = waiting.pop()
@@ -325,7 +355,7 @@ class Automaton:
 
 @lru_cache(maxsize=1024)
 def _byte_masks(ranges: Ranges) -> list[tuple[int, ...]]:
-    """The characters as sequences of sets of bytes; those of one byte make one set."""
+    """Return the characters of ``ranges`` as sequences of byte masks. All one-byte characters share one mask."""
     spans = [spans for low, high in ranges for spans in encoded(low, high)]
     single = 0
     for span in (span for span, *more in spans if not more):
@@ -338,9 +368,9 @@ def _span_mask(low: int, high: int) -> int:
     return (1 << high + 1) - (1 << low)
 
 
-def _representatives(state: State) -> list[int]:
-    """One byte of each set that no place of the state tells apart."""
+def _representatives(state: AutomatonState) -> list[int]:
+    """Return one byte of each set of bytes that every position of ``state`` treats alike."""
     parts = [state.mask]
-    for mask in {place.mask for place in state.heads}:
+    for mask in {position.mask for position in state.heads}:
         parts = [part for whole in parts for part in (whole & mask, whole & ~mask) if part]
     return [part.bit_length() - 1 for part in parts]

@@ -1,4 +1,4 @@
-"""Constraints as requests write them, read and checked alike for every backend."""
+"""Read and check the constraints of requests, in the same way for every backend."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dovetail_grammar.patterns import checked, size, whole
 from dovetail_grammar.regex_parser import Node, PatternError, parse
 
 MAX_PATTERN = 20_000
-"""Characters of a regex with its repetitions written out."""
+"""Maximum number of characters of a regex with its repetitions written out."""
 MAX_CHOICES = 10_000
 
 
 def read_json(spec: GrammarSpec) -> Any:
-    """The JSON of a constraint. Raises ``GrammarError``."""
+    """Return the parsed JSON text of a constraint. Raises ``GrammarError``."""
     try:
         return json.loads(spec.text, parse_constant=_refuse_constant)
     except ValueError as error:
@@ -31,7 +31,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def read_regex(spec: GrammarSpec, most: int = MAX_PATTERN) -> Node:
-    """A regex that the whole output must match. Raises ``GrammarError``."""
+    """Return the pattern of a regex that the whole output must match. ``most`` is the maximum number of its characters
+    with repetitions written out. Raises ``GrammarError``."""
     try:
         node = checked(whole(parse(spec.text), search=False))
     except (PatternError, RecursionError) as error:
@@ -47,10 +48,10 @@ def read_regex(spec: GrammarSpec, most: int = MAX_PATTERN) -> Node:
 
 
 def read_choice(spec: GrammarSpec) -> list[str]:
-    """The texts of a choice. Raises ``GrammarError``."""
+    """Return the texts of a choice, without duplicates. Raises ``GrammarError``."""
     texts = read_json(spec)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise GrammarError(f"a choice is a JSON array of texts, not empty, of texts not empty; given: {spec.text[:80]}", param=spec.kind)  # fmt: skip
+        raise GrammarError(f"a choice is a JSON array of texts that is not empty and contains no empty text; given: {spec.text[:80]}", param=spec.kind)  # fmt: skip
     if len(texts) > MAX_CHOICES:
         raise GrammarError(f"the choice has {len(texts)} texts; allowed: {MAX_CHOICES}", param=spec.kind)
     return list(dict.fromkeys(texts))
@@ -58,7 +59,8 @@ def read_choice(spec: GrammarSpec) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A structure in free text: ``begin``, a JSON value of ``schema``, ``end``. ``trigger`` is what its begin begins with."""
+    """Describe a structure in free text: ``begin``, then a JSON value of ``schema``, then ``end``. ``trigger`` is the
+    trigger that ``begin`` starts with."""
 
     begin: str
     schema: Any
@@ -67,7 +69,7 @@ class Structure:
 
 
 def read_tags(spec: GrammarSpec) -> tuple[list[Structure], list[str]]:
-    """The structures and triggers of a structural tag. Raises ``GrammarError``."""
+    """Return the structures and triggers of a structural tag. Raises ``GrammarError``."""
     value = read_json(spec)
     given: Any = value if isinstance(value, dict) else {}
     items, triggers = given.get("structures"), given.get("triggers")
@@ -98,8 +100,8 @@ def _structure(item: dict[str, Any], triggers: list[str]) -> Structure:
     first = min(ends, key=lambda trigger: ends[trigger], default=None)
     if first is None or not begin.startswith(first):
         raise GrammarError(
-            f"the structure that begins with {begin!r} must begin with a trigger, and hold no other trigger before that one "
-            f"ends; triggers: {', '.join(map(repr, triggers))}",
+            f"the structure that begins with {begin!r} must begin with a trigger, and must not contain another trigger that ends "
+            f"before that one; triggers: {', '.join(map(repr, triggers))}",
             param=GrammarKind.STRUCTURAL_TAG,
         )
     return Structure(begin, item.get("schema", True), end, first)

@@ -1,4 +1,4 @@
-"""Whether two schemas can be told apart: ``oneOf`` is ``anyOf`` where no value satisfies two branches."""
+"""Determine whether two schemas are disjoint: ``oneOf`` equals ``anyOf`` if no value satisfies two branches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from itertools import combinations
 from typing import Any
 
 from dovetail_grammar.merge import MAX_BRANCHES, Schema, same, types_of
-from dovetail_grammar.schema_documents import Document
+from dovetail_grammar.schema_documents import SchemaDocument
 
 
-def all_disjoint(document: Document, branches: Sequence[Schema], path: str) -> bool:
-    """True if it is plain that no value satisfies two of the branches."""
+def all_disjoint(document: SchemaDocument, branches: Sequence[Schema], path: str) -> bool:
+    """Return true if it is certain that no value satisfies two of the branches."""
     pairs = len(branches) <= MAX_BRANCHES and combinations(branches, 2)
     return bool(pairs) and all(disjoint(document, a, b, path) for a, b in pairs)
 
 
-def disjoint(document: Document, a: Schema, b: Schema, path: str, depth: int = 0) -> bool:
-    """True if it is plain that no value satisfies both."""
+def disjoint(document: SchemaDocument, a: Schema, b: Schema, path: str, depth: int = 0) -> bool:
+    """Return true if it is certain that no value satisfies both schemas."""
     a, b = document.resolve(a, path), document.resolve(b, path)
     if isinstance(a, bool) or isinstance(b, bool) or depth > 8:
         return a is False or b is False
@@ -30,34 +30,35 @@ def disjoint(document: Document, a: Schema, b: Schema, path: str, depth: int = 0
     return not types_of(a) & types_of(b) or _objects_disjoint(document, a, b, path, depth)
 
 
-def _objects_disjoint(document: Document, a: dict[str, Any], b: dict[str, Any], path: str, depth: int) -> bool:
-    """True if both are objects, and a property that both require, or one requires, tells them apart."""
+def _objects_disjoint(document: SchemaDocument, a: dict[str, Any], b: dict[str, Any], path: str, depth: int) -> bool:
+    """Return true if both allow only objects, and a property excludes that a value satisfies both: the property has
+    disjoint schemas and both require it, or one requires it and the other forbids it."""
     if types_of(a) & types_of(b) != {"object"}:
         return False
     for first, second in ((a, b), (b, a)):
         for name in first.get("required", ()):
             mine, other = (_property(s, name) for s in (first, second))
-            tells = name in second.get("required", ()) and disjoint(document, mine, other, path, depth + 1)
-            if tells or other is False:
+            excludes = name in second.get("required", ()) and disjoint(document, mine, other, path, depth + 1)
+            if excludes or other is False:
                 return True
     return False
 
 
 def type_name(value: Any) -> str:
-    """The type of a JSON value: integers also where they are written with a fraction of zero."""
+    """Return the JSON Schema type of a JSON value. A float without a fractional part is an integer."""
     names = {bool: "boolean", type(None): "null", str: "string", list: "array", dict: "object", int: "integer"}
     return "integer" if isinstance(value, float) and value.is_integer() else names.get(type(value), "number")
 
 
 def _may_be(value: Any, s: dict[str, Any]) -> bool:
-    """False if it is plain that the value does not satisfy the schema."""
+    """Return false if it is certain that the value does not satisfy the schema."""
     if "enum" in s and not any(same(value, other) for other in s["enum"]):
         return False
     return type_name(value) in types_of(s)
 
 
 def _property(s: dict[str, Any], name: str) -> Schema:
-    """The schema of a property, as far as it is plain; True where it is not."""
+    """Return the schema of the property ``name``, or True if patterns of names leave it uncertain."""
     if name in s.get("properties", {}):
         return s["properties"][name]
     return True if s.get("patternProperties") else s.get("additionalProperties", True)

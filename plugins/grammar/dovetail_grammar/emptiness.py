@@ -1,17 +1,17 @@
-"""The empty text in patterns: which match it, and the same patterns without it."""
+"""Find the patterns that match the empty text, and remove the empty text from patterns."""
 
 from __future__ import annotations
 
-from dovetail_grammar.regex_parser import Alt, Node, Repeat, Seq
+from dovetail_grammar.regex_parser import Alt, Node, RegexSeq, Repeat
 
 
 def without_empty(node: Node) -> Node | None:
-    """The pattern without the empty text; None if nothing is left."""
+    """Return the pattern without the empty text, or None if nothing is left."""
     match node:
         case Alt(options):
             left = tuple(kept for option in options if (kept := without_empty(option)))
             return Alt(left) if left else None
-        case Seq(items):
+        case RegexSeq(items):
             return _sequence_without_empty(items)
         case Repeat(inner, low, high):
             some = without_empty(inner) if may_be_empty(inner) else inner
@@ -19,26 +19,27 @@ def without_empty(node: Node) -> Node | None:
                 return None
             if some is inner:
                 return Repeat(inner, max(low, 1), high)
-            return Seq((some, Repeat(some, 0, None if high is None else high - 1)))
+            return RegexSeq((some, Repeat(some, 0, None if high is None else high - 1)))
         case _:
             return node
 
 
 def _sequence_without_empty(items: tuple[Node, ...]) -> Node | None:
     if not all(map(may_be_empty, items)):
-        return Seq(items)
+        return RegexSeq(items)
     options = [
-        Seq((some, *items[i + 1 :])) for i, item in enumerate(items) if (some := without_empty(item)) is not None
+        RegexSeq((some, *items[i + 1 :])) for i, item in enumerate(items) if (some := without_empty(item)) is not None
     ]
     return Alt(tuple(options)) if options else None
 
 
 def may_be_empty(node: Node) -> bool:
-    """True if the pattern matches the empty text. Of a rule that is not known here, and taken for false."""
+    """Return true if the pattern matches the empty text. A call of a rule counts as false, because rules are not known
+    here."""
     match node:
         case Alt(options):
             return any(map(may_be_empty, options))
-        case Seq(items):
+        case RegexSeq(items):
             return all(map(may_be_empty, items))
         case Repeat(inner, low, _):
             return low == 0 or may_be_empty(inner)

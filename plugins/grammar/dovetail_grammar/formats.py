@@ -1,7 +1,8 @@
-"""Patterns for the string formats of JSON Schema: each matches valid texts only (RFC 3339, 3986, 4122, 5321, 6901).
+"""Define patterns for the string formats of JSON Schema. Each matches valid texts only (RFC 3339, 3986, 4122, 5321,
+6901).
 
-Where a format is wider than a regular expression can say in reason, the pattern is narrower (ASCII host names of up to
-four labels, say), never wider: what is generated is always valid.
+If a format is wider than a regular expression of reasonable size can express, the pattern is narrower (for example
+ASCII host names of up to four labels). It is never wider, so generated texts are always valid.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ FORMATS: dict[str, str] = {
     "uuid": _UUID,
     "json-pointer": _POINTER,
 }
-"""Format name to the pattern of its whole text, in the syntax of ``regex_parser``."""
+"""Maps a format name to the pattern of its whole text, in the syntax of ``regex_parser``."""
 
 UNSUPPORTED_FORMATS = frozenset({"regex", "uri-template", "relative-json-pointer"})
-"""Formats that JSON Schema defines and no pattern here covers. Names it does not define are annotations."""
+"""Formats that JSON Schema defines and that no pattern here covers. Names that it does not define are annotations."""

@@ -1,8 +1,8 @@
-"""llama.cpp's GBNF, read into rules and written as Lark for llguidance.
+"""Read llama.cpp's GBNF into rules and write them as Lark for llguidance.
 
-llguidance's lexer takes the longest match, and never goes back: ``"ab" "cd" | "abce"`` would lose ``abcd``. So a grammar
-without recursion becomes one terminal, which is an automaton and exact, and every literal of any other is written
-character by character, so that no terminal is the beginning of another.
+llguidance's lexer takes the longest match and never goes back: ``"ab" "cd" | "abce"`` would lose ``abcd``. Therefore a
+grammar without recursion becomes one terminal, which is an automaton and exact. In all other grammars every literal is
+written character by character, so that no terminal is a prefix of another.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ MAX_REPEAT = 1000
 
 
 class GbnfError(ValueError):
-    """The grammar is malformed."""
+    """Raised when the grammar is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """A rule's body in Lark, with names as ``<name>``, and the names in it."""
+class GbnfRule:
+    """Hold the body of a rule in Lark, with rule names written as ``<name>``, and the set of these names."""
 
     body: str
     names: frozenset[str]
 
 
 def to_lark(text: str) -> str:
-    """The grammar, without its head, as Lark whose start rule is ``start``. Raises ``GbnfError``."""
+    """Return the grammar as Lark whose start rule is ``start``, without the ``%llguidance`` line. Raises ``GbnfError``."""
     rules = _Reader(text).rules()
     if "root" not in rules:
         raise GbnfError("there is no rule 'root'")
     for name, rule in rules.items():
         if missing := sorted(rule.names - rules.keys()):
-            raise GbnfError(f"rule {name!r} names {missing[0]!r}, which is no rule")
+            raise GbnfError(f"rule {name!r} refers to {missing[0]!r}, which is not a rule")
     regular = not any(_reaches(rules, name, name) for name in rules)
     names = {name: (f"R{i}" if regular else f"r{i}") for i, name in enumerate(rules)}
     lines = [f"{names[name]}: {_rename(rule.body, names)}" for name, rule in rules.items()]
@@ -55,7 +55,7 @@ def _rename(body: str, names: dict[str, str]) -> str:
     return "".join(p if i % 2 else re.sub(r"<([^>]+)>", lambda m: names[m[1]], p) for i, p in enumerate(parts))
 
 
-def _reaches(rules: dict[str, Rule], start: str, goal: str) -> bool:
+def _reaches(rules: dict[str, GbnfRule], start: str, goal: str) -> bool:
     seen: set[str] = set()
     left = set(rules[start].names)
     while left - seen:
@@ -80,8 +80,8 @@ class _Reader:
         self.at = found.end() if found else self.at
         return found
 
-    def rules(self) -> dict[str, Rule]:
-        rules: dict[str, Rule] = {}
+    def rules(self) -> dict[str, GbnfRule]:
+        rules: dict[str, GbnfRule] = {}
         self.match(_SPACES)
         while self.at < len(self.text):
             name = self.match(_NAME)
@@ -91,9 +91,9 @@ class _Reader:
                 raise self.fail(f"'::=' must follow the name {name[0]!r}")
             self.names = set()
             body = self.alternatives(_SPACE)
-            rules[name[0]] = Rule(body, frozenset(self.names))
+            rules[name[0]] = GbnfRule(body, frozenset(self.names))
             if self.at < len(self.text) and self.text[self.at] not in "\r\n":
-                raise self.fail("this is no part of a rule")
+                raise self.fail("this is not a part of a rule:")
             self.match(_SPACES)
         return rules
 
@@ -114,7 +114,8 @@ class _Reader:
         return " ".join(items) or '""'
 
     def item(self) -> str | None:
-        """One literal, class, name, dot or group. A name before ``::=`` belongs to the next rule."""
+        """Read one literal, class, name, dot or group, and return it as Lark, or None if there is none. A name before
+        ``::=`` belongs to the next rule."""
         if found := self.match(_LITERAL):
             return _string(found[1])
         if found := self.match(_CLASS):
@@ -146,7 +147,9 @@ class _Reader:
             return found[0] if found else ""
         low, high = int(found[1]), (int(found[3]) if found[3] else None) if found[2] else int(found[1])
         if max(low, high or 0) > MAX_REPEAT or (high is not None and high < low):
-            raise self.fail(f"the repetition {found[0]} is not in order; allowed: up to {MAX_REPEAT},")
+            raise self.fail(
+                f"the repetition {found[0]} is not allowed: counts must be ascending and at most {MAX_REPEAT},"
+            )
         return f"{{{low},{'' if high is None else high}}}"
 
     def char_class(self, text: str) -> str:
@@ -166,7 +169,7 @@ def _char(found: re.Match[str]) -> str:
     if code:
         value = int(code, 16)
         if value > 0x10FFFF or 0xD800 <= value < 0xE000:
-            raise GbnfError(f"the escape {found[0]} is no character")
+            raise GbnfError(f"the escape {found[0]} is not a character")
         return chr(value)
     if found[4] not in _PLAIN:
         raise GbnfError(f"the escape {found[0]} is not known; allowed: {' '.join(_PLAIN)} x u U")

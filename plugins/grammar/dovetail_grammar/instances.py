@@ -1,4 +1,4 @@
-"""Whether a JSON value satisfies a schema: what filters ``enum`` by the keywords beside it."""
+"""Determine whether a JSON value satisfies a schema, which filters the values of ``enum`` by the other keywords."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Check = Callable[[Any, dict[str, Any], Resolve], bool]
 
 
 class UndecidedError(ValueError):
-    """It cannot be told; ``str`` is the keyword in the way."""
+    """Raised when it cannot be decided; ``str`` of the error is the keyword that prevents it."""
 
 
 def satisfies(value: Any, schema: Schema, resolve: Resolve) -> bool:
-    """True if ``value`` satisfies ``schema``. ``resolve`` tidies a schema and replaces a lone reference by its target.
-    Raises ``UndecidedError``."""
+    """Return true if ``value`` satisfies ``schema``. ``resolve`` tidies a schema and replaces a schema that is only a
+    reference by its target. Raises ``UndecidedError``."""
     s = resolve(schema)
     if isinstance(s, bool):
         return s
@@ -34,7 +34,7 @@ def satisfies(value: Any, schema: Schema, resolve: Resolve) -> bool:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """True if a pattern of JSON Schema matches the text. Raises ``UndecidedError``."""
+    """Return true if a pattern of JSON Schema matches the text. Raises ``UndecidedError``."""
     try:
         return re.fullmatch(emit(whole(parse(pattern), search=True)), text) is not None
     except PatternError as error:

@@ -1,4 +1,4 @@
-"""llguidance as a grammar backend: Earley over a lexer of derivatives; masks are computed as they are needed."""
+"""Provide llguidance as a grammar backend: an Earley parser over a lexer of derivatives. Masks are computed as needed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from dovetail_grammar.config import LLGuidanceConfig
 from dovetail_grammar.llguidance_errors import refusal
 from dovetail_grammar.llguidance_grammars import GrammarWriter
 
-_GOING_ON = frozenset({"NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence"})
-"""Stop reasons that are no failure."""
+_NOT_FAILED = frozenset({"NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence"})
+"""Stop reasons that are not a failure."""
 
 
 class _Tokens:
-    """The vocabulary in the form that llguidance's wrapper wants. It never tokenizes: no grammar here forces tokens."""
+    """Hold the vocabulary in the form that llguidance's wrapper requires. It never tokenizes, because no grammar here
+    forces tokens."""
 
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
@@ -36,8 +37,9 @@ class _Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """What matchers need to know: the end tokens, as a set and as a bitmask row, and which tokens have a text."""
+class _TokenTable:
+    """Hold what matchers need of the vocabulary: the end tokens, as a set and as a bitmask row, and which tokens have a
+    text."""
 
     width: int
     eos: frozenset[int]
@@ -46,13 +48,13 @@ class _Vocabulary:
 
 
 class LLGuidanceMatcher(Matcher):
-    """A position in a compiled grammar.
+    """Track the position of one request in a compiled grammar.
 
-    llguidance never sees an end token: its own end cannot be taken back. Its errors are for good, so that a matcher
-    that runs into a limit raises from then on.
+    llguidance never receives an end token, because it cannot roll back after its own end. Its errors are permanent: a
+    matcher that exceeds a limit raises from then on.
     """
 
-    def __init__(self, template: LLMatcher, vocabulary: _Vocabulary) -> None:
+    def __init__(self, template: LLMatcher, vocabulary: _TokenTable) -> None:
         self._template = template
         self._vocabulary = vocabulary
         self._handle = template.deep_copy()
@@ -62,34 +64,34 @@ class LLGuidanceMatcher(Matcher):
 
     @property
     def handle(self) -> LLMatcher | None:
-        """llguidance's matcher where a mask has to be computed, None where the mask is known."""
+        """Return llguidance's matcher if a mask has to be computed, or None if the mask is known."""
         return None if self._ended or self._mask is not None else self._handle
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
-        """See ``Matcher``. After an end token, nothing but another is allowed. Raises ``GrammarError`` where the next step
-        is too complex."""
+        """See ``Matcher``. After an end token, only another end token is allowed. Raises ``GrammarError`` if the next
+        step is too complex."""
         if self.handle is None:
             self.copy_mask(bitmask, row)
             return
         part = bitmask[row]
         assert part.flags.c_contiguous
         self._handle.unsafe_compute_mask_ptr(part.ctypes.data, part.nbytes)
-        self.require_health()
+        self.raise_if_failed()
 
     def copy_mask(self, bitmask: IntArray, row: int) -> None:
-        """Write the mask that is known already."""
+        """Write the mask that is already known into ``bitmask[row]``."""
         known = self._vocabulary.eos_row if self._ended else self._mask
         assert known is not None
         bitmask[row] = known
 
-    def require_health(self) -> None:
-        """Raise ``GrammarError`` if llguidance has given up on this text: its mask then lies."""
-        if self._handle.is_error() or self._handle.stop_reason() not in _GOING_ON:
+    def raise_if_failed(self) -> None:
+        """Raise ``GrammarError`` if llguidance has stopped with an error on this text, because its mask is then wrong."""
+        if self._handle.is_error() or self._handle.stop_reason() not in _NOT_FAILED:
             reason = self._handle.get_error().split("\n")[0] or self._handle.stop_reason()
             raise GrammarError(f"the grammar is too complex for llguidance at this point of the text: {reason}")
 
     def accept(self, token_id: int) -> bool:
-        """See ``Matcher``. Raises ``GrammarError`` where what follows is too complex."""
+        """See ``Matcher``. Raises ``GrammarError`` if what follows is too complex."""
         if self._ended or not 0 <= token_id < self._vocabulary.width:
             return False
         if token_id in self._vocabulary.eos:
@@ -98,7 +100,7 @@ class LLGuidanceMatcher(Matcher):
             return False
         elif self._handle.try_consume_tokens([token_id]) != 1:
             if self._handle.is_error():
-                self.require_health()
+                self.raise_if_failed()
             return False
         if token_id not in self._vocabulary.eos or self._ended:
             self._path.append(token_id)
@@ -108,14 +110,16 @@ class LLGuidanceMatcher(Matcher):
 
     def rollback(self, num_tokens: int) -> None:
         """See ``Matcher``."""
-        assert 0 <= num_tokens <= len(self._path), f"{num_tokens} tokens to take back of {len(self._path)}"
+        assert 0 <= num_tokens <= len(self._path), (
+            f"cannot roll back {num_tokens} tokens: only {len(self._path)} were accepted"
+        )
         if num_tokens == 0:
             return
         del self._path[len(self._path) - num_tokens :]
         inside = num_tokens - self._ended
         self._ended, self._mask = False, None
         if inside and (self._handle.is_error() or not self._handle.rollback(inside)):
-            self._handle = self._template.deep_copy()  # at its end, llguidance takes nothing back
+            self._handle = self._template.deep_copy()  # llguidance cannot roll back after its end
             consumed = self._handle.try_consume_tokens(self._path)
             assert consumed == len(self._path)
 
@@ -134,7 +138,7 @@ class LLGuidanceMatcher(Matcher):
         return bool(np.array_equal(mask, self._vocabulary.eos_row))
 
     def jump_forward(self) -> str:
-        """See ``Matcher``. Whole characters only."""
+        """See ``Matcher``. The text consists of whole characters only."""
         if self._ended or self._handle.is_stopped():
             return ""
         forced = self._handle.compute_ff_bytes()
@@ -145,25 +149,26 @@ class LLGuidanceMatcher(Matcher):
 
 
 class LLGuidanceCompiled(CompiledGrammar):
-    """A compiled constraint: a matcher at the start, to be copied."""
+    """Hold a compiled constraint: a matcher at the start, which each request copies."""
 
-    def __init__(self, template: LLMatcher, vocabulary: _Vocabulary, size: int) -> None:
+    def __init__(self, template: LLMatcher, vocabulary: _TokenTable, size: int) -> None:
         self._template = template
         self._vocabulary = vocabulary
         self._size = size
 
     def matcher(self) -> LLGuidanceMatcher:
-        """A fresh matcher."""
+        """Return a new matcher at the start of the grammar."""
         return LLGuidanceMatcher(self._template, self._vocabulary)
 
     @property
     def num_bytes(self) -> int:
-        """An estimate: llguidance does not say, and its lexer's states are made as texts need them."""
+        """Return an estimate in bytes: llguidance does not report its memory, and its lexer's states are built as texts
+        need them."""
         return self._size
 
 
 class LLGuidanceBackend(GrammarBackend):
-    """Compiles with llguidance. What it would read otherwise than the constraint says is rewritten first, or refused."""
+    """Compile constraints with llguidance. Parts that it would interpret differently are rewritten first, or refused."""
 
     def __init__(self, config: LLGuidanceConfig, context: GrammarContext) -> None:
         width = context.vocab_size
@@ -172,7 +177,7 @@ class LLGuidanceBackend(GrammarBackend):
         texts += [b""] * (width - len(texts))
         for token in eos:
             texts[token] = b""
-        self._vocabulary = _Vocabulary(width, frozenset(eos), pack_bits(width, eos), [bool(text) for text in texts])
+        self._vocabulary = _TokenTable(width, frozenset(eos), pack_bits(width, eos), [bool(text) for text in texts])
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(texts, eos[0])), eos_token=eos)
         self._executor = LLExecutor(config.threads)
         self._writer = GrammarWriter(config.max_whitespace)
@@ -200,7 +205,7 @@ class LLGuidanceBackend(GrammarBackend):
         return compiled
 
     def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:
-        """See ``GrammarBackend``. Several threads compute, without the interpreter's lock."""
+        """See ``GrammarBackend``. Several threads compute the masks without the interpreter's lock."""
         assert bitmask.flags.c_contiguous
         open_rows: list[tuple[LLMatcher, int]] = []
         for matcher, row in zip(matchers, rows, strict=True):
@@ -213,7 +218,7 @@ class LLGuidanceBackend(GrammarBackend):
             self._executor.unsafe_compute_mask_ptr(open_rows, bitmask.ctypes.data, bitmask.strides[0], len(bitmask))
         for matcher in matchers:
             assert isinstance(matcher, LLGuidanceMatcher)
-            matcher.require_health()
+            matcher.raise_if_failed()
 
     def _refuse_unusable(self, compiled: LLGuidanceCompiled, spec: GrammarSpec) -> None:
         row = np.zeros((1, len(self._vocabulary.eos_row)), np.int32)
@@ -227,16 +232,20 @@ class LLGuidanceBackend(GrammarBackend):
         first = int(np.flatnonzero(np.unpackbits(row[0].view(np.uint8), bitorder="little"))[0])
         try:
             matcher = compiled.matcher()
-            if matcher.accept(
-                first
-            ):  # what a text may begin with is often one token, and what follows the first choice
+            # Often only one token may begin a text, and the first choice comes after it.
+            if matcher.accept(first):
                 matcher.fill_bitmask(row, 0)
         except GrammarError as error:
             raise GrammarError(
-                f"this {spec.kind} leaves too much open at one place: {error}", param=spec.kind, keyword="size"
+                f"this {spec.kind} leaves too much open at one point of the text: {error}",
+                param=spec.kind,
+                keyword="size",
             ) from error
 
 
 def _text(data: bytes | None) -> bytes:
-    """What a token adds. llguidance takes FF, which is in no valid text, for the mark of a special token."""
+    """Return the text of a token, or the empty text if it has none or contains the byte FF.
+
+    FF is not part of any valid text, and llguidance uses it to mark special tokens.
+    """
     return b"" if data is None or 0xFF in data else data

@@ -1,4 +1,4 @@
-"""llguidance's messages, read for the keyword that it does not support."""
+"""Find the keyword that llguidance does not support in its error messages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _KEYWORDS: tuple[tuple[re.Pattern[str], str | None], ...] = (
     (re.compile(r"recursion limit"), "nesting"),
     (re.compile(r"too large|limit|fuel|too complex|too many"), "size"),
 )
-"""What messages say, and the keyword at fault: None where the message names it."""
+"""Pairs of a pattern of messages and the keyword at fault. The keyword is None if the pattern captures it in the
+message."""
 
 _WRONG_FOR_ALL = re.compile(r"Unsatisfiable schema|required property .* is unsatisfiable")
 
 
 def refusal(kind: GrammarKind, message: str) -> GrammarError:
-    """The error for a constraint that llguidance has refused."""
+    """Return the error for a constraint that llguidance has refused."""
     reason = message.split("\n")[0].strip()
     found = keyword(kind, message)
     what = f" ({found!r} is not supported by it here)" if found else ""
@@ -33,7 +34,7 @@ def refusal(kind: GrammarKind, message: str) -> GrammarError:
 
 
 def keyword(kind: GrammarKind, message: str) -> str | None:
-    """What llguidance has no support for; None if the constraint is wrong for every backend."""
+    """Return the keyword that llguidance does not support, or None if the constraint is wrong for every backend."""
     if _WRONG_FOR_ALL.search(message):
         return None
     for pattern, name in _KEYWORDS:

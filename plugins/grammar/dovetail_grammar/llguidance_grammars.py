@@ -1,6 +1,6 @@
-"""Constraints as Lark grammars for llguidance.
+"""Write constraints as Lark grammars for llguidance.
 
-Each begins with ``no_forcing``: without it llguidance allows a forced text in one tokenization only.
+Each grammar begins with ``no_forcing``, because without it llguidance allows a forced text in one tokenization only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _SPACE = r"[ \n\r\t]"
 _JSON_BLOCK = re.compile(r"%json\s*(?=\{)")
 _DIRECTIVE = re.compile(r"^\s*%llguidance\b|%lark\b|@\w", re.MULTILINE)
 MAX_TEXT = 4_000_000
-"""Characters of a grammar."""
+"""Maximum number of characters of a constraint."""
 
 
 class GrammarWriter:
-    """Writes grammars with one convention for whitespace in JSON."""
+    """Write grammars with one convention for whitespace in JSON."""
 
     def __init__(self, max_whitespace: int | None) -> None:
         most = "+" if max_whitespace is None else f"{{1,{max_whitespace}}}"
         self._options = {"whitespace_pattern": _SPACE + most}
 
     def write(self, spec: GrammarSpec) -> str:
-        """The grammar of a constraint. Raises ``GrammarError``."""
+        """Return the Lark grammar of a constraint. Raises ``GrammarError``."""
         if len(spec.text) > MAX_TEXT:
             raise GrammarError(
                 f"the {spec.kind} has {len(spec.text)} characters; allowed: {MAX_TEXT}", param=spec.kind, keyword="size"
@@ -60,9 +60,9 @@ class GrammarWriter:
         return f"%json {json.dumps(prepare(schema, self._options), ensure_ascii=False)}"
 
     def _lark(self, spec: GrammarSpec) -> str:
-        """The grammar with the schemas in it rewritten, like those of their own."""
+        """Return the grammar with its ``%json`` schemas rewritten in the same way as constraints that are schemas."""
         if found := _DIRECTIVE.search(spec.text):
-            raise GrammarError(f"{found[0].strip()!r} is not allowed in a grammar here", param=spec.kind)
+            raise GrammarError(f"{found[0].strip()!r} is not allowed in a Lark grammar", param=spec.kind)
         parts: list[str] = []
         at = 0
         while found := _JSON_BLOCK.search(spec.text, at):
@@ -80,7 +80,8 @@ class GrammarWriter:
         return "".join([*parts, rest, "\n"])
 
     def _tags(self, spec: GrammarSpec) -> str:
-        """Free text up to a trigger is one lazy terminal, so that no trigger can be text."""
+        """Return the grammar of a structural tag. Free text up to a trigger is one lazy terminal, so that no trigger
+        can be part of free text."""
         structures, triggers = read_tags(spec)
         lines = [f"start: ({' | '.join(f'tag{i}' for i in range(len(triggers)))})* TAIL"]
         for i, trigger in enumerate(triggers):

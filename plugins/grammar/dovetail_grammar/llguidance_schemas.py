@@ -1,7 +1,8 @@
-"""JSON Schema, prepared for llguidance: it reads a schema in place, so a schema stays in place here.
+"""Prepare JSON Schemas for llguidance. It resolves references into the document, so every subschema stays where it is.
 
-llguidance refuses the keywords it knows and lacks, and ignores those it does not know. What is left to do: spellings of
-older drafts, patterns in ECMA's reading, formats, counts of keys that may repeat, numbers that lose digits in a double.
+llguidance refuses keywords that it knows but does not support, and ignores keywords that it does not know. This module
+handles the rest: spellings of older drafts, patterns as ECMA defines them, formats, counts of keys that may repeat, and
+numbers that lose digits in a double.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from dovetail_grammar.formats import FORMATS, UNSUPPORTED_FORMATS
 from dovetail_grammar.merge import TYPES, Schema
 from dovetail_grammar.patterns import emit, size, whole
 from dovetail_grammar.regex_parser import PatternError, parse
-from dovetail_grammar.schema_documents import Document
-from dovetail_grammar.schema_rules import KNOWN, REFUSED, REWRITTEN, Refusal, unsupported
+from dovetail_grammar.schema_documents import SchemaDocument
+from dovetail_grammar.schema_rules import KNOWN, REFUSED, REWRITTEN, SchemaRefusal, unsupported
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "propertyNames")
 _DECIDING = KNOWN | REFUSED | REWRITTEN | {"then", "else", "x-guidance"}
-"""Keywords that ``tidy`` deals with, and options for llguidance; all others are annotations, or places for references."""
+"""Keywords that ``tidy`` handles, and options for llguidance. All other keywords are annotations, or contain the
+targets of references."""
 _NATIVE = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _EXACT = 2**53
 _MAX_INT = 2**63 - 1
@@ -36,20 +38,22 @@ ESCAPES = 'nrbtf\\"'
 
 
 def prepare(schema: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema for llguidance, changed in place, with ``options`` for it. Raises ``GrammarError``.
+    """Change the schema in place for llguidance, and return it with ``options`` for llguidance. Raises
+    ``GrammarError``.
 
-    Where keys have rules by name and others are free, strings have no ``\\u`` escapes: a free key could spell a name.
+    If some keys have rules by name and other keys are free, strings have no ``\\u`` escapes, because a free key could
+    spell a name with them.
     """
     if schema is False:
-        raise Refusal("#", "the schema allows nothing, so no answer can satisfy it")
+        raise SchemaRefusal("#", "the schema allows nothing, so no answer can satisfy it")
     if schema is not True and not isinstance(schema, dict):
-        raise Refusal.not_a_schema(schema)
+        raise SchemaRefusal.not_a_schema(schema)
     document: dict[str, Any] = {} if schema is True else schema
     try:
         preparer = _Preparer(document)
         preparer.root(document)
     except RecursionError as error:
-        raise Refusal("#", f"the schema is nested too deeply; allowed: {MAX_DEPTH} levels", "nesting") from error
+        raise SchemaRefusal("#", f"the schema is nested too deeply; allowed: {MAX_DEPTH} levels", "nesting") from error
     free = not preparer.names_are_ambiguous
     escapes = {"json_allowed_escapes": ESCAPES + "u" * free, "json_allow_general_unicode_escapes": free}
     return {**document, "x-guidance": {**options, **escapes}}
@@ -58,19 +62,19 @@ def prepare(schema: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 class _Preparer:
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
-        self.names = Document(document)
+        self.names = SchemaDocument(document)
         self.done: set[int] = set()
         self.pointers: list[tuple[str, str]] = []
         self.names_are_ambiguous = False
 
     def root(self, schema: dict[str, Any]) -> None:
-        """The document, and whatever its references reach."""
+        """Prepare the document and everything that its references reach."""
         self.visit(schema, "#", 0)
         while self.pointers:
             self.follow(*self.pointers.pop())
 
     def follow(self, pointer: str, path: str) -> None:
-        """Prepare the target of a reference too, wherever it stands."""
+        """Prepare the target of a reference, wherever it is in the document."""
         value: Any = self.document
         for part in pointer.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -78,7 +82,7 @@ class _Preparer:
                 value = value[int(key)] if isinstance(value, list) else value[key]
             except (KeyError, IndexError, ValueError, TypeError) as error:
                 found = "$ref" if self.names.scoped else None
-                raise Refusal(path, f"the reference '#{pointer}' points to nothing", found) from error
+                raise SchemaRefusal(path, f"the reference '#{pointer}' points to nothing", found) from error
         self.visit(value, path, 0)
 
     def visit(self, schema: Any, path: str, depth: int) -> None:
@@ -86,9 +90,9 @@ class _Preparer:
         if isinstance(schema, bool) or id(schema) in self.done:
             return
         if not isinstance(schema, dict):
-            raise Refusal.not_a_schema(schema, path)
+            raise SchemaRefusal.not_a_schema(schema, path)
         if depth > MAX_DEPTH:
-            raise Refusal(path, f"the schema is nested more than {MAX_DEPTH} deep", "nesting")
+            raise SchemaRefusal(path, f"the schema is nested more than {MAX_DEPTH} deep", "nesting")
         self.done.add(id(schema))
         tidied = self.names.tidied(schema, path)
         kept = {key: value for key, value in schema.items() if key not in _DECIDING}
@@ -99,7 +103,7 @@ class _Preparer:
         self.descend(schema, path, depth + 1)
 
     def descend(self, schema: dict[str, Any], path: str, depth: int) -> None:
-        """Everything below."""
+        """Visit all subschemas of ``schema``."""
         for key in _MAPS:
             values = schema.get(key, {})
             for name in values if isinstance(values, dict) else ():
@@ -112,7 +116,7 @@ class _Preparer:
                 self.visit(schema[key], f"{path}/{key}", depth)
 
     def rewrite(self, s: dict[str, Any], path: str) -> None:
-        """The keywords of one tidy schema."""
+        """Rewrite the keywords of one tidy schema in place."""
         _types(s, path)
         self.one_of(s, path)
         _patterns(s, path)
@@ -128,20 +132,21 @@ class _Preparer:
             raise unsupported(path, "uniqueItems")
 
     def one_of(self, s: dict[str, Any], path: str) -> None:
-        """``oneOf`` as ``anyOf`` where that is the same; what is left, llguidance judges."""
+        """Replace ``oneOf`` by ``anyOf`` if that is equivalent. Otherwise leave ``oneOf`` for llguidance to accept or
+        refuse."""
         branches = s.get("oneOf")
         if branches is None:
             return
         try:
             plain = {"anyOf": branches}
             whole = plain if all_disjoint(self.names, branches, path) else self.names.exclusive(branches, path)
-        except Refusal:
+        except SchemaRefusal:
             return
         del s["oneOf"]
         s["allOf"] = [*s.get("allOf", ()), whole]
 
     def reference(self, ref: str, path: str) -> None:
-        """Note where it points, if it is a pointer into the document."""
+        """Record the target of ``ref`` if it is a pointer into the document."""
         base, _, fragment = ref.partition("#")
         if base and fragment.startswith("/") and not fragment.startswith(("/$defs/", "/definitions/")):
             raise unsupported(path, "$ref", f"{ref!r} points into another document")
@@ -153,21 +158,22 @@ def _types(s: dict[str, Any], path: str) -> None:
     given = s.get("type", [])
     unknown = [name for name in ([given] if isinstance(given, str) else given) if name not in TYPES]
     if unknown:
-        raise Refusal(f"{path}/type", f"'type' has {unknown[0]!r}; allowed: {', '.join(TYPES)}")
+        raise SchemaRefusal(f"{path}/type", f"'type' has {unknown[0]!r}; allowed: {', '.join(TYPES)}")
     if not all(isinstance(name, str) for name in s.get("required", ())):
-        raise Refusal(f"{path}/required", "'required' holds something else than property names")
+        raise SchemaRefusal(f"{path}/required", "'required' contains something other than property names")
 
 
 def pattern(text: str, path: str) -> str:
-    """A pattern of JSON Schema in the plainest spelling, for the whole text. Raises ``Refusal``."""
+    """Return a pattern of JSON Schema in its simplest spelling, as a pattern of the whole text. Raises
+    ``SchemaRefusal``."""
     try:
         node = whole(parse(text), search=True)
     except PatternError as error:
-        raise Refusal(
+        raise SchemaRefusal(
             path, f"the pattern {text!r} is not supported by grammar backend llguidance: {error}", "pattern"
         ) from error
     if size(node) > MAX_PATTERN:
-        raise Refusal(
+        raise SchemaRefusal(
             path, f"the pattern has {size(node)} characters with its repetitions; allowed: {MAX_PATTERN}", "pattern"
         )
     return f"^(?:{emit(node)})$"
@@ -196,7 +202,7 @@ def _format(s: dict[str, Any], path: str) -> None:
 
 
 def _numbers(s: dict[str, Any], path: str) -> None:
-    """llguidance keeps bounds in doubles and integers of 64 bits: what those would change is narrowed, or refused."""
+    """Narrow or refuse bounds that llguidance would change, because it keeps them in doubles and 64-bit integers."""
     for key in s.keys() & {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
         value = s[key]
         if abs(value) < _EXACT:
@@ -207,7 +213,7 @@ def _numbers(s: dict[str, Any], path: str) -> None:
         s[key] = math.copysign(2**63, value)
     if "multipleOf" in s and (s["multipleOf"] <= 0 or s["multipleOf"] < 1e-9 or s["multipleOf"] > 2**31):
         if s["multipleOf"] <= 0:
-            raise Refusal(f"{path}/multipleOf", f"'multipleOf' is {s['multipleOf']}; allowed: numbers above 0")
+            raise SchemaRefusal(f"{path}/multipleOf", f"'multipleOf' is {s['multipleOf']}; allowed: numbers above 0")
         raise unsupported(path, "multipleOf", f"{s['multipleOf']} is too large or too small")
 
 
@@ -217,7 +223,8 @@ def _may_be_fractional(s: dict[str, Any]) -> bool:
 
 
 def _property_names(s: dict[str, Any], path: str) -> None:
-    """Names by pattern, on objects that say nothing else of their keys."""
+    """Rewrite ``propertyNames`` as ``patternProperties``. Only a pattern is supported, on objects without other rules
+    for keys."""
     names: Schema = s.pop("propertyNames", True)
     if names is True or names == {}:
         return
@@ -225,7 +232,7 @@ def _property_names(s: dict[str, Any], path: str) -> None:
     plain = set(rule) - {"type", "description", "title"} == {"pattern"} and rule.get("type", "string") == "string"
     if not plain or s.keys() & {"properties", "patternProperties", "required"}:
         raise unsupported(
-            path, "propertyNames", "it is supported as a pattern, on objects without properties of their own"
+            path, "propertyNames", "only a pattern is supported, on objects that do not declare or require properties"
         )
     text = pattern(rule["pattern"], f"{path}/propertyNames")
     s["patternProperties"] = {text: s.get("additionalProperties", True)}
@@ -233,7 +240,8 @@ def _property_names(s: dict[str, Any], path: str) -> None:
 
 
 def _counts(s: dict[str, Any], path: str) -> None:
-    """Keys without a name may be given twice, and then count once."""
+    """Drop or refuse counts of keys. A key that the schema does not name may occur twice in the text, and then counts
+    once."""
     closed = s.get("additionalProperties") is False and not s.get("patternProperties")
     if closed and s.get("maxProperties", -1) >= len(s.get("properties", {})):
         del s["maxProperties"]

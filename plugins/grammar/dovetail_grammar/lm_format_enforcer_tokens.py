@@ -1,4 +1,5 @@
-"""A vocabulary as lm-format-enforcer walks it: a tree of bytes, each spelled as the character of its number."""
+"""Compute bitmask rows of a vocabulary, stored as lm-format-enforcer needs it: a tree of bytes, each as the character
+of its number."""
 
 from __future__ import annotations
 
@@ -12,42 +13,44 @@ from lmformatenforcer.exceptions import LMFormatEnforcerException
 
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.types import IntArray
-from dovetail_grammar.automaton import Automaton, State, TooLargeError
+from dovetail_grammar.automaton import Automaton, AutomatonState, TooLargeError
 from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.json_terms import CHARACTER, PLAIN
 from dovetail_grammar.regex_parser import Node, Repeat
 
 _LONGEST = 512
-"""Bytes of the longest token that is offered: the tree is walked recursively, byte by byte."""
+"""Maximum number of bytes of a token that is ever allowed, because the tree is walked recursively, byte by byte."""
 _CONFIG = CharacterLevelParserConfig(alphabet="".join(map(chr, range(256))))
 
 
-class TooMuchError(LMFormatEnforcerException):
-    """A ``TooLargeError`` on its way through the enforcer, which takes errors that it does not know for the end of the text."""
+class EnforcerLimitError(LMFormatEnforcerException):
+    """Raised instead of ``TooLargeError`` inside the enforcer, which treats errors of unknown types as the end of the
+    text."""
 
 
 class StateParser(CharacterLevelParser):
-    """A state of an automaton as a parser of bytes."""
+    """Present a state of an automaton as a parser of bytes."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AutomatonState) -> None:
         super().__init__(_CONFIG)
         self._state = state
 
     def add_character(self, new_character: str) -> StateParser:
-        """The state after one that is allowed."""
+        """Return the parser after ``new_character``, which must be allowed."""
         try:
             after = self._state.step(ord(new_character))
         except TooLargeError as error:
-            raise TooMuchError(str(error)) from error
+            raise EnforcerLimitError(str(error)) from error
         assert after is not None, f"the byte {ord(new_character)} is not allowed"
         return StateParser(after)
 
     def get_allowed_characters(self) -> str:
-        """As a set, with which the tree's children are intersected ten times faster than with a text."""
+        """Return the allowed characters as a set. Intersecting a set with the tree's children is ten times faster than
+        a text."""
         return cast("str", _characters(self._state.mask))
 
     def can_end(self) -> bool:
-        """True if the text may end here."""
+        """Return true if the text may end here."""
         return self._state.ends
 
 
@@ -65,11 +68,12 @@ def _characters(mask: int) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The tokens, and what is true of them inside of strings.
+class EnforcerVocabulary:
+    """Hold the tokens, and precomputed facts about them inside strings.
 
-    ``lengths[unit][i]`` is how many characters of that kind token i is part of, from the start of one, 0 if it is none of
-    them. Only the tokens of ``closing`` can hold the end of a string.
+    ``lengths[unit][i]`` is the number of characters of the kind ``unit`` that token i covers, beginning at the start of
+    a character; the last one may be incomplete. It is 0 if the token contains anything else. Only the tokens of
+    ``closing`` can contain the end of a string.
     """
 
     texts: Mapping[int, bytes]
@@ -81,8 +85,8 @@ class Vocabulary:
     lengths: Mapping[Node, IntArray]
 
     @classmethod
-    def of(cls, context: GrammarContext) -> Vocabulary:
-        """Of a tokenizer."""
+    def of(cls, context: GrammarContext) -> EnforcerVocabulary:
+        """Build the vocabulary of a tokenizer."""
         width = context.vocab_size
         eos = frozenset(token for token in context.eos_token_ids if 0 <= token < width)
         texts = {i: data for i, data in enumerate(context.token_bytes[:width]) if data and i not in eos and len(data) <= _LONGEST}  # fmt: skip
@@ -92,10 +96,11 @@ class Vocabulary:
         lengths: dict[Node, IntArray] = {unit: _lengths(unit, texts, width) for unit in (CHARACTER, PLAIN)}
         return cls(texts, eos, pack_bits(width, eos), width, whole, tree, lengths)
 
-    def row(self, automaton: Automaton, state: State) -> IntArray:
-        """The bitmask row of a state.
+    def row(self, automaton: Automaton, state: AutomatonState) -> IntArray:
+        """Return the bitmask row of a state.
 
-        Inside a string nearly all tokens are allowed, for one reason; the tree has to be walked for the others only.
+        Inside a string nearly all tokens are allowed because they continue the string, which ``lengths`` decides. The
+        tree has to be walked only for the tokens that can end it.
         """
         counts = self._inside(automaton, state)
         row = pack_bits(self.width, self._allowed(self.whole if counts is None else self.closing, state))
@@ -103,21 +108,24 @@ class Vocabulary:
             row |= pack_flags((lengths > 0) & (lengths <= most if most is not None else True))
         return row
 
-    def _inside(self, automaton: Automaton, state: State) -> Sequence[tuple[IntArray, int | None]] | None:
-        """For each place of a state inside of strings only: the lengths of tokens there, and the most of it; else None."""
+    def _inside(self, automaton: Automaton, state: AutomatonState) -> Sequence[tuple[IntArray, int | None]] | None:
+        """Return the lengths of tokens and the maximum length (None: unbounded) for each source position of ``state``.
+
+        The result is None if not all of these positions are inside strings.
+        """
         kinds = {automaton.operation(unit): lengths for unit, lengths in self.lengths.items()}
         found = [automaton.repetition(place) for place in state.sources]
         inside = [(kinds[part[0]], part[1]) for part in found if part and part[0] in kinds]
         return inside if inside and len(inside) == len(found) else None
 
     @staticmethod
-    def _allowed(tokens: TokenEnforcerTokenizerData, state: State) -> list[int]:
-        # An enforcer keeps every prefix that it was asked for: one for each state, and no prefix, keeps none.
+    def _allowed(tokens: TokenEnforcerTokenizerData, state: AutomatonState) -> list[int]:
+        # An enforcer keeps every prefix that it has processed. A new one for each state, with an empty prefix, keeps none.
         return cast("list[int]", TokenEnforcer(tokens, StateParser(state)).get_allowed_tokens([]).allowed_tokens)
 
 
 def pack_flags(flags: np.ndarray) -> IntArray:
-    """A bitmask row of a boolean for each token."""
+    """Return a bitmask row from one boolean for each token."""
     padded = np.zeros(-(-len(flags) // 32) * 32, np.uint8)
     padded[: len(flags)] = flags
     return np.packbits(padded, bitorder="little").view(np.int32)

@@ -1,4 +1,4 @@
-"""One JSON schema that says what two say together, without ``allOf``."""
+"""Merge two JSON schemas into one that allows what both allow, without ``allOf``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperti
 
 
 class MergeError(ValueError):
-    """Two schemas cannot be written as one here; ``keyword`` is in the way."""
+    """Raised when two schemas cannot be merged; ``keyword`` is the keyword that prevents it."""
 
     def __init__(self, keyword: str, why: str) -> None:
         super().__init__(f"{keyword!r} {why}")
@@ -26,7 +26,7 @@ class MergeError(ValueError):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equality of JSON values: 1 equals 1.0, and true does not equal 1."""
+    """Return true if two JSON values are equal: 1 equals 1.0, and true does not equal 1."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, list) and isinstance(b, list):
@@ -41,8 +41,8 @@ def _number(value: Any) -> bool:
 
 
 def merge(a: Schema, b: Schema, resolve: Resolve) -> Schema:
-    """What ``a`` and ``b`` both allow. ``resolve`` tidies a schema and replaces a reference by its target.
-    Raises ``MergeError``."""
+    """Return the schema of what ``a`` and ``b`` both allow. ``resolve`` tidies a schema and replaces a reference by its
+    target. Raises ``MergeError``."""
     a, b = resolve(a), resolve(b)
     if isinstance(a, bool) or isinstance(b, bool):
         return False if a is False or b is False else (b if a is True else a)
@@ -54,7 +54,7 @@ def merge(a: Schema, b: Schema, resolve: Resolve) -> Schema:
 
 
 def _both(key: str, a: Any, b: Any, resolve: Resolve) -> Any:
-    """One keyword of two values."""
+    """Return the value of a keyword that is as strict as both values ``a`` and ``b``."""
     if key in _SMALLEST:
         return min(a, b)
     if key in _LARGEST:
@@ -79,7 +79,7 @@ def _both(key: str, a: Any, b: Any, resolve: Resolve) -> Any:
 
 
 def types_of(s: dict[str, Any]) -> set[str]:
-    """The types that a tidy schema allows; all of them if it names none. Where numbers are, integers are."""
+    """Return the types that a tidy schema allows: all types if it names none. ``number`` includes ``integer``."""
     given: Any = s.get("type", TYPES)
     names: set[str] = {given} if isinstance(given, str) else set(map(str, given))
     return names | ({"integer"} if "number" in names else set())
@@ -95,7 +95,7 @@ def _objects(a: dict[str, Any], b: dict[str, Any], resolve: Resolve) -> dict[str
     if not first or not second or first == second:
         return first or second
     if "patternProperties" in first or "patternProperties" in second:
-        raise MergeError("patternProperties", "stands beside object keywords of another subschema")
+        raise MergeError("patternProperties", "is combined with object keywords of another subschema")
     names = dict.fromkeys([*first.get("properties", {}), *second.get("properties", {})])
     rest = [s.get("additionalProperties", True) for s in (first, second)]
     values = {

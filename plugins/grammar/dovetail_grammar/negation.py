@@ -1,7 +1,8 @@
-"""JSON Schema without ``not``, ``if`` and overlapping ``oneOf``: each written with what a grammar can say.
+"""Rewrite JSON Schemas without ``not``, ``if`` and overlapping ``oneOf``, with keywords that a grammar can express.
 
-The negation of a schema is any of the negations of its keywords: ``not: {required: [a, b]}`` is an object without ``a``, or
-one without ``b``. Every rewriting here is exact; what has none (there is an item that ..., a key that ...) is refused.
+The negation of a schema is the union of the negations of its keywords: ``not: {required: [a, b]}`` is an object without
+``a``, or one without ``b``. Every rewriting here is exact. Keywords without an exact rewriting ("there is an item that
+...", "a key that ...") are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _OPPOSITE: dict[str, tuple[str, str, int]] = {
     "exclusiveMinimum": ("number", "maximum", 0),
     "exclusiveMaximum": ("number", "minimum", 0),
 }
-"""Keyword to the type it is about, and the keyword and shift of the bound that says the opposite."""
+"""Maps a keyword to the type that it constrains, the keyword of the opposite bound, and the shift from the bound to
+that one."""
 
 _ALWAYS_TRUE = (
     *((key, value) for key in ("items", "additionalProperties", "propertyNames") for value in (True, {})),
@@ -39,11 +41,11 @@ Resolve = Callable[[Schema], Schema]
 
 
 class NegationError(ValueError):
-    """The negation cannot be written as a schema; ``str`` is the keyword in the way."""
+    """Raised when the negation cannot be written as a schema; ``str`` of the error is the keyword that prevents it."""
 
 
 def any_of(options: Sequence[Schema]) -> Schema:
-    """Any of the options, in the plainest form."""
+    """Return a schema that allows what any of the options allows, in its simplest form."""
     left = [option for option in options if option is not False]
     if not left or True in left:
         return bool(left)
@@ -51,8 +53,8 @@ def any_of(options: Sequence[Schema]) -> Schema:
 
 
 def negate(schema: Schema, resolve: Resolve, depth: int = 0) -> Schema:
-    """The schema of all values that ``schema`` does not allow. ``resolve`` tidies a schema and replaces a lone reference
-    by its target. Raises ``NegationError``."""
+    """Return the schema of all values that ``schema`` does not allow. ``resolve`` tidies a schema and replaces a schema
+    that is only a reference by its target. Raises ``NegationError``."""
     if isinstance(schema, dict) and set(schema) == {"not"}:
         return schema["not"]
     if depth > MAX_DEPTH:
@@ -65,7 +67,7 @@ def negate(schema: Schema, resolve: Resolve, depth: int = 0) -> Schema:
 
 
 def _of_keyword(key: str, s: dict[str, Any], below: Callable[[Schema], Schema]) -> list[Schema]:
-    """Any of these contradicts this keyword."""
+    """Return schemas whose union is the negation of the keyword ``key``."""
     value = s[key]
     if key in _OPPOSITE:
         kind, opposite, shift = _OPPOSITE[key]
@@ -88,7 +90,11 @@ def _type(value: Any, below: Callable[[Schema], Schema]) -> list[Schema]:
 
 
 def _enum(value: list[Any], below: Callable[[Schema], Schema]) -> list[Schema]:
-    """Values of other types, and others of these. Of arrays and objects there is no rest to name."""
+    """Return schemas of all values that are not in ``value``: values of other types, and other values of the same
+    types.
+
+    The complement of particular arrays or objects cannot be expressed, so these raise ``NegationError``.
+    """
     if any(isinstance(item, list | dict) for item in value):
         raise NegationError("enum")
     flags = [item for item in value if isinstance(item, bool)]
@@ -151,7 +157,7 @@ _NEGATIONS: dict[str, Callable[[Any, Callable[[Schema], Schema]], list[Schema]]]
 
 
 def without_not(s: dict[str, Any], resolve: Resolve) -> dict[str, Any]:
-    """The schema with ``not`` and ``if`` written as ``allOf`` and ``anyOf``. Raises ``NegationError``."""
+    """Return the schema with ``not`` and ``if`` written as ``allOf`` and ``anyOf``. Raises ``NegationError``."""
     more: list[Schema] = []
     rest = {key: value for key, value in s.items() if key not in ("not", "if", "then", "else")}
     if "not" in s:
@@ -172,7 +178,7 @@ def _conditional(when: Schema, then: Schema, other: Schema, resolve: Resolve) ->
 
 
 def exclusive(branches: Sequence[Schema], resolve: Resolve) -> Schema:
-    """``oneOf`` as ``anyOf`` of branches that exclude the others. Raises ``NegationError``."""
+    """Return ``oneOf`` as an ``anyOf`` whose branches each exclude all others. Raises ``NegationError``."""
     if len(branches) > MAX_ONE_OF:
         raise NegationError("oneOf")
     against = [negate(branch, resolve) for branch in branches]

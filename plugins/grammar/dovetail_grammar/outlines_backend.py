@@ -1,7 +1,8 @@
-"""outlines-core as a grammar backend: one regex, an index of every token in every state (arXiv 2307.09702).
+"""Provide outlines-core as a grammar backend: one regex, and an index of every token in every state (arXiv 2307.09702).
 
-Its own ``build_regex_from_schema`` is not used: it drops ``minimum``, ``uniqueItems`` and whatever else it has no regex for,
-and lets control characters into strings. The regex is made of the schema as it was rewritten for what is honoured whole.
+Its own ``build_regex_from_schema`` is not used: it drops ``minimum``, ``uniqueItems`` and all other keywords that it
+has no regex for, and it allows control characters in strings. The regex is built from the rewritten schema, all of
+which is enforced.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import CompiledGrammar, GrammarBackend, GrammarContext, Matcher
 from dovetail.sampling_params import GrammarSpec
 from dovetail.types import IntArray
-from dovetail_grammar.automaton import Automaton, State, TooLargeError
+from dovetail_grammar.automaton import Automaton, AutomatonState, TooLargeError
 from dovetail_grammar.bits import pack_bits
 from dovetail_grammar.config import OutlinesConfig
 from dovetail_grammar.outlines_regexes import read
@@ -23,11 +24,13 @@ from dovetail_grammar.patterns import emit, holds, literal, without
 from dovetail_grammar.regex_parser import Node, PatternError, set_of
 
 _MAX_ROLLBACK = 2**20
-"""Tokens. The library sets aside four bytes for each, for every matcher."""
+"""Maximum number of tokens that a matcher can roll back. The library reserves four bytes for each of them in every
+matcher."""
 _SIGNS = ("\0", "\U0010ffff")
-"""Characters to begin a regex with. The second, a noncharacter, no output holds where the regex itself holds the first."""
+"""Characters that a regex may be prefixed with. The second one, a noncharacter, is used if the regex itself contains
+the first one; it is then excluded from outputs."""
 _BYTES_PER_TRANSITION = 18
-"""Of the index in memory: a hash table of pairs of 32-bit numbers."""
+"""Memory of one transition of the index, which is a hash table of pairs of 32-bit numbers."""
 
 
 def _start_token(words: int) -> int:
@@ -39,7 +42,7 @@ def _with_start(tokens: Mapping[bytes, list[int]], start: int) -> dict[bytes, li
 
 
 class OutlinesMatcher(Matcher):
-    """A position in an index."""
+    """Track the position of one request in an index."""
 
     def __init__(self, index: Index, eos: IntArray) -> None:
         self._guide = Guide(index, max_rollback=_MAX_ROLLBACK)
@@ -49,7 +52,7 @@ class OutlinesMatcher(Matcher):
         self._ended = False
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
-        """See ``Matcher``. After an end-of-sequence token, nothing but another is allowed."""
+        """See ``Matcher``. After an end-of-sequence token, only another one is allowed."""
         words = bitmask[row]
         if self._ended:
             words[:] = self._eos
@@ -74,7 +77,7 @@ class OutlinesMatcher(Matcher):
     def rollback(self, num_tokens: int) -> None:
         """See ``Matcher``."""
         given = self._accepted + self._ended
-        assert 0 <= num_tokens <= given, f"{num_tokens} tokens to take back of {given}"
+        assert 0 <= num_tokens <= given, f"cannot roll back {num_tokens} tokens: only {given} were accepted"
         inside = max(num_tokens - self._ended, 0)
         if inside:
             self._guide.rollback_state(inside)
@@ -92,7 +95,7 @@ class OutlinesMatcher(Matcher):
 
 
 class OutlinesCompiled(CompiledGrammar):
-    """An index."""
+    """Hold the index of a compiled constraint."""
 
     def __init__(self, index: Index, eos: IntArray, transitions: int) -> None:
         self._index = index
@@ -100,17 +103,17 @@ class OutlinesCompiled(CompiledGrammar):
         self._transitions = transitions
 
     def matcher(self) -> OutlinesMatcher:
-        """A fresh matcher."""
+        """Return a new matcher at the start of the grammar."""
         return OutlinesMatcher(self._index, self._eos)
 
     @property
     def num_bytes(self) -> int:
-        """Memory it occupies, at most."""
+        """Return an upper bound of the memory that the index occupies, in bytes."""
         return self._transitions * _BYTES_PER_TRANSITION
 
 
 class OutlinesBackend(GrammarBackend):
-    """Compiles regexes with outlines-core; schemas and choices are made into regexes first."""
+    """Compile regexes with outlines-core. Schemas and choices are converted to regexes first."""
 
     def __init__(self, config: OutlinesConfig, context: GrammarContext) -> None:
         self._config = config
@@ -121,15 +124,15 @@ class OutlinesBackend(GrammarBackend):
         for token, data in enumerate(context.token_bytes[: context.vocab_size]):
             if data and token not in eos:
                 tokens.setdefault(data, []).append(token)
-        # Ids beyond the row are never seen in it: the one end token that it knows, as ends are left to the matcher, and
-        # the token of the characters that a regex begins with.
+        # Two ids are beyond the row, so they never appear in a mask: the only end token that the index knows (the matcher
+        # handles the real ones), and the token of the character that a regex is prefixed with.
         self._vocabulary = Vocabulary(32 * words, {**tokens, **_with_start(tokens, _start_token(words))})
         self._begin_with = [0] * 256
         for data, ids in tokens.items():
             self._begin_with[data[0]] += len(ids)
 
     def check(self, spec: GrammarSpec) -> None:
-        """See ``GrammarBackend``. What is too large only as an automaton is found by ``compile``."""
+        """See ``GrammarBackend``. ``compile`` refuses regexes that are too large only as an automaton."""
         read(spec, self._config)
 
     def compile(self, spec: GrammarSpec) -> OutlinesCompiled:
@@ -145,11 +148,12 @@ class OutlinesBackend(GrammarBackend):
         return grammar
 
     def _marked(self, spec: GrammarSpec) -> tuple[str, Node]:
-        """A character that the regex begins with, and the regex without it.
+        """Return a character to prefix the regex with, and the regex without that character.
 
-        outlines-core 0.2.14 also builds the automaton that looks for the regex anywhere in a text, and never uses it; one
-        that begins with what it holds nowhere else is small. And without the \\z at its end, it drops what leads from an
-        end to a state that is none: b in a(bc)?
+        outlines-core 0.2.14 also builds the automaton that searches for the regex anywhere in a text, and never uses
+        it. That automaton is small if the regex begins with a character that it does not contain elsewhere. Without the
+        \\z at its end, outlines-core also drops transitions from an accepting state to one that is not accepting: b in
+        a(bc)?
         """
         node = read(spec, self._config)
         if not holds(node, ord(_SIGNS[0])):
@@ -157,7 +161,7 @@ class OutlinesBackend(GrammarBackend):
         try:
             return _SIGNS[1], without(node, set_of(_SIGNS[1]))
         except PatternError as error:
-            message = "only texts with U+10FFFF match, which grammar backend outlines does not write"
+            message = "only texts with U+10FFFF match, which grammar backend outlines does not support"
             raise GrammarError(message, param=spec.kind, keyword="U+10FFFF") from error
 
     def _refuse_empty(self, grammar: OutlinesCompiled, spec: GrammarSpec) -> None:
@@ -168,11 +172,14 @@ class OutlinesBackend(GrammarBackend):
             raise GrammarError(f"{what} satisfies this {spec.kind}", param=spec.kind)
 
     def _count_transitions(self, node: Node, spec: GrammarSpec) -> int:
-        """The most that the index can have; outlines-core itself has no bound on time and memory."""
+        """Return an upper bound of the number of transitions of the index.
+
+        Raises ``GrammarError`` if it is too large, because outlines-core itself does not limit time and memory.
+        """
         most, counts = self._config.max_transitions, dict[int, int]()
         found = 0
 
-        def weigh(state: State) -> int:
+        def weigh(state: AutomatonState) -> int:
             nonlocal found
             if state.mask not in counts:
                 counts[state.mask] = sum(n for byte, n in enumerate(self._begin_with) if state.mask >> byte & 1)

@@ -1,4 +1,4 @@
-"""Constraints as one regex in the syntax of Rust's regex crate."""
+"""Convert constraints to one regex in the syntax of Rust's regex crate."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dovetail.errors import GrammarError
 from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail_grammar.config import OutlinesConfig
 from dovetail_grammar.constraints import read_choice, read_json, read_regex
-from dovetail_grammar.json_terms import Terms, productive
+from dovetail_grammar.json_terms import JsonTermWriter, productive
 from dovetail_grammar.patterns import literal
-from dovetail_grammar.regex_parser import Alt, Call, Node, PatternError, Repeat, Seq
-from dovetail_grammar.schema_rules import Refusal
+from dovetail_grammar.regex_parser import Alt, Node, PatternError, RegexSeq, Repeat, RuleCall
+from dovetail_grammar.schema_rules import SchemaRefusal
 from dovetail_grammar.schemas import rewrite
 
 
 def read(spec: GrammarSpec, config: OutlinesConfig) -> Node:
-    """The constraint as a pattern without rules. Raises ``GrammarError``."""
+    """Return the constraint as a pattern without rules. Raises ``GrammarError``."""
     match spec.kind:
         case GrammarKind.REGEX:
             return read_regex(spec, config.max_size)
@@ -26,7 +26,7 @@ def read(spec: GrammarSpec, config: OutlinesConfig) -> Node:
             return _schema(spec, config)
         case _:
             raise GrammarError(
-                f"grammar backend outlines has no {spec.kind}; it has json_schema, regex and choice",
+                f"grammar backend outlines does not support {spec.kind}; it supports json_schema, regex and choice",
                 param=spec.kind,
                 keyword=spec.kind,
             )
@@ -35,32 +35,33 @@ def read(spec: GrammarSpec, config: OutlinesConfig) -> Node:
 def _schema(spec: GrammarSpec, config: OutlinesConfig) -> Node:
     try:
         schema = rewrite(read_json(spec), strict=config.strict)
-        terms = Terms(schema, config.max_whitespace, config.open_depth)
+        terms = JsonTermWriter(schema, config.max_whitespace, config.open_depth)
         node, rules = productive(terms.value(schema), terms.rules)
         return inlined(node, rules, config.max_size)
     except RecursionError as error:
-        raise Refusal("#", "the schema is nested too deeply for grammar backend outlines", "size") from error
+        raise SchemaRefusal("#", "the schema is nested too deeply for grammar backend outlines", "size") from error
     except PatternError as error:
-        raise Refusal("#", str(error), "pattern") from error
+        raise SchemaRefusal("#", str(error), "pattern") from error
 
 
 def inlined(node: Node, rules: Mapping[str, Node], most: int) -> Node:
-    """The pattern with each rule in the place of its calls. Raises ``Refusal`` where it would be too large."""
+    """Return the pattern with every call replaced by its rule. Raises ``SchemaRefusal`` if the result would be too
+    large."""
     sizes: dict[str, int] = {}
     if (size := _size(node, rules, sizes)) > most:
-        raise Refusal("#", f"the schema is a regex of {size} characters; allowed: {most} (`max_size`)", "size")
+        raise SchemaRefusal("#", f"the schema is a regex of {size} characters; allowed: {most} (`max_size`)", "size")
     return _put(node, rules)
 
 
 def _size(node: Node, rules: Mapping[str, Node], sizes: dict[str, int]) -> int:
     match node:
-        case Call(name):
+        case RuleCall(name):
             if name not in sizes:
                 sizes[name] = _size(rules[name], rules, sizes)
             return sizes[name]
         case Repeat(inner, low, high):
             return _size(inner, rules, sizes) * max(high if high is not None else low + 1, 1)
-        case Seq(items) | Alt(items):
+        case RegexSeq(items) | Alt(items):
             return 1 + sum(_size(item, rules, sizes) for item in items)
         case _:
             return 1
@@ -68,12 +69,12 @@ def _size(node: Node, rules: Mapping[str, Node], sizes: dict[str, int]) -> int:
 
 def _put(node: Node, rules: Mapping[str, Node]) -> Node:
     match node:
-        case Call(name):
+        case RuleCall(name):
             return _put(rules[name], rules)
         case Repeat(inner, low, high):
             return Repeat(_put(inner, rules), low, high)
-        case Seq(items):
-            return Seq(tuple(_put(item, rules) for item in items))
+        case RegexSeq(items):
+            return RegexSeq(tuple(_put(item, rules) for item in items))
         case Alt(options):
             return Alt(tuple(_put(option, rules) for option in options))
         case _:

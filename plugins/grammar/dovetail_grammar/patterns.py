@@ -1,4 +1,5 @@
-"""What is done with a pattern that was read: anchors out, JSON's escapes out, lengths in, and back to text."""
+"""Transform parsed patterns: remove anchors and characters that JSON escapes, apply length bounds, and write them as
+text."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from dovetail_grammar.regex_parser import (
     JSON_ESCAPED,
     Alt,
     Anchor,
-    Call,
     Chars,
     Node,
     PatternError,
     Ranges,
+    RegexSeq,
     Repeat,
-    Seq,
+    RuleCall,
     minus,
     set_of,
 )
@@ -27,20 +28,23 @@ _SYNTAX = frozenset(r"\^$.|?*+()[]{}/-")
 
 
 def whole(node: Node, *, search: bool) -> Node:
-    """The pattern that matches the whole text, without anchors. ``search`` is JSON Schema's reading (the pattern may
-    match anywhere), else the text must match from end to end. Raises ``PatternError`` for anchors in the middle."""
-    while isinstance(node, Seq) and len(node.items) == 1 and isinstance(node.items[0], Alt | Seq):
+    """Return the pattern that matches the whole text, without anchors.
+
+    With ``search``, the pattern may match anywhere, as JSON Schema defines. Otherwise it must match the whole text.
+    Raises ``PatternError`` for anchors in the middle.
+    """
+    while isinstance(node, RegexSeq) and len(node.items) == 1 and isinstance(node.items[0], Alt | RegexSeq):
         node = node.items[0]
     if isinstance(node, Alt):
         return Alt(tuple(whole(option, search=search) for option in node.options))
-    items = node.items if isinstance(node, Seq) else (node,)
+    items = node.items if isinstance(node, RegexSeq) else (node,)
     starts = bool(items) and items[0] == Anchor("^")
     ends = bool(items) and items[-1] == Anchor("$")
     items = items[starts : len(items) - ends]
-    _refuse_anchors(Seq(items))
+    _refuse_anchors(RegexSeq(items))
     before = () if starts or not search else (ANYTHING,)
     after = () if ends or not search else (ANYTHING,)
-    return Seq((*before, *items, *after))
+    return RegexSeq((*before, *items, *after))
 
 
 def _refuse_anchors(node: Node) -> None:
@@ -51,10 +55,10 @@ def _refuse_anchors(node: Node) -> None:
             )
         case Repeat(inner):
             _refuse_anchors(inner)
-        case Seq(items) | Alt(items):
+        case RegexSeq(items) | Alt(items):
             for item in items:
                 _refuse_anchors(item)
-        case Chars() | Call():
+        case Chars() | RuleCall():
             pass
 
 
@@ -64,39 +68,40 @@ def _rebuild(node: Node, change: Callable[[Ranges], Ranges]) -> Node:
             return Chars(change(ranges))
         case Repeat(inner, low, high):
             return Repeat(_rebuild(inner, change), low, high)
-        case Seq(items):
-            return Seq(tuple(_rebuild(item, change) for item in items))
+        case RegexSeq(items):
+            return RegexSeq(tuple(_rebuild(item, change) for item in items))
         case Alt(options):
             return Alt(tuple(_rebuild(option, change) for option in options))
-        case Anchor() | Call():
+        case Anchor() | RuleCall():
             return node
 
 
 def without_escapes(node: Node) -> Node:
-    """The same pattern without characters that JSON would have to escape. Raises ``PatternError`` where nothing is left."""
+    """Return the pattern without the characters that JSON has to escape. Raises ``PatternError`` if nothing is left."""
     return without(node, JSON_ESCAPED)
 
 
 def without(node: Node, taken: Ranges) -> Node:
-    """The same pattern without some characters. Raises ``PatternError`` where nothing is left."""
+    """Return the pattern without the characters of ``taken``. Raises ``PatternError`` if nothing is left."""
     return checked(_rebuild(node, lambda ranges: minus(ranges, taken)))
 
 
 def holds(node: Node, code: int) -> bool:
-    """True if a character class of the pattern holds this character."""
+    """Return true if a character class of the pattern contains the character with this code point."""
     match node:
         case Chars(ranges):
             return any(low <= code <= high for low, high in ranges)
         case Repeat(inner):
             return holds(inner, code)
-        case Seq(items) | Alt(items):
+        case RegexSeq(items) | Alt(items):
             return any(holds(item, code) for item in items)
-        case Anchor() | Call():
+        case Anchor() | RuleCall():
             return False
 
 
 def checked(node: Node) -> Node:
-    """The pattern without options and repetitions that match nothing. Raises ``PatternError`` if all of it does."""
+    """Return the pattern without the options and repetitions that match nothing. Raises ``PatternError`` if nothing is
+    left."""
     pruned = _prune(node)
     if pruned is None:
         raise PatternError("it matches nothing, or only texts with characters that JSON must escape")
@@ -109,24 +114,24 @@ def _prune(node: Node) -> Node | None:
             return node if ranges else None
         case Repeat(inner, low, high):
             kept = _prune(inner)
-            return Repeat(kept, low, high) if kept else (None if low else Seq(()))
-        case Seq(items):
+            return Repeat(kept, low, high) if kept else (None if low else RegexSeq(()))
+        case RegexSeq(items):
             parts = [_prune(item) for item in items]
-            return None if None in parts else Seq(tuple(part for part in parts if part))
+            return None if None in parts else RegexSeq(tuple(part for part in parts if part))
         case Alt(options):
             left = tuple(kept for option in options if (kept := _prune(option)))
             return (left[0] if len(left) == 1 else Alt(left)) if left else None
-        case Anchor() | Call():
+        case Anchor() | RuleCall():
             return node
 
 
 def width(node: Node) -> tuple[int, int | None]:
-    """The fewest and the most characters a match can have; None is without bound."""
+    """Return the minimum and the maximum number of characters of a match; None is without bound."""
     match node:
         case Repeat(inner, low, high):
             least, most = width(inner)
             return least * low, 0 if most == 0 else (None if high is None or most is None else most * high)
-        case Seq(items):
+        case RegexSeq(items):
             pairs = [width(item) for item in items]
             return sum(least for least, _ in pairs), _total([most for _, most in pairs])
         case Alt(options):
@@ -142,48 +147,52 @@ def _total(counts: list[int | None]) -> int | None:
 
 
 def size(node: Node) -> int:
-    """Characters in the pattern once its repetitions are written out: what it costs to compile."""
+    """Return the number of characters of the pattern with its repetitions written out, which its compile time depends
+    on."""
     match node:
         case Repeat(inner, low, high):
             return size(inner) * max(high if high is not None else low + 1, 1)
-        case Seq(items) | Alt(items):
+        case RegexSeq(items) | Alt(items):
             return 1 + sum(size(item) for item in items)
         case _:
             return 1
 
 
 def bounded(node: Node, low: int, high: int | None) -> Node | None:
-    """The pattern narrowed to texts of ``low`` up to ``high`` characters, None if there are none.
+    """Return the pattern narrowed to texts of ``low`` to ``high`` characters, or None if there are none.
 
-    Only where one repetition of single characters decides the length. Raises ``PatternError`` elsewhere.
+    This is possible only if a single repetition of single characters determines the length. Otherwise it raises
+    ``PatternError``.
     """
     least, most = width(node)
     if low <= least and (high is None or (most is not None and most <= high)):
         return node
     if (high is not None and (high < low or high < least)) or (most is not None and most < low):
         return None
-    items = node.items if isinstance(node, Seq) else (node,)
+    items = node.items if isinstance(node, RegexSeq) else (node,)
     loose = [i for i, item in enumerate(items) if len(set(width(item))) > 1]
     part = items[loose[0]] if len(loose) == 1 else None
-    if isinstance(part, Seq) and len(loose) == 1:
+    if isinstance(part, RegexSeq) and len(loose) == 1:
         part = bounded(part, low - least + width(part)[0], None if high is None else high - least + width(part)[0])
     elif isinstance(part, Repeat) and width(part.node) == (1, 1):
         fixed = least - part.low
         highs = [n for n in (part.high, None if high is None else high - fixed) if n is not None]
         part = Repeat(part.node, max(part.low, low - fixed), min(highs) if highs else None)
     else:
-        raise PatternError("a length bound beside a pattern with several parts of varying length is not supported")
-    return None if part is None else Seq((*items[: loose[0]], part, *items[loose[0] + 1 :]))
+        raise PatternError(
+            "a length bound together with a pattern with several parts of varying length is not supported"
+        )
+    return None if part is None else RegexSeq((*items[: loose[0]], part, *items[loose[0] + 1 :]))
 
 
 def first(node: Node) -> Ranges:
-    """The characters a match can begin with; every character if it may be empty."""
+    """Return the characters that a match can begin with, or every character if the match may be empty."""
     match node:
         case Chars(ranges):
             return ranges
         case Repeat(inner, low, _) if low:
             return first(inner)
-        case Seq(items) if items and width(items[0])[0]:
+        case RegexSeq(items) if items and width(items[0])[0]:
             return first(items[0])
         case Alt(options):
             return tuple(pair for option in options for pair in first(option))
@@ -192,36 +201,36 @@ def first(node: Node) -> Ranges:
 
 
 def avoid(names: Iterable[str]) -> Node:
-    """The pattern of every text that is none of ``names``."""
+    """Return the pattern of every text that is not in ``names``."""
     return _avoid(sorted(set(names)))
 
 
 def avoid_by_head(names: Iterable[str]) -> list[Node]:
-    """Disjoint patterns, by first character, for all texts but ``names`` and the empty one."""
+    """Return disjoint patterns, by first character, that match every text except ``names`` and the empty text."""
     tails: dict[str, list[str]] = {}
     for name in sorted(filter(None, set(names))):
         tails.setdefault(name[0], []).append(name[1:])
-    other = Seq((Chars(minus(EVERY, set_of("".join(tails)))), ANYTHING))
-    return [*(Seq((Chars(set_of(head)), _avoid(rest))) for head, rest in tails.items()), other]
+    other = RegexSeq((Chars(minus(EVERY, set_of("".join(tails)))), ANYTHING))
+    return [*(RegexSeq((Chars(set_of(head)), _avoid(rest))) for head, rest in tails.items()), other]
 
 
 def _avoid(names: list[str]) -> Node:
     if not names:
         return ANYTHING
     heads = sorted({name[0] for name in names if name})
-    other = Seq((Chars(minus(EVERY, set_of("".join(heads)))), ANYTHING))
-    empty: list[Node] = [] if "" in names else [Seq(())]
+    other = RegexSeq((Chars(minus(EVERY, set_of("".join(heads)))), ANYTHING))
+    empty: list[Node] = [] if "" in names else [RegexSeq(())]
     tails = {head: [name[1:] for name in names if name.startswith(head)] for head in heads}
-    return Alt((*empty, *(Seq((Chars(set_of(head)), _avoid(tails[head]))) for head in heads), other))
+    return Alt((*empty, *(RegexSeq((Chars(set_of(head)), _avoid(tails[head]))) for head in heads), other))
 
 
 def literal(text: str) -> Node:
-    """The pattern that matches this text only."""
-    return Seq(tuple(Chars(set_of(char)) for char in text))
+    """Return the pattern that matches only this text."""
+    return RegexSeq(tuple(Chars(set_of(char)) for char in text))
 
 
 def emit(node: Node) -> str:
-    """The pattern as text that ECMA engines, Python and grammar engines read alike. No anchors."""
+    """Return the pattern, without anchors, as text that ECMA engines, Python and grammar engines interpret alike."""
     match node:
         case Chars(ranges):
             single = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
@@ -229,13 +238,13 @@ def emit(node: Node) -> str:
         case Repeat(inner, low, high):
             text = emit(inner) if isinstance(inner, Chars) else f"(?:{emit(inner)})"
             return text + _quantifier(low, high)
-        case Seq(items):
+        case RegexSeq(items):
             return "".join(f"(?:{emit(item)})" if isinstance(item, Alt) else emit(item) for item in items)
         case Alt(options):
             return "|".join(emit(option) for option in options)
         case Anchor(sign):
             return sign
-        case Call(name):
+        case RuleCall(name):
             raise PatternError(f"the rule {name} cannot be written into a pattern")
 
 

@@ -1,4 +1,4 @@
-"""The grammar backends of this distribution."""
+"""Register the grammar backends of this distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ XGRAMMAR = ComponentSpec(
     name="xgrammar",
     target="dovetail_grammar.xgrammar_backend:XGrammarBackend",
     config="dovetail_grammar.config:XGrammarConfig",
-    summary="XGrammar: pushdown automata with token masks computed ahead; JSON schema, regex, EBNF, choice and structural tags.",
+    summary="XGrammar: pushdown automata with precomputed token masks; JSON schema, regex, EBNF, choice and structural tags.",
     requires=(Requirement("xgrammar", ">=0.2", "pip install xgrammar"),),
     offers=frozenset(
         {
@@ -34,7 +34,7 @@ LLGUIDANCE = ComponentSpec(
     name="llguidance",
     target="dovetail_grammar.llguidance_backend:LLGuidanceBackend",
     config="dovetail_grammar.config:LLGuidanceConfig",
-    summary="llguidance: an Earley parser over a lexer of derivatives; compiles in milliseconds, masks as they are needed.",
+    summary="llguidance: an Earley parser over a lexer of derivatives; compiles in milliseconds, computes masks as needed.",
     requires=(Requirement("llguidance", ">=1.9", "pip install llguidance"),),
     offers=frozenset(
         {
@@ -57,7 +57,7 @@ OUTLINES = ComponentSpec(
     name="outlines",
     target="dovetail_grammar.outlines_backend:OutlinesBackend",
     config="dovetail_grammar.config:OutlinesConfig",
-    summary="outlines-core: one regex, and an index of every token in every state; the fastest masks, schemas that are finite.",
+    summary="outlines-core: one regex, and an index of every token in every state; the fastest masks, only finite schemas.",
     requires=(Requirement("outlines-core", ">=0.2.14", "pip install outlines-core"),),
     offers=frozenset(
         {Feature.GRAMMAR_JSON_SCHEMA, Feature.GRAMMAR_REGEX, Feature.GRAMMAR_CHOICE, Feature.GRAMMAR_ROLLBACK}
@@ -70,8 +70,8 @@ LM_FORMAT_ENFORCER = ComponentSpec(
     name="lm_format_enforcer",
     target="dovetail_grammar.lm_format_enforcer_backend:LMFormatEnforcerBackend",
     config="dovetail_grammar.config:LMFormatEnforcerConfig",
-    summary="lm-format-enforcer: pure Python, compiles in milliseconds; a mask that is new costs milliseconds with 4k tokens "
-    "and up to a second with 128k.",
+    summary="lm-format-enforcer: pure Python, compiles in milliseconds; a new mask takes milliseconds with 4k tokens and up to "
+    "a second with 128k.",
     requires=(Requirement("lm-format-enforcer", ">=0.11.3", "pip install lm-format-enforcer"),),
     offers=frozenset(
         {
@@ -89,5 +89,5 @@ LM_FORMAT_ENFORCER = ComponentSpec(
 
 @hookimpl
 def register_grammar_backends() -> list[ComponentSpec]:
-    """Grammar backends."""
+    """Return the specs of the grammar backends."""
     return [XGRAMMAR, LLGUIDANCE, OUTLINES, LM_FORMAT_ENFORCER]

@@ -1,9 +1,9 @@
-"""Regular expressions of JSON Schema and of requests: ECMA-262 without assertions, read into a small tree.
+"""Parse regular expressions of JSON Schema and of requests (ECMA-262 without assertions) into a small tree.
 
-An engine's own reading of a regex leaves room for surprises: anchors in the middle and lookaheads are dropped with a
-warning, ``[^a]`` inside a JSON string may take a backslash. So patterns are read here, refused where they say more than
-a regular language without assertions can, and written back in the plainest form: groups, ``|``, quantifiers and
-positive character classes, whose meaning every engine and Python's ``re`` share.
+Grammar engines do not interpret regexes reliably: they drop anchors in the middle and lookaheads with a warning, and
+``[^a]`` inside a JSON string may match a backslash. Therefore patterns are parsed here, refused if they need more than
+a regular language without assertions, and written back in the simplest form: groups, ``|``, quantifiers and positive
+character classes, which every engine and Python's ``re`` interpret alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class PatternError(ValueError):
-    """The pattern is malformed, or says what cannot be honoured: ``construct`` is that part of it."""
+    """Raised when the pattern is malformed, or when it contains a ``construct`` that cannot be enforced."""
 
     def __init__(self, message: str, construct: str | None = None) -> None:
         super().__init__(message)
@@ -26,28 +26,28 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of sorted, disjoint, inclusive ranges of code points."""
+    """Match one character out of sorted, disjoint, inclusive ranges of code points."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
-class Seq:
-    """One after the other; empty matches the empty text."""
+class RegexSeq:
+    """Match the items one after the other. Without items, it matches the empty text."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """Any one of the options."""
+    """Match any one of the options."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """``low`` up to ``high`` times; None is without bound."""
+    """Match ``node`` from ``low`` to ``high`` times; None is without bound."""
 
     node: Node
     low: int
@@ -56,23 +56,24 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """``^`` or ``$``; ``patterns.whole`` removes them or refuses."""
+    """Match ``^`` or ``$``. ``patterns.whole`` removes anchors or refuses them."""
 
     sign: str
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A rule, by its name. In grammars made of several patterns only; no pattern holds one."""
+class RuleCall:
+    """Match the rule with this name. Rule calls occur only in grammars made of several patterns, never in a parsed
+    regex."""
 
     name: str
 
 
-Node = Chars | Seq | Alt | Repeat | Anchor | Call
+Node = Chars | RegexSeq | Alt | Repeat | Anchor | RuleCall
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
-    """The union of ``pairs``, sorted and disjoint."""
+    """Return the union of ``pairs``, sorted and disjoint."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(pairs):
         if merged and low <= merged[-1][1] + 1:
@@ -83,7 +84,7 @@ def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def minus(ranges: Ranges, taken: Ranges) -> Ranges:
-    """``ranges`` without the code points of ``taken``."""
+    """Return ``ranges`` without the code points of ``taken``."""
     for low, high in taken:
         cut = [(a, min(b, low - 1)) for a, b in ranges if a < low] + [
             (max(a, high + 1), b) for a, b in ranges if b > high
@@ -93,7 +94,7 @@ def minus(ranges: Ranges, taken: Ranges) -> Ranges:
 
 
 def set_of(text: str) -> Ranges:
-    """The characters of ``text``."""
+    """Return the characters of ``text`` as ranges."""
     return ranges_of((ord(c), ord(c)) for c in text)
 
 
@@ -104,7 +105,7 @@ WORD = ranges_of([*DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
 SPACE = ranges_of([(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)])  # fmt: skip
 NEWLINE = set_of("\n\r\u2028\u2029")
 JSON_ESCAPED = ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
-"""Characters that a JSON string holds only as an escape sequence."""
+"""Characters that a JSON string can contain only as an escape sequence."""
 
 _SETS = {"d": DIGIT, "w": WORD, "s": SPACE, "D": minus(EVERY, DIGIT), "W": minus(EVERY, WORD), "S": minus(EVERY, SPACE)}  # fmt: skip
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
@@ -142,7 +143,7 @@ class _Parser:
         items: list[Node] = []
         while self.at < len(self.text) and not self.peek("|") and not self.peek(")"):
             items.append(self.quantified(self.atom()))
-        return Seq(tuple(items))
+        return RegexSeq(tuple(items))
 
     def quantified(self, node: Node) -> Node:
         found = _QUANTIFIER.match(self.text, self.at)
@@ -245,7 +246,7 @@ class _Parser:
 
 
 def parse(text: str) -> Node:
-    """Read a pattern. Raises ``PatternError``."""
+    """Parse a pattern. Raises ``PatternError``."""
     parser = _Parser(text)
     node = parser.alternatives()
     if parser.at < len(text):

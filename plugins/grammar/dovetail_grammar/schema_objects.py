@@ -1,4 +1,4 @@
-"""Arrays and objects of a schema, in the forms that xgrammar 0.2 honours to the letter."""
+"""Rewrite arrays and objects of a schema in the forms that xgrammar 0.2 enforces exactly."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 from dovetail_grammar.merge import Schema
 from dovetail_grammar.patterns import avoid, avoid_by_head, emit, first, size, whole, without_escapes
 from dovetail_grammar.regex_parser import EVERY, JSON_ESCAPED, Chars, Node, Repeat, parse
-from dovetail_grammar.schema_rules import Refusal, unsupported
+from dovetail_grammar.schema_rules import SchemaRefusal, unsupported
 from dovetail_grammar.schema_values import MAX_PATTERN, anchored, text_pattern
 
 MAX_FREE_KEYS = 20_000
-"""Characters of the pattern for keys without a name, before it is cut."""
+"""Maximum number of characters of the pattern for keys that the schema does not name, before it is split."""
 MAX_COPIED = 200
-"""Characters of the schema of such keys that may be copied for every part."""
+"""Maximum number of characters of the schema of keys without a name that may be copied for every part of a split
+pattern."""
 Convert = Callable[[Schema, str], dict[str, Any] | None]
 
 
 def array(s: dict[str, Any], path: str, convert: Convert, strict: bool) -> dict[str, Any] | None:
-    """An array; None if there is none."""
+    """Return the rewritten schema of an array, or None if no array satisfies it."""
     low, high = s.get("minItems", 0), s.get("maxItems")
     if s.get("uniqueItems") is True and (high is None or high > 1):
         raise unsupported(path, "uniqueItems")
@@ -45,7 +46,7 @@ def array(s: dict[str, Any], path: str, convert: Convert, strict: bool) -> dict[
 
 
 def object_(s: dict[str, Any], path: str, convert: Convert, strict: bool) -> dict[str, Any] | None:
-    """An object; None if there is none."""
+    """Return the rewritten schema of an object, or None if no object satisfies it."""
     required = dict.fromkeys(s.get("required", ()))
     patterns = [(text, value, _key(text, path)) for text, value in s.get("patternProperties", {}).items()]
     rest = s.get("additionalProperties", not (strict and "properties" in s))
@@ -72,7 +73,7 @@ def object_(s: dict[str, Any], path: str, convert: Convert, strict: bool) -> dic
 
 
 def _key(pattern: str, path: str) -> tuple[Node, re.Pattern[str]]:
-    """A pattern for keys: for the grammar, and to test the names that the schema declares."""
+    """Return a pattern of keys for the grammar, and as a regex that tests the names that the schema declares."""
     at = f"{path}/patternProperties/{pattern}"
     return text_pattern(pattern, at), re.compile(emit(whole(parse(pattern), search=True)))
 
@@ -80,11 +81,11 @@ def _key(pattern: str, path: str) -> tuple[Node, re.Pattern[str]]:
 def _named(
     s: dict[str, Any], required: dict[str, None], patterns: list[Any], rest: Schema, path: str
 ) -> dict[str, Schema]:
-    """The schema of every key that has a name: declared, or required without being declared."""
+    """Return the schema of every key that the schema names: declared keys, and keys that are required but not declared."""
     named: dict[str, Schema] = dict(s.get("properties", {}))
     for name in required:
         if not isinstance(name, str):
-            raise Refusal(f"{path}/required", f"'required' holds {name!r}; allowed: property names")
+            raise SchemaRefusal(f"{path}/required", f"'required' contains {name!r}; allowed: property names")
         if name not in named:
             named[name] = next((value for _, value, (_, key) in patterns if key.fullmatch(name)), rest)
     for name in named:
@@ -97,10 +98,11 @@ def _named(
 def _other_keys(
     named: dict[str, Schema], patterns: list[Any], rest: Schema, names: _KeyRule | None, path: str, convert: Convert
 ) -> dict[str, Any]:
-    """The keywords for keys without a name; empty if there can be none.
+    """Return the keywords for keys that the schema does not name; empty if there can be none.
 
-    They go into ``patternProperties``, whose keys xgrammar writes without escapes, so that no key can spell a declared
-    name in another way. Where the schema has patterns itself, only keys that match one are generated.
+    These keys are written as ``patternProperties``, whose keys xgrammar writes without escapes, so that no key can
+    spell a declared name in another way. If the schema itself has patterns, only keys that match one of them are
+    generated.
     """
     if patterns:
         return _pattern_keys(patterns, path, convert)
@@ -109,7 +111,11 @@ def _other_keys(
         return {}
     if names is not None:
         if named:
-            raise unsupported(path, "propertyNames", "it stands beside properties, and keys without a name are allowed")
+            raise unsupported(
+                path,
+                "propertyNames",
+                "it is combined with properties, and keys that the schema does not name are allowed",
+            )
         return {"patternProperties": {names.pattern: value}}
     if not named:
         return {"additionalProperties": value or True}
@@ -118,13 +124,16 @@ def _other_keys(
 
 
 def _free_keys(taken: list[str], value: dict[str, Any], path: str) -> dict[str, Any]:
-    """Any key but the taken ones, without escapes. xgrammar's time grows with the square of a pattern, so a long one is cut
-    by the first character of the key."""
+    """Return patterns of all keys without escapes except ``taken``, each with the schema ``value``.
+
+    xgrammar's time grows with the square of the length of a pattern, so a long pattern is split by the first character
+    of the key.
+    """
     whole_pattern = without_escapes(avoid(taken))
     if size(whole_pattern) <= MAX_PATTERN or len(json.dumps(value)) > MAX_COPIED:
         return {anchored(whole_pattern, path): value}
     if size(whole_pattern) > MAX_FREE_KEYS:
-        raise unsupported(path, "properties", f"keys without a name are allowed beside {len(taken)} with one")
+        raise unsupported(path, "properties", f"it names {len(taken)} keys, and other keys are allowed too")
     return {anchored(without_escapes(part), path): value for part in avoid_by_head(taken)}
 
 
@@ -145,7 +154,7 @@ def _overlap(a: Node, b: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _KeyRule:
-    """What ``propertyNames`` says: a pattern for keys, or the ``only`` keys there can be."""
+    """Hold the rule of ``propertyNames``: a pattern of keys, or the ``only`` keys that are allowed."""
 
     pattern: str
     only: tuple[str, ...] | None = None
@@ -158,20 +167,21 @@ def _key_rule(s: dict[str, Any], patterns: list[Any], path: str, convert: Conver
     if s.get("propertyNames", True) is True:
         return None
     if patterns:
-        raise unsupported(path, "propertyNames", "it stands beside 'patternProperties'")
+        raise unsupported(path, "propertyNames", "it is combined with 'patternProperties'")
     names = convert({"allOf": [s["propertyNames"], {"type": "string"}]}, f"{path}/propertyNames")
     if names is None or "enum" in names:
         return _KeyRule("", () if names is None else tuple(names["enum"]))
     if names.get("type") != "string":
-        raise unsupported(path, "propertyNames", "it is not a plain schema of strings")
+        raise unsupported(path, "propertyNames", "it is not a simple schema of strings")
     every = Repeat(Chars(EVERY), names.get("minLength", 0), names.get("maxLength"))
     return _KeyRule(names.get("pattern") or anchored(without_escapes(every), f"{path}/propertyNames"))
 
 
 def _sizes(s: dict[str, Any], required: int, declared: int, more: bool, path: str) -> dict[str, Any] | None:
-    """The counts that are left to enforce; None if no count fits.
+    """Return the counts of properties that are left to enforce, or None if no count is possible.
 
-    Keys without a name can repeat in the text, and then count once: beyond one, only names can be relied on.
+    A key that the schema does not name can occur several times in the text and then counts once. Therefore a minimum
+    above one can only be enforced with required names.
     """
     low, high = s.get("minProperties", 0), s.get("maxProperties")
     if high is not None and (high < required or low > high):

@@ -1,4 +1,4 @@
-"""Which keywords of JSON Schema (2020-12, with the spellings of older drafts) carry what, and which are refused."""
+"""Classify the keywords of JSON Schema (2020-12, with the spellings of older drafts), and tidy or refuse them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ ASSERTIONS: dict[str, tuple[str, ...]] = {
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
     "object": ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties", "propertyNames"),
 }  # fmt: skip
-"""Keywords that constrain values of one type and leave all others alone."""
+"""Keywords that constrain the values of one type and have no effect on other values."""
 
 KNOWN = frozenset({"type", "enum", "allOf", "anyOf", "oneOf", "$ref"}.union(*ASSERTIONS.values()))
-"""What is left of a schema once it is tidy. Every other keyword is an annotation, or was refused or rewritten."""
+"""Keywords of a tidy schema. Every other keyword is an annotation, or was refused or rewritten."""
 
 REFUSED = frozenset(
     {"not", "if", "contains", "$dynamicRef", "$recursiveRef", "unevaluatedProperties", "unevaluatedItems", "disallow", "extends"}
 )  # fmt: skip
-"""Keywords that change what is valid and that no grammar here can express."""
+"""Keywords that change which values are valid and that no grammar here can express."""
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LARGE = 1e300
@@ -42,22 +42,22 @@ _SHAPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-class Refusal(GrammarError):
-    """A schema, or a part of one, that is malformed or cannot be honoured."""
+class SchemaRefusal(GrammarError):
+    """Raised when a schema, or a part of one, is malformed or cannot be enforced."""
 
     def __init__(self, path: str, message: str, keyword: str | None = None) -> None:
         super().__init__(f"{message} (at {path} of the schema)", param="json_schema", keyword=keyword)
 
     @classmethod
-    def not_a_schema(cls, value: object, path: str = "#") -> Refusal:
-        """The refusal of what is no schema at all."""
+    def not_a_schema(cls, value: object, path: str = "#") -> SchemaRefusal:
+        """Return the refusal of a value that is not a schema."""
         return cls(path, f"a schema is an object or a boolean, not {value!r}")
 
 
-def unsupported(path: str, keyword: str, why: str = "") -> Refusal:
-    """The refusal of a keyword, with the way out."""
+def unsupported(path: str, keyword: str, why: str = "") -> SchemaRefusal:
+    """Return the refusal of a keyword, with advice for the client."""
     reason = f": {why}" if why else ""
-    return Refusal(
+    return SchemaRefusal(
         f"{path}/{keyword}",
         f"the keyword {keyword!r} is not supported by this grammar backend here{reason}; remove it and check the answer yourself",
         keyword,
@@ -65,8 +65,8 @@ def unsupported(path: str, keyword: str, why: str = "") -> Refusal:
 
 
 def tidy(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The keywords that decide validity, in the spelling of draft 2020-12, with well-formed values.
-    Raises ``Refusal`` for those that cannot be honoured."""
+    """Return the keywords that decide validity, in the spelling of draft 2020-12, with well-formed values.
+    Raises ``SchemaRefusal`` for keywords that cannot be enforced."""
     s = {key: value for key, value in schema.items() if key in KNOWN or key in _REWRITES or key in REFUSED}
     _check_shapes(s, path)
     for key, rewrite in _REWRITES.items():
@@ -83,19 +83,19 @@ def tidy(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _check_shapes(s: dict[str, Any], path: str) -> None:
     for key, value in s.items():
         if key in _SHAPES and not isinstance(value, _SHAPES[key]):
-            raise Refusal(f"{path}/{key}", f"{key!r} has the value {value!r}, which is of the wrong type")
+            raise SchemaRefusal(f"{path}/{key}", f"{key!r} has the value {value!r}, which is of the wrong type")
     for key in ("anyOf", "oneOf", "allOf", "enum"):
         if key in s and not s[key]:
-            raise Refusal(f"{path}/{key}", f"{key!r} is empty, so nothing is valid")
+            raise SchemaRefusal(f"{path}/{key}", f"{key!r} is empty, so nothing is valid")
 
 
 def _check_numbers(s: dict[str, Any], path: str) -> None:
     for key in s.keys() & {*ASSERTIONS["number"], *_COUNTS}:
         value = s[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGE < value < _LARGE:
-            raise Refusal(f"{path}/{key}", f"{key!r} is {value!r}; allowed: numbers of reasonable size")
+            raise SchemaRefusal(f"{path}/{key}", f"{key!r} is {value!r}; allowed: numbers of reasonable size")
         if key in _COUNTS and (value < 0 or value % 1 != 0):
-            raise Refusal(f"{path}/{key}", f"{key!r} is {value!r}; allowed: integers of at least 0")
+            raise SchemaRefusal(f"{path}/{key}", f"{key!r} is {value!r}; allowed: integers of at least 0")
         if key in _COUNTS:
             s[key] = int(value)
 
@@ -131,7 +131,11 @@ def _unevaluated(key: str, plain: str) -> Any:
         if value is True or plain in s:
             return
         if {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "contains"} & s.keys():
-            raise unsupported(path, key, "it is supported only where no allOf, anyOf, oneOf or $ref stands beside it")
+            raise unsupported(
+                path,
+                key,
+                "it is supported only in a schema without allOf, anyOf, oneOf, $ref, if, dependentSchemas and contains",
+            )
         s[plain] = value
 
     return rewrite
@@ -176,4 +180,4 @@ _REWRITES: dict[str, Any] = {
 }
 
 REWRITTEN = frozenset(_REWRITES)
-"""Keywords that ``tidy`` spells in another way, or checks and drops."""
+"""Keywords that ``tidy`` replaces by others, or checks and drops."""

@@ -1,9 +1,9 @@
-"""JSON Schema, rewritten into the part of it that xgrammar honours to the letter, or refused.
+"""Rewrite JSON Schemas into the subset that xgrammar enforces exactly, or refuse them.
 
-xgrammar ignores keywords it has no grammar for, siblings of ``anyOf`` and ``$ref``, all but one member of ``allOf``, and
-more, with a warning at most. What comes out of here means the same as the schema, or less (a fixed order of properties,
-keys and bounded strings without escapes), never more: whatever is generated is valid. What cannot be rewritten so is
-refused, with the keyword and its place.
+xgrammar ignores keywords that it has no grammar for, siblings of ``anyOf`` and ``$ref``, all but one member of
+``allOf``, and more, with a warning at most. A rewritten schema means the same as the original, or it is narrower (a
+fixed order of properties, keys and bounded strings without escapes). It is never wider, so every generated text is
+valid. A schema that cannot be rewritten in this way is refused, with the keyword and its path.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ from dovetail_grammar.disjoint import all_disjoint
 from dovetail_grammar.formats import FORMATS
 from dovetail_grammar.instances import UndecidedError, satisfies
 from dovetail_grammar.merge import TYPES, MergeError, Schema, merge, types_of
-from dovetail_grammar.schema_documents import Document
-from dovetail_grammar.schema_rules import Refusal, unsupported
+from dovetail_grammar.schema_documents import SchemaDocument
+from dovetail_grammar.schema_rules import SchemaRefusal, unsupported
 
 MAX_DEPTH = 64
 Converted = dict[str, Any] | None
-"""A rewritten schema; None allows nothing."""
+"""Type of a rewritten schema; None allows nothing."""
 
 
 def rewrite(schema: Schema, *, strict: bool = False, free_text: bool = False) -> dict[str, Any]:
-    """The schema for xgrammar (with ``strict_mode=False``). In ``free_text``, where control characters may be, bounds of
-    lengths become patterns: xgrammar lets control characters into strings with such bounds. ``strict`` closes objects that name properties and arrays
-    that name items, where the schema leaves them open. Raises ``GrammarError``."""
+    """Return the schema for xgrammar (with ``strict_mode=False``). Raises ``GrammarError``.
+
+    ``strict`` closes objects that name properties and arrays that name items if the schema leaves them open. With
+    ``free_text``, where control characters are allowed around the JSON text, bounds of lengths become patterns, because
+    xgrammar allows control characters in strings with such bounds.
+    """
     try:
-        writer = _Writer(Document(Document.checked(schema, "#")), strict, free_text)
+        writer = _Writer(SchemaDocument(SchemaDocument.checked(schema, "#")), strict, free_text)
         converted = writer.convert(schema, "#", 0)
     except RecursionError as error:
-        raise Refusal("#", f"the schema is nested too deeply; allowed: about {MAX_DEPTH} levels", "nesting") from error
+        raise SchemaRefusal(
+            "#", f"the schema is nested too deeply; allowed: about {MAX_DEPTH} levels", "nesting"
+        ) from error
     if converted is None:
-        raise Refusal("#", "the schema allows nothing, so no answer can satisfy it")
+        raise SchemaRefusal("#", "the schema allows nothing, so no answer can satisfy it")
     return {**converted, "$defs": writer.defs} if writer.defs else converted
 
 
 class _Writer:
-    def __init__(self, document: Document, strict: bool, free_text: bool) -> None:
+    def __init__(self, document: SchemaDocument, strict: bool, free_text: bool) -> None:
         self.document = document
         self.strict = strict
         self.free_text = free_text
@@ -47,9 +52,9 @@ class _Writer:
         self.names: dict[str, str] = {}
 
     def convert(self, schema: Schema, path: str, depth: int) -> Converted:
-        """Any schema. ``path`` is where it stands, for messages."""
+        """Return the rewritten form of any schema. ``path`` is its position in the document, for messages."""
         if depth > MAX_DEPTH:
-            raise Refusal(path, f"the schema is nested more than {MAX_DEPTH} deep", "nesting")
+            raise SchemaRefusal(path, f"the schema is nested more than {MAX_DEPTH} deep", "nesting")
         if isinstance(self.document.checked(schema, path), bool):
             return {} if schema else None
         assert isinstance(schema, dict)
@@ -62,7 +67,8 @@ class _Writer:
         return self.enumerated(s, path) if "enum" in s else self.typed(s, path, depth)
 
     def reference(self, s: dict[str, Any], path: str, depth: int) -> Converted:
-        """A target is written once, however often it is named; siblings are merged into a copy."""
+        """Rewrite a reference. A target is written once for all references to it; siblings are merged into a copy of
+        it."""
         pointer = self.document.pointer(s.pop("$ref"), path)
         if s:
             return self.convert(self.merged({"$ref": f"#{pointer}"}, s, path), path, depth + 1)
@@ -75,16 +81,16 @@ class _Writer:
         return None if self.defs[name] is None else {"$ref": f"#/$defs/{name}"}
 
     def merged(self, a: Schema, b: Schema, path: str) -> Schema:
-        """Both together."""
+        """Return the schema of what ``a`` and ``b`` both allow. Raises ``SchemaRefusal``."""
         try:
             return merge(a, b, lambda schema: self.document.resolve(schema, path))
         except MergeError as error:
-            raise Refusal(path, f"subschemas cannot be combined here: {error}", error.keyword) from error
+            raise SchemaRefusal(path, f"subschemas cannot be combined here: {error}", error.keyword) from error
         except RecursionError as error:
-            raise Refusal(path, "subschemas that refer to themselves cannot be combined", "$ref") from error
+            raise SchemaRefusal(path, "subschemas that refer to themselves cannot be combined", "$ref") from error
 
     def combined(self, key: str, s: dict[str, Any], path: str, depth: int) -> Converted:
-        """``allOf``, ``anyOf`` or ``oneOf``, with its siblings moved into the branches."""
+        """Rewrite ``allOf``, ``anyOf`` or ``oneOf``, with its siblings moved into the branches."""
         branches, rest = s.pop(key), s
         if key == "allOf":
             whole: Schema = rest
@@ -98,30 +104,30 @@ class _Writer:
         return either(self.convert(branch, f"{path}/{key}/{i}", depth + 1) for i, branch in enumerate(branches))
 
     def enumerated(self, s: dict[str, Any], path: str) -> Converted:
-        """The values that the other keywords allow."""
+        """Rewrite ``enum``, with only the values that the other keywords allow."""
         others = {key: part for key, part in s.items() if key != "enum"}
         try:
             values = [
                 value for value in s["enum"] if satisfies(value, others, lambda part: self.document.resolve(part, path))
             ]
         except UndecidedError as error:
-            raise unsupported(path, str(error), "it stands beside 'enum' or 'const'") from error
+            raise unsupported(path, str(error), "it is combined with 'enum' or 'const'") from error
         plain = [_plain(value) for value in values if not isinstance(value, list | dict)]
         options: list[Converted] = [{"enum": plain}] if plain else []
         return either([*options, *(_spelled(value) for value in values if isinstance(value, list | dict))])
 
     def typed(self, s: dict[str, Any], path: str, depth: int) -> Converted:
-        """Each type with the keywords that apply to it."""
+        """Rewrite a schema as one option for each type, with the keywords that apply to this type."""
         if not s:
             return {}
         types = types_of(s) - ({"integer"} if "number" in types_of(s) else set())
         unknown = types - set(TYPES)
         if unknown:
-            raise Refusal(f"{path}/type", f"'type' is {s['type']!r}; allowed: {', '.join(TYPES)}")
+            raise SchemaRefusal(f"{path}/type", f"'type' is {s['type']!r}; allowed: {', '.join(TYPES)}")
         return either(self.of_type(name, s, path, depth) for name in TYPES if name in types)
 
     def of_type(self, name: str, s: dict[str, Any], path: str, depth: int) -> Converted:
-        """One type."""
+        """Rewrite the keywords of the type ``name``."""
         if (
             name == "string"
             and self.free_text
@@ -140,18 +146,18 @@ class _Writer:
 
 
 def either(options: Any) -> Converted:
-    """Any of the options; None if all of them allow nothing."""
+    """Return the union of the options, or None if all of them allow nothing."""
     left = [option for option in options if option is not None]
     return ({"anyOf": left} if len(left) > 1 else left[0]) if left else None
 
 
 def _plain(value: Any) -> Any:
-    """A number without a fraction of zero, as everywhere else."""
+    """Return a float without a fractional part as an integer, and every other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _spelled(value: Any) -> dict[str, Any]:
-    """One JSON value as a schema, so that space is free around its parts. Keys come in their order."""
+    """Return a schema of one JSON value that allows whitespace between its parts. Keys come in the order of the value."""
     if isinstance(value, list):
         items = [_spelled(item) for item in value]
         sizes = {"minItems": len(items)} if items else {"maxItems": 0}

@@ -1,4 +1,4 @@
-"""UTF-8 (RFC 3629) of ranges of characters."""
+"""Encode ranges of characters in UTF-8 (RFC 3629)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def encoded(low: int, high: int) -> Iterator[Spans]:
-    """The characters from ``low`` to ``high`` as products of byte ranges, one range for each byte. No surrogates."""
+    """Yield the characters from ``low`` to ``high`` as products of byte ranges, one range for each byte. The range must
+    not contain surrogates."""
     for top in (0x7F, 0x7FF, 0xFFFF):
         if low <= top < high:
             yield from encoded(low, top)

@@ -1,4 +1,4 @@
-"""XGrammar as a grammar backend (arXiv 2411.15100)."""
+"""Provide XGrammar as a grammar backend (arXiv 2411.15100)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from dovetail_grammar.schemas import rewrite
 
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+?:\d+: (Check failed: .*? is false: )?")
 _NEVER_IN_JSON = frozenset(range(0x20)) - {0x0A}
-"""Control characters. JSON needs none but the newline, and xgrammar lets them into strings with a length bound."""
+"""Control characters. JSON needs only the newline, and xgrammar allows the others in strings with a length bound."""
 
 
 _NEVER_IN_UTF8 = re.compile(rb"\xed[\xa0-\xbf]|[\xc0\xc1\xf5-\xff]")
-"""Surrogates, and bytes that stand in no text."""
+"""Surrogates, and bytes that do not occur in any valid text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSets:
-    """What is true of the tokens whatever the grammar, as bitmask rows.
+    """Hold the bitmask rows of the tokens that may be used with any grammar.
 
-    xgrammar lets surrogates (ED A0 80 to ED BF BF, no valid UTF-8) into strings, so a token must not spell one, nor go
-    on from an ED with the byte that would. Its masks of long repetitions allow bytes that it then refuses.
+    xgrammar allows surrogates (ED A0 80 to ED BF BF, which are not valid UTF-8) in strings. Therefore a token must not
+    contain a surrogate, and after a token that ends in ED a token must not begin with a byte that would complete one.
+    xgrammar's masks of long repetitions also allow bytes that it then refuses.
     """
 
     usable: IntArray
@@ -49,7 +50,8 @@ class TokenSets:
 
     @classmethod
     def of(cls, texts: Sequence[bytes], eos: Sequence[int], width: int, banned: frozenset[int]) -> TokenSets:
-        """Of a vocabulary, without the tokens that hold a ``banned`` byte. Unusable ids have empty texts."""
+        """Build the rows of a vocabulary, without the tokens that contain a ``banned`` byte. Unusable ids have empty
+        texts."""
         good = [
             i
             for i, text in enumerate(texts)
@@ -67,7 +69,7 @@ class TokenSets:
 
 
 class XGrammarMatcher(Matcher):
-    """A position in a compiled grammar."""
+    """Track the position of one request in a compiled grammar."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, tokens: TokenSets) -> None:
         self._handle = xgrammar.GrammarMatcher(compiled)
@@ -76,12 +78,12 @@ class XGrammarMatcher(Matcher):
 
     @property
     def handle(self) -> xgrammar.GrammarMatcher:
-        """xgrammar's matcher."""
+        """Return xgrammar's matcher."""
         return self._handle
 
     @property
     def ended(self) -> bool:
-        """True after an end-of-sequence token: only another may follow."""
+        """Return true after an end-of-sequence token: only another one may follow."""
         return self._handle.is_terminated()
 
     @property
@@ -90,7 +92,7 @@ class XGrammarMatcher(Matcher):
         return self._tokens.usable_after_ed if after_ed else self._tokens.usable
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
-        """See ``Matcher``. After an end-of-sequence token, nothing but another is allowed."""
+        """See ``Matcher``. After an end-of-sequence token, only another one is allowed."""
         if self._handle.is_terminated():
             bitmask[row] = self._tokens.eos
             return
@@ -98,7 +100,8 @@ class XGrammarMatcher(Matcher):
         self.restrict(bitmask[row])
 
     def restrict(self, row: IntArray) -> None:
-        """Take out of xgrammar's mask what may not come: it sets the bits beyond the vocabulary, and halves of surrogates."""
+        """Clear the bits of xgrammar's mask that are not allowed: it sets bits beyond the vocabulary, and halves of
+        surrogates."""
         row &= self._usable
 
     def accept(self, token_id: int) -> bool:
@@ -113,7 +116,9 @@ class XGrammarMatcher(Matcher):
 
     def rollback(self, num_tokens: int) -> None:
         """See ``Matcher``."""
-        assert 0 <= num_tokens <= len(self._path), f"{num_tokens} tokens to take back of {len(self._path)}"
+        assert 0 <= num_tokens <= len(self._path), (
+            f"cannot roll back {num_tokens} tokens: only {len(self._path)} were accepted"
+        )
         self._handle.rollback(num_tokens)
         del self._path[len(self._path) - num_tokens :]
 
@@ -129,7 +134,7 @@ class XGrammarMatcher(Matcher):
         return bool(np.array_equal(row[0], self._tokens.eos))
 
     def jump_forward(self) -> str:
-        """See ``Matcher``. Empty also where the forced bytes begin or end inside a character."""
+        """See ``Matcher``. The text is also empty if the forced bytes begin or end inside a character."""
         if self._handle.is_terminated():
             return ""
         try:
@@ -139,29 +144,30 @@ class XGrammarMatcher(Matcher):
 
 
 class XGrammarCompiled(CompiledGrammar):
-    """A compiled constraint."""
+    """Hold a compiled constraint."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, tokens: TokenSets) -> None:
         self._compiled = compiled
         self._tokens = tokens
 
     def matcher(self) -> XGrammarMatcher:
-        """A fresh matcher."""
+        """Return a new matcher at the start of the grammar."""
         return XGrammarMatcher(self._compiled, self._tokens)
 
     @property
     def num_bytes(self) -> int:
-        """Memory it occupies."""
+        """Return the memory that the grammar occupies, in bytes."""
         return self._compiled.memory_size_bytes
 
     def dump(self) -> bytes:
-        """xgrammar's own form, after a mark of the tokens that may be used."""
+        """Return xgrammar's serialised form, after a byte that identifies the usable tokens: ``j`` for JSON, else
+        ``p``."""
         mark = b"j" if self._tokens.is_json else b"p"
         return mark + self._compiled.serialize_json().encode()
 
 
 class XGrammarBackend(GrammarBackend):
-    """Compiles with xgrammar. Schemas and regexes are first rewritten into what it honours, or refused."""
+    """Compile constraints with xgrammar. Schemas and regexes are first rewritten into what it enforces, or refused."""
 
     def __init__(self, config: XGrammarConfig, context: GrammarContext) -> None:
         self._config = config
@@ -185,7 +191,7 @@ class XGrammarBackend(GrammarBackend):
             raise
         except (RuntimeError, ValueError) as error:
             message = _LOG_PREFIX.sub("", str(error)).strip()
-            lack = str(spec.kind) if is_json else None  # what was rewritten is well-formed
+            lack = str(spec.kind) if is_json else None  # a rewritten schema is well-formed
             raise GrammarError(
                 f"xgrammar cannot compile this {spec.kind}: {message}", param=spec.kind, keyword=lack
             ) from error
@@ -208,7 +214,7 @@ class XGrammarBackend(GrammarBackend):
         self._write(spec)
 
     def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:
-        """See ``GrammarBackend``. xgrammar's threads fill the rows of those that have not ended."""
+        """See ``GrammarBackend``. xgrammar's threads fill the rows of the matchers that have not ended."""
         open_ones = [(m, row) for m, row in zip(matchers, rows, strict=True) if not _xgrammar(m).ended]
         if len(open_ones) > 1:
             handles = [_xgrammar(matcher).handle for matcher, _ in open_ones]
@@ -220,7 +226,8 @@ class XGrammarBackend(GrammarBackend):
                 matcher.fill_bitmask(bitmask, row)
 
     def _write(self, spec: GrammarSpec) -> Any:
-        """The constraint as xgrammar gets it: schema, regex, EBNF or structural tag. Raises ``GrammarError``."""
+        """Return the constraint as xgrammar receives it: schema, regex, EBNF or structural tag. Raises
+        ``GrammarError``."""
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:
                 return rewrite(read_json(spec), strict=self._config.strict)
@@ -235,7 +242,7 @@ class XGrammarBackend(GrammarBackend):
             case GrammarKind.STRUCTURAL_TAG:
                 return self._tags(spec)
             case GrammarKind.LARK:
-                raise GrammarError("xgrammar does not read Lark", param=spec.kind, keyword=str(spec.kind))
+                raise GrammarError("xgrammar does not support Lark grammars", param=spec.kind, keyword=str(spec.kind))
 
     def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         written = self._write(spec)
@@ -264,7 +271,8 @@ class XGrammarBackend(GrammarBackend):
         return self._compiler.compile_json_schema(text, strict_mode=False, max_whitespace_cnt=most)
 
     def _compile_ebnf(self, text: str) -> xgrammar.CompiledGrammar:
-        """Under a start rule of our own: xgrammar's masks miss tokens where the start rule is part of another."""
+        """Compile the grammar under a new start rule, because xgrammar's masks miss tokens if another rule uses the
+        start rule."""
         start = "start"
         while start in text:
             start += "_"
