@@ -1,4 +1,4 @@
-"""Attention backends: plan once per step, forward once per layer."""
+"""Define the interface of attention backends, which plan once per step and run once per layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What a backend is built for: one cache group of one model on one device.
+    """Describe what a backend is built for: one cache group of one model on one device.
 
-    With ``batch_invariant`` the bits of a query's output depend on nothing but the query, the keys and values of its row up to
-    it, and the layer: not on other rows or padding, on how many queries of its row are in the step, on the phase (extend, decode,
-    verify), on whether it is replayed from a graph, or on which pages are the row's. Batches then have neither ``tree_mask`` nor
-    ``shared``. Only backends that offer ``attention.batch_invariant`` are asked for it.
+    ``max_rows`` is the largest number of rows of a batch, ``max_context`` the largest number of tokens of a row.
+    ``dtype`` is that of queries and outputs; the pool may have another one.
+
+    With ``batch_invariant``, the bits of a query's output depend only on the query, on the keys and values of its row
+    up to and including it, and on the layer. They do not depend on other rows or padding, on how many queries of its
+    row are in the step, on the phase (extend, decode, verify), on whether the step is replayed from a graph, or on
+    which pages the row has. Batches then have neither ``tree_mask`` nor ``shared``. The engine sets it only for
+    backends that offer ``attention.batch_invariant``.
     """
 
     device: torch.device
@@ -37,11 +41,12 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The constants of one attention layer.
+    """Hold the constants of one attention layer.
 
-    ``layer_id`` is its index in its cache group's pool. ``window=w`` lets position i see positions (i - w, i].
-    ``soft_cap=c`` turns logits s into c * tanh(s / c) (Gemma 2). ``sinks`` float32 ``[num_heads]`` are logits of an extra
-    key without a value that takes part in the softmax (GPT-OSS).
+    ``layer_id`` is the index of the layer in the pool of its cache group. Logits are multiplied by ``scale``. With
+    ``window=w``, position i sees positions (i - w, i]. ``soft_cap=c`` replaces a logit s by c * tanh(s / c) (Gemma 2).
+    ``sinks`` (float32 ``[num_heads]``) are the logits of one additional key per head, which has no value and takes part
+    in the softmax (GPT-OSS).
     """
 
     layer_id: int
@@ -52,58 +57,82 @@ class AttentionLayer:
 
 
 class AttentionBackend(ABC):
-    """Attention over a paged KV pool. One instance per cache group and process.
+    """Compute attention over a paged KV pool. There is one instance per cache group and process.
 
-    Query token t of row r stands at ``batch.positions[t]`` and sees keys ``[0, position]`` of its own row, narrowed by
-    the layer's window. Keys and values of the step itself are already in the pool when ``forward`` is called. Pages
-    that no row owns may hold anything, NaN included, and must not influence a result.
+    Query token t of row r has the position ``batch.positions[t]`` and sees the keys ``[0, position]`` of its own row,
+    as far as the window of the layer includes them. The keys and values of the step itself are in the pool when
+    ``forward`` is called. Pages that belong to no row may contain anything, NaN included, and must not influence a
+    result.
     """
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:
-        """``config`` is this backend's own section. May allocate workspaces; must not read the pool."""
+        """Build the backend. ``config`` is its own config section.
+
+        The constructor may allocate workspaces and must not read the pool. Raises ``ConfigError`` if the backend cannot
+        serve ``context``.
+        """
 
     @abstractmethod
     def plan(self, batch: Batch) -> None:
-        """Prepare this step from the batch's ``*_lens`` (host) and ``qo_indptr / kv_lens / page_table`` (device).
+        """Prepare a step for ``forward``.
 
-        Called once per step, before the first layer. With ``batch.tree_mask``, bool ``[tokens, w]``: of the last
-        ``extend_lens[r]`` keys of row r, query t sees key j (counted from the row's first query) only where
-        ``tree_mask[t, j]``; earlier keys it sees as usual. Only backends that offer ``attention.tree_mask`` get one.
+        The backend reads the batch's ``*_lens`` on the host, and ``qo_indptr``, ``kv_lens`` and ``page_table`` on the
+        device. The engine calls this once per step, before the first layer. If ``batch.tree_mask`` is set, it is bool
+        ``[tokens, w]`` and applies to the last ``extend_lens[r]`` keys of row r, which are those of its own queries:
+        query t sees key j of them (counted from the row's first query) only where ``tree_mask[t, j]`` is True. It sees
+        earlier keys as usual. Only backends that offer ``attention.tree_mask`` get such a batch.
         """
 
     @abstractmethod
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        """Attend. ``q`` is ``[tokens, num_heads, head_dim]``; returns the same shape and dtype. Mutates nothing."""
+        """Return the attention output of ``q`` (``[tokens, num_heads, head_dim]``), with its shape and dtype.
+
+        The model calls this once per layer of a planned batch. If the pool's values have another size than its keys,
+        the output has the size of the values. Does not mutate ``q`` or the pool.
+        """
 
     def shares(self, batch: Batch) -> bool:
-        """Whether reading ``batch.shared`` once per group is faster than reading every row's whole past, for this decode
-        batch: a cost model on host numbers. Where it answers False the engine clears ``batch.shared``. Only backends that
-        offer ``attention.shared_prefix`` are asked, and see ``batch.shared`` in ``plan`` and ``forward``. A batch of a model
-        with windowed layers never has it."""
+        """Return whether reading each prefix in ``batch.shared`` once per group is faster than once per row.
+
+        The engine calls this before ``plan``, for decode batches of backends that offer ``attention.shared_prefix``.
+        The method is a cost model that uses lengths on the host only. If it returns False, the engine clears
+        ``batch.shared``; otherwise ``plan`` and ``forward`` see it. Batches of models that have layers with a window
+        never have ``batch.shared``.
+        """
         return False
 
     def variant(self, batch: Batch) -> int:
-        """Which of several ways to attend serves this decode batch best, by host lengths: kernels for rows of like lengths, or
-        of very different ones. The answer is in ``batch.variant`` when ``plan`` and ``plan_capture`` are called; each variant
-        that is met gets graphs of its own. 0 is the usual one."""
+        """Return the number of the implementation that is best for this decode batch, judged by lengths on the host.
+
+        A backend can, for example, have one set of kernels for rows of similar lengths and another for rows of very
+        different lengths. The engine stores the result in ``batch.variant`` before it calls ``plan`` or
+        ``plan_capture``, and captures separate graphs for each variant that occurs. 0 is the default.
+        """
         return 0
 
     def plan_capture(self, batch: Batch) -> None:
-        """Plan a decode batch whose device tensors keep their addresses, for a graph of ``len(batch.slots)`` rows (and one
-        more where ``batch.shared`` is set). Called before the capture; ``forward`` is then captured, and must neither
-        synchronize nor depend on host numbers that change from step to step. ``kv_lens`` on the host are those of the
-        longest context at this time. Needs ``attention.graph``.
+        """Plan a decode batch whose device tensors keep their addresses, for a graph of ``len(batch.slots)`` rows.
 
-        With ``attention.verify_graph`` also a batch of verify rows (``batch.drafts`` is set), for a graph of
-        ``len(batch.positions)`` tokens and as many rows. ``extend_lens`` on the host are the most queries that a row can have;
-        how the tokens are divided among rows is in ``qo_indptr``, and changes from step to step: rows may have no query at
-        all, and all tokens are some row's. ``tree_mask [tokens, most queries]`` keeps its address too; a graph has one for
-        all its steps, or for none."""
+        The engine calls this before it captures ``forward``. The captured ``forward`` must not synchronise, and must
+        not depend on host numbers that change from step to step. The lengths on the host are those of the longest
+        context at this time. There is a separate graph for batches with ``batch.shared``. Needs ``attention.graph``;
+        otherwise raises ``NotImplementedError``.
+
+        For backends that offer ``attention.verify_graph``, the batch can also consist of verify rows (``batch.drafts``
+        is set). The graph then has ``len(batch.positions)`` tokens and as many rows. ``extend_lens`` on the host are
+        the largest number of queries that a row can have. How the tokens are divided among the rows is in ``qo_indptr``
+        and changes from step to step: rows may have no query at all, and every token belongs to a row. ``tree_mask``
+        (``[tokens, largest number of queries]``) also keeps its address. A graph has a tree mask in all of its steps or
+        in none.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")
 
     def plan_replay(self, batch: Batch) -> None:
-        """Called before each replay, with the batch of ``plan_capture``, whose host lengths now hold this step's values; rows
-        that pad it have ``prefix_lens`` 0 and read page 0, with one query or (verify rows) none. Its device tensors get
-        theirs within the graph, before the first layer. Brings up to date what the backend keeps on the host for the graph of this many rows. Needs
-        ``attention.graph``."""
+        """Update what the backend keeps on the host for the graph of this number of rows.
+
+        The engine calls this before each replay, with the batch that was given to ``plan_capture``. Its lengths on the
+        host are now those of this step. Rows that pad it have ``prefix_lens`` 0, read page 0, and have one query, or
+        (verify rows) none. The device tensors of the batch get the values of this step within the graph, before the
+        first layer. Needs ``attention.graph``; otherwise raises ``NotImplementedError``.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not offer attention.graph")

@@ -1,8 +1,14 @@
-"""Drafters propose tokens; the core verifies them, exactly, whoever proposed them.
+"""Define the interface of drafters, which propose the tokens that the engine verifies with the target model.
 
-A drafter that runs a model of its own gets a ``DraftRuntime``: the target, loaders, and caches for keys and values. A draft cache has
-the pages of the target's pool: the token at a place of a request has its KV there in both, so that whatever the prefix cache
-keeps is kept for the drafter too, and rejected drafts are abandoned together.
+Verification is exact for every drafter (see ``Drafter``). A drafter that runs a model gets a ``DraftRuntime`` from the
+engine. It provides the target model, functions that load weights, and draft caches, which hold the keys and values of
+the drafter's model. A draft cache has as many pages as the target's KV pool and uses the same page table: the KV of the
+token at index i of a request is at the same location in both. What the prefix cache keeps is therefore kept for the
+drafter too, and when drafts are rejected, the KV of both models is discarded together.
+
+In this module, the index of a token counts the tokens of its request from 0: it selects the location of the token's KV.
+The position of a token is what rotary embedding, attention and windows use. They differ for the nodes of a draft tree
+only.
 """
 
 from __future__ import annotations
@@ -23,9 +29,13 @@ if TYPE_CHECKING:
 
 
 class DraftPass(NamedTuple):
-    """A pass of ``DraftCache.run``: row i has ``counts[i]`` tokens, at its places ``starts[i]`` and on (int32 ``[rows]``); rows that
-    have none come last. ``kind`` says which of the ``DraftSteps.widths`` it keeps to. ``positions`` int32 ``[tokens]``: where tokens
-    stand, if not at their places."""
+    """Describe one forward pass of a drafter's model, as ``DraftCache.run`` takes it.
+
+    Row i has ``counts[i]`` tokens at indices ``starts[i]``, ``starts[i] + 1`` and so on (both int32 ``[rows]``). Rows
+    with a count of 0 come after all other rows. ``kind`` is an index into ``DraftSteps.widths``: no row has more tokens
+    than that width. ``positions`` (int32 ``[tokens]``) are the positions of the tokens; None means that they equal the
+    indices.
+    """
 
     kind: int
     starts: IntArray
@@ -34,96 +44,144 @@ class DraftPass(NamedTuple):
 
 
 class DraftSteps(ABC):
-    """What a drafter's model does in passes that follow each other, without the host in between. Where the attention backend
-    can be captured, they are replayed as CUDA graphs: ``run`` must then not wait for the device, and its work must not depend
-    on anything on the host but the sizes of what it is given."""
+    """Run a drafter's model in passes that follow each other without the host between them.
+
+    Where the attention backend can be captured, the passes are replayed as CUDA graphs. ``run`` must therefore not wait
+    for the device, and its work must not depend on anything on the host but the sizes of its arguments.
+    """
 
     widths: tuple[int, ...]
-    """The most tokens of a row, for each kind of pass."""
+    """The largest number of tokens that a row can have, for each kind of pass."""
 
     @abstractmethod
     def state(self, rows: int) -> tuple[torch.Tensor, ...]:
-        """Memory for ``rows`` rows, on the device: what passes read and leave to each other. The first dimension of each tensor
-        is the rows'. Anything that it is filled with later, and zeros, must do as input."""
+        """Allocate the state of ``rows`` rows on the device: the tensors that passes read and write.
+
+        The first dimension of every tensor is ``rows``. ``run`` must accept the tensors as returned, filled with zeros,
+        and with whatever they are filled with later: when a graph is captured, or has more rows than a step, such
+        values are its input.
+        """
 
     @abstractmethod
     def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
-        """A pass: ``batch`` is planned, but for ``input_ids``. Token t of it is the one of index ``tokens[t]`` (int64) among the
-        ``[rows, max(widths)]`` that the rows of ``state`` could have. Mutates ``state``. There may be more rows in ``state``, and more
-        tokens in ``batch``, than the pass has: those read and write page 0, and what comes of them is dropped."""
+        """Run one pass of kind ``kind`` (an index into ``widths``). Mutates ``state`` and the draft cache.
+
+        ``batch`` is planned, and all of its fields that a model reads are set but ``input_ids``. ``tokens`` (int64
+        ``[tokens]``) maps the tokens of ``batch`` to the state: token t is number ``tokens[t]`` of the flattened
+        ``[rows, max(widths)]`` tokens that the rows of ``state`` could have.
+
+        ``state`` may have more rows, and ``batch`` more tokens, than the pass has. These additional tokens read and
+        write page 0, and their results are ignored.
+        """
 
     def mask(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """Bool ``[rows, max(widths), max(widths)]``, a view of ``state``: which tokens of its row a token sees, and itself. None: those
-        before it."""
+        """Return the tree mask of the passes, or None if every token sees itself and the tokens before it.
+
+        The mask is bool ``[rows, max(widths), max(widths)]`` and a view of ``state``: entry ``[r, i, j]`` tells whether
+        token i of row r sees token j of the same row. Every token must see itself.
+        """
         return None
 
 
 class DraftCache(ABC):
-    """KV of a drafter's model at the places of the target's, and the attention over it. Its memory is there once the engine
-    is built: use it in ``propose`` and ``observe``, not in a constructor."""
+    """Hold the KV of a drafter's model, and run passes with attention over it.
+
+    It has the pages of the target's KV pool. Its memory is allocated when the engine has been built, after the
+    drafter's constructor has returned. The constructor may therefore call ``register`` only; ``batch`` and ``run`` are
+    for ``propose`` and ``observe``. KV that was never written reads as zeros.
+    """
 
     @abstractmethod
     def batch(
         self, slots: IntArray, starts: IntArray, counts: IntArray, *, tree: tuple[IntArray, BoolArray] | None = None
     ) -> Batch:
-        """A planned batch for the drafter's model: row i is ``counts[i] >= 1`` tokens of the request in ``slots[i]`` (all int32
-        ``[rows]``), at its places ``starts[i]`` and on; the keys before it are what the cache holds there. ``input_ids`` (int64
-        ``[tokens]``) are left to the caller, everything else that ``ModelArchitecture.forward`` reads is set.
+        """Return a planned batch for the drafter's model.
 
-        With ``tree`` = (positions int32 ``[tokens]``, mask bool ``[tokens, longest row]``) the tokens stand at other positions
-        than their places, and see of their own row's tokens what the mask says, as in ``AttentionBackend.plan``."""
+        Row i has ``counts[i] >= 1`` tokens of the request in slot ``slots[i]``, at indices ``starts[i]``,
+        ``starts[i] + 1`` and so on (all int32 ``[rows]``). It attends to the KV that this cache holds for the request's
+        tokens before ``starts[i]``. The caller must set ``input_ids`` (int64 ``[tokens]``); all other fields that
+        ``ModelArchitecture.forward`` reads are set.
+
+        With ``tree`` = (positions int32 ``[tokens]``, mask bool ``[tokens, longest row]``) the tokens have these
+        positions, and see those tokens of their own row that the mask allows, as in ``AttentionBackend.plan``.
+        """
 
     @abstractmethod
     def register(self, steps: DraftSteps) -> None:
-        """``run`` will be called with ``steps``. Called in the constructor, as passes may be captured from then on."""
+        """Declare that ``run`` will be called with ``steps``.
+
+        The drafter calls this in its constructor, because the engine may capture the passes of ``steps`` from then on.
+        """
 
     @abstractmethod
     def run(
         self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass], state: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Run ``passes`` over the requests in ``slots`` (int32 ``[rows]``), beginning with ``state``, the same tensors as
-        ``steps.state(rows)``, and return what they leave, valid until the next call. Mutates ``state``. Nothing waits for the
-        device; no row writes to places that none of its tokens has."""
+        """Run ``passes`` one after the other over the requests in ``slots``, and return the final state.
+
+        ``slots`` is int32 ``[rows]``. ``state`` is the initial state, with the shapes and dtypes of
+        ``steps.state(rows)``. It may be mutated. The returned tensors are valid until the next call. The host does not
+        wait for the device. A row writes KV only at the indices of its own tokens.
+        """
 
 
 class DraftRuntime(ABC):
-    """What the engine lends to a drafter that runs a model. Attributes are read-only."""
+    """Provide what the engine offers to a drafter that runs a model. The attributes are read-only."""
 
     target: ModelArchitecture
-    """The target; those that offer model.hidden_states have ``embed_tokens``, and ``logits`` of hidden states like theirs."""
+    """The target model. Models that offer ``model.hidden_states`` have ``embed_tokens``, and ``logits`` that can be
+    applied to hidden states like theirs."""
     directory: Path
-    """The target's checkpoint."""
+    """The directory of the target's checkpoint."""
     checkpoint: Mapping[str, Any]
-    """Its config.json, with ``model.overrides``."""
+    """The target's config.json, with ``model.overrides`` applied."""
     dtype: torch.dtype
-    """Of the target's weights and activations."""
+    """The dtype of the target's weights and activations."""
 
     @abstractmethod
     def watch(self, layers: Sequence[int]) -> None:
-        """From now on ``observe`` finds in ``batch.hidden`` the target's hidden states of these layers, see
-        ``Batch.hidden``. Called in the constructor. Raises ``ConfigError`` for layers that the target does not have."""
+        """Request the target's hidden states of ``layers``, whose numbers ``ModelArchitecture.forward`` defines.
+
+        ``Drafter.observe`` finds them in ``batch.hidden``, in this order, in every step from now on. The drafter calls
+        this once, in its constructor. Raises ``ConfigError`` if the target does not have these layers or does not offer
+        ``model.hidden_states``.
+        """
 
     @abstractmethod
     def create_cache(self, info: ModelInfo) -> DraftCache:
-        """A cache for a model of these heads and layers (its one cache group). Called in the constructor."""
+        """Create a draft cache for a model with the heads and layers of the one cache group of ``info``.
+
+        The drafter calls this in its constructor. Raises ``ConfigError`` if ``info`` has several cache groups, or if
+        the attention backends do not support its ``head_dim`` or ``needs``.
+        """
 
     @abstractmethod
     def load(
         self, model: Callable[[ModelInfo], ModelArchitecture], info: ModelInfo, directory: Path, load_format: str
     ) -> ModelArchitecture:
-        """Build ``model(info)`` on the target's device in its dtype, and fill it from the safetensors in ``directory``, or with
-        random numbers where ``load_format`` is ``dummy``. Raises ``WeightsError``."""
+        """Build ``model(info)`` on the target's device and in its dtype, and load its weights.
+
+        The weights are those of the safetensors files in ``directory``, or random numbers if ``load_format`` is
+        ``dummy``. Raises ``WeightsError`` if the files do not fit the model.
+        """
 
     @abstractmethod
     def open(self, directory: Path, load_format: str) -> ModelArchitecture:
-        """A whole model, by the installed architecture that its config.json names; ``model.info`` tells its vocabulary.
-        Raises ``ConfigError`` and ``WeightsError``."""
+        """Load a complete model, with the installed architecture that its config.json names.
+
+        ``model.info`` of the result has its vocabulary. Raises ``ConfigError`` if there is no config.json or no
+        installed architecture fits, and ``WeightsError`` like ``load``.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What a drafter is built for. ``runtime`` is None where there is no engine: in the conformance suite of drafters that
-    need none."""
+    """Describe the engine that a drafter is built for.
+
+    ``vocab_size`` is the number of tokens of the target, ``max_rows`` the largest number of rows of a batch,
+    ``max_context`` the largest number of tokens of a request. ``runtime`` is None where there is no engine, as in the
+    conformance suite of drafters that do not run a model.
+    """
 
     device: torch.device
     vocab_size: int
@@ -133,47 +191,75 @@ class DrafterContext:
 
 
 class Drafter(ABC):
-    """Proposes what a request may say next. A wrong proposal costs time, never correctness.
+    """Propose the next tokens of running requests. A wrong draft costs time and never changes an output.
 
-    The target samples at every drafted position with the request's own parameters and random numbers; a draft is
-    accepted where it equals the sample, so that outputs are those of decoding without drafts.
+    The target samples a token at every drafted position, with the request's own parameters and random numbers. A draft
+    is accepted if it equals that sample. The outputs are therefore those of decoding without drafts.
+
+    The loop calls ``propose``, ``observe`` and ``forget`` on one thread. If one of them raises an exception, the loop
+    logs and counts it, and the requests go on; after an exception in ``propose`` the step runs without drafts.
     """
 
     def __init__(self, config: BaseModel, context: DrafterContext) -> None:
-        """``config`` is this drafter's own section."""
+        """Build the drafter. ``config`` is its own config section.
+
+        The engine builds it after the target model and before it sizes the KV pool. Raises ``ConfigError`` or
+        ``WeightsError`` if it cannot draft for this target.
+        """
 
     @property
     @abstractmethod
     def max_draft_tokens(self) -> int:
-        """The most nodes that a row's tree can have; the scheduler reserves pages for them."""
+        """Return the largest number of nodes in the draft tree of a row. The scheduler reserves pages for them."""
 
     @property
     def must_see_all(self) -> bool:
-        """True if a request of which a step was not observed gets no drafts from then on, as for those that live on the
-        target's hidden states. It is then not switched off for the sake of a comparison that it is sure to win."""
+        """Return True if a request gets no more drafts once a step of it was not observed.
+
+        This is the case for drafters that need the target's hidden states of every token. While drafts clearly pay, the
+        loop does not run steps without such a drafter only to measure them.
+        """
         return False
 
     @property
     def tokens_ahead(self) -> int:
-        """How many of the tokens after a place its keys and values there depend on; 1 for a head. A cached prefix is then only one for
-        texts that go on with the same so many tokens."""
+        """Return how many following tokens the drafter's keys and values of a token depend on.
+
+        It is 1 for an EAGLE head. The prefix cache then reuses a cached prefix only for requests whose next
+        ``tokens_ahead`` tokens after the prefix are the same.
+        """
         return 0
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree | None:
-        """Drafts for the decode rows ``[num_extend, rows)`` of ``batch``, at most ``batch.draft_limits[r]`` (read-only) for row r;
-        None where there are none at all; with ``probs`` if the drafter offers draft.probs. ``req.token_ids[:req.known_len]`` is each row's text so far, all of it known; the
-        target's KV of all but the last token is in the pool, and pages are reserved for so many drafts behind it."""
+        """Return drafts for the decode rows ``[num_extend, rows)`` of ``batch``, or None if no row gets a draft.
+
+        The loop calls this after the batch was scheduled and before its forward pass. Row r gets at most
+        ``batch.draft_limits[r]`` drafts (the array is read-only); the pages of these drafts are reserved.
+        ``req.token_ids[:req.known_len]`` are the tokens of a row so far; all of them are known to the host. The
+        target's KV of all of them but the last is in the pool.
+
+        The tree has ``probs`` if and only if the drafter offers ``draft.probs``. Must not mutate ``batch`` or its
+        requests.
+        """
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Called after the commit of a step in which drafts may be asked for, with what was accepted; for drafters that learn
-        or keep state. ``req.known_len`` has moved on; a request that has ended (``req.finish``) may be among them: nobody else
-        has its pages yet. It may have been forgotten before, if the step was launched before its end was read: keep no state
-        of it then. Steps that run without asking (because drafts do not pay at that load) are not observed: tokens of a
-        request can be missing between one call and the next."""
+        """Learn what a step accepted. For drafters that learn from outputs or keep state of requests.
+
+        The loop calls this after it has committed a step in which drafts could have been requested: ``req.known_len``
+        includes the accepted tokens. Steps that run without the drafter, because drafts do not pay at that load, are
+        not observed, so tokens of a request can be missing between two calls.
+
+        A request that has ended (``req.finish`` is set) may be in ``batch``. Its pages have not been given to another
+        request yet. If the step was launched before the end of the request was known, ``forget`` may have been called
+        for it before: keep no state of such a request.
+        """
         return
 
     def forget(self, req: Req) -> None:
-        """The request has ended or was retracted: drop its state. One that was retracted and is admitted again, under the same
-        ``uid``, is forgotten before any of it is shown again."""
+        """Drop the state of a request that has ended or was retracted.
+
+        A retracted request that is admitted again has the same ``uid``. The loop calls this before the drafter sees
+        such a request again. The drafter may have no state of ``req``.
+        """
         return
