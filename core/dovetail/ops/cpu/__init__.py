@@ -1,1 +1,1 @@
-"""Kernels of a decoder step in C++, compiled on the machine they run on; see ``kernels.kernels``."""
+"""Provide the kernels of a decoder step in C++, compiled on the machine on which they run; see ``kernels.kernels``."""

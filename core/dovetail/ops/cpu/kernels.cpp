@@ -1,8 +1,8 @@
-// The kernels of a decoder step that torch has no single operation for, for float and bfloat16, on the CPU.
+// Kernels of a decoder step for which torch has no single operation, for float and bfloat16, on the CPU.
 //
-// Sums are taken in float, results rounded once. Every row is computed by itself and in one order, so a result does not
-// depend on what else is in the batch. Pointers are to contiguous memory; strides and sizes count elements. The Python side
-// (dovetail/ops/cpu/kernels.py) says what each argument is and checks it.
+// Sums are computed in float, and results are rounded once. Every row is computed separately and in one order, so a result
+// does not depend on the other rows of the batch. Pointers are to contiguous memory; strides and sizes count elements. The
+// Python side (dovetail/ops/cpu/kernels.py) documents each argument and checks it.
 
 #include <algorithm>
 #include <cmath>
@@ -28,14 +28,14 @@ inline float wide(bf16 x) {
 }
 
 inline void put(float* to, float x) { *to = x; }
-inline void put(bf16* to, float x) {  // to nearest, ties to even; NaN stays NaN
+inline void put(bf16* to, float x) {  // rounds to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     to->bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
-// e^x to 2 units in the last place, 0 below the smallest normal number. Written so that compilers vectorise it: Cody and
+// Returns e^x to 2 units in the last place, 0 below the smallest normal number. Written so that compilers vectorise it: Cody and
 // Waite's reduction, then the polynomial of Cephes' expf.
 inline float exponential(float x) {
     float clamped = std::min(std::max(x, -87.3f), 88.3f);
@@ -62,7 +62,7 @@ inline Lanes lanes(const float* from) {
     return out;
 }
 
-// Keeps x in a register: left to itself the compiler reads it from memory again for each use.
+// Keeps x in a register; otherwise the compiler reads it from memory again for each use.
 inline void hold(Lanes& x) {
 #ifdef __AVX512F__
     asm("" : "+v"(x));
@@ -71,7 +71,7 @@ inline void hold(Lanes& x) {
 #endif
 }
 
-inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds one lane after the other
+inline float lane_sum(Lanes x) {  // in halves; otherwise the compiler adds one lane after the other
     using Half = float __attribute__((vector_size(32)));
     using Quarter = float __attribute__((vector_size(16)));
     Half a[2];
@@ -83,7 +83,7 @@ inline float lane_sum(Lanes x) {  // in halves: left to itself the compiler adds
     return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
 }
 
-// lane_sum of each, in the same order.
+// Returns lane_sum of each, in the same order.
 template <int N>
 void lane_sums(const Lanes* x, float* out) {
     if constexpr (N == 4) {
@@ -110,7 +110,7 @@ void lane_sums(const Lanes* x, float* out) {
     }
 }
 
-// 32 elements as floats, in an order that is cheap to have: as they are, or bfloat16's even ones before the odd ones.
+// Holds 32 elements as floats, in an order that is cheap to produce: unchanged, or for bfloat16 the even elements first.
 struct Pair {
     Lanes first, second;
 };
@@ -126,7 +126,7 @@ inline Pair pair(const bf16* from) {
     return out;
 }
 
-constexpr int64_t kAhead = 4096;  // bytes: what the processor's own prefetching does not reach, it stops at pages
+constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at page boundaries
 constexpr int64_t kSerial = 16384;  // elements below which handing work to threads costs more than it saves
 
 template <typename T>
@@ -195,11 +195,11 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n) {
     }
 }
 
-constexpr int kRows = 4;    // rows of a weight that are in registers at a time
-constexpr int kInputs = 6;  // inputs that they are multiplied with meanwhile: with their sums, all registers there are
+constexpr int kRows = 4;    // rows of a weight that are in registers at once
+constexpr int kInputs = 6;  // inputs multiplied with these rows; with their sums they use all registers
 
-// The products of R rows of a weight and M inputs of d floats each, the first `whole` of them in the order of pair. A sum is
-// taken in one order and rounded in the same places, whatever R and M are.
+// Computes the products of R rows of a weight and M inputs of d floats each; the first `whole` floats are in the order of
+// pair. The order of a sum and its roundings do not depend on R and M.
 template <int R, int M, typename T>
 __attribute__((noinline)) void tile_product(const T* rows, const float* x, int64_t whole, int64_t d, float out[kInputs][kRows]) {
     Lanes sums[M][R] = {};
@@ -251,8 +251,8 @@ void tile_product(const T* rows, const float* x, int inputs, int64_t whole, int6
     }
 }
 
-// out [m, n] = x [m, d] @ weight [n, d].T + bias [n], for few m: the weight is read from memory once and in order, which is
-// what takes the time.
+// Computes out [m, n] = x [m, d] @ weight [n, d].T + bias [n] for few m. The weight is read from memory once and in order,
+// which takes most of the time.
 template <typename T>
 void product(const T* weight, const T* x, const T* bias, T* out, int64_t m, int64_t n, int64_t d) {
     const int64_t whole = d / 32 * 32, parts = (m + kInputs - 1) / kInputs;
@@ -288,7 +288,7 @@ void product(const T* weight, const T* x, const T* bias, T* out, int64_t m, int6
     }
 }
 
-// Row t of k and v to place out_loc[t] of the pool.
+// Copies row t of k and v to location out_loc[t] of the pool.
 template <typename T>
 void store(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, int64_t tokens, int64_t k_stride,
            int64_t v_stride, int64_t width) {
@@ -299,7 +299,7 @@ void store(const T* k, const T* v, T* keys, T* values, const int64_t* out_loc, i
     }
 }
 
-// Where a span's queries are, and where their row's keys end.
+// A span's row of the page table, the index of its first query, its number of queries, and the position of the first.
 struct Span {
     int64_t row, first, queries, position;
 };
@@ -312,16 +312,16 @@ struct Attention {
     float scale, soft_cap;  // soft_cap 0: none
 };
 
-constexpr int kBlock = 64;      // keys whose scores are held at a time
+constexpr int kBlock = 64;      // keys whose scores are held at once
 constexpr float kHidden = -1e30f;  // the score of a key that a row does not see; finite, so that no difference is NaN
 
-// Where pair puts element i of a row whose size D is known at compile time; elsewhere (D = 0) rows stay in order.
+// Returns the index at which pair puts element i of a row whose size D is known at compile time. If D = 0, rows stay in order.
 template <int D, typename T>
 int64_t ordered(int64_t i) {
     return D > 0 && sizeof(T) == 2 ? i / 32 * 32 + i % 2 * 16 + i % 32 / 2 : i;
 }
 
-// a is in the order of `ordered`.
+// Returns the product of a and b. a is in the order of `ordered`.
 template <int D, typename T>
 float dot(const float* a, const T* b, int64_t d) {
     if constexpr (D > 0) {
@@ -340,7 +340,7 @@ float dot(const float* a, const T* b, int64_t d) {
     return sum;
 }
 
-// to = to * shrink + the sum over j of weights[j] * (base + places[j]), in the order of `ordered`.
+// Computes to = to * shrink + the sum over j of weights[j] * (base + places[j]), in the order of `ordered`.
 template <int D, typename T>
 void add_weighted(float* to, float shrink, const float* weights, const T* base, const int64_t* places, int count, int64_t d) {
     if constexpr (D > 0) {
@@ -363,7 +363,7 @@ void add_weighted(float* to, float shrink, const float* weights, const T* base, 
         for (int64_t i = 0; i < d; ++i) to[i] += weights[j] * wide(base[places[j] + i]);
 }
 
-// Where the keys of one head lie in the pool, of the block that starts at begin: fills places, returns how many there are.
+// Writes to `places` the offsets in the pool of one head's keys, for the block that starts at begin. Returns their number.
 inline int places_of(const Attention& a, const int32_t* pages, int64_t kv_head, int64_t begin, int64_t end, int64_t* places) {
     const int64_t step = a.kv_heads * a.d;
     const int count = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(kBlock, end - begin)));
@@ -376,7 +376,7 @@ inline int places_of(const Attention& a, const int32_t* pages, int64_t kv_head, 
     return count;
 }
 
-// Ask for rows ahead of their use: they lie too far apart for the processor to foresee them.
+// Prefetches rows before their use. They are too far apart for the processor's own prefetching.
 template <typename T>
 void fetch(const T* base, const int64_t* places, int count, int64_t d) {
     for (int j = 0; j < count; ++j) {
@@ -385,8 +385,8 @@ void fetch(const T* base, const int64_t* places, int count, int64_t d) {
     }
 }
 
-// One query with the query heads of `kv_count` key heads from kv_first on, to which q and out point: softmax over blocks of
-// keys with a running maximum, as in FlashAttention (arXiv 2205.14135). D is head_dim where it is known
+// Computes attention of one query, for the query heads of `kv_count` key heads from kv_first on, to which q and out point:
+// softmax over blocks of keys with a running maximum, as in FlashAttention (arXiv 2205.14135). D is head_dim if it is known
 // at compile time and a multiple of 32, else 0.
 template <typename T, int D>
 void attend_query(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_first,
@@ -444,8 +444,8 @@ void attend_query(const Attention& a, const T* q, const T* keys, const T* values
 
 constexpr int kLanes = 64;  // rows of a tile: query heads of one key head, of consecutive queries
 
-// c [rows, kLanes] (+)= a [rows, depth] @ b [depth, kLanes]; a's element (r, k) is a[r * row_step + k * k_step]. Of the lanes,
-// the first V * 16 are computed.
+// Computes c [rows, kLanes] (+)= a [rows, depth] @ b [depth, kLanes] for the first V * 16 lanes. Element (r, k) of a is
+// a[r * row_step + k * k_step].
 template <int V, int R>
 void multiply_tile(const float* a, int64_t row_step, int64_t k_step, const float* b, int64_t depth, float* c, bool add) {
     Lanes sums[R][V];
@@ -476,7 +476,7 @@ void multiply(const float* a, int64_t rows, int64_t row_step, int64_t k_step, co
     for (; r < rows; ++r) multiply_tile<V, 1>(a + r * row_step, row_step, k_step, b, depth, c + r * kLanes, add);
 }
 
-// Memory of a tile, everything with its rows as the last dimension: then nothing is ever summed across lanes.
+// Holds the memory of a tile. Its rows are the last dimension of everything, so that nothing is summed across lanes.
 struct Tile {
     std::vector<float> query, sum, scores, rows;  // [d, kLanes], [d, kLanes], [kBlock, kLanes]; keys or values [kBlock, d]
     explicit Tile(int64_t d) : query(d * kLanes), sum(d * kLanes), scores(kBlock * kLanes), rows(kBlock * d) {}
@@ -493,8 +493,8 @@ void read_rows(const Attention& a, const T* from, const int32_t* pages, int64_t 
     }
 }
 
-// `count` consecutive queries, the first at `position` of its row, with all query heads of one key head, which fill V * 16
-// lanes.
+// Computes attention of `count` consecutive queries, the first at `position` of its row, with all query heads of one key
+// head. They fill V * 16 lanes.
 template <int V, typename T>
 void attend_lanes(const Attention& a, const T* q, const T* keys, const T* values, const int32_t* pages, int64_t kv_head,
                  int64_t position, int count, Tile& tile, T* out) {
@@ -502,7 +502,7 @@ void attend_lanes(const Attention& a, const T* q, const T* keys, const T* values
     constexpr int kUsed = V * 16;
     const int used = count * static_cast<int>(folds);
     float top[kUsed], total[kUsed] = {}, factor[kUsed];
-    int32_t ends[kUsed], begins[kUsed];  // the keys that a row sees
+    int32_t ends[kUsed], begins[kUsed];  // the range of keys that a row sees
     std::fill(top, top + kUsed, kHidden);
     std::fill(tile.query.begin(), tile.query.end(), 0.0f);
     std::fill(tile.sum.begin(), tile.sum.end(), 0.0f);
@@ -589,7 +589,8 @@ inline bool tiled(const Attention& a, const Span& span) {
     return span.queries * folds >= kLanes / 4 && folds <= kLanes;
 }
 
-// Spans with enough rows are cut into tiles, of the others each query is done by itself, `together` key heads at a time.
+// Returns the tasks of all spans. Spans with enough rows are divided into tiles. In other spans each query is a task, with
+// `together` key heads at a time.
 inline std::vector<Task> tasks_of(const Attention& a, const Span* spans, int64_t count, int64_t together) {
     std::vector<Task> tasks;
     for (const Span* span = spans; span < spans + count; ++span) {
@@ -603,8 +604,8 @@ inline std::vector<Task> tasks_of(const Attention& a, const Span* spans, int64_t
     return tasks;
 }
 
-// Key heads that lie next to each other are read together, as far as a block of them stays in the first cache, and as there
-// is work left for all threads.
+// Returns the number of adjacent key heads that are read together: as many as keep a block of keys in the first cache and
+// leave work for all threads.
 template <typename T>
 int64_t heads_together(const Attention& a, const Span* spans, int64_t count) {
     const int64_t most = std::min<int64_t>(a.kv_heads, std::max<int64_t>(1, 512 / (a.d * sizeof(T))));

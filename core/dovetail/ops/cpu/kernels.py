@@ -1,4 +1,4 @@
-"""The compiled kernels as functions of tensors. All tensors are float32 or all bfloat16, on the CPU.
+"""Call the compiled kernels with tensors. The tensors of a call are all float32 or all bfloat16, on the CPU.
 
 The last dimension of every tensor is contiguous, and so are outputs. Nothing is recorded for autograd.
 """
@@ -30,8 +30,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class PagedKV(NamedTuple):
-    """A layer's keys and values ``[pages, page_size, kv_heads, head_dim]``, contiguous, and the pages of a batch's rows,
-    int32 ``[rows, pages]``, whose rows may be strided."""
+    """Hold a layer's keys and values ``[pages, page_size, kv_heads, head_dim]``, contiguous, and the page table of a
+    batch's rows, int32 ``[rows, pages]``, whose rows may be strided."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -39,7 +39,7 @@ class PagedKV(NamedTuple):
 
 
 class Kernels:
-    """The kernels for one dtype."""
+    """Call the kernels of one dtype."""
 
     def __init__(self, handle: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -50,8 +50,8 @@ class Kernels:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``ops.norm.rms_norm`` of ``x [tokens, size]``, or of each head of ``x [tokens, heads, size]``, whose heads are
-        contiguous. ``residual [tokens, size]`` is first added to ``x`` in place."""
+        """Compute ``ops.norm.rms_norm`` of ``x [tokens, size]``, or of each head of ``x [tokens, heads, size]``, whose
+        heads are contiguous. With ``residual [tokens, size]``, first add it to ``x`` in place."""
         assert weight.dtype is self.dtype
         assert weight.shape == x.shape[1:]
         assert weight.is_contiguous()
@@ -66,7 +66,8 @@ class Kernels:
         return out
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """``ops.rotary.apply_rotary`` of ``x [tokens, heads, d]``; ``cos, sin [tokens, 1, d]`` of equal strides."""
+        """Compute ``ops.rotary.apply_rotary`` of ``x [tokens, heads, d]``, with ``cos, sin [tokens, 1, d]`` of equal
+        strides."""
         assert cos.dtype is sin.dtype is self.dtype
         tokens, heads, size = x.shape
         assert x.stride(1) == size
@@ -76,7 +77,7 @@ class Kernels:
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``ops.activation.silu_mul`` of contiguous ``gate_up [tokens, 2 * n]``."""
+        """Compute ``ops.activation.silu_mul`` of contiguous ``gate_up [tokens, 2 * n]``."""
         assert gate_up.is_contiguous()
         tokens, width = gate_up.shape
         out = torch.empty(tokens, width // 2, dtype=self.dtype)
@@ -84,8 +85,8 @@ class Kernels:
         return out
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``ops.linear.linear`` of few rows ``x [m, in]``, each of which comes out the same whatever m is; all tensors
-        contiguous. ``ops.linear.compiled_rows`` says up to which m it is the fastest way."""
+        """Compute ``ops.linear.linear`` of few rows ``x [m, in]``. The result of a row does not depend on m. All
+        tensors are contiguous. ``ops.linear.compiled_rows`` returns the m up to which this is the fastest product."""
         assert weight.dtype is self.dtype
         assert x.is_contiguous()
         assert weight.is_contiguous()
@@ -99,8 +100,8 @@ class Kernels:
     def store(
         self, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_loc: torch.Tensor
     ) -> None:
-        """Write ``k, v [tokens, kv_heads, d]`` to places ``out_loc`` (int64 ``[tokens]``) of contiguous
-        ``keys, values [places, kv_heads, d]``."""
+        """Write ``k, v [tokens, kv_heads, d]`` to locations ``out_loc`` (int64 ``[tokens]``) of contiguous ``keys,
+        values [locations, kv_heads, d]``."""
         assert v.dtype is keys.dtype is self.dtype
         tokens, heads, size = k.shape
         assert k.stride(1) == v.stride(1) == size
@@ -130,11 +131,13 @@ class Kernels:
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Causal attention of the queries of ``spans``, read where they lie in the pool; their rows of ``out`` are written.
+        """Compute causal attention of the queries of ``spans`` over keys and values in the pool, without gathering
+        them. Writes the rows of ``out`` that belong to these queries.
 
-        ``q [tokens, heads, d]`` is contiguous but for the tokens, ``out`` of that shape contiguous. A span is (row of the page table, its first query's place in
-        ``q``, number of queries, place of the first query in its row): contiguous int64 ``[spans, 4]``. Query i of a span
-        sees its row's first ``place + i + 1`` keys, or the last ``window`` of them. ``sinks`` float32 ``[heads]``.
+        ``q [tokens, heads, d]`` is contiguous except in the token dimension; ``out`` has its shape and is contiguous. A
+        span is (row of the page table, index of its first query in ``q``, number of queries, position of the first
+        query in its row): contiguous int64 ``[spans, 4]``. Query i of a span sees the first ``position + i + 1`` keys
+        of its row, or the last ``window`` of them. ``sinks`` is float32 ``[heads]``.
         """
         assert q.dtype is kv.keys.dtype is self.dtype
         _, page_size, kv_heads, size = kv.keys.shape
@@ -166,7 +169,8 @@ class Kernels:
 
 @functools.cache
 def kernels(dtype: torch.dtype) -> Kernels | None:
-    """The kernels for a dtype; None for other dtypes, and where the library cannot be built (``library().text`` says why)."""
+    """Return the kernels for ``dtype``, or None for other dtypes and if the library cannot be built (``library().text``
+    gives the reason)."""
     handle = library().handle if dtype in _DTYPES else None
     return None if handle is None else Kernels(handle, dtype)
 

@@ -1,8 +1,8 @@
-"""Builds ``kernels.cpp`` on the machine that runs it, once, and loads it.
+"""Build ``kernels.cpp`` on the machine that runs it, once, and load it.
 
-The library is kept in ``$XDG_CACHE_HOME/dovetail`` (``~/.cache/dovetail``) under a name made of its source, the compiler
-and the processor. It needs Linux and g++, whose OpenMP is the one that torch has loaded: a second one beside it would
-fight it for the cores.
+The library is kept in ``$XDG_CACHE_HOME/dovetail`` (``~/.cache/dovetail``) under a name made of its source, the
+compiler and the processor. It needs Linux and g++. Its OpenMP is the one that torch has loaded: a second OpenMP in the
+process would compete with it for the cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPILE_SECONDS = 120
 
 
 class Library(NamedTuple):
-    """The loaded library, or why there is none. ``text`` is for people either way."""
+    """Hold the loaded library, or None and the reason. ``text`` describes either case for people."""
 
     handle: ctypes.CDLL | None
     text: str
@@ -36,21 +36,21 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-    """The library of this process: loaded, built first where that was not done before. Never raises."""
+    """Return the library of this process, which is built first if the cache does not contain it. Never raises."""
     try:
         found = Library(ctypes.CDLL(str(_built())), "compiled")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        found = Library(None, f"torch operations, as the compiled kernels cannot be had: {error}")
+        found = Library(None, f"torch operations, because the compiled kernels are not available: {error}")
     log.info("CPU kernels: %s", found.text)
     return found
 
 
 def _built() -> Path:
     if sys.platform != "linux":
-        raise RuntimeError(f"they are built on Linux only, this is {sys.platform}")
+        raise RuntimeError(f"they are built on Linux only, and this is {sys.platform}")
     compiler = shutil.which("g++")
     if compiler is None:
-        raise RuntimeError("there is no g++ on the PATH; install it (Debian: apt install g++)")
+        raise RuntimeError("g++ is not on the PATH; install it (Debian: apt install g++)")
     version = _run([compiler, "--version"]).splitlines()[0]
     parts = (SOURCE.read_text(encoding="utf-8"), version, *FLAGS, platform.machine(), _processor())
     target = cache_dir() / f"kernels-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
@@ -63,7 +63,7 @@ def _compile(compiler: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(
         suffix=".so", dir=target.parent
-    )  # renamed when whole: others may be building it too
+    )  # renamed when complete, because other processes may build it at the same time
     os.close(handle)
     try:
         _run([compiler, *FLAGS, str(SOURCE), "-o", name])
@@ -80,12 +80,12 @@ def _run(command: list[str]) -> str:
 
 
 def cache_dir() -> Path:
-    """Where built libraries are kept."""
+    """Return the directory of built libraries."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "dovetail"
 
 
 def _processor() -> str:
-    """The features that ``-march=native`` depends on."""
+    """Return the processor features on which ``-march=native`` depends."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

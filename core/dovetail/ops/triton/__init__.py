@@ -1,2 +1,2 @@
-"""Kernels in Triton for tensors on CUDA. Imported by the ops when they first see such a tensor, and by nothing else; but for
-``tuning``, which is data."""
+"""Provide kernels in Triton for tensors on CUDA. Only the ops import these modules, when they first get such a tensor;
+``tuning`` contains data only and may be imported anywhere."""

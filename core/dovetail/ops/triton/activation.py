@@ -1,4 +1,4 @@
-"""SwiGLU's gate, in float32, rounded once."""
+"""Compute SwiGLU's gate in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr) -> No
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``ops.activation.silu_mul``."""
+    """Compute ``ops.activation.silu_mul``."""
     assert gate_up.is_contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)

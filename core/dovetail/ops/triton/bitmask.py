@@ -1,4 +1,4 @@
-"""Packed grammar masks, applied to the constrained rows alone."""
+"""Apply packed grammar bitmasks to the constrained rows only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
 
-WORDS = 64  # of one program
+WORDS = 64  # words of the bitmask per program
 
 
 @triton.jit
@@ -24,13 +24,13 @@ def _bitmask_kernel(logits, row_stride, vocab, bitmask, mask_stride, rows, WORDS
     token = at[:, None] * 32 + bit
     inside = token < vocab
     here = logits + tl.load(rows + index).to(tl.int64) * row_stride + token
-    x = tl.load(here, mask=inside & (word != 0), other=float("-inf"))  # what is all forbidden is not read,
+    x = tl.load(here, mask=inside & (word != 0), other=float("-inf"))  # words that forbid all tokens are not read
     x = tl.where(((word >> bit) & 1) != 0, x, float("-inf"))
-    tl.store(here, x, mask=inside & (word != -1))  # what is all allowed not written
+    tl.store(here, x, mask=inside & (word != -1))  # words that allow all tokens are not written
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """``dovetail.ops.bitmask.apply_bitmask``."""
+    """Compute ``dovetail.ops.bitmask.apply_bitmask``."""
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
     assert bitmask.stride(1) == 1, "a row of the bitmask must be contiguous"
     if len(rows):

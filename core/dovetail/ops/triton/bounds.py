@@ -1,12 +1,12 @@
-"""Bounds on logits, found without a sort: what the filters keep is what lies above a bound, and some of what equals it.
+"""Find bounds on logits without a sort: the filters keep the tokens above a bound, and some of those equal to it.
 
-A bound is found by bisection over the ordered integers that floating point numbers are: the largest at which the count
-(top-k) or the mass (top-p) of the tokens not below it reaches a target. Because what is kept is nearly always a handful, a
-search may look only at candidates: the groups of ``SUB`` tokens whose maxima are the ``SLOTS`` largest hold every token above
-the smallest of these maxima.
+A bound is found by bisection over the integers whose order is that of the floating point numbers: it is the largest
+number at which the count (top-k) or the mass (top-p) of the tokens not below it reaches a target. Nearly always only a
+few tokens are kept, so a search may read only candidates: the groups of ``SUB`` tokens whose maxima are the ``SLOTS``
+largest contain every token above the smallest of these maxima.
 
-``row`` points to the logits of a row. With ``FULL`` the tokens looked at are ``[0, limit)``, otherwise those of ``limit // SUB``
-listed groups; ``TILE`` of them at a time. A weight is ``exp((logit - best) / T)``.
+``row`` points to the logits of a row. With ``FULL``, the tokens ``[0, limit)`` are read, otherwise those of ``limit //
+SUB`` listed groups; ``TILE`` tokens at a time. A weight is ``exp((logit - best) / T)``.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import triton.language as tl
 
 from dovetail.ops.triton.rows import clean
 
-SLOTS = 512  # groups whose tokens are candidates
+SLOTS = 512  # number of groups whose tokens are candidates
 
 
 def value_bits(dtype: torch.dtype) -> int:
-    """Low bits of a float32 in which numbers of ``dtype`` cannot differ."""
+    """Return the number of low bits of a float32 in which numbers of ``dtype`` cannot differ."""
     return {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[dtype]
 
 
 @triton.jit
 def key_of(value, SHIFT: tl.constexpr):
-    """The integer of a float32 in whose order floats are ordered, without its ``SHIFT`` lowest bits."""
+    """Return an integer that orders as ``value``, a float32, does, without its ``SHIFT`` lowest bits."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
-    """The float32 of a key, its lowest bits 0."""
+    """Return the float32 of a key, with its lowest bits 0."""
     key = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -46,7 +46,7 @@ def _middle(low, high):
 
 @triton.jit
 def tile_of(row, groups, start, limit, vocab, FULL: tl.constexpr, SUB: tl.constexpr, TILE: tl.constexpr):
-    """Ids, ascending, and logits of ``TILE`` tokens: of the whole row, or of the groups listed."""
+    """Return the ids, ascending, and the logits of ``TILE`` tokens, of the whole row or of the listed groups."""
     at = start + tl.arange(0, TILE)
     token = at
     if not FULL:
@@ -59,7 +59,8 @@ def tile_of(row, groups, start, limit, vocab, FULL: tl.constexpr, SUB: tl.conste
 def split(
     row, groups, limit, vocab, bound, least, best, scale, FULL: tl.constexpr, SUB: tl.constexpr, TILE: tl.constexpr
 ):
-    """Number and mass of the tokens above ``bound`` whose weight is not below ``least``; how many equal ``bound``."""
+    """Return the number and the mass of the tokens above ``bound`` whose weight is not below ``least``, and the number
+    of tokens equal to ``bound``."""
     above = tl.zeros((TILE,), tl.int32)
     equal = tl.zeros((TILE,), tl.int32)
     mass = tl.zeros((TILE,), tl.float32)
@@ -90,9 +91,10 @@ def search(
     TILE: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The largest key in ``[low, high)`` such that the number (or mass) of the tokens not below it reaches ``target``.
+    """Return the largest key in ``[low, high)`` at which the number (or mass) of the tokens not below it reaches
+    ``target``.
 
-    At ``low`` it is taken to. Every pass over the tokens cuts the interval in four.
+    The target is assumed to be reached at ``low``. Every pass over the tokens divides the interval by four.
     """
     while low + 1 < high:
         half = _middle(low, high)
@@ -101,7 +103,7 @@ def search(
         bound1 = value_of(quarter, SHIFT)
         bound2 = value_of(half, SHIFT)
         bound3 = value_of(last, SHIFT)
-        sum1 = tl.zeros((TILE,), tl.float32)  # counts are exact in it
+        sum1 = tl.zeros((TILE,), tl.float32)  # counts are exact in float32
         sum2 = tl.zeros((TILE,), tl.float32)
         sum3 = tl.zeros((TILE,), tl.float32)
         for start in range(0, limit, TILE):
@@ -122,9 +124,11 @@ def search(
 
 @triton.jit
 def candidates(peaks, count, groups, best, scale, SLOTS: tl.constexpr, PEAKS: tl.constexpr, SHIFT: tl.constexpr):
-    """Writes the groups whose maxima reach a bound, ascending. Returns how many, the bound, whether these are all.
+    """Write the groups whose maxima reach a bound, in ascending order. Return their number, the bound, and whether they
+    contain every token that has any weight.
 
-    The bound is one that nearly ``SLOTS`` maxima reach, or, if no more do, one below which no token has any weight.
+    The bound is reached by nearly ``SLOTS`` maxima. If fewer maxima belong to tokens with any weight, it is a bound
+    below which no token has any weight.
     """
     at = tl.arange(0, PEAKS)
     peak = tl.load(peaks + at, mask=at < count, other=float("-inf")).to(tl.float32)
@@ -139,7 +143,7 @@ def candidates(peaks, count, groups, best, scale, SLOTS: tl.constexpr, PEAKS: tl
             low = middle
         else:
             high = middle
-            low = tl.where(reach > SLOTS - SLOTS // 8, middle, low)  # enough: the loop ends
+            low = tl.where(reach > SLOTS - SLOTS // 8, middle, low)  # close enough: the loop ends
     chosen = (peak >= value_of(high, SHIFT)).to(tl.int32)
     tl.store(groups + tl.cumsum(chosen, axis=0) - 1, at, mask=chosen > 0)
     tl.debug_barrier()

@@ -1,8 +1,10 @@
-"""Attention of one query a row over a paged pool, the keys of a row read in parts at the same time (flash-decoding).
+"""Compute attention of one query per row over a paged pool. The keys of a row are read in several parts at the same
+time (flash-decoding).
 
-The query heads that read one key head are one tile, so each key is read once. How many parts there are is fixed by the
-number of rows; how long they are follows from ``kv_lens`` on the device, so that a captured launch serves any lengths.
-Rows start in their order, all heads of each: with the longest first, none is left over when the others have ended.
+The query heads that read one key head form one tile, so that each key is read once. The number of parts follows from
+the number of rows. Their length follows from ``kv_lens`` on the device, so that a captured launch serves any lengths.
+Rows start in their order, with all heads of each: if the longest come first, no long row remains when the others have
+ended.
 """
 
 from __future__ import annotations
@@ -20,20 +22,23 @@ from dovetail.ops.triton.pages import layout
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
 LEAST_TILE = 16  # rows of the smallest tile that tensor cores multiply
-LARGE = 256  # elements of values from which on a program has no registers for more rows than that
+LARGE = 256  # values with more elements leave a program no registers for more than LEAST_TILE rows
 
 
 def decode_splits(rows: int, kv_heads: int, processors: int) -> int:
-    """Parts of each row's keys that keep ``processors`` multiprocessors busy; measured on an H200 at 600 and 8,000 keys."""
+    """Return the number of parts of each row's keys that keeps ``processors`` multiprocessors busy; measured on an H200
+    at 600 and 8,000 keys."""
     tiles = rows * kv_heads
     return 1 if tiles > 3 * processors else min(MAX_SPLITS, max(2, 4 * processors // tiles))
 
 
 def tiling(row_bytes: int, tiles: int, processors: int) -> tuple[int, int, int]:
-    """Keys of a block, stages and warps, where keys have ``row_bytes`` a head and there are so many rows times key heads.
+    """Return the keys of a block, the stages and the warps for keys of ``row_bytes`` per head. ``tiles`` is the number
+    of rows times the number of key heads.
 
-    Few tiles have a multiprocessor each to themselves, and read far ahead; many share it. Very few leave shared memory to the
-    product that follows, which has begun to fetch its weights. Measured on an H200, the last within whole steps.
+    If there are few tiles, each has a multiprocessor of its own and reads far ahead; if there are many, several share
+    one. If there are very few, they leave shared memory to the product that follows, which has begun to fetch its
+    weights. Measured on an H200, the last case within whole steps.
     """
     if row_bytes > 2048:
         return 16, 1, 4
@@ -48,13 +53,13 @@ def tiling(row_bytes: int, tiles: int, processors: int) -> tuple[int, int, int]:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; a number of that order where kernels are interpreted."""
+    """Return the number of multiprocessors of a CUDA device, or a number of similar size if kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @triton.jit
 def _span(length, splits, BLOCK_N: tl.constexpr):
-    """Keys of a part: a multiple of the block, so short rows have fewer parts than there is room for."""
+    """Return the keys of a part: a multiple of the block, so that short rows use fewer than ``splits`` parts."""
     return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
 
 
@@ -80,7 +85,7 @@ def _decode(
     if SPLIT:
         span = _span(end - begin, splits, BLOCK_N)
         begin += part * span
-        if (begin >= end) & (part > 0):  # the first part also answers for a row without keys
+        if (begin >= end) & (part > 0):  # the first part also writes the result of a row without keys
             return
         end = tl.minimum(end, begin + span)
     member = tl.program_id(0) % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -92,7 +97,7 @@ def _decode(
     if REST:
         at_r = tl.arange(0, BLOCK_REST)
         query_r = tl.load(from_q + KEY_DIM + at_r[None, :], real[:, None] & (at_r < REST)[None, :], 0.0)
-    top = tl.full([BLOCK_HEADS], -1e30, tl.float32)  # finite: padding rows may read NaN
+    top = tl.full([BLOCK_HEADS], -1e30, tl.float32)  # finite, because padding rows may read NaN
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     result = tl.zeros([BLOCK_HEADS, BLOCK_V], tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -160,7 +165,7 @@ def _combine(
     part, at = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_V)
     place = (row * heads + head) * splits + part
     logs = tl.load(part_lse + place, part < used, float("-inf"))
-    top = tl.maximum(tl.max(logs, 0), -1e30)  # finite, also where no part has a key
+    top = tl.maximum(tl.max(logs, 0), -1e30)  # finite even if no part has a key
     weight = tl.exp(logs - top)
     total = tl.sum(weight, 0)
     inside = (weight > 0)[:, None] & (at < VALUE_DIM)[None, :]
@@ -184,12 +189,13 @@ def paged_decode(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with ``q [rows, heads, d]``: row r sees its last ``window`` of ``kv_lens[r]`` (int32) keys, which lie in pages
-    ``table[r]`` (int32 ``[rows, >= pages]``) of ``keys [pages, page_size, kv_heads, d]`` and ``values``, whose d may differ and
-    which may be a view of the keys (see ``pages.layout``). ``soft_cap`` and ``sinks`` are those of ``AttentionLayer``.
+    """Attend with ``q [rows, heads, d]``. Row r sees the last ``window`` of its ``kv_lens[r]`` (int32) keys, which are
+    in the pages ``table[r]`` (int32 ``[rows, >= pages]``) of ``keys [pages, page_size, kv_heads, d]`` and ``values``.
+    The d of ``values`` may differ, and ``values`` may be a view of the keys (see ``pages.layout``). ``soft_cap`` and
+    ``sinks`` are those of ``AttentionLayer``.
 
-    Returns the output ``[rows, heads, d of values]`` and the log-sum-exp, float32 ``[heads, rows]``; a row without a key gets
-    -inf there, and zeros.
+    Return the output ``[rows, heads, d of values]`` and the log-sum-exp, float32 ``[heads, rows]``. For a row without a
+    key, the output is 0 and the log-sum-exp -inf.
     """
     rows, heads, size = q.shape
     kv_heads, v_size = values.shape[2:]

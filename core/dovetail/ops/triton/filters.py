@@ -1,7 +1,8 @@
-"""Top-k, top-p and min-p without a sort: each is a bound on the logits and a number of tokens that equal it (``bounds.py``).
+"""Apply top-k, top-p and min-p without a sort: each is a bound on the logits and a number of tokens that equal it
+(``bounds.py``).
 
-Of the tokens equal to the bound those of lowest id stay. A first attempt looks only at candidates; where the answer lies
-below them, a second attempt streams the whole row.
+Of the tokens equal to the bound, those with the lowest ids stay. A first attempt reads only candidates. If the answer
+is below them, a second attempt streams the whole row.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dovetail.ops.triton.rows import combine, exponent_scale, invert_blocks
 
 @triton.jit
 def _kept(x, bound, ties, seen, min_p, best, scale):
-    """Weights of a tile, 0 for what the filters exclude; and how many equal the bound."""
+    """Return the weights of a tile, 0 for tokens that the filters exclude, and the number of tokens equal to the
+    bound."""
     equal = x == bound
     count = tl.sum(equal.to(tl.int32), axis=0)
     stays = equal & (seen < ties)
@@ -42,7 +44,8 @@ def _draw(
     SUB: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The first token, by id, whose cumulative kept mass exceeds ``uniform`` of all that is kept."""
+    """Return the first token, by id, at which the cumulative kept mass exceeds ``uniform`` times the total kept
+    mass."""
     equal = tl.exp2((bound - best) * scale)
     _, total, _ = split(row, groups, limit, vocab, bound, min_p, best, scale, FULL, SUB, TILE)
     total += tl.where(equal >= min_p, ties * equal.to(tl.float64), 0.0)
@@ -57,7 +60,7 @@ def _draw(
         seen += count
         start += TILE
         mass = tl.sum(weight, axis=0).to(tl.float64)
-        if mass > 0:  # the last of these, should rounding make the target more than all there is
+        if mass > 0:  # the last such token is the result if rounding makes the target exceed the total
             found = tl.max(tl.where(weight > 0, token, -1), axis=0)
         if before + mass > target:
             reached = before + tl.cumsum(weight.to(tl.float64), axis=0)
@@ -86,9 +89,9 @@ def _attempt(
     TILE: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The token drawn, or -1 if what the filters keep does not all lie at or above the key ``floor``.
+    """Return the drawn token, or -1 if some tokens that the filters keep are below the key ``floor``.
 
-    ``whole``: nothing of any weight lies below ``floor``, ``total`` is the mass of the row.
+    If ``whole``, no token below ``floor`` has any weight, and ``total`` is the mass of the row.
     """
     high = key_of(best, SHIFT) + 1
     lowest = value_of(floor, SHIFT)
@@ -109,7 +112,7 @@ def _attempt(
         inside = whole | ranked
     if top_p < 1:
         target = top_p * left
-        # the total is not known where top-k reaches below the floor
+        # the total is unknown if top-k reaches below the floor
         renormalised = ranked | whole | (top_k >= vocab)
         if renormalised & (limit > 0) & (ranked | whole | (reach >= target)):
             lower = search(row, groups, limit, vocab, cut, high, target, best, scale, True, FULL, SUB, TILE, SHIFT)
@@ -157,7 +160,7 @@ def filtered_kernel(
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Draws one row's token. Settings that are None are off."""
+    """Draw the token of one row. Settings that are None are off."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

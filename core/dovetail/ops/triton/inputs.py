@@ -1,4 +1,4 @@
-"""From slots to the inputs of a step, on the device: the host sends slot numbers, lengths and drafts, nothing else."""
+"""Compute the inputs of a step from slots, on the device: the host sends only slot numbers, lengths and drafts."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ def decode_inputs(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Fill ``out`` = (input_ids, positions, out_loc int64 ``[rows]``, kv_lens int32 ``[rows]``, table int32 ``[rows, >= pages]``).
+    """Fill ``out`` = (input_ids, positions, out_loc int64 ``[rows]``, kv_lens int32 ``[rows]``, table int32 ``[rows, >=
+    pages]``).
 
-    Row r continues the request of slot ``slots[r]`` (int64), which has ``prefix_lens[r]`` (int32) tokens in the pool, with
-    its ``last_token [slots]``. ``page_table [slots, pages]`` holds the pages of every slot; of its rows only the columns in
-    use are copied. With ``shared`` = (row_lens, indptr, group_lens, group_table, own_lens) (see ``types.SharedPrefixes``;
-    ``row_lens [rows]`` is the shared length of each row) ``table`` gets the pages behind the shared ones instead.
+    Row r continues the request of slot ``slots[r]`` (int64), which has ``prefix_lens[r]`` (int32) tokens in the pool,
+    with its entry of ``last_token [slots]``. ``page_table [slots, pages]`` holds the pages of every slot; only the
+    columns in use are copied from its rows. With ``shared`` = (row_lens, indptr, group_lens, group_table, own_lens)
+    (see ``types.SharedPrefixes``; ``row_lens [rows]`` is the shared length of each row), ``table`` gets only the pages
+    after the shared ones.
     """
     input_ids, positions, out_loc, kv_lens, table = out
     row_lens, indptr, group_lens, group_table, own_lens = shared or (kv_lens, kv_lens, kv_lens, table, kv_lens)
@@ -106,19 +108,22 @@ def decode_inputs(
 
 
 @triton.jit
-def _fetch(source, target, size, room, pages, BLOCK: tl.constexpr):
+def _fetch(source, target, size, capacity, pages, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.load(source + at, at < size), at < size)
     new = at < tl.load(source + size)
     place = tl.load(source + size + 1 + at, new, 0)
-    tl.store(pages + place, tl.load(source + size + 1 + room + at, new, 0), new)
+    tl.store(pages + place, tl.load(source + size + 1 + capacity + at, new, 0), new)
 
 
-def fetch(source: torch.Tensor, target: torch.Tensor, room: int, page_table: torch.Tensor) -> None:
-    """Copy from pinned memory: the beginning of ``source`` int32 into all of ``target``. Behind it are new entries of the
-    ``page_table``: how many, their flat places ``[room]``, their pages ``[room]``."""
+def fetch(source: torch.Tensor, target: torch.Tensor, capacity: int, page_table: torch.Tensor) -> None:
+    """Copy from pinned memory. The beginning of ``source`` (int32) is copied to all of ``target``. After it, ``source``
+    holds new entries of ``page_table``: their number, their flat indices ``[capacity]``, and their pages
+    ``[capacity]``.
+    """
     size = target.shape[0]
-    _fetch[(triton.cdiv(max(size, room), BLOCK),)](source, target, size, room, page_table, BLOCK=BLOCK, num_warps=4)
+    programs = triton.cdiv(max(size, capacity), BLOCK)
+    _fetch[(programs,)](source, target, size, capacity, page_table, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit
@@ -155,7 +160,7 @@ def _verify_inputs(
     rows, others = tl.load(num_rows), tl.arange(0, ROWS)
     queries = tl.load(counts + others, others < rows, 0)
     real_row = row < rows
-    fills = row - rows + tl.sum(queries, 0)  # the token that this row is, if it fills the step up
+    fills = row - rows + tl.sum(queries, 0)  # the index of this row's token if the row pads the step
     start = tl.where(real_row, tl.sum(tl.where(others < row, queries, 0), 0), tl.minimum(fills, tokens)).to(tl.int32)
     count = tl.where(real_row, tl.load(counts + row), tl.where(fills < tokens, 1, 0))
     slot = tl.where(real_row, tl.load(slots + row), 0)
@@ -169,7 +174,7 @@ def _verify_inputs(
     node = tl.arange(0, WIDTH)
     real = node < count
     place = prefix + node
-    own = row * drafts_stride + node - 1  # of node's draft; the root has none
+    own = row * drafts_stride + node - 1  # the index of the node's draft; the root has none
     token = start + node
     depth = node
     if TREE:
@@ -202,14 +207,17 @@ def verify_inputs(
     of_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
 ) -> None:
-    """Fill ``of_tokens`` = (input_ids, positions, out_loc, row_of: int64 ``[tokens]``), ``of_rows`` = (indptr ``[tokens + 1]``, slots,
-    kv_lens ``[tokens]``, table ``[tokens, >= pages]``: int32), and ``mask`` uint8 ``[tokens, most queries of a row]`` for trees (see
-    ``AttentionBackend.plan``).
+    """Fill the inputs of a step with verify rows.
 
-    ``sent`` = (number of rows ``[1]``, slots, prefix_lens, counts ``[tokens]``, drafts, parents ``[tokens, most drafts]``), int32. Row
-    r has ``counts[r]`` tokens: the last one of slot ``slots[r]``, which is in ``last_token [slots]``, and its drafts, with their
-    ``parents`` (see ``types.DraftTree``; None: chains), behind ``prefix_lens[r]`` in the pool. Tokens that rows leave over are
-    rows of slot 0, the remaining rows have none.
+    The outputs are ``of_tokens`` = (input_ids, positions, out_loc, row_of: int64 ``[tokens]``), ``of_rows`` = (indptr
+    ``[tokens + 1]``, slots, kv_lens ``[tokens]``, table ``[tokens, >= pages]``: int32), and for trees ``mask``, uint8
+    ``[tokens, most queries of a row]`` (see ``AttentionBackend.plan``).
+
+    ``sent`` = (number of rows ``[1]``, slots, prefix_lens, counts ``[tokens]``, drafts, parents ``[tokens, most
+    drafts]``), int32. Row r has ``counts[r]`` tokens after the ``prefix_lens[r]`` tokens in the pool: the last token of
+    slot ``slots[r]``, which is in ``last_token [slots]``, and its drafts with their ``parents`` (see
+    ``types.DraftTree``; None: chains). Each token that these rows leave over becomes a row of slot 0; the remaining
+    rows have no token.
     """
     num_rows, slots, prefix_lens, counts, drafts, parents = sent
     tokens = slots.shape[0]

@@ -1,10 +1,11 @@
-"""Matrix products in which a row has the same bits whatever number of rows it is computed with.
+"""Compute matrix products in which the bits of a row do not depend on the number of rows in the product.
 
-Every product of a weight adds up in one order: along k by what tensor cores multiply at a time (16), in as many parts as few
-rows need (split-K), which are then added in their order. Few rows are computed by the kernel of ``ops.triton.matmul``, a program for
-each part, more of them by the one below, which goes through the parts one after the other. That the two agree to the bit, and
-with every tile, is what the hardware does, not what its documents promise: ``tests/gpu/test_batch_invariance_gpu.py`` looks at
-it on the compute capability that ``supported`` names.
+Every product of a weight is added up in one order: along k in steps of what tensor cores multiply at a time (16), in
+the number of parts that few rows need (split-K), which are then added in their order. Few rows are computed by the
+kernel of ``ops.triton.matmul``, with a program for each part. More rows are computed by the kernel below, which
+computes the parts one after the other. That the two kernels agree to the bit, and with every tile, is a property of the
+hardware that its documentation does not promise. ``tests/gpu/test_batch_invariance_gpu.py`` checks it on the compute
+capability that ``supported`` requires.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from dovetail.ops.triton.matmul import supported as has_kernels
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, MEASURED, ProductTile
 
 STEP = 16
-"""What tensor cores add up at a time: k must be a multiple of it."""
+"""Tensor cores add up this many products at a time; k must be a multiple of it."""
 FEW = (16, 32, 64, 128)
-"""Rows of the tiles of the kernel for few rows."""
+"""The tiles of the kernel for few rows have these numbers of rows."""
 WIDE = 16384
-"""Rows of a weight from which on its tiles are twice as high."""
+"""A weight with at least this many rows has tiles that are twice as high."""
 PROGRAMS, MOST_SPLITS = 264, 8
-"""Shapes that were not measured are split into so many parts at most, until there are so many programs."""
+"""Shapes that were not measured are split until they have ``PROGRAMS`` programs, into at most ``MOST_SPLITS`` parts."""
 PROCESSORS = 132
-"""Those of an H200, on which tiles were compared. Another number would change no bit."""
+"""An H200, on which tiles were compared, has this many multiprocessors. Another number would change speed and no
+bit."""
 GROUP = 8
-"""Tiles of rows that go through the weight together, so that what they read of it is still in the L2 cache."""
+"""This many row tiles read the weight together, so that the part of the weight they read is still in the L2 cache."""
 
 
 class BlockShape(NamedTuple):
-    """How the kernel for many rows is cut; see ``ProductTile``."""
+    """Describe how the kernel for many rows divides a product; see ``ProductTile``."""
 
     block_m: int
     block_n: int
@@ -47,8 +49,8 @@ class BlockShape(NamedTuple):
 
 
 def split_of(n: int, k: int) -> int:
-    """Parts in which the products of a weight ``[n, k]`` add up, by its shape and nothing else. k must be a multiple of
-    ``STEP``, and every part is."""
+    """Return the number of parts in which the products of a weight ``[n, k]`` are added up. It depends only on the
+    shape. k must be a multiple of ``STEP``, and so is the length of every part."""
     measured = MEASURED.get((n, k), {}).get(16)
     if measured is not None:
         return measured.split
@@ -57,8 +59,8 @@ def split_of(n: int, k: int) -> int:
 
 
 def tile_of(bucket: int, n: int, k: int, split: int) -> ProductTile | None:
-    """The tile for up to ``bucket`` rows of the kernel for few rows, what was fastest on an H200; None where parts have no
-    room."""
+    """Return the tile of the kernel for few rows, for up to ``bucket`` rows: the fastest on an H200. Return None if the
+    parts do not fit into the workspace."""
     if split > 1 and (-(-n // 128) * 128 * bucket * split > MAX_PARTS or n > 64 * MAX_TILES):
         return None
     wide = n >= WIDE
@@ -72,7 +74,7 @@ def tile_of(bucket: int, n: int, k: int, split: int) -> ProductTile | None:
 
 
 def block_of(m: int, n: int, split: int) -> BlockShape:
-    """How products of many rows are cut: as was fastest on an H200."""
+    """Return how products of many rows are divided: the fastest way on an H200."""
     if -(-m // 128) * -(-n // 128) < PROCESSORS:
         return BlockShape(128, 64, 4, 4)
     return BlockShape(128, 128, 8, 4) if split > 1 else BlockShape(128, 256, 8, 3)
@@ -127,7 +129,7 @@ def _many_rows(
 def many_rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int, gated: bool = False
 ) -> torch.Tensor:
-    """``matmul.matmul`` of any number of rows, in ``split`` parts."""
+    """Compute ``matmul.matmul`` of any number of rows, in ``split`` parts."""
     (m, k), n = x.shape, weight.shape[0]
     y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     span, block = k // split, block_of(m, n, split)
@@ -141,12 +143,12 @@ def many_rows(
 
 
 def supported(weight: torch.Tensor) -> bool:
-    """Whether there are such products of this weight."""
+    """Return True if there are invariant products of this weight."""
     return has_kernels(weight) and weight.shape[1] % STEP == 0
 
 
 class InvariantRows:
-    """The products of one weight with any number of rows; see ``matmul.FewRows``."""
+    """Compute the products of one weight with any number of rows; see ``matmul.FewRows``."""
 
     most_rows = sys.maxsize
 
@@ -159,15 +161,16 @@ class InvariantRows:
         self._tiles = [(bucket, tile_of(bucket, n, k, self._split)) for bucket in FEW]
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``ops.linear.linear`` of ``x [m, k]``."""
+        """Compute ``ops.linear.linear`` of ``x [m, k]``."""
         return self._product(x, bias, gated=False)
 
     def parts(self, x: torch.Tensor) -> Parts | None:
-        """None: a norm of parts sums up in another order than one of whole products, which is all that ``many_rows`` makes."""
+        """Return None. A norm of parts would sum in another order than a norm of whole products, and ``many_rows``
+        makes only these."""
         return None
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``ops.activation.silu_mul`` of the product, ``[m, n / 2]``."""
+        """Compute ``ops.activation.silu_mul`` of the product, ``[m, n / 2]``."""
         return self._product(x, bias, gated=True)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Writing keys and values to a paged pool, converted to its dtype."""
+"""Write keys and values to a paged pool, converted to its dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.ops.triton.launch import launch
 
 @triton.jit
 def saturated(x, LIMIT: tl.constexpr):
-    """``x`` between -LIMIT and LIMIT, NaN as it is; 0: no limit."""
+    """Return ``x`` clamped to [-LIMIT, LIMIT], with NaN unchanged. If LIMIT is 0, return ``x``."""
     if LIMIT > 0:
         x = tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
     return x
@@ -37,7 +37,7 @@ def _store(
 
 
 def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_loc: torch.Tensor) -> None:
-    """``ops.kv.store``."""
+    """Compute ``ops.kv.store``."""
     tokens, heads, size = k.shape
     assert k.stride(1) == v.stride(1) == size
     assert keys.is_contiguous()

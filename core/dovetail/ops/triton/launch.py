@@ -1,17 +1,19 @@
-"""How kernels are launched.
+"""Launch kernels, with programmatic dependent launch where the device supports it.
 
-Programmatic dependent launch (compute capability 9.0 and later): a kernel may start while the one before it still runs, and
-fetch what that one does not write, such as weights. It must execute ``gdc_wait`` before it touches anything else (but see
-leaders, below), whether to read or to write, and every kernel here does so in every program, so that the end of a kernel still
-means the end of all before it. One waits inside of a loop, whose first loads of weights Triton's pipeline puts before it (``matmul._few_rows``);
-``tests/core/test_early_loads.py`` looks at what the compiler makes of that. ``gdc_launch_dependents`` lets the next kernel start;
-kernels that are launched without it are not affected. A weight must not be written by the very kernel before one that reads it
-ahead. It saves about a microsecond per kernel: ``benchmarks/ops_gpu.py`` holds what a step gains.
+Programmatic dependent launch (compute capability 9.0 and later): a kernel may start while the previous kernel still
+runs, and may fetch data that the previous kernel does not write, such as weights. It must execute ``gdc_wait`` before
+it reads or writes anything else (except as described under leaders, below). Every kernel here does so in every program,
+so that the end of a kernel still means the end of all kernels before it. One kernel waits inside a loop whose first
+loads of weights Triton's pipeline moves before the loop (``matmul._few_rows``); ``tests/core/test_early_loads.py``
+checks the compiler's output for that. ``gdc_launch_dependents`` allows the next kernel to start; kernels that are
+launched without this feature are not affected. The kernel directly before a kernel that reads a weight early must not
+write that weight. This saves about a microsecond per kernel; ``benchmarks/ops_gpu.py`` contains the gain per step.
 
-What was written before a *leader*, and is not written behind it (page tables, schedules of attention), may be read ahead by every
-kernel behind that leader. A leader executes ``gdc_wait`` before ``gdc_launch_dependents``, in every program: what starts behind it
-starts when all before it has ended. They read around the L1 cache (``.cg``), which may hold what was there before. Attention of the
-first layer of each window leads.
+Some data (page tables, schedules of attention) is written before a *leader* kernel and not written after it. Every
+kernel after that leader may read such data before its ``gdc_wait``. A leader executes ``gdc_wait`` before
+``gdc_launch_dependents``, in every program: a kernel that starts after the leader therefore starts when all kernels
+before the leader have ended. These early reads bypass the L1 cache (``.cg``), which may hold older content. The
+attention kernel of the first layer of each window is a leader.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @triton.jit
 def prefetch(address) -> None:
-    """Ask for the lines at ``address``, a tensor of pointers, to be brought to the L2 cache."""
+    """Prefetch the cache lines at ``address``, a tensor of pointers, to the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -49,8 +51,10 @@ def launch(
     as_written: bool = False,
     **constants: Any,
 ) -> None:
-    """Run ``kernel`` over ``grid`` with its arguments and constants; it has one more constant, ``PDL``. ``as_written``: no
-    multiplication and addition become one, which depends on what the compiler finds next to each other."""
+    """Run ``kernel`` over ``grid`` with its arguments and constants. The kernel has one more constant, ``PDL``. With
+    ``as_written``, the compiler does not fuse a multiplication and an addition into one operation. Whether it fuses
+    them otherwise depends on which operations it finds next to each other.
+    """
     kernel[grid](*args, **constants, **_options(num_warps, num_stages, as_written))
 
 

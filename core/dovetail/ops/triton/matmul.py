@@ -1,13 +1,15 @@
-"""Matrix products of few rows: ``x [m, k] @ w [n, k].T``, bound by reading ``w`` once.
+"""Compute matrix products of few rows, ``x [m, k] @ w [n, k].T``, whose time is that of reading ``w`` once.
 
-One row: plain multiply and add in float32, the weights straight to registers. Up to 128 rows: tensor cores with the weight
-as the left operand, whose tiles are at least 64 high, and the rows of ``x`` as a narrow right one. Where there are few
-tiles the product is split along k; the last program of a tile to finish adds up the parts, in their order, so results
-are the same every time, or they are left to the norm that follows (``ops.parts``). Both may end in SwiGLU's gate, which costs nothing there.
+One row: plain multiplication and addition in float32, with the weights loaded directly to registers. Up to 128 rows:
+tensor cores with the weight as the left operand, whose tiles are at least 64 high, and the rows of ``x`` as a narrow
+right operand. If there are few tiles, the product is split along k. The last program of a tile to finish adds up the
+parts in their order, so that results are the same every time; or the parts are left to the norm that follows
+(``ops.parts``). Both kernels may end in SwiGLU's gate, which adds no cost there.
 
-Both kernels ask for weights before they wait for the kernel that makes ``x`` (see ``launch``). The one for few rows asks for
-lines (``ProductTile.ahead``), or loads them (``ProductTile.early``, never both): the pipeline of its weights is then full before the wait, and
-``x``, which must not be read before it, is kept out of that pipeline, in registers, one tile ahead.
+Both kernels request weights before they wait for the kernel that makes ``x`` (see ``launch``). The one for few rows
+either prefetches lines (``ProductTile.ahead``) or loads them (``ProductTile.early``), never both. With ``early``, the
+pipeline of its weights is full before the wait. ``x`` must not be read before the wait, and is therefore kept out of
+that pipeline, in registers, one tile ahead.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, ProductTi
 
 @triton.jit
 def _wait() -> None:
-    """``gdc_wait`` as text: newer Tritons (3.9) have an operation for it, and pipeline no loop with one in it."""
+    """Execute ``gdc_wait`` as inline assembly. Newer versions of Triton (3.9) have an operation for it, but do not
+    pipeline a loop that contains it."""
     tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def rows_of(tile, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The rows of the weight that a tile reads. Gated, the n rows are those of gates, then those of what they let through, and a
-    tile reads pairs of them."""
+    """Return the rows of the weight that a tile reads. If GATED, the n rows are those of the gates followed by those of
+    the gated values, and a tile reads pairs of them."""
     local = tl.arange(0, BLOCK_N)
     if GATED:
         return tl.minimum(tile * (BLOCK_N // 2) + local // 2, n // 2 - 1) + local % 2 * (n // 2)
@@ -117,8 +120,8 @@ def store_rows(y, total, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def _around(start, first, span, BLOCK_K: tl.constexpr):
-    """Where round ``start`` of a program that begins at ``first`` is in its ``span``. Programs begin at different places, so
-    that they do not all ask for the same lines of ``x`` at once."""
+    """Return the offset, within its ``span``, of round ``start`` of a program that begins at ``first``. Programs begin
+    at different offsets, so that they do not all request the same lines of ``x`` at once."""
     place = start + first
     return tl.multiple_of(place - tl.where(place >= span, span, 0), BLOCK_K)
 
@@ -148,7 +151,7 @@ def _few_rows(
         first = 0 if IN_ORDER else tl.multiple_of(tile * BLOCK_K % span, BLOCK_K)
         right = tl.zeros([BLOCK_M, BLOCK_K], x.dtype.element_ty)
         for start in range(0, span, BLOCK_K):
-            if start == 0:  # waits in the loop, before which the pipeline's first loads of ``left`` are
+            if start == 0:  # waits inside the loop; the pipeline's first loads of ``left`` come before the loop
                 if PDL:
                     _wait()
                 right = tl.load(tokens + first, present, 0.0)
@@ -188,7 +191,7 @@ def _few_rows(
 
 
 class Workspace:
-    """Where split products of one device keep their parts. Products that share it must not run at the same time."""
+    """Hold the parts of split products of one device. Products that share a workspace must not run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.empty(MAX_PARTS, dtype=torch.float32, device=device)
@@ -197,7 +200,7 @@ class Workspace:
 
 @functools.cache
 def workspace(device: torch.device) -> Workspace:
-    """The workspace of a device: of its one stream of forward passes."""
+    """Return the workspace of a device. Its forward passes run on one stream."""
     return Workspace(device)
 
 
@@ -212,10 +215,13 @@ def matmul(
     in_order: bool = False,
     in_parts: bool = False,
 ) -> torch.Tensor:
-    """``ops.linear.linear`` of contiguous ``x [m, k]``, ``weight [n, k]``, cut by ``tile``, whose ``block_k * split``
-    divides k, for at most ``tile.block_m`` rows; ``gated`` also ``ops.activation.silu_mul`` of it, for even n. ``in_order``: every
-    part is added up from its beginning, for several rows. ``in_parts``: float32 ``[split, m, n]`` instead, whose sum is the product, for
-    several rows without a bias."""
+    """Compute ``ops.linear.linear`` of contiguous ``x [m, k]`` and ``weight [n, k]`` for at most ``tile.block_m`` rows.
+    ``tile.block_k * tile.split`` must divide k.
+
+    With ``gated``, also compute ``ops.activation.silu_mul`` of the product, for even n. With ``in_order`` (several
+    rows), every part is added up from its beginning. With ``in_parts`` (several rows, no bias), return float32
+    ``[split, m, n]``, whose sum over the first dimension is the product.
+    """
     (m, k), n = x.shape, weight.shape[0]
     if in_parts:
         y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
@@ -243,12 +249,13 @@ def matmul(
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device."""
+    """Return the number of streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class FewRows:
-    """The products of one weight with up to ``most_rows`` rows, each number of rows by what was fastest."""
+    """Compute the products of one weight with up to ``most_rows`` rows, with the fastest measured kernel for each
+    number of rows."""
 
     most_rows = MAX_ROWS
 
@@ -258,7 +265,7 @@ class FewRows:
         self._tiles = [None, *(tile_of(rows, *weight.shape) for rows in range(1, MAX_ROWS + 1))]  # by rows
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``ops.linear.linear`` of ``x [m, k]`` with m up to ``most_rows``."""
+        """Compute ``ops.linear.linear`` of ``x [m, k]``, with m up to ``most_rows``."""
         tile = self._tiles[x.shape[0]]
         if tile is None:
             return functional.linear(x, self._weight, bias)
@@ -266,7 +273,8 @@ class FewRows:
         return matmul(x, self._weight, bias, tile, self._space)
 
     def parts(self, x: torch.Tensor) -> Parts | None:
-        """The product in the parts it is computed in; None if that is one for so many rows."""
+        """Return the product in the parts in which it is computed, or None if it is not split for this number of
+        rows."""
         tile = self._tiles[x.shape[0]]
         if tile is None or tile.split == 1:
             return None
@@ -274,7 +282,8 @@ class FewRows:
         return Parts(matmul(x, self._weight, None, tile, self._space, in_parts=True))
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``ops.activation.silu_mul`` of the product, ``[m, n / 2]``, in the product's own kernel where there is one."""
+        """Compute ``ops.activation.silu_mul`` of the product, ``[m, n / 2]``, in the product's own kernel if there is
+        one."""
         tile = self._tiles[x.shape[0]]
         if tile is None or tile.block_n == 1:
             return silu_mul(self(x, bias))
@@ -283,7 +292,8 @@ class FewRows:
 
 
 def supported(weight: torch.Tensor) -> bool:
-    """Whether there are kernels for this weight: 16 bits, contiguous, on the compute capability they were measured on."""
+    """Return True if there are kernels for this weight: 16 bits, contiguous, on the compute capability on which they
+    were measured."""
     return (
         weight.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()

@@ -1,4 +1,4 @@
-"""Merging attention over two sets of keys."""
+"""Merge attention over two sets of keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _merge(
     inside = real[:, None] & (at < size)[None, :]
     la = _weight(tl.load(lse_a + head * la_head + token, real, float("-inf")))
     lb = _weight(tl.load(lse_b + head * lb_head + token, real, float("-inf")))
-    top = tl.maximum(tl.maximum(la, lb), -1e30)  # finite, also where neither has a key
+    top = tl.maximum(tl.maximum(la, lb), -1e30)  # finite even if neither set has a key
     wa, wb = tl.exp(la - top), tl.exp(lb - top)
     total = tl.maximum(wa + wb, 1e-30)
     a = tl.load(out_a + token * a_token + head[:, None] * a_head + at[None, :], inside & (wa > 0)[:, None], 0.0)
@@ -34,7 +34,7 @@ def _merge(
 
 
 def merge_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:
-    """``ops.merge.merge_states``. The last dimension of each argument is contiguous."""
+    """Compute ``ops.merge.merge_states``. The last dimension of each argument is contiguous."""
     tokens, heads, size = out_b.shape
     out = torch.empty(tokens, heads, size, dtype=out_b.dtype, device=out_b.device)
     block = triton.next_power_of_2(size)

@@ -1,5 +1,5 @@
-"""Root mean square normalisation, one program per row. Sums, and products that come in parts, are rounded to the dtype, all else
-is float32."""
+"""Compute root mean square normalisation, one program per row. Sums, and products that are given in parts, are rounded
+to the dtype; everything else is float32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """``ops.norm.rms_norm``; with a ``residual``, ``ops.norm.add_rms_norm``."""
+    """Compute ``ops.norm.rms_norm``, or ``ops.norm.add_rms_norm`` if ``residual`` is given."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm(x, weight, eps, out, residual, x)
     return out
@@ -50,7 +50,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 def add_parts_rms_norm(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``ops.norm.add_parts_rms_norm``."""
+    """Compute ``ops.norm.add_parts_rms_norm``."""
     assert parts.dtype == torch.float32
     assert parts.is_contiguous()
     out, total = torch.empty_like(residual), torch.empty_like(residual)
@@ -67,7 +67,7 @@ def _norm(
     total: torch.Tensor,
     parts: int = 0,
 ) -> None:
-    """``x`` may be the first of several ``parts``."""
+    """Launch the kernel. ``x`` may be the first of several ``parts``."""
     tokens, size = x.shape[0], x.shape[-1]
     heads = 1 if x.ndim == 2 else x.shape[1]
     assert weight.shape == x.shape[1:]
@@ -79,5 +79,6 @@ def _norm(
             _rms_norm, (tokens * heads,),
             x, residual, weight, out, total, size, tokens, heads, x.stride(0), total.stride(0), eps,
             ADD=residual is not None, PARTS=parts, BLOCK=block,
-            num_warps=min(32, max(1, block // 128)) if parts else min(16, max(1, block // 512)),  # parts: more loads at a time
+            # parts need more loads at once
+            num_warps=min(32, max(1, block // 128)) if parts else min(16, max(1, block // 512)),
         )  # fmt: skip

@@ -1,7 +1,9 @@
-"""How kernels read the keys and values of a pool: where a head of a place begins, and how many elements are read at once.
+"""Describe how kernels read the keys and values of a pool: where a head of a token begins, and how many elements are
+read at once.
 
-Values may be of another size than keys, and be a view of their first elements: multi-head latent attention (DeepSeek-V2,
-arXiv 2405.04434) keeps one head of 512 latent elements, which are the values too, and 64 more that are rotated.
+Values may have another size than keys, and may be a view of their first elements: multi-head latent attention
+(DeepSeek-V2, arXiv 2405.04434) keeps one head of 512 latent elements, which are also the values, and 64 more elements
+that are rotated.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import triton.language as tl
 from dovetail.ops.triton.launch import prefetch
 
 WHOLE = 256
-"""Longer keys are read in two parts, where one part would have to be as long as the next power of two."""
+"""Limit the elements of a key that is read in one part. Longer keys are read in two parts, because one part would have
+to be as long as the next power of two."""
 
 
 @triton.jit
@@ -21,7 +24,8 @@ def prefetch_rows(
     kv, page, token, head,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Ask for the lines of the first DIM elements of keys or values of ``token``, which lie in ``page``: they need not be written yet."""
+    """Prefetch the cache lines of the first DIM elements of keys or values of ``token``, which is in ``page``. These
+    need not be written yet."""
     line: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth
     lines: tl.constexpr = BLOCK // line if line < BLOCK else 1
     place = page.to(tl.int64) * PAGE + token % PAGE
@@ -30,12 +34,15 @@ def prefetch_rows(
 
 
 def layout(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int | bool]:
-    """Constants of kernels that read ``keys`` and ``values [pages, page_size, kv_heads, d]``, whose elements are contiguous
-    and whose pages are places, and places heads, that follow each other:
+    """Return the constants of kernels that read ``keys`` and ``values [pages, page_size, kv_heads, d]``. The elements
+    of a head must be contiguous, heads must follow each other within a token, tokens within a page, and pages within
+    the pool.
 
-    - PAGE, KV_HEADS; K_HEAD and V_HEAD: elements from a head to the next, the first head of the next place after the last
-    - KEY_DIM and VALUE_DIM elements are read in blocks of BLOCK_K and BLOCK_V, and where a key has REST more, in BLOCK_REST
-    - SAME: the first part of a key is the value, and is read once
+    - PAGE, KV_HEADS
+    - K_HEAD and V_HEAD: elements from one head to the next; the first head of the next token follows the last one
+    - KEY_DIM and VALUE_DIM elements are read in blocks of BLOCK_K and BLOCK_V; if a key has REST more elements, they
+      are read in a block of BLOCK_REST
+    - SAME: the first part of a key is also the value, and is read once
     """
     page_size, kv_heads, key_dim = keys.shape[1:]
     value_dim = values.shape[3]
@@ -65,11 +72,12 @@ def layout(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int | bool]:
 
 
 def parts(dim: int) -> tuple[int, int]:
-    """The elements of the two parts of a key; the second may have none."""
+    """Return the elements of the two parts of a key. The second part may have none."""
     power = 1 << (dim.bit_length() - 1)
     return (dim, 0) if dim <= WHOLE or dim == power else (power, dim - power)
 
 
 def block(dim: int) -> int:
-    """The elements that are read at once for ``dim``: at least as many as tensor cores multiply."""
+    """Return the number of elements that are read at once for ``dim``: at least the number that tensor cores
+    multiply."""
     return max(16, triton.next_power_of_2(dim))

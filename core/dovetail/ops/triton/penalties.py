@@ -1,4 +1,4 @@
-"""Penalties in one pass over the logits; blocks in which no token has occurred are not written."""
+"""Apply penalties in one pass over the logits. Blocks in which no token has occurred are not written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def apply_penalties(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """``dovetail.ops.penalties.apply_penalties``."""
+    """Compute ``dovetail.ops.penalties.apply_penalties``."""
     assert logits.stride(1) == in_prompt.stride(1) == counts.stride(1) == 1, "rows must be contiguous"
     n, vocab = logits.shape
     if n:

@@ -1,5 +1,5 @@
-"""What lies between the projection to queries, keys and values and attention, in one pass: each element of ``qkv`` is read
-once and written once, rotated (and normed) in float32 and rounded once."""
+"""Do everything between the projection to queries, keys and values and attention in one pass. Each element of ``qkv``
+is read once and written once, rotated (and normalised) in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.ops.triton.kv import saturated
 from dovetail.ops.triton.launch import launch
 
 PAIRS = 1024
-"""Pairs of elements that a program rotates: heads times half a head."""
+"""A program rotates this many pairs of elements: heads times half a head."""
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def rotate_and_store(
     values: torch.Tensor,
     out_loc: torch.Tensor,
 ) -> torch.Tensor:
-    """``ops.rotary.rotate_and_store``."""
+    """Compute ``ops.rotary.rotate_and_store``."""
     tokens, total, size = qkv.shape
     assert total == heads + 2 * kv_heads
     assert qkv.stride(2) == 1

@@ -1,7 +1,7 @@
-"""What the sampling kernels share: logits made safe, and a row's blocks put together.
+"""Define the functions that the sampling kernels share: clean logits, and combine the statistics of a row's blocks.
 
-The first step of sampling leaves, of every block of ``BLOCK`` tokens, the maximum, the first group of ``SUB`` tokens that has
-it, and the sum of ``exp((l - maximum) / T)``.
+The first step of sampling computes, for every block of ``BLOCK`` tokens, the maximum, the first group of ``SUB`` tokens
+that contains it, and the sum of ``exp((l - maximum) / T)``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ SUB = 16  # 32 bytes of bfloat16
 
 @triton.jit
 def clean(x):
-    """Float32 without NaN (as -inf) and +inf."""
+    """Return ``x`` as float32, with NaN replaced by -inf and +inf by a finite number."""
     return tl.minimum(tl.maximum(x.to(tl.float32), float("-inf")), 3.3895313892515355e38)
 
 
 @triton.jit
 def exponent_scale(temperature):
-    """What logits are multiplied by before ``exp2``, bounded so that 0 times it and inf times it stay what they mean."""
+    """Return the factor of logits before ``exp2``, bounded so that its products with 0 and with inf stay 0 and inf."""
     scale = 1.4426950408889634 / tl.where(temperature == 0, 1.0, temperature)
     return tl.minimum(tl.maximum(scale, 1e-37), 1e37)
 
 
 @triton.jit
 def best_token(row, vocab, maxima, groups, SUB: tl.constexpr):
-    """The first token that has the maximum of ``maxima``, from the first group of each block that has its maximum."""
+    """Return the first token that has the maximum of ``maxima``. ``groups`` are the first groups with the maximum of
+    each block."""
     best = tl.max(maxima, axis=0)
     token = tl.min(tl.where(maxima == best, groups, 2**30), axis=0) * SUB + tl.arange(0, SUB)
     x = clean(tl.load(row + token, mask=token < vocab, other=float("-inf")))
@@ -37,7 +38,8 @@ def best_token(row, vocab, maxima, groups, SUB: tl.constexpr):
 
 @triton.jit
 def combine(row, n, vocab, values, ids, blocks, scale, BLOCKS: tl.constexpr, SUB: tl.constexpr):
-    """Best value (0 if all are -inf), best token, and the mass float64 ``[BLOCKS]`` and maxima of row ``n``'s blocks."""
+    """Return the best value (0 if all are -inf), the best token, and the mass (float64 ``[BLOCKS]``) and maxima of row
+    ``n``'s blocks."""
     block = tl.arange(0, BLOCKS)
     maxima = tl.load(values + n * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
     sums = tl.load(values + (n * 2 + 1) * blocks + block, mask=block < blocks, other=0.0)
@@ -50,13 +52,16 @@ def combine(row, n, vocab, values, ids, blocks, scale, BLOCKS: tl.constexpr, SUB
 
 @triton.jit
 def invert_blocks(row, vocab, uniform, scale, best, token, mass, maxima, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The first token whose cumulative mass exceeds ``uniform`` of the total; ``token`` where there is no mass at all."""
+    """Return the first token at which the cumulative mass exceeds ``uniform`` of the total, or ``token`` if there is no
+    mass."""
     block = tl.arange(0, BLOCKS)
     total = tl.sum(mass, axis=0)
     target = uniform * total
     cumulative = tl.cumsum(mass, axis=0)
     chosen = tl.min(tl.where((cumulative > target) & (mass > 0), block, BLOCKS), axis=0)
-    chosen = tl.minimum(chosen, tl.max(tl.where(mass > 0, block, 0), axis=0))  # rounding may make the target the total
+    chosen = tl.minimum(
+        chosen, tl.max(tl.where(mass > 0, block, 0), axis=0)
+    )  # rounding may make the target equal to the total
     before = tl.max(tl.where(block < chosen, cumulative, 0.0), axis=0)
     peak = tl.max(tl.where(block == chosen, maxima, float("-inf")), axis=0)
     if total > 0:

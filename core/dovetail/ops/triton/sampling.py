@@ -1,9 +1,9 @@
-"""Greedy and random tokens on CUDA, in two steps: statistics of every block of a row, then one program per row.
+"""Choose greedy and random tokens on CUDA in two steps: statistics of every block of a row, then one program per row.
 
-Random tokens by inversion: the first step gives each block's maximum and its sum of ``exp((l - max) / T)``; the second
-finds the block in which the cumulative mass exceeds ``uniform`` of the total and scans that block alone. Blocks depend on
-the vocabulary only, sums are in a fixed order: a row's token depends on nothing but the row. Filters: ``filters.py``.
-NaN counts as -inf here, +inf as the largest finite number.
+Random tokens are drawn by inversion. The first step computes the maximum of each block and its sum of ``exp((l - max) /
+T)``. The second step finds the block in which the cumulative mass exceeds ``uniform`` times the total, and scans only
+that block. The blocks depend only on the vocabulary, and sums are in a fixed order, so the token of a row depends on
+nothing but the row. ``filters.py`` applies filters. NaN counts as -inf here, +inf as the largest finite number.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def _sample_kernel(
 def _statistics(
     logits: torch.Tensor, temperature: torch.Tensor | None, with_peaks: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``values``, ``ids`` and ``peaks`` as ``_stats_kernel`` describes them; sums only with a temperature."""
+    """Return ``values``, ``ids`` and ``peaks`` as ``_stats_kernel`` describes them. The sums are computed only if
+    ``temperature`` is given."""
     n, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     values = torch.empty((n, 2, blocks), dtype=torch.float32, device=logits.device)
@@ -151,9 +152,10 @@ def _result(logits: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The best token of each row of ``logits [n, V]`` of any float dtype, int64 ``[n]``; of equals the first.
+    """Return the most likely token of each row of ``logits [n, V]`` of any float dtype, int64 ``[n]``; of equal ones,
+    the first.
 
-    Writes ``out`` where given. Neither waits for the device nor depends on values on the host.
+    Writes ``out`` if given. Does not wait for the device and does not depend on values on the host.
     """
     out = _result(logits, out)
     if len(logits):
@@ -185,9 +187,10 @@ def sample(
     uniform: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Tokens int64 ``[n]`` of ``logits [n, V]`` of any float dtype, settings as in ``dovetail.ops.sampling.Filters``.
+    """Return tokens int64 ``[n]`` sampled from ``logits [n, V]`` of any float dtype, with the settings of
+    ``dovetail.ops.sampling.Filters``.
 
-    Rows of temperature 0 are greedy. Writes ``out`` where given. Every tensor is read on the device when the kernels run.
+    Rows of temperature 0 are greedy. Writes ``out`` if given. Every tensor is read on the device when the kernels run.
     """
     out = _result(logits, out)
     n, vocab = logits.shape

@@ -1,27 +1,32 @@
-"""How the products of few rows are cut, as measured by ``benchmarks/tune_matmul.py``."""
+"""Choose how the products of few rows are divided into tiles, as measured by ``benchmarks/tune_matmul.py``."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 MAX_ROWS = 128
-"""Rows up to which the kernels are asked; from there on torch's product is the faster one."""
+"""These kernels are used up to this number of rows; for more rows torch's product is faster."""
 MAX_PARTS = 1 << 22
-"""float32 numbers in the workspace of split products: parts of a tile times tiles times their rows and columns."""
+"""The workspace of split products has this many float32 values: parts of a tile times tiles times their rows and
+columns."""
 MAX_TILES = 1 << 14
-"""Tiles of a split product."""
+"""A split product has at most this many tiles."""
 
 
 BUCKETS = (1, 16, 32, 64, MAX_ROWS)
-"""A product of so many rows is cut as the next of these is."""
+"""Tiles are stored for these numbers of rows. A product uses the tile of the smallest bucket that holds its rows."""
 
 
 class ProductTile(NamedTuple):
-    """How a product is cut. ``block_m`` 1 is the kernel of one row, which has no stages and no split. ``ahead``: lines of 128
-    bytes per row of the weight to ask for before waiting for the kernel before (a power of two, or 0). ``per_sm``: programs per
-    multiprocessor, each of several tiles, for the kernel of one row; 0: one program per tile. ``early``, of several
-    rows: the weights of all stages but one are loaded before that wait. It gained where two or three programs fit a
-    multiprocessor, so that some may come before others have ended; the tiles of more than 16 rows were slower with it."""
+    """Describe how a product is divided into tiles.
+
+    ``block_m`` 1 stands for the kernel of one row, which has no stages and no split. ``ahead`` is the number of
+    128-byte lines per row of the weight that are prefetched before the kernel waits for the previous kernel (a power of
+    two, or 0). ``per_sm``, for the kernel of one row, is the number of programs per multiprocessor, each of which
+    computes several tiles; 0 stands for one program per tile. ``early``, for several rows: the weights of all stages
+    but one are loaded before that wait. This was faster where two or three programs fit on a multiprocessor, so that
+    some can start before others have ended; the tiles of more than 16 rows were slower with it.
+    """
 
     block_m: int
     block_n: int
@@ -128,18 +133,20 @@ MEASURED: dict[tuple[int, int], dict[int, ProductTile | None]] = {
         64: ProductTile(64, 128, 128, 8, 4),
     },
 }
-"""By (n, k) of the weight, the tile for up to so many rows; None, or none, where torch's product (cuBLAS) is faster."""
+"""Map (n, k) of the weight and a number of rows to the tile for up to that many rows. If the entry is None or missing,
+torch's product (cuBLAS) is faster."""
 
 
 def tile_of(rows: int, n: int, k: int) -> ProductTile | None:
-    """The tile for ``rows`` rows and a weight ``[n, k]``; None: torch's product."""
+    """Return the tile for ``rows`` rows and a weight ``[n, k]``, or None for torch's product."""
     bucket = next(bucket for bucket in BUCKETS if rows <= bucket)
     measured = MEASURED.get((n, k))
     return guess(bucket, n, k) if measured is None else measured.get(bucket)
 
 
 def guess(bucket: int, n: int, k: int) -> ProductTile | None:
-    """For shapes that were not measured: one row as the others of its kind, several by torch."""
+    """Return a tile for shapes that were not measured: for one row, a tile like those of the measured shapes; for
+    several rows None, which stands for torch's product."""
     if bucket > 1:
         return None
     warps = next((warps for warps in (4, 2, 1) if k % (256 * warps) == 0), None)
@@ -147,7 +154,7 @@ def guess(bucket: int, n: int, k: int) -> ProductTile | None:
 
 
 def describe(n: int, k: int) -> str:
-    """The choices for a weight ``[n, k]``, for people."""
+    """Return a text for people that lists the choices for a weight ``[n, k]``."""
     source = "measured" if (n, k) in MEASURED else "not measured"
     choices = ((bucket, tile_of(bucket, n, k)) for bucket in BUCKETS)
     texts = [f"up to {bucket} rows {'torch' if tile is None else _text(tile)}" for bucket, tile in choices]

@@ -1,4 +1,4 @@
-"""The walk through draft trees (see ``engine/verify.py``), one program a row."""
+"""Walk through draft trees (see ``engine/verify.py``), with one program per row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _walk(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start, end = tl.load(indptr + row).to(tl.int64), tl.load(indptr + row + 1).to(tl.int64)
-    live = end > start  # a row that only fills up a step may have no token
+    live = end > start  # a padding row may have no token
     draft = tl.arange(0, BLOCK)
     real = draft < end - start - 1
     ids = tl.load(draft_ids + row * stride + draft, real, 0).to(tl.int64)
@@ -38,7 +38,7 @@ def _walk(
             count += tl.where(alive, 1, 0)
     else:
         right = real & (ids == tl.load(sampled + start + draft, real, 0))
-        taken = tl.min(tl.where(right, BLOCK, draft), 0).to(tl.int64)  # drafts before the first that is not right
+        taken = tl.min(tl.where(right, BLOCK, draft), 0).to(tl.int64)  # number of drafts before the first wrong one
         step = tl.arange(0, STEPS)
         nodes = tl.minimum(step, taken)
         inside = step <= k
@@ -67,9 +67,11 @@ def walk(
     on_host: torch.Tensor | None = None,
     keep: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """``engine.verify.accept``, into ``out`` int64 ``[rows, 2k + 3]``: of each row the k + 1 tokens, their nodes, and how many are
-    new. ``parents`` None: chains. ``on_host``, pinned, gets the same. ``keep`` = (slots ``[rows]``, last_token): there the last
-    token of each row is written."""
+    """Compute ``engine.verify.accept`` into ``out``, int64 ``[rows, 2k + 3]``: for each row its k + 1 tokens, their
+    nodes, and the number of new tokens. If ``parents`` is None, the drafts are chains. ``on_host``, in pinned memory,
+    gets the same. With ``keep`` = (slots ``[rows]``, last_token), the last token of each row is written to
+    ``last_token`` at its slot.
+    """
     rows, k = draft_ids.shape
     slots, last_token = (draft_ids, out) if keep is None else keep
     assert parents is None or parents.stride(0) == draft_ids.stride(0)
