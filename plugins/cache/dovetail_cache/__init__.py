@@ -1,1 +1,1 @@
-"""Prefix caches: ``radix`` and ``none``."""
+"""Provide the prefix caches ``radix`` and ``none``."""

@@ -1,4 +1,4 @@
-"""Config sections of the prefix caches."""
+"""Define the config sections of the prefix caches."""
 
 from __future__ import annotations
 
@@ -21,5 +21,6 @@ class RadixConfig(PluginConfig):
     kind: Literal["radix"] = "radix"  # pyright: ignore[reportIncompatibleVariableOverride]
     eviction: Literal["lru", "lfu", "priority"] = Field(
         default="lru",
-        description="What is forgotten first: the least recently used, the least often used, or the lowest request priority. Ties go to the least recently used.",
+        description="Which prefixes are evicted first: the least recently used, the least often used, or those of the "
+        "lowest request priority. Of equals, the least recently used.",
     )

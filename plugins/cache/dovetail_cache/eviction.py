@@ -1,4 +1,4 @@
-"""Which unlocked leaf is forgotten first."""
+"""Choose which unlocked leaf is evicted first."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _RANKS: dict[str, Callable[[Node], Rank]] = {
 
 
 def evictable(node: Node) -> bool:
-    """True for an unlocked leaf of the tree."""
+    """Return True for an unlocked leaf of the tree."""
     return not node.locks and not node.children and node.parent is not None
 
 
 class EvictionQueue:
-    """A heap of leaves, put in order only when something is evicted.
+    """Order leaves in a heap, which is updated only when something is evicted.
 
-    A node's rank only rises, so an entry is at worst too early: when it comes up, it is pushed back with the rank of
-    now, or dropped if the node is no unlocked leaf any more. Each node has at most one entry, hence one eviction costs
-    O(log nodes) plus what was touched since the last one.
+    The rank of a node only rises, so an entry may be too early but never too late. When an entry comes up, it is pushed
+    again with the current rank, or dropped if the node is no longer an unlocked leaf. Each node has at most one entry.
+    One eviction therefore costs O(log nodes) plus the entries that have changed since the last one.
     """
 
     def __init__(self, eviction: Literal["lru", "lfu", "priority"]) -> None:
@@ -40,13 +40,13 @@ class EvictionQueue:
         return len(self._heap)
 
     def push(self, node: Node) -> None:
-        """Call whenever ``node`` may have become an unlocked leaf."""
+        """Add ``node`` if it is an unlocked leaf. Must be called whenever ``node`` may have become one."""
         if not node.queued and evictable(node):
             node.queued = True
             heapq.heappush(self._heap, (self._rank(node), next(self._tie), node))
 
     def pop(self) -> Node | None:
-        """Take out the unlocked leaf of lowest rank; None if there is none."""
+        """Remove and return the unlocked leaf of the lowest rank; return None if there is none."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
             node.queued = False

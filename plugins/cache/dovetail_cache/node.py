@@ -1,4 +1,5 @@
-"""Nodes of the radix tree: whole runs of tokens, compared as bytes, which takes a tenth of the time of small arrays."""
+"""Define the nodes of the radix tree. A node is a run of tokens, compared as bytes, which takes a tenth of the time of
+small arrays."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
 class Node:
-    """A run of tokens after those of its parent, and the pages that hold them."""
+    """Hold a run of tokens that follows the tokens of its parent, and the pages that hold them."""
 
     __slots__ = ("children", "end", "key", "last_used", "locks", "pages", "parent", "priority", "queued", "uses")
 
     def __init__(self, parent: Node | None, key: bytes, pages: IntArray) -> None:
-        self.parent = parent  # None for a root, and for a node that left the tree
+        self.parent = parent  # None for a root, and for a node that was removed from the tree
         self.key = key  # the bytes of n * page_size tokens, int32
         self.pages = pages  # int32 [groups, n], never written to
         self.end: int = self.num_tokens + (parent.end if parent else 0)  # tokens from the root to the end of the run
         self.children: dict[bytes, Node] = {}  # by the first page of their keys
-        self.locks = 0  # locks of this node and of all below it
+        self.locks = 0  # number of locks of this node and of all nodes below it
         self.last_used = 0
         self.uses = 0
         self.priority = 0
@@ -28,22 +29,22 @@ class Node:
 
     @property
     def start(self) -> int:
-        """Tokens from the root to the start of the run."""
+        """Return the number of tokens from the root to the start of the run."""
         return self.end - self.num_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the run."""
+        """Return the number of tokens of the run."""
         return len(self.key) // TOKEN_BYTES
 
     @property
     def num_pages(self) -> int:
-        """Pages of the run, in each group."""
+        """Return the number of pages of the run, in each group."""
         return self.pages.shape[1]
 
 
 class Root(Node):
-    """The empty run that all prefixes of a namespace begin with."""
+    """Represent the empty run with which all prefixes of a namespace begin."""
 
     __slots__ = ("namespace",)
 
@@ -53,10 +54,10 @@ class Root(Node):
 
 
 class Handle:
-    """A place in the tree: the first ``length`` tokens of the path of ``node``.
+    """Identify a position in the tree: the first ``length`` tokens of the path of ``node``.
 
-    Matching does not split nodes, so ``length`` may lie inside the run of ``node``; locking does. Once locked, ``node``
-    ends at ``length`` and keeps doing so: a split leaves the lower part its identity.
+    Matching does not split nodes, so ``length`` may be inside the run of ``node``. Locking splits it there. Once
+    locked, ``node`` always ends at ``length``: when a node is split, the lower part keeps its identity.
     """
 
     __slots__ = ("length", "node")
@@ -67,12 +68,13 @@ class Handle:
 
 
 def child_key(key: bytes, page_size: int) -> bytes:
-    """The key under which a run hangs from its parent: its first page."""
+    """Return the key of a run among the children of its parent: its first page."""
     return key[: page_size * TOKEN_BYTES]
 
 
 def common_length(run: bytes, tokens: bytes, start: int, page_size: int) -> int:
-    """How far ``run`` and ``tokens`` from token ``start`` on agree, in tokens, rounded down to whole pages."""
+    """Return the number of tokens on which ``run`` and ``tokens`` from token ``start`` on agree, rounded down to whole
+    pages."""
     begin = start * TOKEN_BYTES
     if tokens.startswith(run, begin):
         return len(run) // TOKEN_BYTES
@@ -85,7 +87,7 @@ def common_length(run: bytes, tokens: bytes, start: int, page_size: int) -> int:
 
 
 def split(node: Node, length: int, page_size: int) -> Node:
-    """Give the first ``length`` tokens of a run a node of their own, above ``node``; returns that node.
+    """Move the first ``length`` tokens of a run to a new node above ``node``, and return the new node.
 
     Copies both parts, so that one can be freed without the other.
     """
@@ -102,7 +104,7 @@ def split(node: Node, length: int, page_size: int) -> Node:
 
 
 def truncate_back(node: Node, count: int, page_size: int) -> IntArray:
-    """Drop the last ``count`` pages of a run and return them. Copies, so that the old run can be freed."""
+    """Drop the last ``count`` pages of a run and return them. Copies the rest, so that the old run can be freed."""
     keep = node.num_pages - count
     dropped = node.pages[:, keep:]
     node.key, node.pages = node.key[: keep * page_size * TOKEN_BYTES], node.pages[:, :keep].copy()

@@ -1,4 +1,4 @@
-"""What this package registers. Imports nothing heavy."""
+"""Register the prefix caches of this package. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ NONE = ComponentSpec(
 
 @hookimpl
 def register_prefix_caches() -> Sequence[ComponentSpec]:
-    """``radix`` and ``none``."""
+    """Return the specs of ``radix`` and ``none``."""
     return (RADIX, NONE)

@@ -1,4 +1,5 @@
-"""A radix tree over token runs (as RadixAttention's, https://arxiv.org/abs/2312.07104), of whole pages."""
+"""Keep cached prefixes in a radix tree over token runs (as RadixAttention does, https://arxiv.org/abs/2312.07104), in
+whole pages."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from dovetail_cache.sharing import shared_prefixes
 
 
 class RadixCache(PrefixCache):
-    """One tree per namespace. Every call costs per node of its path and per token compared, not per node of the tree."""
+    """Keep one tree per namespace. The cost of a call depends on the nodes of its path and the tokens compared, not on
+    the size of the tree."""
 
     def __init__(self, config: RadixConfig, context: CacheContext) -> None:
-        """``config.eviction`` decides what is forgotten first."""
+        """Create an empty cache. ``config.eviction`` decides which prefixes are evicted first."""
         self._page_size = context.page_size
         self._num_groups = context.num_groups
         self._roots: dict[str, Root] = {}
@@ -29,16 +31,17 @@ class RadixCache(PrefixCache):
 
     @property
     def total_pages(self) -> int:
-        """Pages the cache owns, locked or not."""
+        """Return the number of pages that the cache owns, locked or not."""
         return self._total
 
     @property
     def evictable_pages(self) -> int:
-        """Pages below no lock: a lock counts on the whole path, so all of them can go, leaves first."""
+        """Return the number of pages of unlocked nodes. A lock counts on its whole path, so all of these pages can be
+        evicted, leaves first."""
         return self._total - self._locked
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
-        """The longest cached prefix. Does not split nodes, so that asking leaves the tree as it was."""
+        """Return the longest cached prefix. Does not split nodes: matching leaves the shape of the tree unchanged."""
         root = self._roots.get(namespace)
         if root is None:
             return self._match_of([], 0)
@@ -46,7 +49,8 @@ class RadixCache(PrefixCache):
         return self._match_of(path, length)
 
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        """Keep what is new of ``tokens`` as one node below what is known."""
+        """Add the part of ``tokens`` that is not cached yet as one node below the cached part; see
+        ``PrefixCache.insert``."""
         num_pages = len(tokens) // self._page_size
         assert pages.shape == (self._num_groups, num_pages), f"{pages.shape} pages for {len(tokens)} tokens"
         if num_pages == 0:
@@ -62,7 +66,7 @@ class RadixCache(PrefixCache):
         return self._match_of(path, end)
 
     def lock(self, handle: Handle) -> None:
-        """Protect the path of ``handle``; splits the node it ends in, if it ends inside. Counts as a use."""
+        """Protect the path of ``handle``. If the handle ends inside a node, split that node. A lock counts as a use."""
         if handle.length == 0:
             return
         handle.node = node = self._settle(handle)
@@ -74,7 +78,7 @@ class RadixCache(PrefixCache):
             node = node.parent
 
     def unlock(self, handle: Handle) -> None:
-        """Undo one ``lock`` of this very handle."""
+        """Undo one ``lock`` of this same handle."""
         if handle.length == 0:
             return
         node = handle.node
@@ -89,12 +93,13 @@ class RadixCache(PrefixCache):
             node = node.parent
 
     def evict(self, num_pages: int) -> IntArray:
-        """Forget unlocked leaves in the configured order; the last one loses only as much of its tail as is needed."""
+        """Drop unlocked leaves in the configured order. The last leaf loses only as many pages of its tail as are
+        needed."""
         freed = [np.empty((self._num_groups, 0), dtype=np.int32)]
         missing = min(num_pages, self.evictable_pages)
         while missing > 0:
             leaf = self._queue.pop()
-            assert leaf is not None, "evictable pages are under no leaf"
+            assert leaf is not None, "there are evictable pages and no evictable leaf"
             freed.append(self._shrink(leaf, min(missing, leaf.num_pages)))
             missing -= freed[-1].shape[1]
         pages = np.concatenate(freed, axis=1)
@@ -102,11 +107,12 @@ class RadixCache(PrefixCache):
         return pages
 
     def reset(self) -> IntArray:
-        """Forget everything that is not locked."""
+        """Drop everything that is not locked."""
         return self.evict(self.evictable_pages)
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
-        """By the nodes that the paths have in common. Costs per node of the paths, not of the tree."""
+        """Return the groups, found by the nodes that the paths share. The cost depends on the nodes of the paths, not
+        on the size of the tree."""
         return shared_prefixes(handles)
 
     def check_integrity(self) -> None:
@@ -124,7 +130,7 @@ class RadixCache(PrefixCache):
                 stack.extend(node.children.values())
         assert sum(n.num_pages for n in nodes) == self._total, "total_pages is wrong"
         assert sum(n.num_pages for n in nodes if n.locks) == self._locked, "evictable_pages is wrong"
-        assert len(self._queue) == sum(n.queued for n in nodes), "the eviction queue is out of step with the tree"
+        assert len(self._queue) == sum(n.queued for n in nodes), "the eviction queue does not match the tree"
         for group in range(self._num_groups):
             pages = np.concatenate([n.pages[group] for n in nodes]) if nodes else np.empty(0)
             assert len(np.unique(pages)) == len(pages), "a page is held twice"
@@ -143,8 +149,8 @@ class RadixCache(PrefixCache):
             assert child.queued or not evictable(child), "an unlocked leaf is not in the eviction queue"
 
     def _walk(self, root: Node, tokens: IntArray) -> tuple[list[Node], int]:
-        """The nodes that agree with ``tokens`` on a page or more, and on how many tokens they do. Only the last may
-        agree in part. Touches their recency."""
+        """Return the nodes that agree with ``tokens`` on at least one page, and the number of tokens on which they
+        agree. Only the last node may agree in part. Updates the recency of these nodes."""
         assert tokens.dtype == np.int32, "keys are int32"
         self._clock += 1
         page_size, page_bytes = self._page_size, self._page_size * TOKEN_BYTES
@@ -169,14 +175,15 @@ class RadixCache(PrefixCache):
         return Match(length, pages[:, : length // self._page_size], Handle(path[-1], length))
 
     def _end_at(self, path: list[Node], length: int) -> Node:
-        """Split the last node of ``path`` if ``length`` lies inside it, so that the path ends there."""
+        """Split the last node of ``path`` if ``length`` is inside it, so that the path ends at ``length``. Return the
+        last node."""
         node = path[-1]
         if node.end > length:
             node = path[-1] = split(node, length - node.start, self._page_size)
         return node
 
     def _grow(self, parent: Node, key: bytes, pages: IntArray) -> Node:
-        """A new leaf below ``parent``."""
+        """Return a new leaf below ``parent``."""
         leaf = Node(parent, key, pages.copy())
         leaf.last_used = self._clock
         parent.children[child_key(key, self._page_size)] = leaf
@@ -185,7 +192,7 @@ class RadixCache(PrefixCache):
         return leaf
 
     def _settle(self, handle: Handle) -> Node:
-        """The node that ends where ``handle`` does, split off if need be."""
+        """Return the node that ends where ``handle`` ends. Split a node if necessary."""
         node = handle.node
         while node is not None and node.parent is not None and node.start >= handle.length:
             node = node.parent
@@ -197,7 +204,7 @@ class RadixCache(PrefixCache):
         return node
 
     def _shrink(self, leaf: Node, count: int) -> IntArray:
-        """Drop the last ``count`` pages of an unlocked leaf, and the leaf with them if that is all."""
+        """Drop the last ``count`` pages of an unlocked leaf, and the leaf itself if these are all. Return the pages."""
         if count < leaf.num_pages:
             dropped = truncate_back(leaf, count, self._page_size)
             self._queue.push(leaf)

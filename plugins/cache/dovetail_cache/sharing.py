@@ -1,4 +1,4 @@
-"""Which locked paths of a radix tree are worth reading together."""
+"""Choose which locked paths of a radix tree are worth reading together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NO_GAINS: Gains = np.zeros(1, np.int64)
 
 
 class Fork:
-    """A node at which paths part or end: the only places where a group can be worth most.
+    """Represent a node at which paths diverge or end. Only at such a node can a group save the most.
 
-    ``rows`` are the paths that no fork further down takes. ``gains`` and ``ends`` have an entry for the root, for each
-    fork above this one, and for this one: what is saved below it if rows that form no group here or below are read with
-    those of that place, and the tokens up to that place.
+    ``rows`` are the paths of which this is the deepest fork. ``gains`` and ``ends`` have an entry for the root, for
+    each fork above this one, and for this one. ``ends`` holds the tokens up to each of these nodes. ``gains`` holds the
+    reads saved below this fork if the rows that form no group here or below join the group of that node.
     """
 
     __slots__ = ("above", "ends", "gains", "opened", "rows")
@@ -29,15 +29,15 @@ class Fork:
         self.rows: list[int] = []
         self.ends: Gains = np.append(above.ends if above else _NO_GAINS, end)
         self.gains: Gains = np.zeros(len(self.ends), np.int64)
-        self.opened = 0  # what is saved if there is a group here
+        self.opened = 0  # the reads saved if there is a group here
 
 
 def shared_prefixes(handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
-    """See ``PrefixCache.shared_prefixes``.
+    """Compute ``PrefixCache.shared_prefixes``.
 
-    Opening a group at a node costs one read of its tokens and saves as much for each row that joins; a row joins the
-    deepest open group on its path. The best set of open groups is found from the leaves up, for every choice of the
-    place above that takes the rows left over: O(rows * depth) numbers, with one numpy operation for each fork.
+    A group at a node costs one read of its tokens and saves as many tokens for each row that joins. A row joins the
+    deepest group on its path. The best set of groups is found from the leaves up, for every possible group above that
+    takes the remaining rows: O(rows * depth) numbers, with one numpy operation for each fork.
     """
     rows: dict[Node, list[int]] = {}
     for index, handle in enumerate(handles):
@@ -45,7 +45,7 @@ def shared_prefixes(handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
             assert handle.node is not None
             assert handle.node.end == handle.length, "shared_prefixes needs handles that are locked"
             node = handle.node
-            while node.locks == 1 and node.parent is not None:  # nobody else's path leads here
+            while node.locks == 1 and node.parent is not None:  # no other path uses this node
                 node = node.parent
             if node.parent is not None:
                 rows.setdefault(node, []).append(index)
@@ -56,7 +56,7 @@ def shared_prefixes(handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
 
 
 def _forks(rows: dict[Node, list[int]]) -> list[Fork]:
-    """The forks of all paths, each behind those above it, with the rows that are theirs."""
+    """Return the forks of all paths with their rows. Each fork comes after those above it."""
     order, counts = _counted(rows)
     passed = {node.parent for node in order if node.parent is not None and counts[node.parent] == counts[node]}
     forks: list[Fork] = []
@@ -73,7 +73,8 @@ def _forks(rows: dict[Node, list[int]]) -> list[Fork]:
 
 
 def _counted(rows: dict[Node, list[int]]) -> tuple[list[Node], dict[Node, int]]:
-    """All nodes on the paths of ``rows``, deepest ends first, and how many rows each has at it and below."""
+    """Return all nodes on the paths of ``rows``, deepest ends first, and the number of rows that end at or below each
+    node."""
     counts: dict[Node, int] = {}
     for node in rows:
         step: Node | None = node
@@ -92,7 +93,8 @@ def _end(node: Node) -> int:
 
 
 def _add_up(fork: Fork) -> None:
-    """Decide for each place above whether a group here is better, and tell the fork above."""
+    """Decide, for each possible group above, whether a group at this fork saves more, and add the result to the fork
+    above."""
     gains = fork.gains + len(fork.rows) * fork.ends
     fork.opened = int(gains[-1] - fork.ends[-1])
     fork.gains = gains[:-1]
@@ -101,9 +103,10 @@ def _add_up(fork: Fork) -> None:
 
 
 def _chosen(forks: list[Fork]) -> list[tuple[list[int], int]]:
-    """The groups, where a group is better than none: from the root down, as each choice depends on those above."""
+    """Return the groups, each of which saves more than no group. Goes from the root down, because each choice depends
+    on those above."""
     groups: dict[Fork, list[int]] = {}
-    taker: dict[Fork | None, Fork | None] = {None: None}  # the open fork that rows of this one join
+    taker: dict[Fork | None, Fork | None] = {None: None}  # the fork whose group the rows of this fork join
     for fork in forks:
         open_above = taker[fork.above]
         column = len(open_above.ends) - 1 if open_above is not None else 0

@@ -1,6 +1,7 @@
-"""The dense Llama family: pre-norm decoder layers of self-attention and a gated MLP, with rotary positions.
+"""Define the dense Llama family: pre-norm decoder layers of self-attention and a gated MLP, with rotary positions.
 
-Llama 2 (arXiv 2307.09288), Llama 3 (2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), MiMo (2505.07608), Qwen3 (2505.09388).
+Llama 2 (arXiv 2307.09288), Llama 3 (2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), MiMo (2505.07608), Qwen3
+(2505.09388).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class DenseModel(Layer, ModelArchitecture):
-    """The model of a ``ModelInfo`` whose ``config`` is a ``DenseConfig``."""
+    """Compute the model of a ``ModelInfo`` whose ``config`` is a ``DenseConfig``."""
 
     def __init__(self, info: ModelInfo) -> None:
         super().__init__()
@@ -102,7 +103,8 @@ def _layer_shape(info: ModelInfo) -> DecoderShape:
 
 
 def _further_layers(info: ModelInfo) -> Iterator[str]:
-    """Names of layers that predict further tokens, in each of the published layouts."""
+    """Yield regular expressions of the names of layers that predict further tokens, in each of the published
+    layouts."""
     count = info.config.predict_layers
     if count:
         behind = "|".join(str(info.num_layers + index) for index in range(count))

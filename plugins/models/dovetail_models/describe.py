@@ -1,6 +1,6 @@
-"""What the dense Llama family is, from config.json alone. Imports no torch.
+"""Describe the dense Llama family from config.json alone. Does not import torch.
 
-The architectures differ in what this file declares and nothing else: biases, norms over heads, windows, defaults.
+The architectures differ only in what this file declares: biases, norms over heads, windows, defaults.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ Windows = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """What ``DenseModel`` needs beside ``ModelInfo``. ``windows`` holds each layer's sliding window or None. ``predict_layers``
-    of the checkpoint are no part of this model: they predict further tokens, for drafters."""
+    """Hold what ``DenseModel`` needs in addition to ``ModelInfo``. ``windows`` holds the sliding window of each layer,
+    or None. ``predict_layers`` is the number of layers of the checkpoint that predict further tokens, for drafters;
+    they are not part of this model.
+    """
 
     intermediate_size: int
     norm_eps: float
@@ -46,11 +48,12 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How one architecture differs. ``reads`` are the settings of ``settings.MATHS`` that it understands.
+    """Describe how one architecture differs from the others. ``reads`` are the settings of ``settings.MATHS`` that it
+    supports.
 
-    ``qkv_bias=None`` takes ``attention_bias`` for q, k, v and the output projection alike. ``windows`` gives the layers'
-    windows. The other fields are the defaults of absent keys, as in transformers; None: as many KV heads as heads, and
-    heads that share the hidden size.
+    ``qkv_bias=None`` uses ``attention_bias`` for q, k, v and the output projection. ``windows`` returns the windows of
+    the layers. The other fields are the defaults of absent keys, as in transformers. None means: as many KV heads as
+    heads (``kv_heads``), and a head_dim of hidden size / heads (``head_dim``).
     """
 
     architecture: str
@@ -115,32 +118,33 @@ MIMO = Variant(
 
 
 def describe_llama(config: dict[str, Any]) -> ModelInfo:
-    """Llama 2 and 3. Raises ``ConfigError``."""
+    """Describe a checkpoint of Llama 2 or 3. Raises ``ConfigError``."""
     return describe(config, LLAMA)
 
 
 def describe_mistral(config: dict[str, Any]) -> ModelInfo:
-    """Mistral. Raises ``ConfigError``."""
+    """Describe a checkpoint of Mistral. Raises ``ConfigError``."""
     return describe(config, MISTRAL)
 
 
 def describe_qwen2(config: dict[str, Any]) -> ModelInfo:
-    """Qwen2 and Qwen2.5. Raises ``ConfigError``."""
+    """Describe a checkpoint of Qwen2 or Qwen2.5. Raises ``ConfigError``."""
     return describe(config, QWEN2)
 
 
 def describe_mimo(config: dict[str, Any]) -> ModelInfo:
-    """MiMo: Qwen2's layers, and one that predicts a further token. Raises ``ConfigError``."""
+    """Describe a checkpoint of MiMo: Qwen2's layers, and one that predicts a further token. Raises ``ConfigError``."""
     return describe(config, MIMO)
 
 
 def describe_qwen3(config: dict[str, Any]) -> ModelInfo:
-    """Qwen3. Raises ``ConfigError``."""
+    """Describe a checkpoint of Qwen3. Raises ``ConfigError``."""
     return describe(config, QWEN3)
 
 
 def describe(config: Mapping[str, Any], variant: Variant) -> ModelInfo:
-    """The facts of a checkpoint of ``variant``. Raises ``ConfigError`` for a setting that is not implemented."""
+    """Return the ``ModelInfo`` of a checkpoint of ``variant``. Raises ``ConfigError`` for a setting that is not
+    implemented."""
     refuse_unread(config, variant.reads, variant.architecture)
     _refuse_activation(config)
     layers = read_int(config, "num_hidden_layers")

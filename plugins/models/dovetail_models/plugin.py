@@ -1,4 +1,4 @@
-"""What this package registers. Imports nothing heavy."""
+"""Register the models of this package. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ def _dense(name: str, config: str, architecture: str, summary: str) -> Component
         target="dovetail_models.dense:DenseModel",
         config=f"dovetail_models.config:{config}",
         describe=f"dovetail_models.describe:describe_{name}",
-        aliases=(architecture, architecture.replace("ForCausalLM", "Model")),  # the latter: saved without the head
+        aliases=(
+            architecture,
+            architecture.replace("ForCausalLM", "Model"),
+        ),  # the second name is that of checkpoints saved without the head
         summary=summary,
     )
 
 
 @hookimpl
 def register_models() -> Sequence[ComponentSpec]:
-    """The dense Llama family."""
+    """Return the specs of the dense Llama family."""
     return (
         _dense("llama", "LlamaConfig", "LlamaForCausalLM", "Llama 2 and 3, and models of their shape."),
         _dense("mistral", "MistralConfig", "MistralForCausalLM", "Mistral, with its sliding window."),

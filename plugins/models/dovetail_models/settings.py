@@ -1,4 +1,4 @@
-"""Reading config.json: typed values, and the settings that change a model's mathematics."""
+"""Read typed values from config.json, and check the settings that change a model's mathematics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ MATHS: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-"""Settings seen in the dense families, with the values (besides null) that leave the plain architecture as it is."""
+"""Map the settings seen in the dense families to the values (besides null) that leave the plain architecture
+unchanged."""
 
 
 def refuse_unread(config: Mapping[str, Any], read: Collection[str], architecture: str) -> None:
@@ -49,7 +50,7 @@ def refuse_unread(config: Mapping[str, Any], read: Collection[str], architecture
 
 
 def read_int(config: Mapping[str, Any], key: str, default: int | None = None, minimum: int = 1) -> int:
-    """An integer; null counts as absent. Raises ``ConfigError``."""
+    """Return an integer; null counts as absent. Raises ``ConfigError``."""
     value = config.get(key)
     if value is None:
         value = default
@@ -61,14 +62,14 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None, mi
 
 
 def read_predict_layers(config: Mapping[str, Any]) -> int:
-    """Layers behind the model that predict further tokens: DeepSeek-V3's and MiMo's key, or Qwen3.5's. By default none.
-    Raises ``ConfigError``."""
+    """Return the number of layers after the model's own that predict further tokens, by DeepSeek-V3's and MiMo's key or
+    by Qwen3.5's; 0 by default. Raises ``ConfigError``."""
     keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     return max(read_int(config, key, 0, minimum=0) for key in keys)
 
 
 def read_flag(config: Mapping[str, Any], key: str) -> bool:
-    """A boolean, by default false. Raises ``ConfigError``."""
+    """Return a boolean, by default False. Raises ``ConfigError``."""
     value = config.get(key) or False
     if not isinstance(value, bool):
         raise ConfigError(f"config.json: {key} is {_short(value)}; allowed: true, false")
@@ -76,7 +77,7 @@ def read_flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def read_float(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A positive number. Raises ``ConfigError``."""
+    """Return a positive number. Raises ``ConfigError``."""
     value = config.get(key)
     if value is None:
         return default
@@ -86,7 +87,7 @@ def read_float(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def read_dtype(config: Mapping[str, Any]) -> str:
-    """The checkpoint's dtype: ``dtype`` in transformers 5, ``torch_dtype`` before. Raises ``ConfigError``."""
+    """Return the checkpoint's dtype: ``dtype`` in transformers 5, ``torch_dtype`` before. Raises ``ConfigError``."""
     value = config.get("dtype") or config.get("torch_dtype") or "float32"
     allowed = ("float32", "bfloat16", "float16")
     if value not in allowed:
@@ -95,7 +96,7 @@ def read_dtype(config: Mapping[str, Any]) -> str:
 
 
 def read_eos(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """``eos_token_id``: null, one id or several. Raises ``ConfigError``."""
+    """Return ``eos_token_id`` as a tuple; the config has null, one id or several. Raises ``ConfigError``."""
     value = config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

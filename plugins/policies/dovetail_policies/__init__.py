@@ -1,1 +1,1 @@
-"""Schedule policies: ``fcfs``, ``lpm``, ``dfs_weight`` and ``priority``."""
+"""Provide the schedule policies ``fcfs``, ``lpm``, ``dfs_weight`` and ``priority``."""

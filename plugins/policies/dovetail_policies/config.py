@@ -1,4 +1,4 @@
-"""Config sections of the schedule policies."""
+"""Define the config sections of the schedule policies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dovetail.config.plugin import PluginConfig
 
 
 class FcfsConfig(PluginConfig):
-    """First come, first served."""
+    """Admit requests in the order of their arrival (first come, first served)."""
 
     kind: Literal["fcfs"] = "fcfs"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class LpmConfig(PluginConfig):
-    """Longest cached prefix first."""
+    """Admit requests with the longest cached prefix first."""
 
     kind: Literal["lpm"] = "lpm"  # pyright: ignore[reportIncompatibleVariableOverride]
     window: int = Field(default=64, ge=1, description="Only this many requests, the oldest, are reordered.")
@@ -26,7 +26,7 @@ class LpmConfig(PluginConfig):
 
 
 class DfsWeightConfig(PluginConfig):
-    """Requests that share prefixes one after another, the largest groups first."""
+    """Admit requests that share a prefix one after another, the largest groups first."""
 
     kind: Literal["dfs_weight"] = "dfs_weight"  # pyright: ignore[reportIncompatibleVariableOverride]
     window: int = Field(default=64, ge=1, description="Only this many requests, the oldest, are reordered.")
@@ -35,16 +35,19 @@ class DfsWeightConfig(PluginConfig):
     )
     depth: int = Field(default=4096, ge=1, description="Prompts are compared up to this many tokens.")
     granularity: int = Field(
-        default=16, ge=1, description="Shared tokens count in whole multiples of this; the page size is a good value."
+        default=16,
+        ge=1,
+        description="Lengths of shared prefixes are rounded down to multiples of this; the page size is a good value.",
     )
 
 
 class PriorityConfig(PluginConfig):
-    """Highest priority first."""
+    """Admit requests with the highest priority first."""
 
     kind: Literal["priority"] = "priority"  # pyright: ignore[reportIncompatibleVariableOverride]
     ageing_seconds: float | None = Field(
         default=30.0,
         gt=0,
-        description="Waiting this long counts as one level of priority, so that nobody starves. `null`: priority is strict, and low priorities may starve.",
+        description="Waiting for this many seconds counts as one level of priority, so that no request starves. `null`: "
+        "priority is strict, and low priorities may starve.",
     )

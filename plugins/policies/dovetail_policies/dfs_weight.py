@@ -1,9 +1,10 @@
-"""Depth first over the tree of waiting prompts, heavier branches first.
+"""Order waiting requests depth first over the tree of their prompts, heavier branches first.
 
-Requests in one branch share its tokens: run one after another, each finds what the one before it left in the cache, and
-the branch can be evicted when it is done. Equals the order of a walk over the cache's own tree, where a node's weight is
-the number of requests below it (https://arxiv.org/abs/2312.07104, section 3), but needs no look into the cache: sorting
-prompts by their tokens puts each branch side by side, and the common lengths of neighbours say where branches part.
+Requests in one branch share its tokens: if they run one after another, each finds the prefix that the previous one left
+in the cache, and the branch can be evicted when its last request has ended. The order equals that of a walk over the
+cache's own tree in which the weight of a node is the number of requests below it (https://arxiv.org/abs/2312.07104,
+section 3). It does not need to read the cache: sorting prompts by their tokens makes each branch contiguous, and the
+common lengths of adjacent prompts show where branches diverge.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from dovetail_policies.window import cut
 
 
 class DfsWeight(SchedulePolicy):
-    """Compares the ``window`` oldest requests, up to ``depth`` tokens each."""
+    """Compare the ``window`` oldest requests, up to ``depth`` tokens each."""
 
     def __init__(self, config: DfsWeightConfig, context: PolicyContext) -> None:
-        """``config`` bounds the work."""
+        """Store ``config``, which limits the work."""
         self._config = config
 
     def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
-        """Overdue requests, then branch by branch, then those outside the window."""
+        """Return overdue requests, then the others branch by branch, then those outside the window."""
         overdue, free, rest = cut(waiting, self._config.window, self._config.max_wait_seconds)
         return overdue + self._by_branch(free) + rest
 
     def _by_branch(self, reqs: list[Req]) -> list[Req]:
-        """``reqs``, oldest first, in depth-first order."""
+        """Return ``reqs``, which are ordered by arrival, in depth-first order."""
         prompts = [req.token_ids[: min(req.known_len, self._config.depth)] for req in reqs]
-        # big-endian bytes of token ids sort as the token ids do
+        # big-endian bytes of token ids sort in the order of the token ids
         keys = [(req.namespace, prompt.astype(">i4").tobytes()) for req, prompt in zip(reqs, prompts, strict=True)]
         ages = sorted(range(len(reqs)), key=keys.__getitem__)
         shared = [
@@ -44,7 +45,7 @@ class DfsWeight(SchedulePolicy):
         return [reqs[age] for age in depth_first(ages, shared)]
 
     def _shared(self, a: IntArray, b: IntArray) -> int:
-        """Tokens that two prompts share, in whole multiples of the granularity."""
+        """Return the number of tokens that two prompts share, rounded down to a multiple of the granularity."""
         n = min(len(a), len(b))
         equal = a[:n] == b[:n]
         length = n if equal.all() else int(np.argmin(equal))
@@ -52,11 +53,11 @@ class DfsWeight(SchedulePolicy):
 
 
 def depth_first(ages: Sequence[int], shared: Sequence[int]) -> list[int]:
-    """``ages`` (rank by arrival of each sorted prompt) in depth-first order, heavier branches first, older ones among
-    equals. ``shared[i]`` is how many tokens the sorted prompts i and i + 1 have in common.
+    """Return ``ages`` (the rank by arrival of each sorted prompt) in depth-first order: heavier branches first, and of
+    equal ones the older first. ``shared[i]`` is the number of tokens that the sorted prompts i and i + 1 share.
 
-        sorted   a   b   b   c   c   c     a branch is a stretch in which neighbours share more
-        shared     1   4   1   3   5       than at its borders; it parts where they share least
+        sorted   a   b   b   c   c   c     a branch is a range in which adjacent prompts share more
+        shared     1   4   1   3   5       than at its borders; it divides where they share least
     """
     done: list[int] = []
     stack = [(0, len(ages))]

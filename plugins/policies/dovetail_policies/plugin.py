@@ -1,4 +1,4 @@
-"""What this package registers. Imports nothing heavy."""
+"""Register the schedule policies of this package. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ DFS_WEIGHT = ComponentSpec(
 
 @hookimpl
 def register_policies() -> Sequence[ComponentSpec]:
-    """``fcfs``, ``priority``, ``lpm`` and ``dfs_weight``."""
+    """Return the specs of ``fcfs``, ``priority``, ``lpm`` and ``dfs_weight``."""
     return (FCFS, PRIORITY, LPM, DFS_WEIGHT)

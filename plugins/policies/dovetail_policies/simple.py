@@ -1,4 +1,4 @@
-"""Policies that look at nothing but the request."""
+"""Define the policies that depend only on the requests."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from dovetail_policies.window import by_arrival
 
 
 class Fcfs(SchedulePolicy):
-    """First come, first served."""
+    """Admit requests in the order of their arrival."""
 
     def __init__(self, config: FcfsConfig, context: PolicyContext) -> None:
-        """``config`` has no settings."""
+        """Create the policy. ``config`` has no settings."""
 
     def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
-        """By arrival."""
+        """Return ``waiting`` by arrival."""
         return sorted(waiting, key=by_arrival)
 
 
 class Priority(SchedulePolicy):
-    """Highest priority first, then first come, first served.
+    """Admit the highest priority first, and requests of equal priority by arrival.
 
-    With ageing, a request's rank is its priority plus its waiting time over ``ageing_seconds``. All wait by the same
-    clock, so the order does not depend on the time: rank = now / ageing_seconds + (priority - arrival / ageing_seconds).
+    With ageing, the rank of a request is its priority plus its waiting time divided by ``ageing_seconds``. All requests
+    age at the same rate, so their order does not depend on the current time: rank = now / ageing_seconds + (priority -
+    arrival / ageing_seconds).
     """
 
     def __init__(self, config: PriorityConfig, context: PolicyContext) -> None:
-        """``config.ageing_seconds=None`` makes priority strict."""
+        """Create the policy. ``config.ageing_seconds=None`` makes priority strict."""
         self._levels_per_second = 0.0 if config.ageing_seconds is None else 1 / config.ageing_seconds
 
     def order(self, waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
-        """By rank, then by arrival."""
+        """Return ``waiting`` by rank, then by arrival."""
         return sorted(waiting, key=self._rank)
 
     def _rank(self, req: Req) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The part of a long queue that a policy may reorder."""
+"""Select the part of a long queue that a policy may reorder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ by_arrival = attrgetter("arrival")
 
 
 class Window(NamedTuple):
-    """A queue in order of arrival, cut in three."""
+    """Hold a queue in the order of arrival, divided into three parts."""
 
-    overdue: list[Req]  # have waited too long: they go first
+    overdue: list[Req]  # waited too long, so they go first
     free: list[Req]  # may be reordered
-    rest: list[Req]  # too many to look at now
+    rest: list[Req]  # beyond the window: keep their order and go last
 
 
 def cut(waiting: Sequence[Req], size: int, max_wait_seconds: float) -> Window:
-    """Cut ``waiting``: of those that are not overdue, the ``size`` oldest are free."""
+    """Divide ``waiting``: of the requests that are not overdue, the ``size`` oldest are free."""
     queue = sorted(waiting, key=by_arrival)
     deadline = time.monotonic() - max_wait_seconds
     late = next((i for i, req in enumerate(queue) if req.arrival > deadline), len(queue))
