@@ -45,7 +45,7 @@ class Device:
         self.page_size = page_size
 
     def forward(self, batch):
-        slots, columns, pages = batch.page_updates
+        slots, columns, pages, _ = batch.page_updates
         self.table[slots, columns] = pages[0]
         if batch.shared is not None:
             self.check_shared(batch)
@@ -178,7 +178,7 @@ class Run:
         """All requests end, and all pages come back."""
         self.finish_requests(bound)
         ledger = self.scheduler.ledger
-        self.scheduler.let_go()
+        self.scheduler.release_pins()
         assert ledger.available == ledger.allocator.num_total
         assert ledger.table.num_free == self.scheduler.limits.max_running
 

@@ -108,7 +108,7 @@ class Traffic(RuleBasedStateMachine):
         ledger, running = self.scheduler.ledger, self.scheduler.running
         read = {page for r in running for page in ledger.table.pages[0, r.slot, : r.shared_pages].tolist()}
         locked = ledger.cache.total_pages - ledger.cache.evictable_pages
-        assert locked - len(read) == self.scheduler.pins.beside(running)
+        assert locked - len(read) == self.scheduler.pins.count_unread(running)
 
     def teardown(self):
         """All end. What is left is pinned, and only for a while."""

@@ -103,7 +103,7 @@ class Device:
 
     def forward(self, batch, canonical):
         self.steps += 1
-        slots, columns, pages = batch.page_updates
+        slots, columns, pages, _ = batch.page_updates
         self.table[slots, columns] = pages[0]
         rows = []
         for row, req in enumerate(batch.reqs):

@@ -15,7 +15,7 @@ from dovetail.interfaces.parsers import CallDelta, ParserContext, ReasoningParse
 from dovetail.sampling_params import GrammarGate, GrammarKind, GrammarSpec, SamplingParams
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
 from dovetail.tokenizer.chat_template import ChatTemplate
-from dovetail_parsers.config import GptOssToolsConfig, HermesConfig, MistralConfig, Qwen3Config
+from dovetail_parsers.config import GptOssToolsConfig, HermesConfig, MistralToolsConfig, Qwen3ReasoningConfig
 from dovetail_parsers.harmony import GptOssTools
 from dovetail_parsers.hermes import Hermes
 from dovetail_parsers.mistral import Mistral
@@ -28,7 +28,7 @@ THINK, THINK_END, CALL, CALL_END = (
 ADD = Tool("add", {"type": "object"})
 GET = Tool("get", {"type": "object"})
 HERMES = Hermes(HermesConfig(), ParserContext())
-QWEN = Qwen3(Qwen3Config(), ParserContext())
+QWEN = Qwen3(Qwen3ReasoningConfig(), ParserContext())
 OPENED, BARE = "assistant\n<think>\n", "assistant\n"
 PARAMS = SamplingParams()
 WORD = SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, "a"))
@@ -114,7 +114,7 @@ def test_a_mark_that_is_no_token_cannot_be_waited_for():
 
 def test_two_free_parts_are_refused():
     strict = ToolRequest((Tool("add", {}, strict=True),))
-    parser = Mistral(MistralConfig(), ParserContext())
+    parser = Mistral(MistralToolsConfig(), ParserContext())
     with pytest.raises(GrammarError, match="reasons first"):
         parsers(parser).plan(PARAMS, OPENED, strict)
 

@@ -16,7 +16,7 @@ from dovetail.interfaces.api import ChatDelta
 from dovetail.interfaces.parsers import CallDelta, ParserContext, Tool
 from dovetail.testing.parsers import cut, places
 from dovetail.types import FinishKind, FinishReason
-from dovetail_parsers.config import HermesConfig, Qwen3Config
+from dovetail_parsers.config import HermesConfig, Qwen3ReasoningConfig
 from dovetail_parsers.hermes import Hermes
 from dovetail_parsers.think import Qwen3
 
@@ -27,7 +27,7 @@ LENGTH = FinishReason(FinishKind.LENGTH)
 
 
 def reader(*stops: str, include: bool = False, min_tokens: int = 0, thinks: bool = False) -> OutputReader:
-    hermes, qwen = Hermes(HermesConfig(), ParserContext()), Qwen3(Qwen3Config(), ParserContext())
+    hermes, qwen = Hermes(HermesConfig(), ParserContext()), Qwen3(Qwen3ReasoningConfig(), ParserContext())
     reasoning = qwen.stream("<think>\n") if thinks else None
     return OutputReader(reasoning, hermes.stream(TOOLS), False, Stops(stops, include, min_tokens) if stops else None)
 

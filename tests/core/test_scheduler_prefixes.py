@@ -125,18 +125,18 @@ def test_a_wait_ends_when_what_is_shared_is_there():
     req = req_of(2, [*shared, *[5] * 50, 6])
     waits = PrefixWaits(PAGE)
     waits.begin([other])
-    assert waits.start(req, 0)
+    assert waits.start_waiting(req, 0)
     for pages in range(500 // PAGE):
         other.shared_pages = pages
         waits.begin([other])
-        assert waits.still(req)
+        assert waits.is_waiting(req)
     other.shared_pages = 500 // PAGE
-    assert not waits.still(req)
-    assert not waits.start(req, 496)
+    assert not waits.is_waiting(req)
+    assert not waits.start_waiting(req, 496)
     waits.add(longer)
-    assert waits.start(req, 496)
+    assert waits.start_waiting(req, 496)
     waits.begin([other])
-    assert not waits.still(req), "the one it waits for has gone"
+    assert not waits.is_waiting(req), "the one it waits for has gone"
 
 
 def test_a_wait_needs_the_same_beginning_and_a_whole_page_more():
@@ -147,9 +147,9 @@ def test_a_wait_needs_the_same_beginning_and_a_whole_page_more():
     others = [req_of(0, changed), req_of(1, text, "tenant"), req_of(2, text[: 512 + PAGE - 1])]
     waits = PrefixWaits(PAGE)
     waits.begin(others)
-    assert not waits.start(req_of(3, text), 512)
-    assert not waits.start(req_of(3, text[: 496 + PAGE]), 496), "the logits of the last token are needed"
-    assert waits.start(req_of(3, text[: 496 + PAGE + 1]), 496)
+    assert not waits.start_waiting(req_of(3, text), 512)
+    assert not waits.start_waiting(req_of(3, text[: 496 + PAGE]), 496), "the logits of the last token are needed"
+    assert waits.start_waiting(req_of(3, text[: 496 + PAGE + 1]), 496)
 
 
 def test_nobody_waits_for_a_place_that_is_another_before_another_token():
@@ -159,12 +159,12 @@ def test_nobody_waits_for_a_place_that_is_another_before_another_token():
     for ahead, most in ((0, 32), (1, 31)):
         waits = PrefixWaits(PAGE, ahead=ahead)
         waits.begin([other])
-        assert not waits.start(req, most * PAGE)
-        assert waits.start(req, (most - 1) * PAGE)
+        assert not waits.start_waiting(req, most * PAGE)
+        assert waits.start_waiting(req, (most - 1) * PAGE)
         other.shared_pages = most - 1
-        assert waits.still(req)
+        assert waits.is_waiting(req)
         other.shared_pages = most
-        assert not waits.still(req)
+        assert not waits.is_waiting(req)
 
 
 @each_lag

@@ -23,8 +23,16 @@ from dovetail.interfaces.parsers import (
     ToolParser,
     ToolStream,
 )
-from dovetail.testing.parsers import OPEN, TOOLS, Call, Heard, ReasoningParserSuite, ToolParserSuite, listen
-from dovetail_parsers.config import HermesConfig, Qwen3Config
+from dovetail.testing.parsers import (
+    OPEN,
+    TOOLS,
+    ExpectedCall,
+    ParsedOutput,
+    ReasoningParserSuite,
+    ToolParserSuite,
+    run_stream,
+)
+from dovetail_parsers.config import HermesConfig, Qwen3ReasoningConfig
 from dovetail_parsers.hermes import Hermes
 from dovetail_parsers.think import Qwen3
 
@@ -52,8 +60,8 @@ class PieceByPiece(ToolStream):
     """Looks at each piece alone."""
 
     def feed(self, text: str) -> ToolDelta:
-        heard = listen(hermes().stream(TOOLS), [text])
-        return ToolDelta(heard.content, tuple(CallDelta(i, f"c{i}", n, a) for i, (n, a) in enumerate(heard.calls)))
+        parsed = run_stream(hermes().stream(TOOLS), [text])
+        return ToolDelta(parsed.content, tuple(CallDelta(i, f"c{i}", n, a) for i, (n, a) in enumerate(parsed.calls)))
 
     def finish(self) -> ToolDelta:
         return ToolDelta()
@@ -88,7 +96,7 @@ def one_index(delta: ToolDelta) -> ToolDelta:
 
 
 class ToolSuite(ToolParserSuite):
-    """Hermes, or what is heard by another stream of its format."""
+    """Hermes, or what is parsed by another stream of its format."""
 
     name = "hermes"
     phases = (Phase.generate,)
@@ -97,12 +105,12 @@ class ToolSuite(ToolParserSuite):
     def __init__(self, stream: Callable[[], ToolStream] | None = None) -> None:
         self._stream = stream or (lambda: hermes().stream(TOOLS))
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         made = (json.dumps({"name": c.name, "arguments": c.arguments}, ensure_ascii=False) for c in calls)
         return "\n".join([content, *(f"<tool_call>\n{call}\n</tool_call>" for call in made)])
 
-    def hear(self, *pieces: str) -> Heard:
-        return listen(self._stream(), pieces)
+    def parse(self, *pieces: str) -> ParsedOutput:
+        return run_stream(self._stream(), pieces)
 
     def make(self) -> ToolParser:
         parser = hermes()
@@ -172,7 +180,7 @@ class ReasoningSuite(ReasoningParserSuite):
         return f"{reasoning}\n</think>\n\n{answer}"
 
     def make(self) -> ReasoningParser:
-        parser, stream = self._parser(Qwen3Config(), ParserContext()), self._stream
+        parser, stream = self._parser(Qwen3ReasoningConfig(), ParserContext()), self._stream
         if stream is not None:
             parser.stream = lambda prompt: stream()  # type: ignore[method-assign]
         return parser
@@ -191,11 +199,11 @@ MUTANTS = [
     _tools("drops characters of content", lambda: Changed(without_marks), "test_text_without_calls_is_unchanged"),
     _tools("gives all calls one index", lambda: Changed(one_index), "test_calls_are_found_in_any_pieces"),
     _tools("raises for what is no call", AtTheEnd, "test_pieces_do_not_matter", "JSONDecodeError"),
-    _tools("tells arguments in the end only", AtTheEnd, "test_arguments_come_as_they_grow"),
+    _tools("emits arguments in the end only", AtTheEnd, "test_arguments_come_as_they_grow"),
     _tools("loses the content", lambda: Changed(without_content), "test_no_word_is_lost"),
-    _tools("takes back what it told", PieceByPiece, "test_what_was_told_stays"),
+    _tools("takes back what it emitted", PieceByPiece, "test_emitted_deltas_stay"),
     _tools(
-        "calls functions that nobody offered",
+        "calls functions that were not offered",
         lambda: hermes().stream((*TOOLS, Tool("launch_rocket", OPEN))),
         "test_unknown_functions_are_content",
     ),

@@ -15,7 +15,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from dovetail.chat.parsing import ChatPlan, OutputParsers
+from dovetail.chat.parsing import OutputParsers, OutputPlan
 from dovetail.config.checkpoint import EMBEDDED
 from dovetail.constraints.gated import FreeTokens, gated
 from dovetail.errors import GrammarError
@@ -32,7 +32,7 @@ from dovetail_parsers.config import (
     GptOssToolsConfig,
     HermesConfig,
     Llama3JsonConfig,
-    MistralConfig,
+    MistralToolsConfig,
     PythonicConfig,
 )
 from dovetail_parsers.deepseek import Deepseek
@@ -84,8 +84,8 @@ MODES = {
 FORMATS: dict[str, tuple[Any, Any, str, str]] = {  # class, config, chat template, how a call begins
     "hermes": (Hermes, HermesConfig, "", "Well. <tool_call>"),
     "llama3_json": (Llama3Json, Llama3JsonConfig, "", "{"),
-    "mistral": (Mistral, MistralConfig, "", "Well. [TOOL_CALLS]"),
-    "mistral, named": (Mistral, MistralConfig, "[ARGS]", "[TOOL_CALLS]"),
+    "mistral": (Mistral, MistralToolsConfig, "", "Well. [TOOL_CALLS]"),
+    "mistral, named": (Mistral, MistralToolsConfig, "[ARGS]", "[TOOL_CALLS]"),
     "deepseek": (Deepseek, DeepseekConfig, "", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"),
     "deepseek, fenced": (Deepseek, DeepseekConfig, "```json", "<｜tool▁call▁begin｜>"),
     "pythonic": (Pythonic, PythonicConfig, "", "["),
@@ -136,7 +136,7 @@ class Setting:
         for end in '"{[]}(),:':
             self.weights[t.encode(end, add_special_tokens=False)] = 60.0
 
-    def write(self, plan: ChatPlan, backend: str, begin: str, rng: np.random.Generator) -> tuple[str, bool]:
+    def write(self, plan: OutputPlan, backend: str, begin: str, rng: np.random.Generator) -> tuple[str, bool]:
         """A random text under the constraint, and whether it has come to its end."""
         size = self.tokenizer.vocab_size
         grammar = plan.params.grammar
@@ -159,7 +159,7 @@ class Setting:
         return self.tokenizer.decode([i for i in ids if i not in EOS], skip_special_tokens=False), ended
 
 
-def read(plan: ChatPlan, text: str) -> list[tuple[str, str]]:
+def read(plan: OutputPlan, text: str) -> list[tuple[str, str]]:
     """(name, arguments) of the calls in a text."""
     reader, found = plan.reader(), list[list[str]]()
     for part in (reader.feed(text), reader.finish()):

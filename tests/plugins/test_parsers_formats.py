@@ -14,8 +14,14 @@ import pytest
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import ConstraintGate, ParserContext, Tool, ToolParser, ToolRequest
-from dovetail.testing.parsers import TOOLS, Call, Heard, ToolParserSuite, listen
-from dovetail_parsers.config import DeepseekConfig, GptOssToolsConfig, Llama3JsonConfig, MistralConfig, PythonicConfig
+from dovetail.testing.parsers import TOOLS, ExpectedCall, ParsedOutput, ToolParserSuite, run_stream
+from dovetail_parsers.config import (
+    DeepseekConfig,
+    GptOssToolsConfig,
+    Llama3JsonConfig,
+    MistralToolsConfig,
+    PythonicConfig,
+)
 from dovetail_parsers.deepseek import Deepseek
 from dovetail_parsers.harmony import GptOssTools
 from dovetail_parsers.llama3_json import Llama3Json
@@ -28,21 +34,21 @@ STRICT = tuple(Tool(tool.name, tool.parameters, strict=True) for tool in TOOLS)
 V3 = ParserContext("... <｜tool▁sep｜>' + name + '\n```json\n' ...")
 
 
-def as_text(call: Call, arguments: str = "arguments") -> str:
+def as_text(call: ExpectedCall, arguments: str = "arguments") -> str:
     return json.dumps({"name": call.name, arguments: call.arguments}, ensure_ascii=False)
 
 
 class TestMistral(ToolParserSuite):
     name = "mistral"
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         return f"{content}[TOOL_CALLS] [{', '.join(map(as_text, calls))}]"
 
 
 class TestMistralNamed(ToolParserSuite):
     name = "mistral"
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         return content + "".join(f"[TOOL_CALLS]{c.name}[ARGS]{json.dumps(c.arguments)}" for c in calls)
 
 
@@ -50,21 +56,21 @@ class TestLlama3Json(ToolParserSuite):
     name = "llama3_json"
     mixed = False
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         return "; ".join(as_text(call, "parameters") for call in calls)
 
 
 class TestLlama3Tagged(ToolParserSuite):
     name = "llama3_json"
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         return f"{content}<|python_tag|>" + ";".join(as_text(call, "parameters") for call in calls)
 
 
 class TestDeepseekV3(ToolParserSuite):
     name = "deepseek"
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         made = "\n".join(
             f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c.name}\n```json\n{json.dumps(c.arguments)}\n```<｜tool▁call▁end｜>"
             for c in calls
@@ -75,7 +81,7 @@ class TestDeepseekV3(ToolParserSuite):
 class TestDeepseekV31(ToolParserSuite):
     name = "deepseek"
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         made = "".join(
             f"<｜tool▁call▁begin｜>{c.name}<｜tool▁sep｜>{json.dumps(c.arguments)}<｜tool▁call▁end｜>" for c in calls
         )
@@ -86,7 +92,7 @@ class TestPythonic(ToolParserSuite):
     name = "pythonic"
     mixed = False
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         return f"[{', '.join(_python(call) for call in calls)}]"
 
 
@@ -94,14 +100,14 @@ class TestPythonicMarked(ToolParserSuite):
     name = "pythonic"
     context = ParserContext(special_tokens=frozenset({"<|python_start|>", "<|python_end|>"}))
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         return f"{content}<|python_start|>[{', '.join(_python(call) for call in calls)}]<|python_end|>"
 
 
 class TestGptOss(ToolParserSuite):
     name = "gpt_oss"
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         return content + "<|start|>assistant".join(
             f"<|channel|>commentary to=functions.{c.name} <|constrain|>json<|message|>{json.dumps(c.arguments)}<|call|>"
             for c in calls
@@ -111,46 +117,46 @@ class TestGptOss(ToolParserSuite):
 class TestGptOssOtherHeader(ToolParserSuite):
     name = "gpt_oss"
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         return content + "".join(
             f"<|start|>assistant to=functions.{c.name}<|channel|>commentary json<|message|>{json.dumps(c.arguments)}<|call|>"
             for c in calls
         )
 
 
-def _python(call: Call) -> str:
+def _python(call: ExpectedCall) -> str:
     return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
 
 
-def hear(parser: ToolParser, text: str) -> Heard:
-    return listen(parser.stream(TOOLS), [text])
+def parse(parser: ToolParser, text: str) -> ParsedOutput:
+    return run_stream(parser.stream(TOOLS), [text])
 
 
 LLAMA = Llama3Json(Llama3JsonConfig(), ParserContext())
-MISTRAL = Mistral(MistralConfig(), ParserContext())
+MISTRAL = Mistral(MistralToolsConfig(), ParserContext())
 PYTHONIC = Pythonic(PythonicConfig(), ParserContext())
 GPT_OSS = GptOssTools(GptOssToolsConfig(), ParserContext())
 
 
 def test_an_answer_in_json_is_no_call():
     text = ' {"name": "Anna", "age": 31}'
-    assert hear(LLAMA, text) == Heard(text, ())
+    assert parse(LLAMA, text) == ParsedOutput(text, ())
 
 
 def test_json_in_the_middle_of_an_answer_is_no_call():
     text = 'Like this: {"name": "add", "parameters": {}}'
-    assert hear(LLAMA, text) == Heard(text, ())
+    assert parse(LLAMA, text) == ParsedOutput(text, ())
 
 
 def test_a_list_that_is_an_answer_is_no_call():
     for text in ("[1, 2]", "[add]", "[add(1)]", "See [add(a=1)]"):
-        assert hear(PYTHONIC, text) == Heard(text, ())
+        assert parse(PYTHONIC, text) == ParsedOutput(text, ())
 
 
 def test_mistral_ids_are_what_its_template_takes():
     assert len(MISTRAL.new_id()) == 9
     assert MISTRAL.new_id().isalnum()
-    assert hear(MISTRAL, "[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{}").calls == (("add", "{}"),)
+    assert parse(MISTRAL, "[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{}").calls == (("add", "{}"),)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +224,7 @@ def test_mistral_array():
 
 
 def test_mistral_with_names_forces_the_one():
-    parser = Mistral(MistralConfig(), ParserContext("... [ARGS] ..."))
+    parser = Mistral(MistralToolsConfig(), ParserContext("... [ARGS] ..."))
     one = made(parser, TOOLS[1], required=True, offers=frozenset())
     assert one == ({"type": "object"}, ConstraintGate(prefix="[TOOL_CALLS]add[ARGS]"))
     tags, gate = made(parser, *TOOLS[:2], required=True)
@@ -252,7 +258,7 @@ def test_gpt_oss_forces_the_named_function_behind_its_reasoning():
     )
 
 
-NAMED = Mistral(MistralConfig(), ParserContext("... [ARGS] ..."))
+NAMED = Mistral(MistralToolsConfig(), ParserContext("... [ARGS] ..."))
 DEEPSEEK = Deepseek(DeepseekConfig(), V3)
 
 
@@ -279,7 +285,7 @@ def test_what_no_backend_can_enforce_is_refused(parser: ToolParser, request_: To
 
 def test_marks_that_are_special_tokens_are_written_by_stand_ins():
     marks = ("[TOOL_CALLS]", "[ARGS]")
-    parser = Mistral(MistralConfig(), ParserContext("... [ARGS] ...", frozenset(marks)))
+    parser = Mistral(MistralToolsConfig(), ParserContext("... [ARGS] ...", frozenset(marks)))
     tags, gate = made(parser, TOOLS[1], required=True)
     assert gate == ConstraintGate(
         prefix=marks[0], prefix_in_grammar=True, marks=((marks[0], "\x0e"), (marks[1], "\x0f"))

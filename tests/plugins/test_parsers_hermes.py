@@ -13,7 +13,7 @@ import pytest
 from dovetail.errors import GrammarError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import ParserContext, Tool, ToolRequest
-from dovetail.testing.parsers import TOOLS, Call, Heard, ToolParserSuite, listen
+from dovetail.testing.parsers import TOOLS, ExpectedCall, ParsedOutput, ToolParserSuite, run_stream
 from dovetail_parsers.config import HermesConfig
 from dovetail_parsers.hermes import Hermes
 
@@ -25,14 +25,14 @@ def hermes() -> Hermes:
     return Hermes(HermesConfig(), ParserContext())
 
 
-def hear(text: str) -> Heard:
-    return listen(hermes().stream(TOOLS), [text])
+def parse(text: str) -> ParsedOutput:
+    return run_stream(hermes().stream(TOOLS), [text])
 
 
 class TestHermes(ToolParserSuite):
     name = "hermes"
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         made = (json.dumps({"name": c.name, "arguments": c.arguments}, ensure_ascii=False) for c in calls)
         return "\n".join([content, *(f"<tool_call>\n{call}\n</tool_call>" for call in made)])
 
@@ -47,16 +47,16 @@ class TestHermes(ToolParserSuite):
     ],
 )
 def test_forms_of_one_call(text: str):
-    assert hear(text) == Heard("", (("add", '{"a": 1}'),))
+    assert parse(text) == ParsedOutput("", (("add", '{"a": 1}'),))
 
 
 def test_a_call_without_arguments():
-    assert hear('<tool_call>{"name": "get"}</tool_call>').calls == (("get", "{}"),)
+    assert parse('<tool_call>{"name": "get"}</tool_call>').calls == (("get", "{}"),)
 
 
 def test_content_before_between_and_behind():
-    heard = hear('A <b> \n<tool_call>{"name": "get", "arguments": {}}</tool_call>\nB\n<tool_call>{"name": "add"}x')
-    assert heard == Heard("A <b>\nBx", (("get", "{}"), ("add", "{}")))
+    parsed = parse('A <b> \n<tool_call>{"name": "get", "arguments": {}}</tool_call>\nB\n<tool_call>{"name": "add"}x')
+    assert parsed == ParsedOutput("A <b>\nBx", (("get", "{}"), ("add", "{}")))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_content_before_between_and_behind():
     ],
 )
 def test_a_call_that_breaks_off(text: str, content: str, arguments: str):
-    assert hear(text) == Heard(content, (("add", arguments),))
+    assert parse(text) == ParsedOutput(content, (("add", arguments),))
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_a_call_that_breaks_off(text: str, content: str, arguments: str):
     ],
 )
 def test_what_is_no_call_is_content(text: str):
-    assert hear(text) == Heard(text, ())
+    assert parse(text) == ParsedOutput(text, ())
 
 
 def test_a_broken_call_does_not_hide_the_next():
-    heard = hear('<tool_call>{"na<tool_call>{"name": "add", "arguments": {}}</tool_call>')
-    assert heard == Heard('<tool_call>{"na', (("add", "{}"),))
+    parsed = parse('<tool_call>{"na<tool_call>{"name": "add", "arguments": {}}</tool_call>')
+    assert parsed == ParsedOutput('<tool_call>{"na', (("add", "{}"),))
 
 
 # constraints

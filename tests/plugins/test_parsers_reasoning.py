@@ -9,14 +9,14 @@ import pytest
 
 from dovetail.interfaces.parsers import ConstraintGate, ParserContext, ReasoningParser
 from dovetail.testing.parsers import ReasoningParserSuite
-from dovetail_parsers.config import DeepseekR1Config, GptOssReasoningConfig, Qwen3Config
+from dovetail_parsers.config import DeepseekR1Config, GptOssReasoningConfig, Qwen3ReasoningConfig
 from dovetail_parsers.harmony import GptOssReasoning
 from dovetail_parsers.think import DeepseekR1, Qwen3
 
 OPENED = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 BARE = "<|im_start|>assistant\n"
-QWEN = Qwen3(Qwen3Config(), ParserContext())
+QWEN = Qwen3(Qwen3ReasoningConfig(), ParserContext())
 R1 = DeepseekR1(DeepseekR1Config(), ParserContext())
 GPT_OSS = GptOssReasoning(GptOssReasoningConfig(), ParserContext())
 
@@ -45,7 +45,7 @@ class TestGptOss(ReasoningParserSuite):
         return f"<|channel|>analysis<|message|>{reasoning}<|end|>{final}"
 
 
-def hear(parser: ReasoningParser, prompt: str, text: str) -> tuple[str, str]:
+def parse(parser: ReasoningParser, prompt: str, text: str) -> tuple[str, str]:
     stream = parser.stream(prompt)
     return tuple(a + b for a, b in zip(stream.feed(text), stream.finish(), strict=True))
 
@@ -73,13 +73,13 @@ def hear(parser: ReasoningParser, prompt: str, text: str) -> tuple[str, str]:
     ],
 )
 def test_what_is_reasoning(parser: ReasoningParser, prompt: str, text: str, found: tuple[str, str]):
-    assert hear(parser, prompt, text) == found
+    assert parse(parser, prompt, text) == found
 
 
 def test_gates():
     assert QWEN.gate(OPENED) == R1.gate(BARE) == ConstraintGate(until="</think>")
     assert QWEN.gate(CLOSED) is None
     assert QWEN.gate(BARE) == ConstraintGate(lead="<think>", optional=True, until="</think>")
-    opens = Qwen3(Qwen3Config(), ParserContext("{%- if enable_thinking %}{{- '<think>\\n' -}}{% endif %}"))
+    opens = Qwen3(Qwen3ReasoningConfig(), ParserContext("{%- if enable_thinking %}{{- '<think>\\n' -}}{% endif %}"))
     assert opens.gate(BARE) is None
     assert opens.gate(OPENED) == ConstraintGate(until="</think>")

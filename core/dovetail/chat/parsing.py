@@ -27,7 +27,7 @@ from dovetail.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPlan:
+class OutputPlan:
     """How the outputs of one request are constrained and read."""
 
     params: SamplingParams
@@ -65,7 +65,7 @@ class OutputParsers:
 
     def plan(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
-    ) -> ChatPlan:
+    ) -> OutputPlan:
         """What a request with this prompt needs. Raises ``RequestError`` where ``tools`` cannot be read or enforced.
 
         With tools, the reader looks for stop strings and not the engine, which does not know what a call is."""
@@ -79,7 +79,7 @@ class OutputParsers:
         elif params.grammar is not None and gate is not None:
             params = replace(params, grammar_gate=self._in_tokens(gate))
         params = replace(params, keep_special=self._kept(marks))
-        return ChatPlan(params, self, prompt, tools, separate_reasoning, stops)
+        return OutputPlan(params, self, prompt, tools, separate_reasoning, stops)
 
     def _tool_parser(self) -> ToolParser:
         if self.tool is None:

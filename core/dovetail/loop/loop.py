@@ -127,7 +127,7 @@ class Loop:
     def _flush(self, call_id: str) -> CommandReply:
         if self.scheduler.has_work:
             return CommandReply(call_id, False, "requests are running; the cache is flushed when none is")
-        self.scheduler.let_go()
+        self.scheduler.release_pins()
         ledger = self.scheduler.ledger
         pages = ledger.cache.reset()
         ledger.allocator.free(pages)

@@ -26,7 +26,7 @@ def stats_of(
         running=len(scheduler.prefilling) + len(scheduler.decoding),
         waiting=len(scheduler.waiting),
         pages_total=ledger.allocator.num_total,
-        pages_used=ledger.allocator.num_total - ledger.available - scheduler.pins.beside(scheduler.running),
+        pages_used=ledger.allocator.num_total - ledger.available - scheduler.pins.count_unread(scheduler.running),
         pages_cached=ledger.cache.total_pages,
         pages_pinned=scheduler.pins.pages,
         prompt_tokens=totals.prompt_tokens,

@@ -68,10 +68,10 @@ class Admission:
                 or not self.ledger.table.num_free
             ):
                 break
-            if waits is not None and waits.still(req):
+            if waits is not None and waits.is_waiting(req):
                 continue
             match = self._match(req)
-            if waits is not None and not _reads_prompt(req) and waits.start(req, match.length):
+            if waits is not None and not _reads_prompt(req) and waits.start_waiting(req, match.length):
                 continue
             if claims is None:
                 claims = sum(map(self._claim, prefilling + decoding))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class Decoding:
     """``reqs`` is the scheduler's own list; whoever changes it, or the pages of the cache that its requests read, calls
-    ``changed``."""
+    ``invalidate``."""
 
     def __init__(self, ledger: PageLedger, reqs: list[Req], sharing: Sharing | None) -> None:
         """``sharing`` finds the rows that begin alike, where attention makes use of it."""
@@ -25,11 +25,11 @@ class Decoding:
         self.rows: DecodeRows | None = None  # None: they are to be made anew
         self._ledger, self._sharing = ledger, sharing
 
-    def changed(self) -> None:
+    def invalidate(self) -> None:
         """Somebody has joined or left, or reads other pages of the cache."""
         self.rows = None
 
-    def read_others(self) -> None:
+    def invalidate_sharing(self) -> None:
         """Somebody may read other pages of the cache, of the same content."""
         if self._sharing is not None:
             self.rows = None
@@ -58,7 +58,7 @@ class Decoding:
         far as there are any."""
         rows = self.current()
         if width:
-            rows.wish(width)
+            rows.set_draft_limits(width)
         if not rows.short_of_pages(width):
             return rows
         while not self._reserve_next(rows):
@@ -90,19 +90,19 @@ class Decoding:
                 self.rows = None
                 return False
             short = list(range(len(rows.reqs)))
-        rows.hold(short)
+        rows.update_capacity(short)
         return True
 
     def _reserve_drafts(self, rows: DecodeRows, width: int) -> None:
         """Pages for the drafts of each row. Where there are too few left, it gets as many drafts as its pages hold."""
-        rows.wish(width)
+        rows.set_draft_limits(width)
         short = rows.short_of_pages(width)
         for row in short:
             req = rows.reqs[row]
             most = (req.num_pages + self._ledger.available) * self._ledger.page_size
             self._ledger.reserve(req, min(req.device_len + int(rows.draft_limits[row]), most))
-        rows.hold(short)
-        rows.do_with_pages()
+        rows.update_capacity(short)
+        rows.limit_drafts_to_pages()
 
     def reserve_ahead(self, width: int) -> None:
         """Reserve pages for the drafts of the step after the one that computes now, however many of its own are accepted. Where
@@ -110,11 +110,11 @@ class Decoding:
         rows = self.rows
         if rows is None or not width:
             return
-        rows.wish(width)
+        rows.set_draft_limits(width)
         short = rows.short_of_pages(width)
         for row in short:
             req, length = rows.reqs[row], int(rows.lens[row] + rows.draft_limits[row])
             if self._ledger.pages_for(length) - req.num_pages <= self._ledger.allocator.num_free:
                 self._ledger.reserve(req, length)
         if short:
-            rows.hold(short)
+            rows.update_capacity(short)

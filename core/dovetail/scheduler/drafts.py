@@ -18,9 +18,9 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: f
 
     Raises ``ValueError`` for what the contract of ``Drafter.propose`` excludes.
     """
-    rows, room = len(batch.reqs), batch.draft_limits
+    rows, limits = len(batch.reqs), batch.draft_limits
     lens, ids, parents = drafts.lens, drafts.token_ids, drafts.parents
-    assert room is not None, "pages were reserved for no drafts"
+    assert limits is not None, "pages were reserved for no drafts"
     if lens.shape != (rows,) or ids.ndim != 2 or ids.shape != parents.shape or len(ids) != rows:
         raise ValueError(
             f"a draft tree of {rows} rows has lens {lens.shape}, token_ids {ids.shape}, parents {parents.shape}; "
@@ -28,8 +28,8 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: f
         )
     counts = lens.tolist()
     lowest, longest = min(counts), max(counts)
-    if lowest < 0 or longest > ids.shape[1] or True in (lens > room).tolist():
-        raise ValueError(f"draft lens are {counts}; allowed: up to {room.tolist()}, of k = {ids.shape[1]}")
+    if lowest < 0 or longest > ids.shape[1] or True in (lens > limits).tolist():
+        raise ValueError(f"draft lens are {counts}; allowed: up to {limits.tolist()}, of k = {ids.shape[1]}")
     if longest == 0:
         return None
     ids = ids[:, :longest]

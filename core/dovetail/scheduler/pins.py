@@ -107,7 +107,7 @@ class Pins:
         self._drop_oldest()
         return True
 
-    def beside(self, running: Iterable[Req]) -> int:
+    def count_unread(self, running: Iterable[Req]) -> int:
         """Pinned pages that no running request reads. Linear in the pool and in the pages that are shared, where there are pins."""
         if not self.pages:
             return 0

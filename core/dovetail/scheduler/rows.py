@@ -29,7 +29,7 @@ class DecodeRows:
     """
 
     __slots__ = (
-        "_wanted",
+        "_limits_of_width",
         "capacity",
         "draft_lens",
         "draft_limits",
@@ -59,7 +59,9 @@ class DecodeRows:
         self.ends = np.fromiter([len(r.token_ids) for r in reqs], np.int32, n)
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
         self.draft_limits = np.zeros(n, np.int32)
-        self._wanted: tuple[int, IntArray] | None = None  # what ``wish`` found for a width, where no end is near
+        self._limits_of_width: tuple[int, IntArray] | None = (
+            None  # what ``set_draft_limits`` found for a width, where no end is near
+        )
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
         self.recount_steps()
         self.recount_spare()
@@ -77,22 +79,22 @@ class DecodeRows:
         """Set ``spare`` by the arrays."""
         self.spare = int((self.capacity - self.lens).min(initial=np.iinfo(np.int32).max))
 
-    def wish(self, draft_width: int) -> None:
+    def set_draft_limits(self, draft_width: int) -> None:
         """Set ``draft_limits``: the drafts that each row wants to verify, ``draft_width`` at most. The next token of its own needs
         room too."""
-        if self._wanted is None or self._wanted[0] != draft_width:
-            self._wanted = draft_width, _read_only(np.minimum(self.draft_lens, draft_width))
-        self.draft_limits = self._wanted[1]
+        if self._limits_of_width is None or self._limits_of_width[0] != draft_width:
+            self._limits_of_width = draft_width, _read_only(np.minimum(self.draft_lens, draft_width))
+        self.draft_limits = self._limits_of_width[1]
         if self.steps_left <= draft_width:
             self.recount_steps()
             self.draft_limits = _read_only(np.minimum(self.remain - 1, self.draft_limits))
 
-    def do_with_pages(self) -> None:
+    def limit_drafts_to_pages(self) -> None:
         """No more drafts in ``draft_limits`` than there are pages for."""
         self.draft_limits = _read_only(np.minimum(self.draft_limits, self.capacity - self.lens))
 
     def short_of_pages(self, draft_width: int = 0) -> list[int]:
-        """Rows whose pages do not hold the token that enters now and, with the width of the last ``wish``, the drafts that they
+        """Rows whose pages do not hold the token that enters now and, with the width of the last ``set_draft_limits``, the drafts that they
         want."""
         if self.spare >= draft_width:
             return []
@@ -102,7 +104,7 @@ class DecodeRows:
             self.recount_spare()
         return short
 
-    def hold(self, rows: list[int]) -> None:
+    def update_capacity(self, rows: list[int]) -> None:
         """These rows have other pages than before."""
         page_size = self.page_size
         self.capacity[rows] = [self.reqs[row].num_pages * page_size for row in rows]
@@ -129,7 +131,7 @@ class DecodeRows:
         self.lens[:] = [r.device_len for r in self.reqs]
         if adapted:
             self.draft_lens[:] = [r.draft_len for r in self.reqs]
-            self._wanted = None
+            self._limits_of_width = None
 
 
 def _read_only(array: IntArray) -> IntArray:

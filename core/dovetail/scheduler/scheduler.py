@@ -145,7 +145,7 @@ class Scheduler:
 
     def _retract_one(self) -> None:
         """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""
-        self._rows.changed()
+        self._rows.invalidate()
         victim = max(self.running, key=lambda r: r.uid)
         (self.prefilling if victim in self.prefilling else self.decoding).remove(victim)
         self._release(victim)
@@ -169,7 +169,7 @@ class Scheduler:
         req.device_len += 1
         self.prefilling.remove(req)
         self.decoding.append(req)
-        self._rows.changed()
+        self._rows.invalidate()
         return True
 
     def attach(self, batch: Batch, drafts: DraftTree) -> None:
@@ -191,7 +191,7 @@ class Scheduler:
         self.ledger.table.put_back(batch.page_updates)
         for req, count in zip(batch.reqs, batch.extend_lens.tolist(), strict=True):
             req.cached_len -= count
-        self._rows.changed()
+        self._rows.invalidate()
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Scheduler:
         if len(tokens) <= min(req.in_flight, 1):
             return []
         if req.slot >= 0:
-            self._rows.changed()
+            self._rows.invalidate()
             if not self.ledger.reserve(req, req.known_len + len(tokens)):
                 return []
         tokens = take_forced(req, tokens, self.eos_token_ids)
@@ -257,7 +257,7 @@ class Scheduler:
         """A part of its prompt is in the pool: others may read it."""
         self.ledger.share(req)
         self.groups.computed(req)
-        self._rows.read_others()
+        self._rows.invalidate_sharing()
 
     # -- leave -------------------------------------------------------------------------------------------------------
 
@@ -269,10 +269,10 @@ class Scheduler:
     def abort_all(self, message: str) -> list[Answer]:
         """End every request now."""
         answers = self._abort(list(self._by_rid.values()), message)
-        self.let_go()
+        self.release_pins()
         return answers
 
-    def let_go(self) -> None:
+    def release_pins(self) -> None:
         """Keep nothing in the cache for groups and sessions any more."""
         self.groups.clear()
         self.pins.clear()
@@ -297,7 +297,7 @@ class Scheduler:
     def _leave(self, reqs: list[Req], *, keep: bool = True) -> None:
         """Requests that have just finished leave queues, table and books: one pass, however many they are."""
         if any(req.slot >= 0 for req in reqs):
-            self._rows.changed()
+            self._rows.invalidate()
             self.decoding[:] = [r for r in self.decoding if r.finish is None]
             self.prefilling[:] = [r for r in self.prefilling if r.finish is None]
         if any(req.slot < 0 for req in reqs):
@@ -306,7 +306,7 @@ class Scheduler:
             if req.slot >= 0:
                 self._release(req, keep=keep)
                 if keep:
-                    self._keep_for_others(req)
+                    self._keep_cached(req)
             else:
                 self._admission.forget(req)
             self._forget(req)
@@ -316,7 +316,7 @@ class Scheduler:
         if self.limits.draft_width:
             self._departed.append(req)
 
-    def _keep_for_others(self, req: Req) -> None:
+    def _keep_cached(self, req: Req) -> None:
         """It has ended; its text is in the cache, and may be wanted by its group or by the next of its session."""
         self.groups.computed(req)
         if req.session:

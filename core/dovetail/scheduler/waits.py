@@ -55,7 +55,7 @@ class PrefixWaits:
         """``req`` waits no longer."""
         self._waits.pop(req.uid, None)
 
-    def still(self, req: Req) -> bool:
+    def is_waiting(self, req: Req) -> bool:
         """True if ``req`` waits, and what it waits for has not come."""
         wait = self._waits.get(req.uid)
         if wait is None:
@@ -66,7 +66,7 @@ class PrefixWaits:
         del self._waits[req.uid]
         return False
 
-    def start(self, req: Req, cached: int) -> bool:
+    def start_waiting(self, req: Req, cached: int) -> bool:
         """True if a prompt that is being computed has more of this request's prefix than the ``cached`` tokens that the
         cache has: then ``req`` waits from now on."""
         end = cached + self._page_size + self._ahead

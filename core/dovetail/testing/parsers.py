@@ -32,7 +32,7 @@ _keys = st.text(string.ascii_lowercase + "_", min_size=1, max_size=8).filter(lam
 words = st.text(string.ascii_letters + " .,é漢🙂\n", max_size=40).map(str.strip)
 
 
-class Call(NamedTuple):
+class ExpectedCall(NamedTuple):
     """A call, its arguments as a value."""
 
     name: str
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 calls = st.lists(
     st.builds(
-        Call,
+        ExpectedCall,
         st.sampled_from([tool.name for tool in TOOLS]),
         st.dictionaries(_keys, _values, max_size=3),
     ),
@@ -50,19 +50,19 @@ calls = st.lists(
 )
 
 
-class Heard(NamedTuple):
+class ParsedOutput(NamedTuple):
     """All that a tool stream told: content, and (name, text of the arguments) of each call."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
 
     @property
-    def values(self) -> list[Call]:
+    def values(self) -> list[ExpectedCall]:
         """The calls, their arguments read."""
-        return [Call(name, json.loads(arguments)) for name, arguments in self.calls]
+        return [ExpectedCall(name, json.loads(arguments)) for name, arguments in self.calls]
 
 
-def listen(stream: ToolStream, pieces: Sequence[str]) -> Heard:
+def run_stream(stream: ToolStream, pieces: Sequence[str]) -> ParsedOutput:
     """Run ``pieces`` through ``stream`` and hold its deltas to the rules of their form."""
     content = ""
     found: list[list[str]] = []
@@ -81,7 +81,7 @@ def listen(stream: ToolStream, pieces: Sequence[str]) -> Heard:
                 assert call.name is None, "only the first part of a call has its name"
             found[call.index][1] += call.arguments
     assert len(set(ids)) == len(ids), f"ids are not unique: {ids}"
-    return Heard(content, tuple((name, arguments) for name, arguments in found))
+    return ParsedOutput(content, tuple((name, arguments) for name, arguments in found))
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
@@ -140,7 +140,7 @@ class ToolParserSuite(PropertySuite):
     most_calls: ClassVar[int] = 3
     in_fragments: ClassVar[bool] = True
 
-    def write(self, content: str, calls: Sequence[Call]) -> str:
+    def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
         """An output of the model, as this format has it: ``content``, perhaps empty, then the calls."""
         raise NotImplementedError
 
@@ -148,25 +148,25 @@ class ToolParserSuite(PropertySuite):
         """A new parser. Override it to test a class that no plugin registers."""
         return self.build(self.context)
 
-    def hear(self, *pieces: str) -> Heard:
+    def parse(self, *pieces: str) -> ParsedOutput:
         """What the parser makes of a text."""
-        return listen(self.make().stream(TOOLS), pieces)
+        return run_stream(self.make().stream(TOOLS), pieces)
 
     def texts(self) -> st.SearchStrategy[str]:
         """Valid texts."""
         return st.builds(lambda content, made: self.write(*self._fit(content, made)), words, calls)
 
-    def _fit(self, content: str, made: list[Call]) -> tuple[str, list[Call]]:
+    def _fit(self, content: str, made: list[ExpectedCall]) -> tuple[str, list[ExpectedCall]]:
         return content if self.mixed else "", made[: self.most_calls]
 
     def test_calls_are_found_in_any_pieces(self) -> None:
         """Content and calls are those that were written, however the text is cut."""
 
-        def test(content: str, made: list[Call], at: list[int]) -> None:
+        def test(content: str, made: list[ExpectedCall], at: list[int]) -> None:
             content, made = self._fit(content, made)
-            heard = self.hear(*cut(self.write(content, made), at))
-            assert heard.content.strip() == content
-            assert heard.values == made
+            parsed = self.parse(*cut(self.write(content, made), at))
+            assert parsed.content.strip() == content
+            assert parsed.values == made
 
         self.check(test, content=words, made=calls, at=places)
 
@@ -174,9 +174,9 @@ class ToolParserSuite(PropertySuite):
         """Damaged texts too: the same content and calls in any pieces, and a character at a time."""
 
         def test(text: str, at: list[int]) -> None:
-            whole = self.hear(text)
-            assert self.hear(*cut(text, at)) == whole
-            assert self.hear(*text) == whole
+            whole = self.parse(text)
+            assert self.parse(*cut(text, at)) == whole
+            assert self.parse(*text) == whole
 
         self.check(test, text=damaged(self.texts()), at=places)
 
@@ -184,8 +184,8 @@ class ToolParserSuite(PropertySuite):
         """Where no call comes of it, the text is the content, to the last character."""
 
         def test(text: str) -> None:
-            heard = self.hear(text)
-            assert heard.calls or heard.content == text
+            parsed = self.parse(text)
+            assert parsed.calls or parsed.content == text
 
         self.check(test, text=damaged(self.texts()) | st.text())
 
@@ -194,19 +194,19 @@ class ToolParserSuite(PropertySuite):
 
         def test(text: str, at: int) -> None:
             at %= len(text) + 1
-            heard = self.hear(text[:at] + SENTINEL + text[at:])
-            shown = [heard.content, *(part for call in heard.calls for part in call)]
+            parsed = self.parse(text[:at] + SENTINEL + text[at:])
+            shown = [parsed.content, *(part for call in parsed.calls for part in call)]
             assert sum(part.count(letter) for part in shown for letter in "zqx") >= len(SENTINEL)
 
         self.check(test, text=damaged(self.texts()), at=st.integers(0, 10_000))
 
-    def test_what_was_told_stays(self) -> None:
-        """What is told of a text's beginning is the beginning of what is told of all of it."""
+    def test_emitted_deltas_stay(self) -> None:
+        """What the parser emits for the beginning of a text is the beginning of what it emits for the whole text."""
 
         def test(text: str, at: int) -> None:
             at %= len(text) + 1
             stream = self.make().stream(TOOLS)
-            early, late = stream.feed(text[:at]), self.hear(text)
+            early, late = stream.feed(text[:at]), self.parse(text)
             assert late.content.startswith(early.content)
             for call in early.calls:
                 name, arguments = late.calls[call.index]
@@ -216,18 +216,18 @@ class ToolParserSuite(PropertySuite):
         self.check(test, text=damaged(self.texts()), at=st.integers(0, 10_000))
 
     def test_arguments_come_as_they_grow(self) -> None:
-        """A long argument is told in parts, before the call has ended."""
+        """A long argument is emitted in parts, before the call has ended."""
         if not self.in_fragments:
             pytest.skip(f"{self.name} tells calls whole")
-        text = self.write("", [Call("get_weather", {"first": "a", "second": "b" * 200})])
+        text = self.write("", [ExpectedCall("get_weather", {"first": "a", "second": "b" * 200})])
         stream = self.make().stream(TOOLS)
         early = [stream.feed(char) for char in text[: text.index("b" * 100)]]
         assert any(call.name == "get_weather" for delta in early for call in delta.calls)
 
     def test_unknown_functions_are_content(self) -> None:
         """A function that was not offered is not called."""
-        text = self.write("", [Call("launch_rocket", {"to": "moon"})])
-        assert self.hear(text) == Heard(text, ())
+        text = self.write("", [ExpectedCall("launch_rocket", {"to": "moon"})])
+        assert self.parse(text) == ParsedOutput(text, ())
 
 
 class ReasoningParserSuite(PropertySuite):
@@ -246,7 +246,7 @@ class ReasoningParserSuite(PropertySuite):
         """A new parser. Override it to test a class that no plugin registers."""
         return self.build(self.context)
 
-    def hear(self, prompt: str, *pieces: str) -> tuple[str, str]:
+    def parse(self, prompt: str, *pieces: str) -> tuple[str, str]:
         """Reasoning and answer that the parser finds."""
         stream: ReasoningStream = self.make().stream(prompt)
         deltas = [*map(stream.feed, pieces), stream.finish()]
@@ -262,7 +262,7 @@ class ReasoningParserSuite(PropertySuite):
 
             def test(reasoning: str, answer: str, at: list[int], prompt: str) -> None:
                 text = self.write(reasoning or "x", answer or "y", prompt)
-                found = self.hear(prompt, *cut(text, at))
+                found = self.parse(prompt, *cut(text, at))
                 assert [part.strip() for part in found] == [reasoning or "x", answer or "y"]
 
             self.check(test, prompt=st.just(prompt), reasoning=words, answer=words, at=places)
@@ -272,9 +272,9 @@ class ReasoningParserSuite(PropertySuite):
         for prompt in self.prompts:
 
             def test(text: str, at: list[int], prompt: str) -> None:
-                whole = self.hear(prompt, text)
-                assert self.hear(prompt, *cut(text, at)) == whole
-                assert self.hear(prompt, *text) == whole
+                whole = self.parse(prompt, text)
+                assert self.parse(prompt, *cut(text, at)) == whole
+                assert self.parse(prompt, *text) == whole
 
             self.check(test, prompt=st.just(prompt), text=damaged(self.texts(prompt)), at=places)
 
@@ -284,13 +284,13 @@ class ReasoningParserSuite(PropertySuite):
 
             def test(text: str, at: int, prompt: str) -> None:
                 at %= len(text) + 1
-                found = "".join(self.hear(prompt, text[:at] + SENTINEL + text[at:]))
+                found = "".join(self.parse(prompt, text[:at] + SENTINEL + text[at:]))
                 assert SENTINEL in found
 
             self.check(test, prompt=st.just(prompt), text=damaged(self.texts(prompt)), at=st.integers(0, 10_000))
 
     def test_both_parts_come_as_they_grow(self) -> None:
-        """A long text is told in parts, before it has ended: somebody waits for it."""
+        """A long text is emitted in parts before it has ended, because the client waits for it."""
         for prompt in self.prompts:
             text = self.write("x" * 200 + "\n" + "y" * 200, "z" * 400, prompt)
             stream = self.make().stream(prompt)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from dovetail.interfaces.parsers import CallDelta, Tool, ToolDelta, ToolStream
-from dovetail_parsers.reader import END, MalformedError, Reader, Reading
+from dovetail_parsers.reader import END, MalformedError, Reading, TextReader
 
 
-class CallReader(Reader, ToolStream):
+class CallReader(TextReader, ToolStream):
     """A tool stream over a ``read``. A call that turns out malformed before anything of it was told is content whole; one
     that does so later ends there, and content follows."""
 
@@ -18,10 +18,10 @@ class CallReader(Reader, ToolStream):
         self._new_id = new_id
         self._index = -1
         self._content: list[str] = []
-        self._told: list[CallDelta] = []
+        self._deltas: list[CallDelta] = []
         self._spaces = ""  # whitespace after content or a call: shown once content follows
         self._after_call = False
-        self.telling = False
+        self.call_begun = False
         super().__init__()
 
     def feed(self, text: str) -> ToolDelta:
@@ -37,12 +37,12 @@ class CallReader(Reader, ToolStream):
         return self._take()
 
     def _take(self) -> ToolDelta:
-        content, calls = "".join(self._content), tuple(_joined(self._told))
+        content, calls = "".join(self._content), tuple(_joined(self._deltas))
         self._content.clear()
-        self._told.clear()
+        self._deltas.clear()
         return ToolDelta(content, calls)
 
-    def say(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """``text`` is content. Whitespace at its end waits for what follows."""
         bare = text.rstrip(" \t\r\n")
         if bare:
@@ -50,33 +50,33 @@ class CallReader(Reader, ToolStream):
             self._spaces, self._after_call = "", False
         self._spaces += text[len(bare) :]
 
-    def tell(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         """A call begins."""
         self.accept()
         self._index += 1
-        self._spaces, self._after_call, self.telling = "", True, True
-        self._told.append(CallDelta(self._index, self._new_id(), name))
+        self._spaces, self._after_call, self.call_begun = "", True, True
+        self._deltas.append(CallDelta(self._index, self._new_id(), name))
 
-    def tell_arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """The next characters of its arguments."""
         self.accept()
-        self._told.append(CallDelta(self._index, arguments=text))
+        self._deltas.append(CallDelta(self._index, arguments=text))
 
     def content_until(self, *marks: str) -> Reading[str]:
         """Say content up to the first of ``marks``, which stays kept; "" at the end of the text."""
-        return (yield from self.copy_until(self.say, *marks))
+        return (yield from self.copy_until(self.add_content, *marks))
 
     def attempt(self, call: Reading[None]) -> Reading[bool]:
         """Read a call whose first characters are kept; True if it was one. What is left of one that was not is read again
         as content: from its second character on, if nothing was told."""
-        self.telling = False
+        self.call_begun = False
         try:
             yield from call
         except MalformedError:
-            if self.telling:
+            if self.call_begun:
                 self.give_back()
             else:
-                self.say(self.first_of_kept())
+                self.add_content(self.first_of_kept())
             return False
         self.accept()
         return True

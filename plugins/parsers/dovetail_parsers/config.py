@@ -19,7 +19,7 @@ class Llama3JsonConfig(PluginConfig):
     kind: Literal["llama3_json"] = "llama3_json"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-class MistralConfig(PluginConfig):
+class MistralToolsConfig(PluginConfig):
     """Calls after `[TOOL_CALLS]`, as a JSON array or as name and arguments: Mistral."""
 
     kind: Literal["mistral"] = "mistral"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -49,7 +49,7 @@ class DeepseekR1Config(PluginConfig):
     kind: Literal["deepseek_r1"] = "deepseek_r1"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-class Qwen3Config(PluginConfig):
+class Qwen3ReasoningConfig(PluginConfig):
     """Reasoning between `<think>` and `</think>`, where prompt or output begin it: Qwen 3, the embedded model."""
 
     kind: Literal["qwen3"] = "qwen3"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -18,7 +18,7 @@ from dovetail.interfaces.parsers import (
     ToolStream,
 )
 from dovetail_parsers.calls import CallReader
-from dovetail_parsers.jsontext import told_object
+from dovetail_parsers.jsontext import read_arguments
 from dovetail_parsers.marks import Marks
 from dovetail_parsers.reader import END, MalformedError, Reading
 from dovetail_parsers.schemas import (
@@ -65,7 +65,7 @@ class _DeepseekReader(CallReader):
         if name not in self.names:
             raise MalformedError(f"there is no function {name!r}")
         yield from self.skip_space()
-        yield from told_object(self, name)
+        yield from read_arguments(self, name)
         yield from self.close(*(("```",) if fenced else ()), CALL_END)
 
     def _another(self) -> Reading[bool]:

@@ -26,9 +26,9 @@ from dovetail.interfaces.parsers import (
 )
 from dovetail.sampling_params import GrammarSpec
 from dovetail_parsers.calls import CallReader
-from dovetail_parsers.jsontext import told_object
+from dovetail_parsers.jsontext import read_arguments
 from dovetail_parsers.marks import Marks, json_block
-from dovetail_parsers.reader import END, MalformedError, Reader, Reading
+from dovetail_parsers.reader import END, MalformedError, Reading, TextReader
 from dovetail_parsers.schemas import (
     LOOSEN,
     NAME_ONE,
@@ -54,7 +54,7 @@ _HEADER = re.compile(
 )
 
 
-def read_header(reader: Reader, mark: str) -> Reading[re.Match[str]]:
+def read_header(reader: TextReader, mark: str) -> Reading[re.Match[str]]:
     """The header of a message, of which ``mark`` has been read. Raises ``MalformedError``."""
     header = yield from reader.until(MESSAGE, _LONGEST_HEADER)
     found = _HEADER.fullmatch(mark + header + MESSAGE)
@@ -78,7 +78,7 @@ class _CallsInChannels(CallReader):
         if name is None or name not in self.names:
             raise MalformedError(f"there is no function {name!r}")
         yield from self.skip_space()
-        yield from told_object(self, name)
+        yield from read_arguments(self, name)
         yield from self.close(CALL_END)
 
 
@@ -131,7 +131,7 @@ def _call_header(tool: Tool) -> str:
     return f"{CHANNEL}commentary to=functions.{tool.name} {CONSTRAIN}json{MESSAGE}"
 
 
-class _ChannelStream(Reader, ReasoningStream):
+class _ChannelStream(TextReader, ReasoningStream):
     """Analysis is reasoning; messages to functions pass as they are, for the tool parser; all else is content."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from dovetail_parsers.calls import CallReader
-from dovetail_parsers.reader import SPACE, MalformedError, Reader, Reading
+from dovetail_parsers.reader import SPACE, MalformedError, Reading, TextReader
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _IN_NUMBER = frozenset("0123456789+-.eE")
@@ -100,7 +100,7 @@ class ObjectScanner:
             raise MalformedError(f"{self._token!r} where JSON has a value")
 
 
-def json_object(reader: Reader, told: Callable[[str], None]) -> Reading[None]:
+def json_object(reader: TextReader, emit: Callable[[str], None]) -> Reading[None]:
     """Read an object, its ``{`` next, and tell it as it comes."""
     scanner = ObjectScanner()
     while True:
@@ -112,12 +112,12 @@ def json_object(reader: Reader, told: Callable[[str], None]) -> Reading[None]:
         except MalformedError:
             reader.unread()
             raise
-        told(char)
+        emit(char)
         if done:
             return
 
 
-def json_string(reader: Reader) -> Reading[str]:
+def json_string(reader: TextReader) -> Reading[str]:
     """Read the rest of a string behind its first quote; returns its value."""
     text = '"'
     escaped = False
@@ -150,7 +150,7 @@ def json_call(reader: CallReader) -> Reading[None]:
             name = yield from json_string(reader)
             _check_name(reader, name)
             if arguments is not None:
-                _tell_all(reader, name, "".join(arguments))
+                _whole_call(reader, name, "".join(arguments))
         elif key in ("arguments", "parameters") and arguments is None:
             arguments = []
             yield from _arguments(reader, name, arguments)
@@ -162,7 +162,7 @@ def json_call(reader: CallReader) -> Reading[None]:
     if name is None:
         raise MalformedError("a call without a name")
     if arguments is None:
-        _tell_all(reader, name, "{}")
+        _whole_call(reader, name, "{}")
 
 
 def _colon(reader: CallReader) -> Reading[None]:
@@ -181,20 +181,20 @@ def _arguments(reader: CallReader, name: str | None, kept: list[str]) -> Reading
     if (yield from reader.peek()) != "{":
         raise MalformedError("arguments are an object")
     if name is not None:
-        reader.tell(name)
-        yield from json_object(reader, reader.tell_arguments)
+        reader.begin_call(name)
+        yield from json_object(reader, reader.add_arguments)
     else:
         yield from json_object(reader, kept.append)
 
 
-def _tell_all(reader: CallReader, name: str, arguments: str) -> None:
-    reader.tell(name)
-    reader.tell_arguments(arguments)
+def _whole_call(reader: CallReader, name: str, arguments: str) -> None:
+    reader.begin_call(name)
+    reader.add_arguments(arguments)
 
 
-def told_object(reader: CallReader, name: str) -> Reading[None]:
+def read_arguments(reader: CallReader, name: str) -> Reading[None]:
     """Tell a call of ``name`` and its arguments, which come next."""
     if (yield from reader.peek()) != "{":
         raise MalformedError("arguments are an object")
-    reader.tell(name)
-    yield from json_object(reader, reader.tell_arguments)
+    reader.begin_call(name)
+    yield from json_object(reader, reader.add_arguments)

@@ -21,7 +21,7 @@ from dovetail.interfaces.parsers import (
     ToolStream,
 )
 from dovetail_parsers.calls import CallReader
-from dovetail_parsers.jsontext import json_call, told_object
+from dovetail_parsers.jsontext import json_call, read_arguments
 from dovetail_parsers.marks import Marks
 from dovetail_parsers.reader import END, MalformedError, Reading
 from dovetail_parsers.schemas import (
@@ -72,7 +72,7 @@ class _MistralReader(CallReader):
         if name not in self.names:
             raise MalformedError(f"there is no function {name!r}")
         yield from self.skip_space()
-        yield from told_object(self, name)
+        yield from read_arguments(self, name)
 
     def _word(self) -> Reading[str]:
         word = ""

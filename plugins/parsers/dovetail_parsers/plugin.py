@@ -33,7 +33,7 @@ HERMES = _spec(
     "<tool_call>{JSON}</tool_call>: Hermes, Qwen 2.5 and 3.",
 )
 MISTRAL = _spec(
-    _TOOL, "mistral", "mistral:Mistral", "MistralConfig", r"\[TOOL_CALLS\]", "[TOOL_CALLS] and the calls: Mistral."
+    _TOOL, "mistral", "mistral:Mistral", "MistralToolsConfig", r"\[TOOL_CALLS\]", "[TOOL_CALLS] and the calls: Mistral."
 )
 DEEPSEEK = _spec(
     _TOOL,
@@ -68,7 +68,12 @@ PYTHONIC = _spec(
     "A Python list of calls as the whole answer: Llama 3.2 and 4.",
 )
 QWEN3 = _spec(
-    _REASONING, "qwen3", "think:Qwen3", "Qwen3Config", "</?think>", "<think> to </think>, where either is written."
+    _REASONING,
+    "qwen3",
+    "think:Qwen3",
+    "Qwen3ReasoningConfig",
+    "</?think>",
+    "<think> to </think>, where either is written.",
 )
 DEEPSEEK_R1 = _spec(
     _REASONING,

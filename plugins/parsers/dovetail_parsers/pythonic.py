@@ -60,8 +60,8 @@ class _PythonicReader(CallReader):
             raise MalformedError(f"there is no function {name!r}")
         before = "{"
         if (yield from self.space()) == ")":
-            self.tell(name)
-            self.tell_arguments("{}")
+            self.begin_call(name)
+            self.add_arguments("{}")
             return
         self.unread()
         end = ","
@@ -70,10 +70,10 @@ class _PythonicReader(CallReader):
             key = yield from self._word("=")
             value, end = yield from self._value()
             if before == "{":
-                self.tell(name)
-            self.tell_arguments(f"{before}{json.dumps(key)}: {value}")
+                self.begin_call(name)
+            self.add_arguments(f"{before}{json.dumps(key)}: {value}")
             before = ", "
-        self.tell_arguments("}")
+        self.add_arguments("}")
 
     def _word(self, end: str) -> Reading[str]:
         """A name, and the ``end`` behind it."""

@@ -26,7 +26,7 @@ class MalformedError(Exception):
     """The text cannot be what was expected; raised and caught within one parse."""
 
 
-class Reader(ABC):
+class TextReader(ABC):
     """Runs ``read`` over the text. Subclasses tell what they find as they find it."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Reader(ABC):
         at = 0
         while at < len(text):
             if self._copying and not self._kept:
-                plain, say = self._copying
+                plain, emit = self._copying
                 run = plain.match(text, at)
                 if run:
-                    say(run[0])
+                    emit(run[0])
                     at = run.end()
                     continue
             self._run.send(text[at])
@@ -142,20 +142,20 @@ class Reader(ABC):
             text += char
         return text.removesuffix(mark)
 
-    def copy_until(self, say: Callable[[str], None], *marks: str) -> Reading[str]:
+    def copy_until(self, emit: Callable[[str], None], *marks: str) -> Reading[str]:
         """Say text up to the first of ``marks``, which stays kept; "" at the end of the text, the only one without marks."""
         self.accept()
         finder = Finder(marks)
-        self._copying = _none_of(frozenset(mark[0] for mark in marks)), say
+        self._copying = _none_of(frozenset(mark[0] for mark in marks)), emit
         while True:
             char = yield from self.next()
             if char == END:
-                say(self.accept())
+                emit(self.accept())
                 return END
             found = finder.feed(char)
             done = len(self._kept) - (len(found) if found else finder.held)
             if done:
-                say("".join(self._kept[:done]))
+                emit("".join(self._kept[:done]))
                 del self._kept[:done]
             if found:
                 self._copying = None

@@ -15,7 +15,7 @@ _OPENS = re.compile(r"""<think>(\\n|\s)*['"]\s*-?\}\}""")
 """A template that ends a prompt with the mark."""
 
 
-class Place(enum.Enum):
+class ThinkState(enum.Enum):
     """Where a text stands."""
 
     UNDECIDED = enum.auto()  # it may begin to think
@@ -23,22 +23,22 @@ class Place(enum.Enum):
     ANSWER = enum.auto()
 
 
-def place_after(prompt: str, otherwise: Place) -> Place:
+def state_after(prompt: str, otherwise: ThinkState) -> ThinkState:
     """Where an output begins: a prompt may end with either mark."""
     tail = prompt.rstrip()
     if tail.endswith(OPEN):
-        return Place.THINKING
-    return Place.ANSWER if tail.endswith(CLOSE) else otherwise
+        return ThinkState.THINKING
+    return ThinkState.ANSWER if tail.endswith(CLOSE) else otherwise
 
 
 class ThinkStream(ReasoningStream):
-    """Reads an output that begins at ``place``. A first ``<think>`` is a mark, also where the prompt had one already."""
+    """Reads an output that begins at ``state``. A first ``<think>`` is a mark, also where the prompt had one already."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._at_start = place is not Place.ANSWER
+    def __init__(self, state: ThinkState) -> None:
+        self._state = state
+        self._at_start = state is not ThinkState.ANSWER
         self._held = ""  # may belong to a mark, or is whitespace that may stand next to one
-        self._skip_space = place is Place.ANSWER
+        self._skip_space = state is ThinkState.ANSWER
         self._finder = Finder((CLOSE,))
 
     def feed(self, text: str) -> ReasoningDelta:
@@ -46,14 +46,14 @@ class ThinkStream(ReasoningStream):
         reasoning = ""
         if self._at_start:
             text = self._start(text)
-        if self._place is Place.THINKING and not self._at_start:
+        if self._state is ThinkState.THINKING and not self._at_start:
             reasoning, text = self._think(text)
-        return ReasoningDelta(reasoning, self._answer(text) if self._place is Place.ANSWER else "")
+        return ReasoningDelta(reasoning, self._answer(text) if self._state is ThinkState.ANSWER else "")
 
     def finish(self) -> ReasoningDelta:
         """See ``ReasoningStream``."""
         held, self._held = self._held, ""
-        if self._place is Place.THINKING:
+        if self._state is ThinkState.THINKING:
             return ReasoningDelta(reasoning=held)
         return ReasoningDelta(content=held)
 
@@ -66,10 +66,10 @@ class ThinkStream(ReasoningStream):
         self._at_start = False
         text, self._held = self._held, ""
         if word.startswith(OPEN):
-            self._place = Place.THINKING
+            self._state = ThinkState.THINKING
             return word.removeprefix(OPEN).lstrip() or self._strip_later()
-        if self._place is Place.UNDECIDED:
-            self._place = Place.ANSWER
+        if self._state is ThinkState.UNDECIDED:
+            self._state = ThinkState.ANSWER
             return text
         return word
 
@@ -89,7 +89,7 @@ class ThinkStream(ReasoningStream):
             self._held += char
             if self._finder.feed(char):
                 reasoning = self._held.removesuffix(CLOSE).rstrip()
-                self._place, self._held, self._skip_space = Place.ANSWER, "", True
+                self._state, self._held, self._skip_space = ThinkState.ANSWER, "", True
                 return reasoning, text[at + 1 :]
         return self._sure()
 
@@ -110,7 +110,7 @@ class Qwen3(ReasoningParser):
     """A model that may think or not."""
 
     special_tokens = (OPEN, CLOSE)
-    otherwise = Place.UNDECIDED
+    otherwise = ThinkState.UNDECIDED
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
         """See ``ReasoningParser``."""
@@ -118,14 +118,14 @@ class Qwen3(ReasoningParser):
 
     def stream(self, prompt: str) -> ReasoningStream:
         """See ``ReasoningParser``."""
-        return ThinkStream(place_after(prompt, self.otherwise))
+        return ThinkStream(state_after(prompt, self.otherwise))
 
     def gate(self, prompt: str) -> ConstraintGate | None:
         """A model whose template opens the reasoning, where it is wanted, does not reason otherwise; others may."""
-        place = place_after(prompt, self.otherwise)
-        if place is Place.THINKING:
+        state = state_after(prompt, self.otherwise)
+        if state is ThinkState.THINKING:
             return ConstraintGate(until=CLOSE)
-        if place is Place.ANSWER or self._prompt_opens:
+        if state is ThinkState.ANSWER or self._prompt_opens:
             return None
         return ConstraintGate(lead=OPEN, optional=True, until=CLOSE)
 
@@ -133,4 +133,4 @@ class Qwen3(ReasoningParser):
 class DeepseekR1(Qwen3):
     """A model that always thinks first."""
 
-    otherwise = Place.THINKING
+    otherwise = ThinkState.THINKING
