@@ -154,7 +154,7 @@ def test_refusals_of_explain_are_exit_status_2(cli, fakes):
 def test_serve_hands_over_config_and_registry(cli, monkeypatch):
     seen = []
     launch = pytest.importorskip("dovetail.server.launch")
-    monkeypatch.setattr(launch, "serve", lambda config, registry, judge: seen.append((config, registry)))
+    monkeypatch.setattr(launch, "serve", lambda config, registry, prepare: seen.append((config, registry)))
     assert cli("serve", "--port", "0", "--model", "x", "--host", "::1", "--set", "memory.page_size=1")[0] == 0
     ((config, registry),) = seen
     assert (config.server.port, config.model.path, config.server.host, config.memory.page_size) == (0, "x", "::1", 1)

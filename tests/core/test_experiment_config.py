@@ -14,8 +14,8 @@ import yaml
 
 from dovetail.config import Config, config_hash, dump
 from dovetail.errors import ConfigError
+from dovetail.experiment.online.configs import arm_configs, check_arms
 from dovetail.registry.setup import setup
-from dovetail.server.arm_configs import arm_configs, check_arms
 
 TINY = Path(__file__).parents[2] / "core/dovetail/assets/tiny"
 SHADOW = {"arm": "a", "percent": 10, "tokens_per_minute": 1000}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dovetail.experiment.online import ENOUGH, TICK_SECONDS, blocks_of, judge
-from dovetail.server.arm_log import Latency
+from dovetail.experiment.online.judge import ENOUGH, TICK_SECONDS, blocks_of, judge
+from dovetail.experiment.online.log import Latency
 
 
 def traffic(

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from dovetail.server.routing import RememberRequest, pick, request_key, uniform
+from dovetail.experiment.online.routing import RememberRequest, pick, request_key, uniform
 
 KEYS = [f"user={i}" for i in range(4000)]
 
 
 def test_the_draw_is_the_same_in_every_process():
-    script = "from dovetail.server.routing import pick; print([pick(f'k{i}', {'a': 1, 'b': 2}) for i in range(20)])"
+    script = "from dovetail.experiment.online.routing import pick; print([pick(f'k{i}', {'a': 1, 'b': 2}) for i in range(20)])"
     runs = [
         subprocess.run(
             [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True

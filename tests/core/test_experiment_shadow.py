@@ -13,10 +13,10 @@ import pytest
 
 from dovetail.config.experiment import ShadowSection
 from dovetail.errors import EngineDeadError
+from dovetail.experiment.online.log import ArmLog, StreamLog
+from dovetail.experiment.online.shadow import WORKERS, Finished, Shadow, TokenBudget, divergence
 from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.sampling_params import SamplingParams
-from dovetail.server.arm_log import ArmLog, StreamLog
-from dovetail.server.shadow import WORKERS, Finished, Shadow, TokenBudget, divergence
 from dovetail.server.streams import OutputStream
 from dovetail.types import FinishKind, FinishReason
 

@@ -10,8 +10,9 @@ from transformers.generation import logits_process as hf
 
 from dovetail.engine.penalties import Penalties
 from dovetail.engine.verify import accept
+from dovetail.generation.expansion import derive_seed
 from dovetail.ops.bitmask import apply_bitmask, bitmask_width
-from dovetail.ops.random import derive_seed, uniform
+from dovetail.ops.random import uniform
 from dovetail.ops.sampling import Filters, greedy, sample
 from dovetail.sampling_params import SamplingParams
 from dovetail.types import Req

@@ -20,10 +20,11 @@ from fake_engine import run_broken_engine, run_fake_engine
 
 from dovetail.config import Config
 from dovetail.errors import EngineError
+from dovetail.experiment.online.routing import pick
+from dovetail.experiment.online.serving import prepare_experiment
 from dovetail.registry.setup import setup
-from dovetail.server.engine_process import Endpoints
-from dovetail.server.launch import EngineTarget, running_server
-from dovetail.server.routing import pick
+from dovetail.server.engine_process import Endpoints, EngineTarget
+from dovetail.server.launch import running_server
 
 SLOW = {"prompt": "one two", "max_tokens": 2000, "cache_salt": "slow"}  # 20 ms a token
 HALF = {"base": 1, "b": 1}
@@ -39,14 +40,16 @@ def run_first_alone(config: Config, endpoints: Endpoints) -> None:
 def server(
     monkeypatch: pytest.MonkeyPatch, target: EngineTarget = run_fake_engine, **experiment: Any
 ) -> Iterator[httpx.Client]:
-    monkeypatch.setattr("dovetail.server.online.check_arms", lambda arms: None)  # the real parts are not those that run
+    monkeypatch.setattr(
+        "dovetail.experiment.online.serving.check_arms", lambda arms: None
+    )  # the real parts are not those that run
     arguments = {
         "server": {"port": 0, "log_level": "error", "drain_seconds": 1},
         "experiment": {"arms": {"b": {"threads": 7}}, **experiment},
     }
     config, registry = setup(arguments=arguments)
     with (
-        running_server(config, registry, target=target) as url,
+        running_server(config, registry, target=target, prepare=prepare_experiment) as url,
         httpx.Client(base_url=url, timeout=30) as client,
     ):
         yield client

@@ -15,10 +15,10 @@ import pytest
 from experiments import arms, eventually
 
 from dovetail.errors import ConfigError
-from dovetail.experiment.online import judge
+from dovetail.experiment.online.routing import pick
+from dovetail.experiment.online.serving import prepare_experiment
 from dovetail.registry.setup import setup
 from dovetail.server.launch import running_server
-from dovetail.server.routing import pick
 
 EXPERIMENT = {"arms": {"uncached": {"cache": "none"}}, "split": {"base": 1, "uncached": 1}}
 USERS = [f"u{i}" for i in range(12)]
@@ -36,7 +36,10 @@ def client() -> Iterator[httpx.Client]:
             "experiment": EXPERIMENT,
         }
     )
-    with running_server(config, registry, judge=judge) as url, httpx.Client(base_url=url, timeout=120) as client:
+    with (
+        running_server(config, registry, prepare=prepare_experiment) as url,
+        httpx.Client(base_url=url, timeout=120) as client,
+    ):
         yield client
 
 
@@ -162,5 +165,8 @@ def test_an_arm_that_cannot_be_resolved_stops_the_server_before_it_starts(monkey
     monkeypatch.setattr("dovetail.server.client.EngineClient.start", lambda self: pytest.fail("an engine was started"))
     experiment = {"arms": {"a": {"device": "cuda:77"}}, "split": {"base": 1, "a": 1}}
     config, registry = setup(arguments={"server": {"port": 0}, "experiment": experiment})
-    with pytest.raises(ConfigError, match=r"arm a: device is 'cuda:77'"), running_server(config, registry):
+    with (
+        pytest.raises(ConfigError, match=r"arm a: device is 'cuda:77'"),
+        running_server(config, registry, prepare=prepare_experiment),
+    ):
         pass

@@ -17,8 +17,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dovetail.config.checkpoint import locate
+from dovetail.generation.expansion import derive_seed
 from dovetail.interfaces.api import ApiRequest, Prompt
-from dovetail.ops.random import derive_seed
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.expansion import messages
 from dovetail.tokenizer import Tokenizer

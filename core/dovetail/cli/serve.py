@@ -1,16 +1,12 @@
-"""``dovetail serve``: the HTTP server."""
+"""Run the HTTP server: ``dovetail serve``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dovetail.cli.sources import Files, Model, Sets, load, shortcuts
-
-if TYPE_CHECKING:
-    from dovetail.server.online import Row, Side
 
 
 def serve(
@@ -20,8 +16,8 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Short for --set server.host=...")] = None,
     port: Annotated[int | None, typer.Option(help="Short for --set server.port=...")] = None,
 ) -> None:
-    """Serve a model over HTTP: its APIs, and a page to chat on at /. Exit status: 0 after a signal, 2 for a wrong setting, 1 if the engine
-    cannot start, 70 if it has failed while serving."""
+    """Serve a model over HTTP: the APIs, and a chat page at /. Exit status: 0 after a signal, 2 for a wrong setting, 1 if the
+    engine cannot start, 70 if the engine has failed while serving."""
     import logging
 
     given = shortcuts({"model.path": model, "server.host": host, "server.port": port})
@@ -30,16 +26,13 @@ def serve(
     from dovetail.errors import EngineDeadError
     from dovetail.server.engine_process import EXIT_ENGINE_FAILED
     from dovetail.server.launch import serve as serve_http
+    from dovetail.server.parts import single_engine
 
+    prepare = single_engine
+    if config.experiment.arms:
+        from dovetail.experiment.online.serving import prepare_experiment as prepare
     try:
-        serve_http(config, registry, judge=_judge)
+        serve_http(config, registry, prepare=prepare)
     except EngineDeadError as error:
         logging.getLogger("dovetail.server").error("%s", error)
         raise typer.Exit(EXIT_ENGINE_FAILED) from error
-
-
-def _judge(control: Side, others: Sequence[Side]) -> list[Row]:
-    """The comparison of an experiment's arms; its libraries are loaded when it is first asked for."""
-    from dovetail.experiment.online import judge
-
-    return judge(control, others)

@@ -225,7 +225,7 @@ class ApiHost(ABC):
     context_len: int
     vocab_size: int
     embedding: Mapping[str, Any] | None
-    """Hold what ``dovetail.ops.vectors.pooling_kind`` needs to know about the model's embeddings; None if the model
+    """Hold what ``dovetail.api.embeddings.pooling_kind`` needs to know about the model's embeddings; None if the model
     offers none."""
     owner: str = ""
     """Name the tenant that sent the request; empty if the server has no tenants. An API must show what it stores

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.api.embeddings import embedding, pooling_kind
 from dovetail.chat.parsing import OutputParsers, load_parsers
 from dovetail.chat.requests import calls_wanted, plain_message, read_tools, shown_tools
 from dovetail.config import dump
 from dovetail.errors import EngineError, RequestError
+from dovetail.generation.expansion import expand
 from dovetail.llm.arguments import (
     Hints,
     Prompt,
@@ -29,9 +30,7 @@ from dovetail.llm.arguments import (
 )
 from dovetail.llm.interrupts import Held
 from dovetail.llm.runs import ChatOutput, ChatStream, Output, Run, chat_output
-from dovetail.messages import AbortMsg, GenerateMsg, RequestFailed, TokenOutput
-from dovetail.ops.random import derive_seed
-from dovetail.ops.vectors import embedding, pooling_kind
+from dovetail.messages import AbortMsg, RequestFailed, TokenOutput
 from dovetail.registry.candidates import call_hook
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
@@ -144,7 +143,7 @@ class LLM:
         plan = self._parsers.plan(params, prompt, wanted, separate_reasoning)
         reader = plan.reader()
         (run,) = self._make(self._encoded(prompt), plan.params, hints)
-        run.output, run.reader = ChatOutput(run.output.prompt_ids), reader
+        run.read_with(reader)
         return run
 
     @arguments_of(_chat_run)
@@ -222,22 +221,8 @@ class LLM:
     def _make(self, prompt: Prompt, params: SamplingParams, hints: Hints) -> list[Run]:
         """One run for each of the prompt's outputs. Nothing is sent to the engine yet."""
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
         rids = [str(next(self._ids)) for _ in range(params.n)]
-        if params.n > 1 and not hints.group:
-            hints = Hints(f"{rids[0]}/n", params.n)
-        msgs = [
-            GenerateMsg(
-                rid,
-                ids,
-                params,
-                derive_seed(seed, i),
-                group=hints.group,
-                group_size=hints.group_size,
-                session=hints.session,
-            )
-            for i, rid in enumerate(rids)
-        ]
+        msgs = expand(ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session)
         return [Run(msg, self.tokenizer) for msg in msgs]
 
     def _stream(self, runs: list[Run]) -> Generator[str, None, None]:

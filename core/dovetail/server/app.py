@@ -24,9 +24,9 @@ from dovetail.server.tenants.gate import Gate
 from dovetail.server.tenants.tenancy import Tenancy
 
 
-class Route(NamedTuple):
-    """A route of the server itself, whose handler sees all of it. Where the server has keys it is for admins, unless it is
-    ``open`` to everybody. ``answers`` and ``query`` are those of ``interfaces.api.Route``."""
+class ServerRoute(NamedTuple):
+    """Describe a route of the server itself, whose handler gets the ``Service``. If the server has keys, the route requires the
+    key of an admin unless it is ``open``. ``answers`` and ``query`` are those of ``interfaces.api.Route``."""
 
     methods: Sequence[str]
     path: str
@@ -41,11 +41,11 @@ _TEXT = ("text/plain",)
 
 
 ROUTES = (
-    Route(["GET"], "/health", admin.health, open=True, answers=_TEXT),
-    Route(["GET"], "/server_info", admin.server_info),
-    Route(["GET", "POST"], "/flush_cache", admin.flush_cache, answers=_TEXT),
-    Route(["POST"], "/abort_request", admin.abort_request, admin.AbortRequest),
-    Route(["GET"], "/metrics", admin.metrics, answers=_TEXT),
+    ServerRoute(["GET"], "/health", admin.health, open=True, answers=_TEXT),
+    ServerRoute(["GET"], "/server_info", admin.server_info),
+    ServerRoute(["GET", "POST"], "/flush_cache", admin.flush_cache, answers=_TEXT),
+    ServerRoute(["POST"], "/abort_request", admin.abort_request, admin.AbortRequest),
+    ServerRoute(["GET"], "/metrics", admin.metrics, answers=_TEXT),
 )
 
 TENANT_ROUTES = (
@@ -56,7 +56,7 @@ TENANT_ROUTES = (
 
 
 def build_app(
-    service: Service, apis: Sequence[Api], more: Sequence[Route] = (), tenancy: Tenancy | None = None
+    service: Service, apis: Sequence[Api], more: Sequence[ServerRoute] = (), tenancy: Tenancy | None = None
 ) -> FastAPI:
     """The application for a running engine. ``more`` routes take the place of those of the server with the same path; with a
     ``tenancy`` every request needs a key. Raises ``ConfigError`` where two APIs answer the same path."""
@@ -90,7 +90,7 @@ def build_app(
     return app
 
 
-def _routes_of(apis: Sequence[Api], own: Sequence[Route | ApiRoute]) -> list[ApiRoute]:
+def _routes_of(apis: Sequence[Api], own: Sequence[ServerRoute | ApiRoute]) -> list[ApiRoute]:
     """Those of the APIs, each method and path once."""
     owners = {(method, route.path): "the server" for route in own for method in route.methods}
     routes: list[ApiRoute] = []
@@ -107,13 +107,13 @@ def _routes_of(apis: Sequence[Api], own: Sequence[Route | ApiRoute]) -> list[Api
     return routes
 
 
-def _endpoint(service: Service, gate: Gate, route: Route | ApiRoute) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(service: Service, gate: Gate, route: ServerRoute | ApiRoute) -> Callable[[Request], Awaitable[Response]]:
     async def for_tenants(request: Request) -> Response:
         assert isinstance(route, ApiRoute)
         return await route.handler(gate.host(request), request)
 
     async def for_admins(request: Request) -> Response:
-        assert isinstance(route, Route)
+        assert isinstance(route, ServerRoute)
         if not route.open:
             gate.check_admin(request)
         return await route.handler(service, request)

@@ -8,7 +8,7 @@ import logging
 import multiprocessing
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +35,7 @@ from dovetail.messages import (
     decode_from_engine,
     encode,
 )
-from dovetail.server.engine_process import EXIT_ENGINE_FAILED, Endpoints, run_engine
+from dovetail.server.engine_process import EXIT_ENGINE_FAILED, Endpoints, EngineTarget, run_engine
 from dovetail.server.streams import OutputStream
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class EngineClient:
     why it has ended by itself.
     """
 
-    def __init__(self, config: Config, target: Callable[[Config, Endpoints], None] = run_engine) -> None:
+    def __init__(self, config: Config, target: EngineTarget = run_engine) -> None:
         """``target`` is what the process runs."""
         self._config = config
         self._target = target

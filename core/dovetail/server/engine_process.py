@@ -51,10 +51,14 @@ class Driven(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """ZMQ addresses that the frontend has bound: requests go through ``inbox``, answers through ``outbox``."""
+    """Hold the ZMQ addresses that the frontend has bound: requests go through ``inbox``, outputs through ``outbox``."""
 
     inbox: str
     outbox: str
+
+
+EngineTarget = Callable[["Config", Endpoints], None]
+"""A function that an engine process runs."""
 
 
 def run_engine(config: Config, endpoints: Endpoints) -> None:

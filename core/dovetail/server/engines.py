@@ -1,4 +1,4 @@
-"""What the server asks of its engine, whether that is one process or the arms of an experiment."""
+"""Define what the server requires of its engine, be it one process or several behind one handle."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dovetail.messages import CommandReply, EngineStats, GenerateMsg, TokenOutpu
 
 
 class Stream(Protocol):
-    """The answers of one group of requests, in batches. ``streams.OutputStream`` says what each method means."""
+    """Deliver the outputs of one group of requests in batches. See ``streams.OutputStream`` for each method."""
 
     @property
     def open(self) -> set[str]:
-        """Ids of the requests that have not finished."""
+        """The ids of the requests that have not finished."""
         ...
 
     @property
     def unread(self) -> int:
-        """Tokens that have arrived since the last read."""
+        """The number of tokens that have arrived since the last read."""
         ...
 
     async def __anext__(self) -> list[TokenOutput]:
-        """The next batch. Raises what ended a request otherwise."""
+        """Return the next batch. Raises the error that ended a request."""
         ...
 
     def end(self, rid: str) -> None:
@@ -30,60 +30,60 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Abort what is still open."""
+        """Abort the requests that are still open."""
         ...
 
 
-class Engine(Protocol):
-    """One engine, or what looks like one. ``client.EngineClient`` says what each method means."""
+class EngineHandle(Protocol):
+    """Start, use and stop an engine. See ``client.EngineClient`` for each method."""
 
     @property
     def info(self) -> dict[str, Any]:
-        """What it said when it was ready."""
+        """The info that the engine reported when it was ready."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why it has ended by itself."""
+        """Why the engine has ended by itself; None if it has not."""
         ...
 
     @property
     def alive(self) -> bool:
-        """True while requests can be taken."""
+        """True while requests are accepted."""
         ...
 
     @property
     def pid(self) -> int | None:
-        """Process id."""
+        """The process id of the engine."""
         ...
 
     @property
     def num_open(self) -> int:
-        """Groups of requests that are not closed yet."""
+        """The number of groups of requests that are not closed yet."""
         ...
 
     async def start(self) -> dict[str, Any]:
-        """Start and wait until it can serve."""
+        """Start the engine, wait until it is ready and return its info."""
         ...
 
     async def stop(self) -> None:
-        """End at once."""
+        """Stop the engine at once."""
         ...
 
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> Stream:
-        """Send requests that are answered together."""
+        """Send requests whose outputs are read from one stream."""
         ...
 
     def abort(self, group: str) -> bool:
-        """End a group's requests; False if there is none."""
+        """Abort the requests of a group; return False if there is no such group."""
         ...
 
     def abort_all(self, message: str = ...) -> None:
-        """End all requests."""
+        """Abort all requests."""
         ...
 
     async def stats(self) -> EngineStats:
-        """Gauges and totals."""
+        """Return gauges and totals."""
         ...
 
     async def flush_cache(self) -> CommandReply:

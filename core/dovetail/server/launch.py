@@ -1,4 +1,4 @@
-"""From a config to a running server and, at the end, a clean exit."""
+"""Start a server from a config, run it and stop it cleanly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,19 +26,14 @@ from dovetail.registry.candidates import call_hook
 from dovetail.registry.installed import Registry
 from dovetail.registry.loader import load_plugins
 from dovetail.server.app import build_app
-from dovetail.server.client import EngineClient
-from dovetail.server.engine_process import Endpoints, run_engine
-from dovetail.server.engines import Engine
+from dovetail.server.engine_process import EngineTarget, run_engine
+from dovetail.server.engines import EngineHandle
 from dovetail.server.metrics import Metrics
+from dovetail.server.parts import Prepare, single_engine
 from dovetail.server.protocol import BoundedProtocol
 from dovetail.server.service import Service, info_labels, package_version
 from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from dovetail.server.online import Judge
-
-EngineTarget = Callable[[Config, Endpoints], None]
 
 logger = logging.getLogger("dovetail.server")
 
@@ -48,24 +42,30 @@ _ABORT_SECONDS = 2.0
 
 
 def serve(
-    config: Config, registry: Registry | None = None, target: EngineTarget = run_engine, judge: Judge | None = None
+    config: Config,
+    registry: Registry | None = None,
+    target: EngineTarget = run_engine,
+    prepare: Prepare = single_engine,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain and return; a second signal ends at once. The hooks of ``registry`` may
-    add metrics; ``target`` is what the engine process runs; ``judge`` compares the arms of an experiment. Raises
-    ``ConfigError`` or ``EngineError`` if it cannot start, and in the end ``EngineDeadError`` if the engine process has
-    failed meanwhile."""
+    """Serve until SIGINT or SIGTERM, then drain and return. A second signal stops the server at once. The hooks of ``registry``
+    may add metrics. ``target`` is what an engine process runs. ``prepare`` returns the engine and what is added to the
+    application; a config with an experiment needs ``experiment.online.serving.prepare_experiment``. Raises ``ConfigError`` or
+    ``EngineError`` if the server cannot start, and at the end ``EngineDeadError`` if the engine process has failed."""
     started = time.perf_counter()
     with _bind(config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        failure = runner.run(_serve(config, registry, target, judge, listener, started))
+        failure = runner.run(_serve(config, registry, target, prepare, listener, started))
     if failure is not None:
         raise EngineDeadError(f"the engine process had ended: {failure}")
 
 
 @contextlib.contextmanager
 def running_server(
-    config: Config, registry: Registry | None = None, target: EngineTarget = run_engine, judge: Judge | None = None
+    config: Config,
+    registry: Registry | None = None,
+    target: EngineTarget = run_engine,
+    prepare: Prepare = single_engine,
 ) -> Iterator[str]:
-    """A server in a thread of this process, for tests and tools; yields its base URL."""
+    """Run a server in a thread of this process, for tests and tools. Yields its base URL. See ``serve``."""
     ready: list[DrainingServer] = []
     failed: list[BaseException] = []
     up = threading.Event()
@@ -77,7 +77,7 @@ def running_server(
     def work() -> None:
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(_serve(config, registry, target, judge, listener, time.perf_counter(), announce))
+                runner.run(_serve(config, registry, target, prepare, listener, time.perf_counter(), announce))
         except BaseException as error:
             failed.append(error)
         finally:
@@ -99,8 +99,8 @@ def running_server(
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains: on the first signal it answers new requests with 503 and lets the running ones
-    finish for ``server.drain_seconds``, then ends those that are left. On the second signal it exits at once."""
+    """Drain at the first signal: new requests are answered with 503, running ones may finish for ``server.drain_seconds``, and
+    those that are left are aborted. At the second signal the server exits at once. A uvicorn server otherwise."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_started: Callable[[DrainingServer], None]) -> None:
         super().__init__(config)
@@ -109,10 +109,10 @@ class DrainingServer(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, and tells that the server listens."""
+        """Listen, start as uvicorn does, and report that the server is ready. Raises ``ConfigError`` if the port is in use."""
         self._event_loop = asyncio.get_running_loop()
         try:
-            for listener in sockets or ():  # another process may have bound the port as well; uvloop would not tell
+            for listener in sockets or ():  # another process may have bound the port too; uvloop would not report it
                 listener.listen(self.config.backlog)
         except OSError as error:
             section = self._service.config.server
@@ -121,7 +121,7 @@ class DrainingServer(uvicorn.Server):
         self._on_started(self)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handle a signal."""
         if self._service.draining:
             self.force_exit = self.should_exit = True
         else:
@@ -129,7 +129,7 @@ class DrainingServer(uvicorn.Server):
             self.stop_soon()
 
     def stop_soon(self) -> None:
-        """Begin to drain; may be called from any thread."""
+        """Begin to drain. May be called from any thread."""
         self._service.draining = True
         self._event_loop.call_soon_threadsafe(self._begin_drain)
 
@@ -155,24 +155,19 @@ async def _serve(
     config: Config,
     registry: Registry | None,
     target: EngineTarget,
-    judge: Judge | None,
+    prepare: Prepare,
     listener: socket.socket,
     started: float,
     announce: Callable[[DrainingServer], None] = lambda server: None,
 ) -> str | None:
-    """Serve until told to stop. Returns why the engine process has ended by itself, if it has."""
+    """Serve until the server is stopped. Return why the engine process has ended by itself, or None if it has not."""
     tenancy = Tenancy(config.server, os.environ) if config.server.keys else None
     tokenizer = load_tokenizer(config)
-    if config.experiment.arms:
-        from dovetail.server.online import Online
-
-        online = await Online.prepare(config, registry or load_plugins(config.plugins), target, tokenizer, judge)
-        engine: Engine = online.engine
-    else:
-        online, engine = None, EngineClient(config, target)
+    plugins = registry or load_plugins(config.plugins)
+    parts = await prepare(config, plugins, target, tokenizer)
+    engine = parts.engine
     await engine.start()
     try:
-        plugins = registry or load_plugins(config.plugins)
         parsers = load_parsers(engine.info, config, tokenizer, plugins)
         service = Service(config, engine, tokenizer, _metrics(config, engine, registry), parsers)
         if tenancy is not None:
@@ -184,7 +179,8 @@ async def _serve(
             announce(server)
 
         apis = load_apis(config, plugins)
-        app = online.app(service, apis, tenancy) if online else build_app(service, apis, tenancy=tenancy)
+        parts.register_metrics(service.metrics.registry)
+        app = parts.wrap(build_app(service, apis, parts.routes, tenancy))
         await DrainingServer(_uvicorn_config(config, app), service, on_started).serve(sockets=[listener])
         return engine.failure
     finally:
@@ -194,12 +190,12 @@ async def _serve(
 
 
 def url_of(listener: socket.socket) -> str:
-    """The base URL of a listening socket."""
+    """Return the base URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _metrics(config: Config, engine: Engine, registry: Registry | None) -> Metrics:
+def _metrics(config: Config, engine: EngineHandle, registry: Registry | None) -> Metrics:
     metrics = Metrics(info_labels(package_version(), config.model.name, engine.info))
     if registry is not None:
         call_hook(registry.hooks, "register_metrics", registry=metrics.registry)
@@ -222,7 +218,7 @@ def _uvicorn_config(config: Config, app: ASGIApp) -> uvicorn.Config:
 
 
 def _bind(config: Config) -> socket.socket:
-    """A bound socket; it listens only once the engine is ready, so that nobody waits for an answer before."""
+    """Return a bound socket. It listens only after the engine is ready, so that no client waits for an answer before that."""
     host, port = config.server.host, config.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -238,13 +234,13 @@ def _bind(config: Config) -> socket.socket:
 
 
 def _refuse_public(listener: socket.socket) -> None:
-    """Other machines could reach it, and everybody there could use it. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` if other machines can reach the server, because it has no keys."""
     address = listener.getsockname()[0]
     if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         listener.close()
         raise ConfigError(
-            f"server.host is {address!r}, which other machines can reach, and there are no keys; give server.keys (docs/tenants.md), "
-            "or listen on 127.0.0.1, or let everybody in with server.allow_public_without_keys=true"
+            f"server.host is {address!r}, which other machines can reach, and there are no keys; set server.keys (docs/tenants.md), "
+            "listen on 127.0.0.1, or allow access without keys with server.allow_public_without_keys=true"
         )
 
 

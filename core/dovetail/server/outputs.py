@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dovetail.errors import DovetailError, EngineError, TimeLimitError
-from dovetail.interfaces.api import ApiRequest, ChatDelta, Choice, Delta, Usage
-from dovetail.ops.vectors import from_bytes
+from dovetail.generation.collecting import collect
+from dovetail.interfaces.api import ApiRequest, Choice, Delta, Usage
 from dovetail.tokenizer import IncrementalDetokenizer
 from dovetail.types import Acceptance, FinishKind
 
@@ -35,36 +35,25 @@ class GrowingChoice(Choice):
         """Take an output in. Raises ``EngineError`` if the request failed."""
         if output.finish is not None and output.finish.kind is FinishKind.ERROR:
             raise EngineError(f"the request failed: {output.finish.message}")
-        self.token_ids += output.token_ids
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        self.grammar_backend = output.grammar_backend or self.grammar_backend
-        if output.drafted:
-            self.acceptance = Acceptance(output.drafted, output.accepted, output.verify_steps)
-        self.logprobs += output.logprobs or ()
-        self.prompt_logprobs += output.prompt_logprobs or ()
-        self.pooled = None if output.pooled is None else from_bytes(output.pooled)
-        self.finish = output.finish
-        text, shown = self._detokenizer.take(output)
-        self.text += text
-        parts: list[ChatDelta] = []
+        added = collect(self, output, self._detokenizer, self._reader)
         if self._reader is not None:
-            parts, self.finish = self._reader.take(text, output.finish, len(self.token_ids))
-            self.parts += parts
+            self.parts += added.parts
             self.calls = self._reader.calls
-        return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], self.finish, parts)
+        logprobs = (output.logprobs or [])[: added.shown]
+        return Delta(self, added.text, output.token_ids, logprobs, self.finish, added.parts)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestTerms:
     """Under which a request runs: ``name`` is how the engine knows it where that is not its public id, ``max_seconds`` how long
     it may take. ``on_close`` is called once, at its end."""
 
     name: str | None = None
     max_seconds: float | None = None
-    on_close: Callable[[Outputs], None] | None = None
+    on_close: Callable[[RequestOutputs], None] | None = None
 
 
-class Outputs:
+class RequestOutputs:
     """The outputs of one request: an ``interfaces.api.Generation``. ``error`` is what it ended with, where it failed."""
 
     def __init__(
@@ -74,7 +63,7 @@ class Outputs:
         stream: Stream,
         tokenizer: Tokenizer,
         metrics: RequestMetrics,
-        terms: Terms,
+        terms: RequestTerms,
     ) -> None:
         self.rid = parsed.rid
         self.error: DovetailError | None = None
@@ -93,13 +82,13 @@ class Outputs:
         if terms.max_seconds is not None:
             self._timer = asyncio.get_running_loop().call_later(terms.max_seconds, self._time_is_over)
 
-    def __enter__(self) -> Outputs:
+    def __enter__(self) -> RequestOutputs:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __aiter__(self) -> Outputs:
+    def __aiter__(self) -> RequestOutputs:
         return self
 
     async def __anext__(self) -> list[Delta]:

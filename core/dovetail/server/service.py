@@ -17,10 +17,10 @@ from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import EngineStats
 from dovetail.sampling_params import SamplingParams
-from dovetail.server.engines import Engine
+from dovetail.server.engines import EngineHandle
 from dovetail.server.expansion import messages
 from dovetail.server.metrics import Metrics, RequestMetrics
-from dovetail.server.outputs import Outputs, Terms
+from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.token_checks import check_prompt
 from dovetail.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class Service(ApiHost):
     """One server's shared state. ``draining`` refuses new requests while the running ones finish; ``tenants`` are their names."""
 
     def __init__(
-        self, config: Config, engine: Engine, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
+        self, config: Config, engine: EngineHandle, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
     ) -> None:
         """``engine`` has been started."""
         self.config = config
@@ -57,7 +57,7 @@ class Service(ApiHost):
         """Bytes that a request body may have."""
         return int(self.config.server.max_body_mib * 2**20)
 
-    def submit(self, request: ApiRequest, terms: Terms | None = None) -> Outputs:
+    def submit(self, request: ApiRequest, terms: RequestTerms | None = None) -> RequestOutputs:
         """Send a request to the engine, by default under the server's own terms. Raises ``DrainingError``, ``EngineDeadError``
         or ``RequestError``."""
         self.check_ready()
@@ -69,9 +69,9 @@ class Service(ApiHost):
         for prompt in request.prompts:
             check_prompt(prompt.ids, prompt.params, self.context_len, self.vocab_size)
         msgs = messages(request)
-        terms = terms or Terms(max_seconds=self.config.server.max_seconds)
+        terms = terms or RequestTerms(max_seconds=self.config.server.max_seconds)
         stream = self.engine.open(terms.name or request.rid, msgs)
-        return Outputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
+        return RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
 
     def check_ready(self) -> None:
         """Raises ``DrainingError`` or ``EngineDeadError`` where no request can be taken."""

@@ -22,7 +22,7 @@ from dovetail.interfaces.api import Api, ApiRequest
 from dovetail.messages import CommandReply, EngineStats, GenerateMsg, TokenOutput
 from dovetail.server.app import build_app
 from dovetail.server.metrics import Metrics
-from dovetail.server.outputs import Outputs, Terms
+from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.server.service import Service
 from dovetail.server.streams import OutputStream
 from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -35,7 +35,7 @@ _HIDDEN = 8
 
 
 class EchoEngine:
-    """A ``server.engines.Engine`` that says the prompt back, a token at a time. It stops after ``most_steps`` steps, where set,
+    """A ``server.engines.EngineHandle`` that says the prompt back, a token at a time. It stops after ``most_steps`` steps, where set,
     or fails there with ``death``."""
 
     failure: str | None = None
@@ -152,7 +152,7 @@ class EchoService(Service):
 
     refusal: BaseException | None = None
 
-    def submit(self, request: ApiRequest, terms: Terms | None = None) -> Outputs:
+    def submit(self, request: ApiRequest, terms: RequestTerms | None = None) -> RequestOutputs:
         """As the server's. Raises ``refusal``."""
         if self.refusal is not None:
             raise self.refusal

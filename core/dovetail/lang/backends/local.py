@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.meta import finish_shown, logprobs_shown
 from dovetail.errors import EngineError, RequestError
+from dovetail.generation.expansion import expand
 from dovetail.lang.backends.base import Backend, Features, Generated, OnText, ReuseHints, joined_scores, same_tokens
 from dovetail.lang.backends.params import CONSTRAINTS, sampling_params
 from dovetail.lang.choices import Scored
 from dovetail.lang.conversation import Conversation, Template
 from dovetail.lang.ir import SamplingOptions
 from dovetail.messages import EngineStats, GenerateMsg
-from dovetail.ops.random import derive_seed
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ class Runtime(Backend):
         ids = self._ids_of(conversation.text(self.template()), conversation.chat)
         if params.n > 1 and hints.group_size == 1:
             hints = replace(hints, group=f"n-{secrets.token_hex(8)}", group_size=params.n)
-        one, seed = replace(params, n=1), secrets.randbits(63) if params.seed is None else params.seed
-        calls = self._engine_thread.submit([self._msg(ids, one, hints, derive_seed(seed, i)) for i in range(params.n)])
+        rids = [self._next_id() for _ in range(params.n)]
+        msgs = expand(ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session)
+        calls = self._engine_thread.submit(msgs)
         outputs = [call.output(None if i else on_text) for i, call in enumerate(calls)]
         return [Generated(output.text, self._meta(output, sampling)) for output in outputs]
 
@@ -170,11 +171,13 @@ class Runtime(Backend):
     def _token_text(self, token: int) -> str:
         return self._text().bytes_of(token).decode("utf-8", "replace")
 
-    def _msg(self, ids: list[int], params: SamplingParams, hints: ReuseHints, seed: int = 0) -> GenerateMsg:
-        rid = f"program-{next(self._ids)}"
+    def _msg(self, ids: list[int], params: SamplingParams, hints: ReuseHints) -> GenerateMsg:
         return GenerateMsg(
-            rid, ids, params, seed, group=hints.group, group_size=hints.group_size, session=hints.session
+            self._next_id(), ids, params, 0, group=hints.group, group_size=hints.group_size, session=hints.session
         )
+
+    def _next_id(self) -> str:
+        return f"program-{next(self._ids)}"
 
     def _ids_of(self, text: str, chat: bool, may_be_empty: bool = False) -> list[int]:
         ids = self._text().encode(text, add_special_tokens=not chat)

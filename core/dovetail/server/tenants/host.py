@@ -11,7 +11,7 @@ from dovetail.errors import QueueFullError, RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.sampling_params import SamplingParams
-from dovetail.server.outputs import Outputs, Terms
+from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.server.service import Service, own_rid
 from dovetail.server.tenants.keys import Caller
 from dovetail.server.tenants.tenancy import Tenancy
@@ -48,7 +48,7 @@ class TenantHost(ApiHost):
         own = self._tenant.limits.max_body_mib
         return self._service.max_body if own is None else int(own * 2**20)
 
-    def submit(self, request: ApiRequest) -> Outputs:
+    def submit(self, request: ApiRequest) -> RequestOutputs:
         """As the service's; raises ``RateLimitError`` as well."""
         tenant, server = self._tenant, self.config.server
         if not self._counted:
@@ -60,7 +60,9 @@ class TenantHost(ApiHost):
         )
         lease = tenant.admit(request.num_outputs, prompt_tokens, new_tokens)
         seconds = server.max_seconds if tenant.limits.max_seconds is None else tenant.limits.max_seconds
-        terms = Terms(own_rid(tenant.name, request.rid), seconds, lambda outputs: self._closed(outputs, lease, request))
+        terms = RequestTerms(
+            own_rid(tenant.name, request.rid), seconds, lambda outputs: self._closed(outputs, lease, request)
+        )
         try:
             return self._service.submit(own, terms)
         except BaseException:
@@ -72,7 +74,7 @@ class TenantHost(ApiHost):
         asked = prompt.params.max_new_tokens
         return prompt.params.n * (room if asked is None else min(asked, room))
 
-    def _closed(self, outputs: Outputs, lease: Lease, request: ApiRequest) -> None:
+    def _closed(self, outputs: RequestOutputs, lease: Lease, request: ApiRequest) -> None:
         usage = outputs.usage
         made = usage.completion + outputs.unread
         refused = isinstance(outputs.error, RequestError | QueueFullError) and not made
@@ -86,7 +88,7 @@ class TenantHost(ApiHost):
         if self._tenancy.log is not None:
             self._tenancy.log.write(self._entry(outputs, made, request))
 
-    def _entry(self, outputs: Outputs, made: int, request: ApiRequest) -> Entry:
+    def _entry(self, outputs: RequestOutputs, made: int, request: ApiRequest) -> Entry:
         usage, texts = outputs.usage, self._tenancy.log_texts
         left = None if outputs.finished else "ClientDisconnect"
         return Entry(

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Texts, examples, parse
+from dovetail.api.embeddings import check_dimensions, embedding, pooling_kind
 from dovetail.api.requests import new_id
 from dovetail.api.responses import whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Generation, Route
-from dovetail.ops.vectors import check_dimensions, embedding, pooling_kind
 from dovetail.types import FloatArray
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json

@@ -6,11 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
+from dovetail.api.embeddings import check_dimensions, embedding, pooling_kind
 from dovetail.api.requests import check_count, new_id
 from dovetail.api.responses import json_response, until_disconnect
 from dovetail.errors import ContextLengthError
 from dovetail.interfaces.api import ApiHost, ApiRequest
-from dovetail.ops.vectors import check_dimensions, embedding, pooling_kind
 from dovetail_apis.embeddings.pooling import as_prompts, pooled, pooling_params
 from dovetail_apis.ollama.format import Clock
 from dovetail_apis.ollama.model import check_model, check_options, refuse_unload

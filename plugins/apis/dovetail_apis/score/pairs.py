@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dovetail.api.embeddings import cosine, pooling_kind
 from dovetail.api.requests import check_count, new_id
 from dovetail.errors import ConfigError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Generation, Prompt
-from dovetail.ops.vectors import cosine, pooling_kind
 from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, pooled, pooling_params

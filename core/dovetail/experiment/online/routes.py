@@ -1,138 +1,98 @@
-"""A server that runs an experiment: its arms, the routes beside the usual ones, and the running comparison."""
+"""Serve the routes and the page of an experiment that runs inside one server."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from prometheus_client import CollectorRegistry
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp
 
 from dovetail.api.body import ApiModel, parse
 from dovetail.api.responses import json_response
 from dovetail.config import Config
-from dovetail.interfaces.api import Api
-from dovetail.registry.installed import Registry
-from dovetail.server.app import Route, build_app
-from dovetail.server.arm_configs import arm_configs, check_arms
-from dovetail.server.arm_log import Latency
-from dovetail.server.arms import Arm, ArmsClient
-from dovetail.server.engine_process import Endpoints
-from dovetail.server.routing import RememberRequest
+from dovetail.experiment.online.arms import ArmsClient, OnlineArm
+from dovetail.experiment.online.comparison import ComparisonRow, Judge, Side
+from dovetail.experiment.online.log import Latency
+from dovetail.experiment.online.routing import RememberRequest
+from dovetail.server.app import ServerRoute
+from dovetail.server.parts import ServerParts
 from dovetail.server.service import Service
-from dovetail.server.tenants.tenancy import Tenancy
-from dovetail.tokenizer import Tokenizer
 
 REFRESH_SECONDS = 5
 _RECENT = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the comparison: a metric of ``arm`` (``b``) against that of ``control`` (``a``). Bounds are of the ratio b / a;
-    None where there is not enough data."""
-
-    control: str
-    arm: str
-    metric: str
-    unit: str
-    a: float | None
-    b: float | None
-    ratio: float | None
-    low: float | None
-    high: float | None
-    verdict: str
-    blocks: int
-    note: str
-
-
-Side = tuple[str, Sequence[Latency]]
-Judge = Callable[[Side, Sequence[Side]], list[Row]]
-"""Compares the control with each of the others; runs on a thread."""
-
-
 class ArmRequest(ApiModel):
-    """POST /experiment/stop and /experiment/promote."""
+    """Describe the body of POST /experiment/stop and /experiment/promote."""
 
     arm: str = Field(description="Name of the arm.")
 
 
-class Online:
-    """The experiment of one server."""
+class OnlineExperiment:
+    """Answer the routes of the experiment of one server."""
 
-    def __init__(self, config: Config, engine: ArmsClient, judge: Judge | None) -> None:
-        """Without a ``judge`` the page has no comparison."""
+    def __init__(self, config: Config, engine: ArmsClient, judge: Judge) -> None:
+        """``judge`` computes the comparison of the arms."""
         self.engine = engine
         self._section = config.experiment
         self._judge = judge
         self._started = time.time()
-        self._judged: tuple[float, list[Row]] = (-REFRESH_SECONDS, [])
+        self._judged: tuple[float, list[ComparisonRow]] = (-REFRESH_SECONDS, [])
         self._judging = asyncio.Lock()
 
-    @classmethod
-    async def prepare(
-        cls,
-        config: Config,
-        registry: Registry,
-        target: Callable[[Config, Endpoints], None],
-        tokenizer: Tokenizer,
-        judge: Judge | None,
-    ) -> Online:
-        """Resolve every arm; nothing has started yet. Raises ``ConfigError`` or ``PluginError`` that names the arm."""
-        arms = arm_configs(config, registry)
-        await asyncio.to_thread(check_arms, arms)
-        return cls(config, ArmsClient(config, arms, target, lambda ids: tokenizer.decode(list(ids))), judge)
+    def parts(self) -> ServerParts:
+        """Return what the server is built from."""
+        source = self._section.key
+        return ServerParts(self.engine, self._routes(), lambda app: RememberRequest(app, source), self._register)
 
-    def app(self, service: Service, apis: Sequence[Api], tenancy: Tenancy | None = None) -> ASGIApp:
-        """The application (``app.build_app``); the engines have been started."""
-        registry = service.metrics.registry
-        self.engine.log.register(registry, self.engine.standings)
+    def _register(self, registry: CollectorRegistry) -> None:
+        self.engine.log.register(registry, self.engine.gauges)
         if self.engine.shadow is not None:
             registry.register(self.engine.shadow.results)
-        return RememberRequest(build_app(service, apis, self._routes(), tenancy), self._section.key)
 
-    def _routes(self) -> tuple[Route, ...]:
+    def _routes(self) -> tuple[ServerRoute, ...]:
         return (
-            Route(["GET"], "/health", self.health, open=True, answers=("text/plain",)),
-            Route(["GET"], "/experiment", self.page, answers=("text/html",)),
-            Route(["GET"], "/experiment.json", self.json),
-            Route(["POST"], "/experiment/stop", self.stop, ArmRequest),
-            Route(["POST"], "/experiment/promote", self.promote, ArmRequest),
+            ServerRoute(["GET"], "/health", self.health, open=True, answers=("text/plain",)),
+            ServerRoute(["GET"], "/experiment", self.page, answers=("text/html",)),
+            ServerRoute(["GET"], "/experiment.json", self.json),
+            ServerRoute(["POST"], "/experiment/stop", self.stop, ArmRequest),
+            ServerRoute(["POST"], "/experiment/promote", self.promote, ArmRequest),
         )
 
     async def health(self, service: Service, request: Request) -> Response:
-        """200 while requests are taken, else 503. Arms that have died are named."""
+        """Answer 200 while requests are accepted, else 503. The answer names arms whose process has ended by itself."""
         service.check_ready()
         failure = self.engine.failure
         return PlainTextResponse(f"ok, without {failure}; others take its requests" if failure else "ok")
 
     async def stop(self, service: Service, request: Request) -> Response:
-        """End an arm: its share goes to the others, its running requests finish, its process ends."""
+        """Stop an arm: the other arms get its share, its running requests finish, then its process ends."""
         body = await parse(request, ArmRequest, service.max_body)
         self.engine.stop_arm(body.arm)
         return json_response({"stopping": body.arm, "shares": self.engine.shares()})
 
     async def promote(self, service: Service, request: Request) -> Response:
-        """Give an arm all requests. The others run on, without any."""
+        """Route all requests to one arm. The other arms keep running and get no requests."""
         body = await parse(request, ArmRequest, service.max_body)
         self.engine.promote(body.arm)
         return json_response({"promoted": body.arm, "shares": self.engine.shares()})
 
     async def json(self, service: Service, request: Request) -> Response:
-        """The experiment as it stands."""
+        """Return the current state of the experiment."""
         return json_response(await self._state())
 
     async def page(self, service: Service, request: Request) -> Response:
-        """The experiment as it stands, as a page that refreshes itself."""
+        """Return the current state of the experiment as a page that refreshes itself."""
         state = await self._state()
         return HTMLResponse(
             _template().render(e=state, model=service.model_name, refresh=REFRESH_SECONDS, recent=_RECENT)
@@ -168,30 +128,28 @@ class Online:
             for name, arm in self.engine.arms.items()
         ]
 
-    async def _rows(self) -> list[Row]:
-        if self._judge is None:
-            return []
+    async def _rows(self) -> list[ComparisonRow]:
         async with self._judging:
             if time.monotonic() - self._judged[0] >= REFRESH_SECONDS:
                 control, *others = self._sides()
                 rows = await asyncio.to_thread(self._judge, control, others)
-                self._judged = (time.monotonic(), [_unlike(row) for row in rows] if self.engine.shadow else rows)
+                self._judged = (time.monotonic(), [_unjudged(row) for row in rows] if self.engine.shadow else rows)
             return self._judged[1]
 
     def _sides(self) -> list[Side]:
-        """In a split all that was answered; with a shadow what both have answered."""
+        """Return the outputs to compare: in a split all outputs of each arm, with a shadow those that both arms have finished."""
         shadow = self.engine.shadow
         if shadow is not None:
             return [(shadow.primary, list(shadow.pairs[0])), (shadow.arm, list(shadow.pairs[1]))]
         return [(name, list(latencies)) for name, latencies in self.engine.log.latencies.items()]
 
 
-def _unlike(row: Row) -> Row:
-    """A shadow has other requests beside it than its primary has, so that nobody may call one of them faster."""
-    return replace(row, verdict="not judged", note="the load of a shadow is not that of its primary")
+def _unjudged(row: ComparisonRow) -> ComparisonRow:
+    """Return the row without a verdict: a shadow runs under another load than its primary, so neither can be called faster."""
+    return replace(row, verdict="not judged", note="the shadow arm runs under another load than the primary arm")
 
 
-def _facts(arm: Arm, share: float) -> dict[str, Any]:
+def _facts(arm: OnlineArm, share: float) -> dict[str, Any]:
     client = arm.client
     return {
         "name": arm.name,
@@ -204,7 +162,7 @@ def _facts(arm: Arm, share: float) -> dict[str, Any]:
 
 
 def _of_arm(name: str, totals: dict[tuple[str, ...], int]) -> dict[str, int]:
-    """The counts of one arm, by the label beside ``arm``."""
+    """Return the counts of one arm by the label that follows ``arm``."""
     return {label: value for (arm, label), value in totals.items() if arm == name}
 
 

@@ -1,7 +1,7 @@
-"""Shadow traffic: requests that were answered are sent once more to another arm, and the outputs compared.
+"""Send requests that were answered once more to another arm, and compare the outputs (shadow traffic).
 
-Nothing of it is in the way of those who wait: a request is looked at once its answer is whole, put into a bounded queue, and
-dropped where the queue or the budget is full.
+Shadow traffic does not delay clients: a request enters a bounded queue after its answer is complete, and is dropped if the queue
+is full or the token budget is spent.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from prometheus_client import Counter
 
 from dovetail.config.experiment import ShadowSection
 from dovetail.errors import DovetailError
+from dovetail.experiment.online.log import KEPT, ArmLog, Latency, StreamLog
+from dovetail.experiment.online.routing import uniform
 from dovetail.messages import GenerateMsg
 from dovetail.sampling_params import SamplingParams
-from dovetail.server.arm_log import KEPT, ArmLog, Latency, StreamLog
-from dovetail.server.routing import uniform
 from dovetail.server.streams import OutputStream
 from dovetail.types import FinishKind
 
 logger = logging.getLogger("dovetail.server")
 
 WORKERS = 4
-"""Shadow requests at the same time."""
+"""The number of shadow requests that run at the same time."""
 
 Open = Callable[[str, Sequence[GenerateMsg]], OutputStream]
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A request whose answer was whole: what was asked, and what the primary made of it."""
+class FinishedRequest:
+    """Hold a request whose answer is complete: its messages and the log of the primary arm's outputs."""
 
     rid: str
     msgs: tuple[GenerateMsg, ...]
@@ -47,12 +47,12 @@ class Finished:
 
     @property
     def tokens(self) -> int:
-        """Prompt and output, as the primary had them."""
+        """The number of prompt and output tokens in the primary arm."""
         return sum(len(msg.input_ids) + len(self.log.outputs[msg.rid]) for msg in self.msgs)
 
-    def again(self) -> list[GenerateMsg]:
-        """The same for another arm, under other ids. Where the server found the end, which an engine does not see, the output is
-        to be as long as the primary's."""
+    def copies(self) -> list[GenerateMsg]:
+        """Return the same requests under other ids, for another arm. If the server ended an output at a stop string that the
+        engine does not look for, the copy is limited to the length of the primary's output."""
         return [msgspec.structs.replace(msg, rid=f"shadow/{msg.rid}", params=self._params(msg)) for msg in self.msgs]
 
     def _params(self, msg: GenerateMsg) -> SamplingParams:
@@ -62,8 +62,8 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """One of the two outputs that are compared. ``text`` is kept where config says so."""
+class ComparedOutput:
+    """Describe one of two outputs that are compared. ``text`` is set if ``keep_texts`` is configured."""
 
     tokens: int
     sha256: str
@@ -72,20 +72,20 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Two outputs. ``divergence`` is the first place at which their tokens differ; None if they are the same."""
+class OutputPair:
+    """Hold the comparison of two outputs. ``divergence`` is the index of the first token that differs; None if they are equal."""
 
     rid: str
     at: float
     greedy: bool
     divergence: int | None
-    primary: Output
-    shadow: Output
+    primary: ComparedOutput
+    shadow: ComparedOutput
 
 
 class TokenBudget:
-    """Tokens per minute, as a bucket that is full at first and fills steadily. It may be overdrawn by what a request makes
-    beyond what was foreseen; nothing is taken until that is paid back."""
+    """Limit tokens per minute with a token bucket that starts full and fills at a constant rate. A request that generates more
+    than was expected may make the level negative; no request is accepted until the level is sufficient again."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._size = self._left = float(per_minute)
@@ -93,7 +93,7 @@ class TokenBudget:
         self._then = clock()
 
     def take(self, tokens: int) -> bool:
-        """Spend them if they are there."""
+        """Take ``tokens`` from the bucket and return True, or return False if it holds fewer."""
         now = self._clock()
         self._left = min(self._size, self._left + (now - self._then) * self._size / 60)
         self._then = now
@@ -103,12 +103,12 @@ class TokenBudget:
         return True
 
     def settle(self, tokens: int) -> None:
-        """Spend so many more, or give back if negative."""
+        """Take ``tokens`` more, whatever the level; a negative number is given back."""
         self._left -= tokens
 
 
-class Shadow:
-    """The second arm's side of things."""
+class ShadowTraffic:
+    """Repeat a share of the requests on the shadow arm and compare the outputs."""
 
     def __init__(
         self,
@@ -119,26 +119,27 @@ class Shadow:
     ) -> None:
         self.arm = section.arm
         self.primary = section.primary
-        self.compared: deque[Compared] = deque(maxlen=section.keep)
+        self.compared: deque[OutputPair] = deque(maxlen=section.keep)
         self.pairs: tuple[deque[Latency], deque[Latency]] = (deque(maxlen=KEPT), deque(maxlen=KEPT))
         self.workers: list[asyncio.Task[None]] = []
         self.results = Counter(
             "dovetail_shadow_outcomes",
-            "Requests for the shadow arm: dropped_budget, dropped_queue, dropped_arm, sent, failed; outputs: equal, different.",
+            "Outcomes of requests for the shadow arm: dropped_budget, dropped_queue, dropped_arm, sent, failed; of outputs: equal, different.",
             ["outcome"],
             registry=None,
         )
         self._section, self._log, self._decode = section, log, decode
         self._budget = TokenBudget(section.tokens_per_minute, clock)
-        self._queue: asyncio.Queue[tuple[Finished, Open]] = asyncio.Queue(section.queue)
+        self._queue: asyncio.Queue[tuple[FinishedRequest, Open]] = asyncio.Queue(section.queue)
         self._serial = itertools.count()
 
-    def wants(self, rid: str) -> bool:
-        """True for ``percent`` of all ids, always the same ones."""
+    def selects(self, rid: str) -> bool:
+        """Return True for ``percent`` of all ids. The result depends on the id alone."""
         return uniform(f"shadow\0{rid}") * 100 < self._section.percent
 
-    def offer(self, finished: Finished, send: Open | None) -> None:
-        """A request may be sent again through ``send``, None where the arm takes none. Returns at once."""
+    def offer(self, finished: FinishedRequest, send: Open | None) -> None:
+        """Queue a finished request to be sent again through ``send``, or drop it. ``send`` is None if the arm accepts no requests.
+        Returns without waiting."""
         if send is None:
             self._count("dropped_arm")
         elif self._queue.full():
@@ -151,20 +152,20 @@ class Shadow:
                 self.workers.append(asyncio.ensure_future(self._work()))
 
     def outcomes(self) -> dict[str, int]:
-        """How many of each."""
+        """Return the number of requests or outputs with each outcome."""
         return {outcome: count for (outcome,), count in self._log.totals(self.results).items()}
 
     async def _work(self) -> None:
         while True:
             finished, send = await self._queue.get()
             try:
-                await self._again(finished, send)
+                await self._repeat(finished, send)
             except DovetailError as error:
                 self._count("failed")
                 logger.debug("shadow of %s: %s", finished.rid, error)
 
-    async def _again(self, finished: Finished, send: Open) -> None:
-        msgs = finished.again()
+    async def _repeat(self, finished: FinishedRequest, send: Open) -> None:
+        msgs = finished.copies()
         with send(f"shadow/{next(self._serial)}/{finished.rid}", msgs) as stream:
             log = StreamLog(self._log, self.arm, finished.log.key, msgs, "shadow", keep=True)
             self._count("sent")
@@ -176,37 +177,37 @@ class Shadow:
                 raise
             finally:
                 log.close()
-                self._budget.settle(Finished(finished.rid, tuple(msgs), log).tokens - finished.tokens)
+                self._budget.settle(FinishedRequest(finished.rid, tuple(msgs), log).tokens - finished.tokens)
         self._compare(finished, log)
 
-    def _compare(self, finished: Finished, log: StreamLog) -> None:
+    def _compare(self, finished: FinishedRequest, log: StreamLog) -> None:
         self._log.latencies[self.arm].extend(log.latencies)
         if not log.complete:
             self._count("failed")
             return
         for msg in finished.msgs:
             ours, theirs = finished.log, f"shadow/{msg.rid}"
-            compared = Compared(
+            pair = OutputPair(
                 finished.rid, time.time(), msg.params.temperature == 0,
                 divergence(ours.outputs[msg.rid], log.outputs[theirs]),
                 self._output(ours.outputs[msg.rid], ours.finish[msg.rid]),
                 self._output(log.outputs[theirs], log.finish[theirs]),
             )  # fmt: skip
-            self.compared.append(compared)
-            self._count("equal" if compared.divergence is None else "different")
+            self.compared.append(pair)
+            self._count("equal" if pair.divergence is None else "different")
         now = time.monotonic()
         for side, latencies in zip(self.pairs, (finished.log.latencies, log.latencies), strict=True):
             side.extend(latency._replace(at=now) for latency in latencies)
 
-    def _output(self, ids: list[int], finish: FinishKind) -> Output:
+    def _output(self, ids: list[int], finish: FinishKind) -> ComparedOutput:
         digest = sha256(",".join(map(str, ids)).encode()).hexdigest()
-        return Output(len(ids), digest, finish.value, self._decode(ids) if self._section.keep_texts else None)
+        return ComparedOutput(len(ids), digest, finish.value, self._decode(ids) if self._section.keep_texts else None)
 
     def _count(self, outcome: str) -> None:
         self.results.labels(outcome).inc()
 
     def to_json(self) -> dict[str, Any]:
-        """For people and programs who look; the latest comparison first."""
+        """Return the state for ``/experiment.json`` and the page, the latest comparison first."""
         return {
             "primary": self.primary,
             "arm": self.arm,
@@ -219,7 +220,8 @@ class Shadow:
 
 
 def divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first place at which they differ, the end of the shorter one included; None if they are equal."""
+    """Return the index of the first difference, or None if the sequences are equal. If one is a prefix of the other, the index is
+    the length of the shorter one."""
     if list(a) == list(b):
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""The arms of an experiment behind the face of one engine: each request goes to the arm that its key decides."""
+"""Present the arms of an experiment as one engine: each request goes to the arm that its key selects."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import msgspec
 
 from dovetail.config import Config
 from dovetail.errors import DovetailError, EngineDeadError, EngineError, RequestError
+from dovetail.experiment.online.log import ArmGauges, ArmLog, StreamLog
+from dovetail.experiment.online.routing import pick, request_key
+from dovetail.experiment.online.shadow import FinishedRequest, ShadowTraffic
 from dovetail.messages import CommandReply, EngineStats, GenerateMsg, TokenOutput
-from dovetail.server.arm_log import ArmLog, Standing, StreamLog
 from dovetail.server.client import EngineClient
-from dovetail.server.engine_process import Endpoints
-from dovetail.server.routing import pick, request_key
-from dovetail.server.shadow import Finished, Shadow
+from dovetail.server.engine_process import EngineTarget
 from dovetail.server.streams import OutputStream
 
 logger = logging.getLogger("dovetail.server")
@@ -26,8 +26,8 @@ _POLL_SECONDS = 0.05
 _GAUGES = ("running", "waiting", "pages_total", "pages_used", "pages_cached", "pages_pinned", "grammar_cached_bytes")
 
 
-class Arm:
-    """One arm: its config, its engine process, and its weight, which operators and failures change."""
+class OnlineArm:
+    """Hold one arm of a running experiment: its config, its engine process, and its weight, which an operator can change."""
 
     def __init__(self, name: str, config: Config, client: EngineClient, weight: float) -> None:
         self.name = name
@@ -39,12 +39,12 @@ class Arm:
 
     @property
     def running(self) -> bool:
-        """True while it takes requests."""
+        """True while the arm accepts requests."""
         return self.client.alive and not self.stopping
 
     @property
     def state(self) -> str:
-        """In a word: running, stopping, stopped or dead."""
+        """The state of the arm: running, stopping, stopped or dead."""
         if self.client.failure is not None:
             return "dead"
         if self.stopping:
@@ -53,35 +53,38 @@ class Arm:
 
 
 class ArmsClient:
-    """Several engine processes with the face of one (``engines.Engine``), and what operators do to them.
+    """Drive several engine processes through the interface of one (``engines.EngineHandle``), and carry out the operator's
+    commands on arms.
 
-    An arm that was stopped or has died gets no more requests: its share goes to the others, as their weights are, and in equal
-    parts where they have none. The engines start one after the other, as each measures what memory is left.
+    An arm that was stopped or has died gets no more requests. Its share goes to the other arms in proportion to their weights,
+    or in equal parts if all of these are 0. The engines start one after the other, because each measures how much memory is
+    left.
     """
 
     def __init__(
         self,
         config: Config,
         arms: Mapping[str, Config],
-        target: Callable[[Config, Endpoints], None],
+        target: EngineTarget,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        """``arms`` are whole configs (``arm_configs``), ``decode`` makes text of token ids."""
+        """``arms`` are complete configs (see ``arm_configs``); ``decode`` turns token ids into text."""
         section = config.experiment
         self.arms = {
-            name: Arm(name, own, EngineClient(own, target), section.weights[name]) for name, own in arms.items()
+            name: OnlineArm(name, own, EngineClient(own, target), section.weights[name]) for name, own in arms.items()
         }
         self.log = ArmLog(tuple(arms))
-        self.shadow = Shadow(section.shadow, self.log, decode) if section.shadow else None
+        self.shadow = ShadowTraffic(section.shadow, self.log, decode) if section.shadow else None
         self._source = section.key
         self._groups: dict[str, ArmStream] = {}
-        self._endings: dict[str, asyncio.Task[None]] = {}
+        self._stopping: dict[str, asyncio.Task[None]] = {}
         self.info: dict[str, Any] = {}
 
-    # life
+    # start and stop
 
     async def start(self) -> dict[str, Any]:
-        """Start every arm; returns the info of the first, with what all can do. Raises ``EngineError`` that names the arm."""
+        """Start every arm. Return the info of the first arm with the limits that hold for all arms. Raises ``EngineError`` that
+        names the arm."""
         try:
             for arm in self.arms.values():
                 await self._start(arm)
@@ -91,7 +94,7 @@ class ArmsClient:
         self.info = _common_info({name: arm.client.info for name, arm in self.arms.items()})
         return self.info
 
-    async def _start(self, arm: Arm) -> None:
+    async def _start(self, arm: OnlineArm) -> None:
         try:
             await arm.client.start()
         except EngineError as error:
@@ -99,82 +102,85 @@ class ArmsClient:
         logger.info("arm %s is ready, engine process %s", arm.name, arm.client.pid)
 
     async def stop(self) -> None:
-        """End every process at once."""
-        endings = [*self._endings.values(), *(self.shadow.workers if self.shadow else ())]
-        for task in endings:
+        """Stop every engine process at once."""
+        tasks = [*self._stopping.values(), *(self.shadow.workers if self.shadow else ())]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*endings, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(arm.client.stop() for arm in self.arms.values()))
 
     @property
     def alive(self) -> bool:
-        """True while an arm takes requests."""
+        """True while at least one arm accepts requests."""
         return any(arm.running for arm in self.arms.values())
 
     @property
     def failure(self) -> str | None:
-        """Which arms have ended by themselves, and why."""
+        """The arms whose process has ended by itself, each with the reason; None if there are none."""
         return "; ".join(f"arm {a.name}: {a.client.failure}" for a in self.arms.values() if a.client.failure) or None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first arm that takes requests."""
+        """The process id of the first arm that accepts requests."""
         return next((arm.client.pid for arm in self.arms.values() if arm.running), None)
 
     # requests
 
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> ArmStream:
-        """As ``EngineClient.open``, on the arm of the request's key."""
+        """Send requests to the arm that the request's key selects. See ``EngineClient.open``."""
         if group in self._groups:
             raise RequestError(f"rid {group!r} is in use by a running request; choose another", param="rid")
         key = request_key(self._source)
-        arm = self._chosen(key)
-        shadow = self.shadow if self.shadow and self.shadow.arm != arm.name and self.shadow.wants(group) else None
+        arm = self._select(key)
+        shadow = self.shadow if self.shadow and self.shadow.arm != arm.name and self.shadow.selects(group) else None
         stream = arm.client.open(group, msgs)
         log = StreamLog(self.log, arm.name, key, msgs, "served", keep=shadow is not None)
         self._groups[group] = ArmStream(stream, log, lambda: self._closed(group, arm, msgs, log, shadow))
         return self._groups[group]
 
     def abort(self, group: str) -> bool:
-        """As ``EngineClient.abort``."""
+        """See ``EngineClient.abort``."""
         return any(arm.client.abort(group) for arm in self.arms.values() if arm.client.alive)
 
     def abort_all(self, message: str = "aborted by the operator") -> None:
-        """End every request of every arm."""
+        """Abort every request of every arm."""
         for arm in self.arms.values():
             if arm.client.alive:
                 arm.client.abort_all(message)
 
     @property
     def num_open(self) -> int:
-        """Groups that somebody waits for: nobody does for a shadow's."""
+        """The number of open groups of requests that clients wait for; shadow requests do not count."""
         return len(self._groups)
 
-    def _chosen(self, key: str) -> Arm:
+    def _select(self, key: str) -> OnlineArm:
         shares = self.shares()
         if not any(shares.values()):
-            raise EngineDeadError(f"no arm takes requests: {self.failure or 'all were stopped'}")
+            raise EngineDeadError(f"no arm accepts requests: {self.failure or 'all were stopped'}")
         return self.arms[pick(key, shares)]
 
-    def _closed(self, group: str, arm: Arm, msgs: Sequence[GenerateMsg], log: StreamLog, shadow: Shadow | None) -> None:
+    def _closed(
+        self, group: str, arm: OnlineArm, msgs: Sequence[GenerateMsg], log: StreamLog, shadow: ShadowTraffic | None
+    ) -> None:
         del self._groups[group]
         self.log.latencies[arm.name].extend(log.latencies)
         if shadow is not None and log.complete:
             other = self.arms[shadow.arm]
-            shadow.offer(Finished(group, tuple(msgs), log), other.client.open if other.running else None)
+            shadow.offer(FinishedRequest(group, tuple(msgs), log), other.client.open if other.running else None)
 
     # commands
 
     async def stats(self) -> EngineStats:
-        """Of all arms together: totals also of those that have ended, gauges of the others."""
+        """Return the sums over all arms. Totals include arms that have ended; gauges do not. Raises ``EngineDeadError`` if no arm
+        is running."""
         running = [arm for arm in self.arms.values() if arm.client.alive]
         if not running:
             raise EngineDeadError("no arm is running")
         await asyncio.gather(*(_refresh(arm) for arm in running))
-        return _together(self.arms.values())
+        return _summed(self.arms.values())
 
     async def flush_cache(self) -> CommandReply:
-        """Of every arm; refused if one refuses."""
+        """Flush the cache of every running arm. The reply is a refusal if at least one arm refuses."""
         names = [name for name, arm in self.arms.items() if arm.client.alive]
         replies = await asyncio.gather(*(self.arms[name].client.flush_cache() for name in names))
         refused = [f"arm {name}: {r.message}" for name, r in zip(names, replies, strict=True) if not r.ok]
@@ -185,45 +191,47 @@ class ArmsClient:
     # the experiment
 
     def shares(self) -> dict[str, float]:
-        """Of each arm, now; they add up to 1, or are all 0 where no arm takes requests."""
+        """Return the current share of each arm. Shares add up to 1, or are all 0 if no arm accepts requests."""
         weights = {name: arm.weight if arm.running else 0.0 for name, arm in self.arms.items()}
         if not any(weights.values()):
             weights = {name: float(arm.running) for name, arm in self.arms.items()}
         total = sum(weights.values()) or 1.0
         return {name: weight / total for name, weight in weights.items()}
 
-    def standings(self) -> Iterator[Standing]:
-        """Every arm, for gauges."""
+    def gauges(self) -> Iterator[ArmGauges]:
+        """Yield the gauge values of every arm."""
         shares = self.shares()
         for name, arm in self.arms.items():
-            yield Standing(name, arm.running, shares[name], arm.client.num_open)
+            yield ArmGauges(name, arm.running, shares[name], arm.client.num_open)
 
     def stop_arm(self, name: str) -> None:
-        """No more requests for an arm; once those that run have finished, its process ends. Raises ``RequestError``."""
+        """Send no more requests to an arm, and end its process once its running requests have finished. Raises
+        ``RequestError`` for an unknown arm, one that is not running, and the last running arm."""
         arm = self._known(name)
         if not any(other.running for other in self.arms.values() if other is not arm):
             raise RequestError(
-                f"arm {name!r} is the last that runs; to end it, end the server", param="arm", code="last_arm"
+                f"arm {name!r} is the last running arm; to stop it, stop the server", param="arm", code="last_arm"
             )
         arm.stopping = True
         logger.info("arm %s is stopped; its share goes to the others", name)
-        self._endings[name] = asyncio.ensure_future(self._end(arm))
+        self._stopping[name] = asyncio.ensure_future(self._end(arm))
 
     def promote(self, name: str) -> None:
-        """All requests to one arm. The others go on running, without any, until they are stopped. Raises ``RequestError``."""
+        """Route all requests to one arm. The other arms keep running without requests until they are stopped. Raises
+        ``RequestError`` for an unknown arm and one that is not running."""
         self._known(name)
         for arm in self.arms.values():
             arm.weight = float(arm.name == name)
         logger.info("arm %s is promoted; it answers all requests", name)
 
-    def _known(self, name: str) -> Arm:
+    def _known(self, name: str) -> OnlineArm:
         if name not in self.arms:
             raise RequestError(f"arm is {name!r:.80}; allowed: {', '.join(self.arms)}", param="arm", code="unknown_arm")
         if not self.arms[name].running:
             raise RequestError(f"arm {name!r} is {self.arms[name].state}", param="arm", code="arm_not_running")
         return self.arms[name]
 
-    async def _end(self, arm: Arm) -> None:
+    async def _end(self, arm: OnlineArm) -> None:
         while arm.client.alive and arm.client.num_open:
             await asyncio.sleep(_POLL_SECONDS)
         await _refresh(arm)
@@ -232,7 +240,7 @@ class ArmsClient:
 
 
 class ArmStream:
-    """The stream of one arm, watched (``engines.Stream``)."""
+    """Pass on the outputs of one arm's stream and record them. Implements ``engines.Stream``."""
 
     def __init__(self, stream: OutputStream, log: StreamLog, on_close: Callable[[], None]) -> None:
         self._stream = stream
@@ -241,16 +249,16 @@ class ArmStream:
 
     @property
     def open(self) -> set[str]:
-        """Ids of the requests that have not finished."""
+        """The ids of the requests that have not finished."""
         return self._stream.open
 
     @property
     def unread(self) -> int:
-        """Tokens that have arrived since the last read."""
+        """The number of tokens that have arrived since the last read."""
         return self._stream.unread
 
     async def __anext__(self) -> list[TokenOutput]:
-        """The next batch."""
+        """Return the next batch. Raises the error that ended a request."""
         try:
             batch = await self._stream.__anext__()
         except DovetailError as error:
@@ -260,12 +268,12 @@ class ArmStream:
         return batch
 
     def end(self, rid: str) -> None:
-        """Abort one request, whose text has come to a stop string."""
+        """Abort one request because its text contains a stop string."""
         self._stream.end(rid)
         self._log.end(rid)
 
     def close(self) -> None:
-        """Abort what is still open."""
+        """Abort the requests that are still open."""
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             self._stream.close()
@@ -273,12 +281,12 @@ class ArmStream:
             on_close()
 
 
-async def _refresh(arm: Arm) -> None:
-    with suppress(EngineDeadError):  # what it said last still counts among the totals
+async def _refresh(arm: OnlineArm) -> None:
+    with suppress(EngineDeadError):  # its latest stats still count towards the totals
         arm.stats = await arm.client.stats()
 
 
-def _together(arms: Iterable[Arm]) -> EngineStats:
+def _summed(arms: Iterable[OnlineArm]) -> EngineStats:
     sums: dict[str, Any] = {}
     for arm in arms:
         for name, value in msgspec.structs.asdict(arm.stats).items():
@@ -292,7 +300,7 @@ def _together(arms: Iterable[Arm]) -> EngineStats:
 
 
 def _common_info(infos: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the first arm says of itself, with the limits that hold for all arms; ``arms`` has each."""
+    """Return the first arm's info with the limits that hold for all arms. ``arms`` holds the info of each arm."""
     first = next(iter(infos.values()))
     model = first["resolved"]["model"]
     vocabulary = min(info["resolved"]["model"]["vocab_size"] for info in infos.values())

@@ -1,8 +1,9 @@
-"""The running comparison of the arms of a server's experiment (``server.online``): blocks of time, by the statistics of ``ab``.
+"""Compare the arms of a server's experiment while it runs: divide time into blocks and apply the statistics of ``dovetail ab``.
 
-A block is a stretch of time in which every side has enough outputs, so that load and machine were the same for both. Keys (users)
-are resampled in all blocks alike, as the same user stays with an arm and the arms have not the same users; with few keys
-intervals are wide for that reason. Intervals hold at every look; a dashboard is looked at all the time.
+A block is an interval of time in which both sides have enough outputs, so that load and machine are the same for both. Keys
+(users) are resampled together over all blocks, because a user stays with one arm and the arms serve different users; with few
+keys the confidence intervals are wide for that reason. The intervals are valid at every look, because a dashboard is read again
+and again.
 """
 
 from __future__ import annotations
@@ -11,27 +12,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dovetail.experiment.online.comparison import ComparisonRow, Side
+from dovetail.experiment.online.log import Latency
 from dovetail.experiment.result import Comparison
 from dovetail.experiment.samples import Block, Metric, Sample
 from dovetail.experiment.stats import compare
 from dovetail.experiment.verdict import Rules
-from dovetail.server.arm_log import Latency
-from dovetail.server.online import Row, Side
 
 METRICS = (Metric("ttft", "TTFT, mean", "ms", "lower", "mean"), Metric("tpot", "TPOT, mean", "ms", "lower", "mean"))
 TICK_SECONDS = 10.0
 ENOUGH = 16
-"""Outputs of each side in a block."""
+"""The number of outputs with a TPOT that each side needs in a block."""
 RESAMPLES = 200
 
 
-def judge(control: Side, others: Sequence[Side]) -> list[Row]:
-    """Each of ``others`` against ``control``, false alarms bounded over all of them together. No rows without a block."""
+def judge(control: Side, others: Sequence[Side]) -> list[ComparisonRow]:
+    """Compare each of ``others`` with ``control``. The false alarm rate is bounded over all comparisons together. A side without a
+    complete block has no rows."""
     rules = Rules(alpha=0.05 / max(len(others), 1))
     return [row for other in others for row in _rows(control, other, rules)]
 
 
-def _rows(control: Side, other: Side, rules: Rules) -> list[Row]:
+def _rows(control: Side, other: Side, rules: Rules) -> list[ComparisonRow]:
     spans = blocks_of(control[1], other[1])
     if not spans:
         return []
@@ -52,13 +54,13 @@ Span = tuple[Sequence[Latency], Sequence[Latency]]
 
 
 def blocks_of(a: Sequence[Latency], b: Sequence[Latency]) -> list[Span]:
-    """Stretches of whole ticks, as short as they can be with ``ENOUGH`` outputs of two tokens or more on both sides. What is left
-    at the end waits for more."""
+    """Divide the outputs into blocks of whole ticks. Each block is as short as possible with at least ``ENOUGH`` outputs of two
+    or more tokens on both sides. Outputs after the last complete block are left out."""
     spans: list[Span] = []
     left: list[Latency] = []
     right: list[Latency] = []
     by_tick = _by_tick(a), _by_tick(b)
-    for tick in sorted(by_tick[0].keys() | by_tick[1].keys())[:-1]:  # the last may not be over
+    for tick in sorted(by_tick[0].keys() | by_tick[1].keys())[:-1]:  # the last tick may still be in progress
         left += by_tick[0].get(tick, ())
         right += by_tick[1].get(tick, ())
         if min(_timed(left), _timed(right)) >= ENOUGH:
@@ -88,7 +90,7 @@ def _blocks(metric: Metric, spans: Sequence[Span]) -> list[Block]:
 
 
 def _sample(metric: Metric, latencies: Sequence[Latency], first: int) -> Sample:
-    """``first`` is the place of the first of them among all outputs."""
+    """Return the values of a metric. ``first`` is the index of the first latency among all outputs."""
     values = [latency.ttft if metric.name == "ttft" else latency.tpot for latency in latencies]
     owned = [(first + i, value) for i, value in enumerate(values) if value is not None]
     return Sample(
@@ -96,5 +98,5 @@ def _sample(metric: Metric, latencies: Sequence[Latency], first: int) -> Sample:
     )
 
 
-def _row(control: str, arm: str, c: Comparison) -> Row:
-    return Row(control, arm, c.label, c.unit, c.a, c.b, c.ratio, c.low, c.high, c.verdict, c.blocks, c.note)
+def _row(control: str, arm: str, c: Comparison) -> ComparisonRow:
+    return ComparisonRow(control, arm, c.label, c.unit, c.a, c.b, c.ratio, c.low, c.high, c.verdict, c.blocks, c.note)

@@ -1,4 +1,4 @@
-"""Which arm answers a request: a key of the request, and a draw that the key decides."""
+"""Choose the arm of a request: derive a key from the HTTP request, and draw an arm that depends on nothing but the key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _LONGEST = 128
 
 
 @dataclass(slots=True)
-class Asked:
-    """The HTTP request that is being answered: its ASGI scope, and its body as far as it has been read, where it counts."""
+class RoutedRequest:
+    """Hold the HTTP request that is being answered: its ASGI scope and, if the key is read from the body, the parts of the body
+    that have been received."""
 
     scope: Scope
     body: list[bytes] = field(default_factory=list)
@@ -27,12 +28,12 @@ class _WithUser(msgspec.Struct):
     user: str | None = None
 
 
-_asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
+_current: ContextVar[RoutedRequest | None] = ContextVar("routed_request", default=None)
 _user = msgspec.json.Decoder(_WithUser)
 
 
 class RememberRequest:
-    """ASGI middleware: lets ``request_key`` see the request, whatever route answers it."""
+    """Make the current HTTP request available to ``request_key``, as ASGI middleware around all routes."""
 
     def __init__(self, app: ASGIApp, source: str) -> None:
         """``source`` is ``experiment.key``."""
@@ -40,48 +41,48 @@ class RememberRequest:
         self._keeps_body = source == "user"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI call."""
+        """Handle one ASGI call."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = Asked(scope)
-        token = _asked.set(asked)
+        request = RoutedRequest(scope)
+        token = _current.set(request)
 
         async def kept() -> Message:
             message = await receive()
             if message["type"] == "http.request":
-                asked.body.append(message.get("body", b""))
+                request.body.append(message.get("body", b""))
             return message
 
         try:
             await self._app(scope, kept if self._keeps_body else receive, send)
         finally:
-            _asked.reset(token)
+            _current.reset(token)
 
 
 def request_key(source: str) -> str:
-    """What sticks to an arm: the value of ``source`` in the request that is being answered; where it has none, the client's
-    address; where there is neither, an empty text."""
-    asked = _asked.get()
-    if asked is None:
+    """Return the key by which the current request is assigned to an arm: the value of ``source`` in the request. If the request
+    has no such value, the key is the client's address; if there is no address either, it is an empty string."""
+    request = _current.get()
+    if request is None:
         return ""
     found = None
     if source == "user":
-        found = _user_of(asked)
+        found = _user_of(request)
     elif source.startswith(_HEADER):
-        found = _header(asked.scope, source.removeprefix(_HEADER))
+        found = _header(request.scope, source.removeprefix(_HEADER))
     if found:
         return _short(f"{source}={found}")
-    client = asked.scope.get("client")
+    client = request.scope.get("client")
     return f"address={client[0]}" if client else ""
 
 
 def pick(key: str, weights: Mapping[str, float]) -> str:
-    """One of the names with a weight above 0, with chances as the weights; the same for the same key, in any process and on
-    any machine.
+    """Return one of the names whose weight is above 0, with probabilities proportional to the weights. The same key gives the
+    same name in any process and on any machine.
 
-    Rendezvous hashing with weights (an exponential race): a name that leaves gives its keys to the others, and all other keys
-    stay where they were.
+    The function uses weighted rendezvous hashing (an exponential race): if a name is removed, its keys are distributed among the
+    other names, and all other keys keep theirs.
     """
     return min(
         (name for name, weight in weights.items() if weight > 0), key=lambda name: _time(key, name, weights[name])
@@ -89,7 +90,7 @@ def pick(key: str, weights: Mapping[str, float]) -> str:
 
 
 def uniform(text: str) -> float:
-    """A number in (0, 1) that ``text`` decides."""
+    """Return a number in (0, 1) that depends on ``text`` alone."""
     return (int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) + 0.5) / 2**64
 
 
@@ -98,17 +99,17 @@ def _time(key: str, name: str, weight: float) -> float:
 
 
 def _short(key: str) -> str:
-    """Keys are remembered, and clients choose how long they are."""
+    """Replace a long key by its hash: keys are kept in memory, and clients choose their length."""
     return key if len(key) <= _LONGEST else blake2b(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _user_of(asked: Asked) -> str | None:
+def _user_of(request: RoutedRequest) -> str | None:
     try:
-        return _user.decode(b"".join(asked.body)).user
+        return _user.decode(b"".join(request.body)).user
     except msgspec.DecodeError:
-        return None  # no text, or no object: another field of the request will be told to be wrong
+        return None  # not JSON, or not an object: the route that reads the body refuses it
 
 
 def _header(scope: Scope, name: str) -> str | None:
-    wanted = name.lower().encode("latin-1")
-    return next((value.decode("latin-1") for header, value in scope["headers"] if header == wanted), None)
+    expected = name.lower().encode("latin-1")
+    return next((value.decode("latin-1") for header, value in scope["headers"] if header == expected), None)

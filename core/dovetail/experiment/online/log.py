@@ -1,4 +1,4 @@
-"""What is known of each arm: counters and histograms with an ``arm`` label, and the latest latencies for the comparison."""
+"""Record what each arm does: counters and histograms with an ``arm`` label, and the latest latencies for the comparison."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dovetail.server.metrics import E2E_SECONDS, PER_TOKEN_SECONDS, TTFT_SECONDS
 from dovetail.types import FinishKind
 
 KEPT = 4096
-"""Outputs of each arm whose latencies are compared, the latest."""
+"""The number of outputs of each arm, the latest ones, whose latencies are kept for the comparison."""
 
 
 class Latency(NamedTuple):
-    """One output that has finished: when (seconds, monotonic), under which key, and its latencies in milliseconds; TPOT
-    needs two tokens."""
+    """Describe one finished output. ``at`` is when it finished (seconds, monotonic clock), ``key`` is the key that routed its
+    request; ``ttft`` and ``tpot`` are milliseconds. ``tpot`` is None for an output with fewer than two tokens."""
 
     at: float
     key: str
@@ -31,8 +31,8 @@ class Latency(NamedTuple):
     tpot: float | None
 
 
-class Standing(NamedTuple):
-    """An arm, as gauges show it."""
+class ArmGauges(NamedTuple):
+    """Hold the values of one arm's gauges."""
 
     arm: str
     up: bool
@@ -41,33 +41,39 @@ class Standing(NamedTuple):
 
 
 class ArmLog:
-    """The collectors of all arms."""
+    """Hold the Prometheus collectors and the latest latencies of all arms."""
 
     def __init__(self, arms: Sequence[str]) -> None:
         self.latencies: dict[str, deque[Latency]] = {arm: deque(maxlen=KEPT) for arm in arms}
-        self.requests = _counter("arm_requests", "Requests sent to an arm, by what for: served, shadow.", "role")
+        self.requests = _counter("arm_requests", "Requests sent to an arm, by role: served, shadow.", "role")
         self.tokens = _counter("arm_tokens", "Tokens of an arm, by kind: prompt, output.", "kind")
         self.finished = _counter(
-            "arm_outputs_finished", "Outputs of an arm by how they ended, abort included.", "reason"
+            "arm_outputs_finished", "Outputs of an arm by finish reason, abort included.", "reason"
         )
         self.errors = _counter("arm_errors", "Requests of an arm that failed, by HTTP status.", "status")
-        self.abandoned = _counter("arm_requests_abandoned", "Requests of an arm whose client left.")
-        self.ttft = _histogram("arm_time_to_first_token_seconds", "From arrival to the first token.", TTFT_SECONDS)
-        self.tpot = _histogram(
-            "arm_time_per_output_token_seconds", "Mean gap of an output's tokens.", PER_TOKEN_SECONDS
+        self.abandoned = _counter("arm_requests_abandoned", "Requests of an arm whose client disconnected.")
+        self.ttft = _histogram(
+            "arm_time_to_first_token_seconds", "Time from the arrival of a request to its first token.", TTFT_SECONDS
         )
-        self.itl = _histogram("arm_inter_token_latency_seconds", "Gap between two tokens.", PER_TOKEN_SECONDS)
-        self.e2e = _histogram("arm_e2e_request_latency_seconds", "From arrival to the last token.", E2E_SECONDS)
+        self.tpot = _histogram(
+            "arm_time_per_output_token_seconds", "Mean time between the tokens of an output.", PER_TOKEN_SECONDS
+        )
+        self.itl = _histogram(
+            "arm_inter_token_latency_seconds", "Time between two consecutive tokens.", PER_TOKEN_SECONDS
+        )
+        self.e2e = _histogram(
+            "arm_e2e_request_latency_seconds", "Time from the arrival of a request to its last token.", E2E_SECONDS
+        )
 
-    def register(self, registry: CollectorRegistry, standings: Callable[[], Iterable[Standing]]) -> None:
-        """Show everything in ``registry``."""
+    def register(self, registry: CollectorRegistry, gauges: Callable[[], Iterable[ArmGauges]]) -> None:
+        """Register all collectors with ``registry``. ``gauges`` returns the current gauge values of every arm."""
         for collector in vars(self).values():
             if isinstance(collector, Counter | Histogram):
                 registry.register(collector)
-        registry.register(_Standings(standings))
+        registry.register(_GaugeCollector(gauges))
 
     def totals(self, counter: Counter) -> dict[tuple[str, ...], int]:
-        """A counter's values by its labels, for the page."""
+        """Return the values of a counter by its label values, for the page."""
         samples = [
             sample for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total")
         ]
@@ -75,8 +81,8 @@ class ArmLog:
 
 
 class StreamLog:
-    """Times the requests of one stream of an arm. With ``keep`` the output tokens are kept as well. ``cut`` are the outputs that
-    the server ended, at a stop string that it found."""
+    """Measure the requests of one stream of an arm. If ``keep`` is set, the output tokens are kept as well. ``cut`` holds the
+    ids of the outputs that the server ended because it found a stop string."""
 
     def __init__(self, log: ArmLog, arm: str, key: str, msgs: Sequence[GenerateMsg], role: str, keep: bool) -> None:
         self.outputs: dict[str, list[int]] = {msg.rid: [] for msg in msgs} if keep else {}
@@ -94,12 +100,12 @@ class StreamLog:
 
     @property
     def complete(self) -> bool:
-        """True if every output has come to its own end."""
+        """True if every output has finished with a stop or at its length limit."""
         ends = (FinishKind.STOP, FinishKind.LENGTH)
         return not self.failed and all(self.finish.get(rid) in ends for rid in self._rids)
 
     def observe(self, batch: Iterable[TokenOutput]) -> None:
-        """Outputs have arrived, now."""
+        """Record outputs that have just arrived."""
         now = time.monotonic()
         for output in batch:
             if output.rid in self.finish:
@@ -110,7 +116,7 @@ class StreamLog:
                 self.ended(output.rid, output.finish.kind)
 
     def ended(self, rid: str, kind: FinishKind) -> None:
-        """An output has ended, now."""
+        """Record that an output has just ended."""
         now = time.monotonic()
         self.finish[rid] = kind
         self._log.finished.labels(self._arm, kind.value).inc()
@@ -121,18 +127,18 @@ class StreamLog:
             self._measured(self._times[rid], now)
 
     def end(self, rid: str) -> None:
-        """The server has ended an output: its text has come to a stop string."""
+        """Record that the server has ended an output because its text contains a stop string."""
         self.cut.add(rid)
         self.ended(rid, FinishKind.STOP)
 
     def error(self, error: DovetailError) -> None:
-        """The stream has failed."""
+        """Record that the stream has failed."""
         if not self.failed:
             self.failed = True
             self._log.errors.labels(self._arm, str(status_of(error))).inc()
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Record the end of the stream: a request without a finish counts as abandoned."""
         if not self.failed and self.finish.keys() != self._rids:
             self._log.abandoned.labels(self._arm).inc()
 
@@ -158,15 +164,19 @@ class StreamLog:
         self.latencies.append(Latency(now, self.key, 1e3 * (first - self._arrival), tpot and 1e3 * tpot))
 
 
-class _Standings(Collector):
-    def __init__(self, standings: Callable[[], Iterable[Standing]]) -> None:
-        self._standings = standings
+class _GaugeCollector(Collector):
+    def __init__(self, gauges: Callable[[], Iterable[ArmGauges]]) -> None:
+        self._gauges = gauges
 
     def collect(self) -> Iterable[Metric]:
-        up = GaugeMetricFamily("dovetail_arm_up", "1 while the arm takes requests.", labels=["arm"])
-        share = GaugeMetricFamily("dovetail_arm_share", "Share of the keys that it answers.", labels=["arm"])
-        running = GaugeMetricFamily("dovetail_arm_requests_open", "Requests that it is answering.", labels=["arm"])
-        for one in self._standings():
+        up = GaugeMetricFamily("dovetail_arm_up", "1 while the arm accepts requests, else 0.", labels=["arm"])
+        share = GaugeMetricFamily(
+            "dovetail_arm_share", "Share of the request keys that the arm serves.", labels=["arm"]
+        )
+        running = GaugeMetricFamily(
+            "dovetail_arm_requests_open", "Requests that the arm has not finished.", labels=["arm"]
+        )
+        for one in self._gauges():
             for family, value in ((up, float(one.up)), (share, one.share), (running, one.open)):
                 family.add_metric([one.arm], value)
         return [up, share, running]

@@ -1,4 +1,4 @@
-"""From one config with an experiment to one whole config for each arm, each judged before anything starts."""
+"""Derive one complete config for each arm from a config with an experiment, and check every one before an engine starts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.tokenizer import load_tokenizer
 
 SHARED = ("server", "plugins", "tool_parser", "reasoning_parser", "api", "experiment")
-"""Sections of the server rather than of an engine: the same for all arms."""
+"""Sections that configure the server and not an engine. They are the same for all arms."""
 
 
 def arm_configs(config: Config, choices: Choices) -> dict[str, Config]:
-    """The config of each arm that runs, the one that others are compared with first. Raises ``ConfigError`` or
-    ``PluginError`` that names the arm."""
+    """Return the config of each arm that runs. The first one is the control, with which the others are compared. Raises
+    ``ConfigError`` or ``PluginError`` that names the arm."""
     tree = long_form({key: value for key, value in dump(config).items() if key != "experiment"})
     arms = config.experiment.arms
     return {name: _arm(name, tree, arms.get(name, {}), choices) for name in config.experiment.names}
@@ -32,10 +32,12 @@ def _arm(name: str, base: Mapping[str, Any], settings: Mapping[str, Any], choice
     for key in own:
         if key in SHARED:
             raise ConfigError(
-                f"{where}.{key} would differ between arms of one server; set {key} for all of them, outside of experiment"
+                f"{where}.{key} cannot differ between the arms of one server; set {key} at the top level of the config, for all arms"
             )
     if isinstance(own.get("model"), dict) and "served_name" in own["model"]:
-        raise ConfigError(f"{where}.model.served_name: all arms are served under one name; set model.served_name")
+        raise ConfigError(
+            f"{where}.model.served_name cannot be set: all arms are served under one name; set model.served_name at the top level of the config"
+        )
     try:
         return validate(Raw((Layer(where, own),), combine(dict(base), own)), choices)
     except (ConfigError, PluginError) as error:
@@ -43,16 +45,17 @@ def _arm(name: str, base: Mapping[str, Any], settings: Mapping[str, Any], choice
 
 
 def check_arms(arms: Mapping[str, Config]) -> None:
-    """See that all arms have one tokenizer, and resolve each. Raises ``ConfigError`` that names the first arm that is refused.
+    """Check that all arms have the same tokenizer, and resolve each. Raises ``ConfigError`` that names the first arm that is
+    refused.
 
-    Parts are chosen in a process of its own: the server itself imports no torch and holds no device.
+    A separate process resolves the configs, because the server process does not import torch and holds no device.
     """
     first, *others = arms
     for name in others:
         if arms[name].model != arms[first].model and _tokenizer_json(arms[name]) != _tokenizer_json(arms[first]):
             raise ConfigError(
-                f"arm {name}: its tokenizer is not that of arm {first}, and one server has one tokenizer; allowed: models "
-                "with the same tokenizer.json"
+                f"arm {name}: its tokenizer differs from that of arm {first}; the arms of one server share one tokenizer, so "
+                "choose models with the same tokenizer.json"
             )
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         for name, problem in zip(arms, pool.map(_refusal, arms.values()), strict=True):
@@ -61,7 +64,7 @@ def check_arms(arms: Mapping[str, Config]) -> None:
 
 
 def _refusal(config: Config) -> str | None:
-    """Why a config cannot run; None if it can. Runs in a process of its own."""
+    """Return why a config cannot run, or None if it can. Runs in a separate process."""
     from dovetail.registry.loader import load_plugins
     from dovetail.registry.machine import Machine
     from dovetail.registry.resolver import resolve

@@ -1,0 +1,49 @@
+"""Expand a request for n outputs of one prompt into n messages to the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+from dovetail.messages import GenerateMsg
+from dovetail.ops.random import GAMMA, mix
+from dovetail.sampling_params import SamplingParams
+
+
+def expand(
+    ids: list[int],
+    params: SamplingParams,
+    rids: Sequence[str],
+    *,
+    namespace: str = "",
+    priority: int = 0,
+    group: str = "",
+    group_size: int = 1,
+    session: str = "",
+) -> list[GenerateMsg]:
+    """Return one message for each of ``rids``, the ids of the ``params.n`` outputs of the prompt ``ids``.
+
+    Each message has its own seed, derived from ``params.seed`` or, if that is None, from a random number. Several outputs of a
+    prompt without a ``group`` become a group of their own, so that the engine computes their prompt once.
+    """
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    if params.n != 1:
+        params = dataclasses.replace(params, n=1)
+    if len(rids) > 1 and not group:
+        group, group_size = f"{rids[0]}/n", len(rids)
+    return [
+        GenerateMsg(rid, ids, params, derive_seed(seed, i), namespace, priority, group, group_size, session)
+        for i, rid in enumerate(rids)
+    ]
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Return the seed of output ``index`` of a request. Output 0 has the request's own seed."""
+    if index == 0:
+        return seed
+    start = np.array([seed], np.int64).astype(np.uint64)
+    mixed = mix(start + np.array([index], np.uint64) * GAMMA)
+    return int(mixed.astype(np.int64)[0])
