@@ -14,7 +14,7 @@ import pytest
 from dovetail.config.experiment import ShadowSection
 from dovetail.errors import EngineDeadError
 from dovetail.experiment.online.log import ArmLog, StreamLog
-from dovetail.experiment.online.shadow import WORKERS, Finished, Shadow, TokenBudget, divergence
+from dovetail.experiment.online.shadow import WORKERS, FinishedRequest, ShadowTraffic, TokenBudget, divergence
 from dovetail.messages import GenerateMsg, TokenOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail.server.streams import OutputStream
@@ -52,12 +52,12 @@ class Engine:
         self.open_streams -= 1
 
 
-def make(clock: Clock | None = None, **settings: Any) -> Shadow:
+def make(clock: Clock | None = None, **settings: Any) -> ShadowTraffic:
     section = ShadowSection.model_validate({"arm": "b", "percent": 100, "tokens_per_minute": 10_000, **settings})
-    return Shadow(section, ArmLog(("base", "b")), lambda ids: " ".join(map(str, ids)), clock or Clock())
+    return ShadowTraffic(section, ArmLog(("base", "b")), lambda ids: " ".join(map(str, ids)), clock or Clock())
 
 
-def finished(name: str, shadow: Shadow, tokens: int = 4, cut: bool = False) -> Finished:
+def finished(name: str, shadow: ShadowTraffic, tokens: int = 4, cut: bool = False) -> FinishedRequest:
     """An answered request: two tokens of prompt, ``tokens`` of output."""
     msg = GenerateMsg(f"{name}/0", [7, 8], SamplingParams(max_new_tokens=50, temperature=0.0), 5)
     log = StreamLog(shadow._log, "base", "user=x", [msg], "served", keep=True)
@@ -65,10 +65,10 @@ def finished(name: str, shadow: Shadow, tokens: int = 4, cut: bool = False) -> F
     if cut:
         log.end(msg.rid)
     assert log.complete
-    return Finished(name, (msg,), log)
+    return FinishedRequest(name, (msg,), log)
 
 
-def run(shadow: Shadow, use: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+def run(shadow: ShadowTraffic, use: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
     async def main() -> None:
         use()
         for _ in range(200):
@@ -185,10 +185,10 @@ def test_an_arm_that_is_gone_or_dies_is_counted_and_the_rest_goes_on():
 
 def test_the_same_requests_are_chosen_each_time():
     shadow = make(percent=20)
-    chosen = [shadow.wants(f"r{i}") for i in range(5000)]
-    assert chosen == [make(percent=20).wants(f"r{i}") for i in range(5000)]
+    chosen = [shadow.selects(f"r{i}") for i in range(5000)]
+    assert chosen == [make(percent=20).selects(f"r{i}") for i in range(5000)]
     assert 0.17 < sum(chosen) / len(chosen) < 0.23
-    assert all(make(percent=100).wants(f"r{i}") for i in range(100))
+    assert all(make(percent=100).selects(f"r{i}") for i in range(100))
 
 
 @pytest.mark.parametrize(

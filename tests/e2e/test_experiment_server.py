@@ -155,7 +155,7 @@ def test_promote_then_stop_while_both_arms_stream(client: httpx.Client):
     eventually(lambda: arms(client)["uncached"]["state"] == "stopped")
     assert arms(client)["uncached"]["pid"] is None
     assert client.get("/health").text == "ok"
-    assert "is the last that runs" in client.post("/experiment/stop", json={"arm": "base"}).text
+    assert "is the last running arm" in client.post("/experiment/stop", json={"arm": "base"}).text
     text = client.get("/metrics").text
     assert (metric(text, "dovetail_arm_up", arm="uncached"), metric(text, "dovetail_arm_share", arm="base")) == (0, 1)
     ask(client, users["uncached"])

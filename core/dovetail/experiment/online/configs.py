@@ -32,7 +32,7 @@ def _arm(name: str, base: Mapping[str, Any], settings: Mapping[str, Any], choice
     for key in own:
         if key in SHARED:
             raise ConfigError(
-                f"{where}.{key} cannot differ between the arms of one server; set {key} at the top level of the config, for all arms"
+                f"{where}.{key} would differ between the arms of one server; set {key} at the top level of the config, for all arms"
             )
     if isinstance(own.get("model"), dict) and "served_name" in own["model"]:
         raise ConfigError(
