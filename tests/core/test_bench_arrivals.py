@@ -64,14 +64,14 @@ def test_wrong_traces_are_named(tmp_path):
     (tmp_path / "trace").write_text("0.5\nsoon\n")
     (tmp_path / "empty").write_text("\n")
     for spec, message in (
-        (ArrivalTrace(offsets=(2.0, 1.0)), "do not ascend"),
+        (ArrivalTrace(offsets=(2.0, 1.0)), "are not in ascending order"),
         (ArrivalTrace(file=tmp_path / "trace"), "line 2 is 'soon'"),
         (ArrivalTrace(file=tmp_path / "empty"), "has no offsets"),
         (ArrivalTrace(file=tmp_path / "absent"), "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=message):
             offsets(spec, 3)
-    with pytest.raises(ConfigError, match="offsets or a file; give one"):
+    with pytest.raises(ConfigError, match="offsets or a file; give exactly one"):
         parse_arrivals("trace")
     with pytest.raises(ConfigError, match="rate"):
         parse_arrivals("{kind: poisson, rate: 0}")

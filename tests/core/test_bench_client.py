@@ -185,14 +185,14 @@ def test_what_goes_wrong_is_said_in_the_server_s_words():
     assert error_of(refusal(503, b'{"error": {"message": "too many wait"}}')) == "HTTP 503: too many wait"
     assert error_of(refusal(422, b'{"detail": "no such field"}')) == "HTTP 422: no such field"
     assert error_of(refusal(502, b"<html>bad gateway")) == "HTTP 502: <html>bad gateway"
-    assert error_of(HEAD + sse(native(1))) == "the stream ended before the answer did"
-    assert error_of(HEAD) == "the stream ended before the answer did"
-    assert "is no answer" in error_of(HEAD + sse(b"{oops"))
-    assert error_of(b"") == "ConnectionError: the server closed the connection: before it had answered"
+    assert error_of(HEAD + sse(native(1))) == "the stream ended before the answer was complete"
+    assert error_of(HEAD) == "the stream ended before the answer was complete"
+    assert "sent an invalid answer" in error_of(HEAD + sse(b"{oops"))
+    assert error_of(b"") == "ConnectionError: the server closed the connection: before it answered"
     cut = b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + NATIVE
-    assert error_of(cut) == "ConnectionError: the server closed the connection: within its answer"
-    assert "does not speak HTTP" in error_of(b"SSH-2.0-x\r\n")
-    assert error_of(HEAD + sse(native(1)), linger=1.0, timeout=0.1) == "TimeoutError: not a byte for 0.1 s"
+    assert error_of(cut) == "ConnectionError: the server closed the connection: before its answer was complete"
+    assert "does not answer in HTTP" in error_of(b"SSH-2.0-x\r\n")
+    assert error_of(HEAD + sse(native(1)), linger=1.0, timeout=0.1) == "TimeoutError: no byte arrived for 0.1 s"
 
 
 def test_a_server_that_is_not_there():
@@ -214,7 +214,7 @@ def test_a_server_of_another_kind():
 
     for reply, api, message in (
         (refusal(404, b"nothing"), "native", "answers GET /v1/models with 404: nothing"),
-        (refusal(200, b"<html>"), "openai", "with what is no JSON"),
+        (refusal(200, b"<html>"), "openai", "with invalid JSON"),
         (refusal(200, b'{"data": []}'), "openai", "lists no model; give --served-model"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -225,8 +225,8 @@ def test_a_server_of_another_kind():
 
 @contextlib.asynccontextmanager
 async def patient(per_connection):
-    """Answers with as many bytes as it is asked for, in chunks; closes a connection, unannounced, after so many answers. Yields
-    its URL and the number of connections that were made."""
+    """Answer with as many bytes as the request names, in chunks, and close a connection without notice after
+    ``per_connection`` answers. Yield the URL and the number of connections that were made."""
     made, open_now = [], []
 
     async def answer(reader, writer):

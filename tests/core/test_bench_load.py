@@ -91,14 +91,14 @@ def test_latencies_of_a_late_client_count_from_when_the_call_was_due():
     assert lag.cpu_share < 1.1
 
 
-def test_a_closed_loop_has_so_many_users():
+def test_a_closed_loop_has_the_given_number_of_users():
     server = Server(0.002)
-    told = []
+    recorded = []
     workload = with_arrivals(Workload(name="w", calls=calls(20)), FixedConcurrency(limit=3))
-    measurements, _ = load(workload, server, on_done=told.append)
+    measurements, _ = load(workload, server, on_done=recorded.append)
     assert server.most == 3
     assert [m.id for m in measurements] == [f"c{i}" for i in range(20)]
-    assert sorted(m.id for m in told) == sorted(m.id for m in measurements)
+    assert sorted(m.id for m in recorded) == sorted(m.id for m in measurements)
     assert all(m.sent - m.due < SLACK for m in measurements)
 
 

@@ -133,13 +133,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     assert read_record(tmp_path / "deep" / "run.json") == made
     assert (made.counter("steps"), made.counter("x"), made.counter("y")) == (7, None, None)
     (tmp_path / "other.json").write_text('{"schema_version": 2}')
-    with pytest.raises(ConfigError, match="is no record of a run"):
+    with pytest.raises(ConfigError, match="is not the record of a run"):
         read_record(tmp_path / "other.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_record(tmp_path / "absent.json")
 
 
-def test_doubts():
+def test_warnings():
     many = [measured(f"m{i}", times=(0.1, 0.12)) for i in range(100)]
     quiet = ClientLag(loop_p50=0.0001, loop_p99=0.001, send_p50=0.0001, send_p99=0.001, cpu_share=0.3)
 

@@ -70,7 +70,7 @@ def test_a_table_of_a_file_with_settings_of_the_drafter(bench, tmp_path):
 
 def test_mistakes_are_named(bench, tmp_path):
     for words, text in (
-        (("--workloads", "facts,poems"), "workload 'poems' is unknown; there are facts, arithmetic"),
+        (("--workloads", "facts,poems"), "workload 'poems' is unknown; allowed: facts, arithmetic"),
         (("--methods", "none,telepathy"), "telepathy"),
         (("--prompts", str(tmp_path / "absent")), "cannot be read"),
     ):

@@ -194,13 +194,13 @@ def test_a_file_of_ones_own(tmp_path):
     [
         ("{", "line 2 is not JSON"),
         ("[1]", "allowed: a string, or an object"),
-        ('{"text": 1}', "'text' is no field of a call; allowed: prompt, messages"),
+        ('{"text": 1}', "'text' is not a field of a call; allowed: prompt, messages"),
         ("{}", "it has no prompt; give one of prompt and messages"),
         ('""', "it has no prompt"),
         ('{"prompt": "x", "messages": [{"role": "user"}]}', "give one of token_ids, text and messages"),
         ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0: Input should be greater than or equal to 1"),
         ('{"prompt": "x", "parent": "y"}', "its parent 'y' is not the id of a line before it"),
-        ('{"prompt": "x", "id": "line1"}', "the id 'line1' is that of a line before it"),
+        ('{"prompt": "x", "id": "line1"}', "the id 'line1' is already used by a line before it"),
         ('{"prompt": "x", "continues": true}', "needs a parent"),
         ('{"prompt": "x", "arrival": -1}', "arrival is -1: Input should be greater"),
     ],
@@ -229,7 +229,7 @@ def test_a_file_without_calls_and_one_that_is_not_there(tmp_path):
         ("{kind: random, input: [9, 3]}", "the first bound is above the second"),
         ("{kind: random, inputs: 3}", "random.inputs: Extra inputs"),
         ("{kind: chat, turns: 0}", "chat.turns"),
-        ("{kind: [", "is no YAML"),
+        ("{kind: [", "is not valid YAML"),
         ("3", "docs/bench.md"),
     ],
 )
@@ -244,7 +244,10 @@ def test_a_workload_refuses_what_cannot_be_run():
     for calls, message in (
         ((one, one), "two calls have the id 'a'"),
         ((LoadCall(id="b", group="a", text="y", parent="a"), one), "does not come before it"),
-        ((one, LoadCall(id="b", group="a", token_ids=(1,), parent="a", continues=True)), "continues with token_ids"),
+        (
+            (one, LoadCall(id="b", group="a", token_ids=(1,), parent="a", continues=True)),
+            "prompt of token_ids, and the call that it continues has one of text",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Workload(name="w", calls=calls)

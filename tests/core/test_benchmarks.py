@@ -38,7 +38,7 @@ def test_ratios_are_paired_by_round(row):
     assert row.to_json("dovetail")["ratios"] == {"dovetail / hf": {"median": 3.0, "low": 2.0, "high": 6.0}}
 
 
-def test_an_arm_without_rounds_is_a_dash_and_its_reason_is_told(peers, row):
+def test_an_arm_without_rounds_is_a_dash_and_its_reason_is_reported(peers, row):
     row.failed["vllm"] = "Traceback\nValueError: no `float32` here"
     text = peers["report"].markdown([row], ["hf", "vllm", "dovetail"], "dovetail", {"rounds": "3"})
     assert "| tiny | float32 | 16 of 64 | 17 (11-25) | - | 50 (33-100) | 3.00 (2.00-6.00) | - |" in text

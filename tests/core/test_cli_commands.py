@@ -221,13 +221,16 @@ def test_version(cli):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--rate", "0"), "--rate is 0; allowed: calls a second"),
+        (("--rate", "0"), "--rate is 0; allowed: calls per second"),
         (("--rate", "inf"), "--rate is inf; allowed"),
         (("--arrivals", "{kind: poisson, rate: .inf}"), "poisson.rate"),
         (("--sweep", ","), "--sweep is ','; allowed"),
-        (("--sweep", "1,nan"), "allowed: rates in calls a second"),
+        (("--sweep", "1,nan"), "allowed: rates in calls per second"),
         (("--sweep", "1,2", "--rate", "3"), "leave out --rate"),
-        (("--sweep", "1,2", "--find-rate", "--goodput", "ttft:1"), "leave out --rate and --find-rate, or --sweep"),
+        (
+            ("--sweep", "1,2", "--find-rate", "--goodput", "ttft:1"),
+            "leave out --rate and --find-rate, or leave out --sweep",
+        ),
         (("-w", "{kind: random, input: 100000000000}"), "less than or equal to"),
         (("--save", "/dev/null/x.json"), "--save: /dev/null/x.json cannot be written"),
         (("--html", "/dev"), "--html: /dev cannot be written"),

@@ -81,7 +81,7 @@ def test_scores_begin_where_choices_differ_from_the_prompt():
     assert [each.tokens for each in joined_scores([7, 8], merged[1:] * 2)] == [(9,), (9,)]
 
 
-def test_what_nothing_is_told_of_comes_last():
+def test_a_choice_without_log_probabilities_comes_last():
     for method in (token_length_normalized, greedy_token_selection):
         assert method([Scored((), ()), Scored((1,), (-9.0,))]).index == 1
 

@@ -134,7 +134,7 @@ def test_wrong_words_are_refused_where_they_stand():
         (lambda: sgl.gen(regex="a", dtype=int), "dtype and regex; only one"),
         (lambda: sgl.gen(dtype=list), "dtype is <class 'list'>; allowed: int"),
         (lambda: sgl.gen(stop_regex="a"), "stop_regex"),
-        (lambda: sgl.separate_reasoning(sgl.gen("a"), "nobody"), "model_type 'nobody'"),
+        (lambda: sgl.separate_reasoning(sgl.gen("a"), "unknown"), "model_type 'unknown'"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -280,7 +280,7 @@ def test_a_failure_surfaces_where_its_value_is_read_with_the_line():
     assert "gen('b')" in str(state.error())
 
 
-def test_a_failed_fork_is_a_failed_join_and_nobody_waits_for_ever():
+def test_a_failed_fork_is_a_failed_join_and_no_thread_waits_for_ever():
     @sgl.function
     def program(s):
         forks = s.fork(3)

@@ -47,7 +47,7 @@ def test_arrivals():
 
 
 def test_fields_of_a_line():
-    table = PAGE[PAGE.index("A file has one call a line") : PAGE.index("A wrong line is named")]
+    table = PAGE[PAGE.index("A file has one call per line") : PAGE.index("A wrong line is reported")]
     named = [
         name for first in re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", first)
     ]

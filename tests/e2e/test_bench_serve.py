@@ -208,9 +208,9 @@ def test_a_run_as_table_json_and_page(bench, tiny_url, tmp_path):
     assert tags.fetched == []
     assert (tags.count["svg"], tags.count["html"]) == (4, 1)
     status, out, _ = bench(*work, "--concurrency", "2", "--json")
-    told = json.loads(out)
-    assert (status, told["points"][0]["summary"]["completed"]) == (0, 6)
-    assert "measurements" not in told["points"][0]["record"]
+    printed = json.loads(out)
+    assert (status, printed["points"][0]["summary"]["completed"]) == (0, 6)
+    assert "measurements" not in printed["points"][0]["record"]
 
 
 def test_a_sweep_and_the_highest_rate(bench, tiny_url, tmp_path):
@@ -235,7 +235,7 @@ def test_a_sweep_and_the_highest_rate(bench, tiny_url, tmp_path):
     assert tags.count["svg"] == 4
     status, out, _ = bench(*work, "--find-rate", "--goodput", "ttft:0.001")
     assert status == 1
-    assert "90% of the calls within ttft:0.001: at no rate that was tried" in " ".join(out.split())
+    assert "90% of the calls within ttft:0.001: at none of the measured rates" in " ".join(out.split())
 
 
 def test_a_server_of_ones_own_and_offline(bench):
@@ -256,8 +256,8 @@ def test_a_server_of_ones_own_and_offline(bench):
 def test_mistakes_are_named(bench, tiny_url):
     for words, text in (
         (("--find-rate",), "give --goodput"),
-        (("--rate", "3", "--concurrency", "2"), "give one of them"),
-        (("--sweep", "1,x"), "allowed: rates in calls a second"),
+        (("--rate", "3", "--concurrency", "2"), "give only one of them"),
+        (("--sweep", "1,x"), "allowed: rates in calls per second"),
         (("--api", "grpc"), "allowed: native, openai"),
         (("--goodput", "latency:3"), "allowed: ttft:MS"),
         (("-w", "poems"), "docs/bench.md"),

@@ -121,7 +121,7 @@ def test_settings_reach_the_model(runtime: sgl.Runtime, server: sgl.RuntimeEndpo
 
 
 @pytest.mark.parametrize("name", ["runtime", "server"])
-def test_what_would_follow_is_told_without_a_token(name: str, request: pytest.FixtureRequest):
+def test_the_next_token_has_log_probabilities_without_being_generated(name: str, request: pytest.FixtureRequest):
     @sgl.function
     def looks(s):
         s += PROMPT + sgl.gen(
@@ -283,7 +283,7 @@ def test_an_engine_that_dies_is_everybodys_error(monkeypatch: pytest.MonkeyPatch
     def dies() -> Any:
         calls.append(1)
         if len(calls) > 5:
-            raise ZeroDivisionError("books")
+            raise ZeroDivisionError("ledger")
         return schedule()
 
     monkeypatch.setattr(scheduler, "schedule", dies)
@@ -298,8 +298,8 @@ def test_an_engine_that_dies_is_everybodys_error(monkeypatch: pytest.MonkeyPatch
         error = fork.error()
         assert isinstance(error, ProgramError)
         assert isinstance(error.__cause__, EngineDeadError)
-        assert "books" in str(error)
-    with pytest.raises(EngineDeadError, match="books"):
+        assert "ledger" in str(error)
+    with pytest.raises(EngineDeadError, match="ledger"):
         runtime.stats()
     runtime.close()
 
@@ -345,10 +345,10 @@ def test_apis_refuse_what_they_do_not_have(chat_model: sgl.OpenAI, claude: sgl.A
     assert "None" in error(chat_model, sgl.user("q") + sgl.assistant(sgl.gen("a", top_k=-1, min_p=0.0, max_tokens=1)))
 
 
-def test_failures_of_the_official_clients_are_this_houses(tiny_url: str):
+def test_failures_of_the_official_clients_are_dovetails_errors(tiny_url: str):
     for backend in (
-        sgl.OpenAI("nobody", base_url=f"{tiny_url}/v1", api_key="none", max_retries=0),
-        sgl.Anthropic("nobody", base_url=tiny_url, api_key="none", max_retries=0),
+        sgl.OpenAI("absent", base_url=f"{tiny_url}/v1", api_key="none", max_retries=0),
+        sgl.Anthropic("absent", base_url=tiny_url, api_key="none", max_retries=0),
     ):
         cause = ask.run("q", backend=backend).error().__cause__
         assert isinstance(cause, RequestError)

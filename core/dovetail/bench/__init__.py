@@ -1,1 +1,1 @@
-"""Measurements that users run: ``dovetail bench``."""
+"""Measure servers and engines; this package implements ``dovetail bench``."""

@@ -1,4 +1,4 @@
-"""The answer to a call as it arrives."""
+"""Collect the answer to a call while it arrives."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dovetail.bench.records import LoadCall, Measurement
 
 
 class RunClock(Protocol):
-    """Seconds since the start of the run."""
+    """Return the seconds since the start of the run."""
 
     def __call__(self) -> float:
-        """Now."""
+        """Return the time now."""
         ...
 
 
 @dataclass(slots=True)
 class CallProgress:
-    """Grows while the answer arrives; fields are those of ``records.Measurement``."""
+    """Hold what has arrived of an answer so far. The fields are those of ``records.Measurement``."""
 
     sent: float = 0.0
     end: float = 0.0
@@ -36,7 +36,7 @@ class CallProgress:
     verify_steps: int | None = None
 
     def measurement(self, call: LoadCall, due: float) -> Measurement:
-        """What is kept of it."""
+        """Return the measurement of ``call``, which was due at ``due``."""
         return Measurement(
             id=call.id,
             group=call.group,
@@ -59,8 +59,9 @@ class CallProgress:
 
 
 class Sender(Protocol):
-    """Makes a call and waits for the end of its answer. What goes wrong is the answer's ``error``, not an exception."""
+    """Make a call and wait for the end of its answer. A failure is reported in the ``error`` of the answer and not
+    raised."""
 
     async def __call__(self, call: LoadCall, prompt: CallPrompt, clock: RunClock) -> CallProgress:
-        """Send it now."""
+        """Send the call now and return its answer."""
         ...

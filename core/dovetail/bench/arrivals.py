@@ -1,4 +1,4 @@
-"""When calls are due."""
+"""Compute when the calls of a workload are due."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dovetail.errors import ConfigError
 
 
 def with_arrivals(workload: Workload, spec: ArrivalSpec, seed: int = 0) -> Workload:
-    """The same calls, due as ``spec`` says; those with a parent stay due after it. Raises ``ConfigError``."""
+    """Return the same calls with the arrival times of ``spec``. Calls with a parent stay due after it. Raises
+    ``ConfigError``."""
     if isinstance(spec, AsGiven):
         return workload
     roots = sum(call.parent is None for call in workload.calls)
@@ -25,7 +26,10 @@ def with_arrivals(workload: Workload, spec: ArrivalSpec, seed: int = 0) -> Workl
 
 
 def offsets(spec: ArrivalSpec, count: int, seed: int = 0) -> list[float]:
-    """Seconds after the start, ascending, in whole microseconds. Raises ``ConfigError`` for a file of offsets."""
+    """Return ``count`` arrival times in ascending order: seconds after the start, rounded to whole microseconds.
+
+    Raises ``ConfigError`` for a file of offsets that cannot be used.
+    """
     if isinstance(spec, AllAtOnce | FixedConcurrency | AsGiven):
         return [0.0] * count
     times = _traced(spec) if isinstance(spec, ArrivalTrace) else accumulate(_gaps(spec, seed))
@@ -33,7 +37,7 @@ def offsets(spec: ArrivalSpec, count: int, seed: int = 0) -> list[float]:
 
 
 def _gaps(spec: Poisson | Gamma, seed: int) -> Iterator[float]:
-    """The first call is due at once. At another rate the gaps are the same ones, stretched."""
+    """Yield the gaps between arrivals. The first call is due at once. Another rate gives the same gaps, scaled."""
     draws = Draws(seed, "arrivals")
     yield 0.0
     while True:
@@ -44,10 +48,10 @@ def _gaps(spec: Poisson | Gamma, seed: int) -> Iterator[float]:
 
 
 def _traced(spec: ArrivalTrace) -> Iterator[float]:
-    """The offsets, over and over; a round begins one mean gap after the end of the last."""
+    """Yield the offsets of a trace repeatedly. A repetition begins one mean gap after the end of the previous one."""
     given = list(spec.offsets or ()) if spec.file is None else _read(spec.file)
     if any(b < a for a, b in pairwise(given)):
-        raise ConfigError("the offsets of a trace do not ascend; sort them")
+        raise ConfigError("the offsets of a trace are not in ascending order; sort them")
     length = given[-1] - given[0]
     period, start = length + (length / (len(given) - 1) if len(given) > 1 else 1.0), 0.0
     while True:
@@ -69,7 +73,7 @@ def _read(file: Path) -> list[float]:
         except ValueError:
             found.append(-1.0)
         if not 0 <= found[-1] < float("inf"):
-            raise ConfigError(f"{file}, line {number} is {line[:40]!r}; allowed: seconds after the start, one a line")
+            raise ConfigError(f"{file}, line {number} is {line[:40]!r}; allowed: seconds after the start, one per line")
     if not found:
-        raise ConfigError(f"{file} has no offsets; give seconds after the start, one a line")
+        raise ConfigError(f"{file} has no offsets; give seconds after the start, one per line")
     return found

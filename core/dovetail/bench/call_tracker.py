@@ -1,4 +1,4 @@
-"""Which calls are done, and which follow from them."""
+"""Track which calls of a run are done and which calls can be made next."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ OnDone = Callable[[Measurement], None]
 
 
 def ignore_measurement(measurement: Measurement) -> None:
-    """Nobody watches."""
+    """Ignore a measurement."""
 
 
 class CallTracker:
-    """The measurements of a run. ``on_done`` is told of each as it is noted."""
+    """Collect the measurements of a run. ``on_done`` is called with each measurement as it is recorded."""
 
     def __init__(self, workload: Workload, on_done: OnDone = ignore_measurement) -> None:
         self.roots = [call for call in workload.calls if call.parent is None]
@@ -28,8 +28,10 @@ class CallTracker:
                 self._followers.setdefault(call.parent, []).append(call)
 
     def record(self, call: LoadCall, answer: CallProgress, due: float) -> Sequence[LoadCall]:
-        """A call has ended; returns those that can be made now. After one that failed, all that would have followed are noted
-        as failed."""
+        """Record that a call has ended and return the calls that can be made now.
+
+        After a failed call, all calls that would have followed are recorded as failed.
+        """
         self._add(call, answer, due)
         followers = self._followers.get(call.id, ())
         if answer.error is None:
@@ -49,5 +51,5 @@ class CallTracker:
         self._on_done(measurement)
 
     def measurements(self) -> list[Measurement]:
-        """All of them, in the workload's order, once every call has been noted."""
+        """Return all measurements in the workload's order. Every call must have been recorded."""
         return [self._done[call.id] for call in self._calls]

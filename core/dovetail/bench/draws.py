@@ -1,5 +1,8 @@
-"""Random draws that are the same on any machine and any Python: everything is made of ``Random.random()``, whose sequence
-Python promises to keep, and of arithmetic that IEEE 754 defines."""
+"""Draw random values that are the same on every machine and in every Python version.
+
+Every draw is computed from ``Random.random()``, whose sequence Python promises to keep, with arithmetic that IEEE 754
+defines.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,38 @@ T = TypeVar("T")
 
 
 class Draws:
-    """A stream of draws of its own for each (seed, names): what is drawn from one does not move the others."""
+    """Draw values from a stream that is separate for each (seed, names): draws from one stream do not affect the
+    others."""
 
     def __init__(self, seed: int, *names: str | int) -> None:
         self._next = Random(" ".join(str(part) for part in (seed, *names))).random
 
     def unit(self) -> float:
-        """From [0, 1)."""
+        """Draw a number from [0, 1)."""
         return self._next()
 
     def below(self, bound: int) -> int:
-        """From 0 up to ``bound - 1``."""
+        """Draw an integer from 0 to ``bound - 1``."""
         return int(self._next() * bound)
 
     def count(self, of: int | tuple[int, int]) -> int:
-        """A fixed number, or one from [low, high]."""
+        """Return a fixed number, or draw one from [low, high]."""
         return of if isinstance(of, int) else of[0] + self.below(of[1] - of[0] + 1)
 
     def seconds(self, of: float | tuple[float, float]) -> float:
-        """A fixed time, or one from [low, high], in whole microseconds."""
+        """Return a fixed time, or draw one from [low, high]; it is rounded to whole microseconds."""
         return round(of[0] + self._next() * (of[1] - of[0]) if isinstance(of, tuple) else of, 6)
 
     def choice(self, items: Sequence[T]) -> T:
-        """One of them."""
+        """Draw one of the items."""
         return items[self.below(len(items))]
 
     def sample(self, items: Sequence[T], count: int) -> list[T]:
-        """``count`` of them, in random order, none twice."""
+        """Draw ``count`` different items in random order."""
         return self.shuffled(items)[:count]
 
     def shuffled(self, items: Sequence[T]) -> list[T]:
-        """All of them in random order (Fisher and Yates)."""
+        """Return all items in random order (Fisher and Yates)."""
         mixed = list(items)
         for i in range(len(mixed) - 1, 0, -1):
             j = self.below(i + 1)
@@ -50,11 +54,12 @@ class Draws:
         return mixed
 
     def exponential(self) -> float:
-        """With mean 1."""
+        """Draw from the exponential distribution with mean 1."""
         return -math.log(1.0 - self._next())
 
     def gamma(self, shape: float) -> float:
-        """With mean ``shape``: Marsaglia and Tsang, A Simple Method for Generating Gamma Variables (2000)."""
+        """Draw from the gamma distribution with mean ``shape``: Marsaglia and Tsang, A Simple Method for Generating
+        Gamma Variables (2000)."""
         if shape < 1:
             return self.gamma(shape + 1) * (1.0 - self._next()) ** (1 / shape)
         d = shape - 1 / 3
@@ -66,5 +71,5 @@ class Draws:
                 return d * v
 
     def _normal(self) -> float:
-        """Box and Muller."""
+        """Draw from the standard normal distribution (Box and Muller)."""
         return math.sqrt(2 * self.exponential()) * math.cos(2 * math.pi * self._next())

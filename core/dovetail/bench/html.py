@@ -1,4 +1,4 @@
-"""Pages from templates: one file each, without outside resources."""
+"""Render pages from templates, each as one file without external resources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 
 def render(template: Path, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
-    """The template's text with ``values`` in it; a name that it does not have is an error."""
+    """Render the template with ``values``. A name that is not among them is an error."""
     environment = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=select_autoescape(("html",)),

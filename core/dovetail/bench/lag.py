@@ -1,4 +1,7 @@
-"""How late the load client itself is. Where that is not small against the latencies measured, they are not the server's."""
+"""Measure how late the load client itself is.
+
+If its delays are not small compared with the measured latencies, those latencies are not the server's.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ import numpy as np
 from dovetail.bench.records import ClientLag, Measurement
 
 _PERIOD = 0.01
-"""Seconds. Often enough to meet what delays events, rare enough to cost nothing."""
+"""Seconds between two checks of the event loop: often enough to observe delays of events, seldom enough to cost
+nothing."""
 
 
 class LagMonitor:
-    """Measures, while it is entered, how late the event loop wakes what should wake."""
+    """Measure the delays of the event loop while the context is active."""
 
     async def __aenter__(self) -> LagMonitor:
         self._late: list[float] = []
@@ -35,7 +39,7 @@ class LagMonitor:
             self._late.append(time.perf_counter() - due)
 
     def lag(self, measurements: Sequence[Measurement]) -> ClientLag:
-        """Of the time it was entered, and of sending these calls."""
+        """Return the delays of the event loop while the context was active, and the delays of sending these calls."""
         loop = _percentiles(self._late)
         send = _percentiles([m.sent - m.due for m in measurements])
         return ClientLag(

@@ -1,9 +1,10 @@
-"""Calls are sent when they are due, whatever became of those before them.
+"""Send calls when they are due, independently of the results of earlier calls.
 
-In an open loop a call is due at its arrival time, and its latencies count from then: a server that stalls delays no
-arrival, and the calls that arrive meanwhile show the stall (a client that waits for answers before it sends, or that counts from when
-it got round to sending, would omit just those: Tene, How NOT to Measure Latency). In a closed loop (``Workload.concurrency``)
-each user begins the next call when the last one is done, so that a slow server is asked less.
+In an open loop a call is due at its arrival time, and its latencies count from that time. A server that stalls delays
+no arrival, and the calls that arrive during the stall show it. A client that waits for answers before it sends, or
+counts latencies from the actual time of sending, would omit exactly these calls (Tene, How NOT to Measure Latency). In
+a closed loop (``Workload.concurrency``) each user begins the next call when the previous one is done, so that a slow
+server receives fewer calls.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from dovetail.bench.prompts import CallPrompt, first_prompt, next_prompt
 from dovetail.bench.records import ClientLag, LoadCall, Measurement, Workload
 
 _LEAD = 0.05
-"""Seconds before the first arrival, in which the tasks are made."""
+"""Seconds before the first arrival, in which the tasks are created."""
 
 
 async def run_load(
     workload: Workload, send: Sender, on_done: OnDone = ignore_measurement
 ) -> tuple[list[Measurement], ClientLag]:
-    """Make every call; measurements in the workload's order, and how late the client was. ``on_done`` is told of each as it
-    ends."""
+    """Make every call. Return the measurements in the workload's order, and how late the client was.
+
+    ``on_done`` is called with each measurement as its call ends.
+    """
     load = _Load(workload, send, on_done)
     async with LagMonitor() as monitor:
         measured = await load.run()
@@ -62,13 +65,13 @@ class _Load:
             await asyncio.sleep(delay)
 
     async def _user(self, turns: Iterator[LoadCall]) -> None:
-        """One user of a closed loop. The users share ``turns``."""
+        """Run one user of a closed loop. The users share ``turns``."""
         await self._until(0.0)
         for call in turns:
             await self._run_call(call, first_prompt(call), self._clock())
 
     async def _run_call(self, call: LoadCall, prompt: CallPrompt, due: float) -> None:
-        """One call, and then all that follow from its answer."""
+        """Make one call and then all calls that follow from its answer."""
         answer = await self._send(call, prompt, self._clock)
         followers = self._tracker.record(call, answer, due)
         if followers:

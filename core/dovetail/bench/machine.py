@@ -1,4 +1,4 @@
-"""What a record says of the machine."""
+"""Describe the machine in records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("dovetail", "torch", "triton", "flashinfer-python", "flash-attn", "
 
 
 def machine_facts(device: str) -> MachineFacts:
-    """This machine; ``device`` is what the engine runs on, as far as that is known."""
+    """Describe this machine. ``device`` is the device of the engine, as far as it is known."""
     return MachineFacts(
         host_cpu=_cpu_name(),
         cpus=os.cpu_count() or 1,
@@ -27,18 +27,20 @@ def machine_facts(device: str) -> MachineFacts:
 
 
 def peak_memory(pid: int) -> int | None:
-    """The most bytes that a process and those that it has started, still running, have held in memory: the sum of their peaks.
-    None where the system does not say (it is read from /proc)."""
+    """Return the sum of the peak memory, in bytes, of a process and of its descendants that are still running.
+
+    Return None if the system does not report it (it is read from /proc).
+    """
     peaks = [_peak(process) for process in family(pid)]
     return sum(peaks) or None
 
 
 def family(pid: int) -> list[int]:
-    """A process and its descendants, whichever of a process's threads has started them."""
+    """Return the ids of a process and its descendants, whichever of a process's threads started them."""
     found = [pid]
     for process in found:
         for children in Path(f"/proc/{process}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended in the meantime
                 found += [int(word) for word in children.read_text().split()]
     return found
 

@@ -1,4 +1,4 @@
-"""Reasons not to trust a run's numbers."""
+"""Warn about conditions that make the numbers of a run unreliable."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ _LEAST = 0.001
 
 
 class MeasurementWarning(NamedTuple):
-    """``kind`` in a few words, the same for every run; ``text`` for this one."""
+    """Describe one warning. ``kind`` is a short text that is the same for every run; ``text`` describes this run."""
 
     kind: str
     text: str
 
 
 def warnings_of(summary: Summary, lag: ClientLag | None) -> list[MeasurementWarning]:
-    """What makes the numbers doubtful: a client that was too busy or too late, calls that failed, too few calls for a p99."""
+    """Return the warnings for a run: the client was too busy or too late, calls failed, or there were too few calls for
+    a p99."""
     found = _of_client(summary, lag) if lag is not None else []
     if summary.failed:
-        text = f"{summary.failed} of {summary.calls} calls failed; latencies and rates are those of the others"
+        text = (
+            f"{summary.failed} of {summary.calls} calls failed; latencies and rates are those of the successful calls"
+        )
         found.append(MeasurementWarning("calls failed", text))
     if 0 < summary.completed < 100:
         text = f"{summary.completed} calls are too few for a 99th percentile, which is about the slowest one"
@@ -33,7 +36,8 @@ def warnings_of(summary: Summary, lag: ClientLag | None) -> list[MeasurementWarn
 
 
 def warning_texts(runs: Sequence[tuple[float | None, Summary, ClientLag | None]]) -> list[str]:
-    """The doubts of one run in full; of several (each with its rate) each kind once, with the rates at which it came up."""
+    """Return the warnings of one run in full. For several runs (each with its rate), return each kind once with the
+    rates at which it occurred."""
     found = [(rate, warnings_of(summary, lag)) for rate, summary, lag in runs]
     if len(found) == 1:
         return [warning.text for warning in found[0][1]]
@@ -48,14 +52,14 @@ def _of_client(summary: Summary, lag: ClientLag) -> list[MeasurementWarning]:
     found: list[MeasurementWarning] = []
     if lag.cpu_share > _BUSY:
         text = (
-            f"the client used {lag.cpu_share:.0%} of a CPU: it may have been measured, and not the server; ask less of it, or "
-            "start several clients"
+            f"the client used {lag.cpu_share:.0%} of a CPU: the numbers may be those of the client instead of the "
+            "server; send fewer calls, or start several clients"
         )
         found.append(MeasurementWarning("the client was busy", text))
     if _matters(lag.loop_p50, lag.loop_p99, summary.itl):
         text = (
-            f"the client's event loop woke up late by {_ms(lag.loop_p50)} (p99 {_ms(lag.loop_p99)}), which is not little "
-            "against the gaps between tokens; leave a CPU to the client"
+            f"the client's event loop woke up late by {_ms(lag.loop_p50)} (p99 {_ms(lag.loop_p99)}), which is not small "
+            "compared with the gaps between tokens; leave a CPU to the client"
         )
         found.append(MeasurementWarning("the client's event loop was late", text))
     if _matters(lag.send_p50, lag.send_p99, summary.ttft):
@@ -68,7 +72,7 @@ def _of_client(summary: Summary, lag: ClientLag) -> list[MeasurementWarning]:
 
 
 def _matters(p50: float, p99: float, measured: SampleSummary | None) -> bool:
-    """True if a delay is a tenth of what was measured, at the median or at the tail."""
+    """Return whether a delay is more than a tenth of what was measured, at the median or at the tail."""
     if measured is None:
         return False
     return p50 > max(_PART * measured.p50, _LEAST) or p99 > max(_PART * measured.p99, _LEAST)

@@ -1,6 +1,6 @@
-"""Numbers of a run, each defined once: TTFT, TPOT, ITL, end-to-end latency, throughput, goodput.
+"""Compute the numbers of a run, each defined once: TTFT, TPOT, ITL, end-to-end latency, throughput, goodput.
 
-All latencies are seconds and count from when a call was due (``records.Measurement``).
+All latencies are in seconds and count from when a call was due (``records.Measurement``).
 
     due        first                last
      |-- TTFT --|-- ITL --|-- ITL --|          TPOT = (last - first) / (tokens - 1)
@@ -19,14 +19,15 @@ from dovetail.errors import ConfigError
 
 
 class SLO(Data):
-    """What a call must keep to count as good, in milliseconds; None is no bound. A failed call never does."""
+    """Bound the latencies of a call that counts as good, in milliseconds; None is no bound. A failed call never meets
+    the SLO."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
     def met(self, m: Measurement) -> bool:
-        """True if the call succeeded within every bound."""
+        """Return whether the call succeeded within every bound."""
         pairs = ((self.ttft_ms, ttft(m)), (self.tpot_ms, tpot(m)), (self.e2e_ms, e2e(m)))
         return m.ok and all(bound is None or value is None or value * 1e3 <= bound for bound, value in pairs)
 
@@ -36,7 +37,7 @@ class SLO(Data):
 
 
 def parse_slo(words: Iterable[str]) -> SLO:
-    """``["ttft:200", "tpot:20"]``, milliseconds; one word may hold several. Raises ``ConfigError``."""
+    """Parse ``["ttft:200", "tpot:20"]`` (milliseconds); one word may hold several bounds. Raises ``ConfigError``."""
     bounds: dict[str, float] = {}
     for word in " ".join(words).replace(",", " ").split():
         name, _, value = word.partition(":")
@@ -55,20 +56,23 @@ def parse_slo(words: Iterable[str]) -> SLO:
 
 
 def ttft(m: Measurement) -> float | None:
-    """Time to the first token; None for a call that brought none."""
+    """Return the time to the first token; None for a call without tokens."""
     return None if m.first_token is None else m.first_token - m.due
 
 
 def tpot(m: Measurement) -> float | None:
-    """Time per output token after the first; None for fewer than two tokens."""
+    """Return the time per output token after the first; None for fewer than two tokens."""
     if m.first_token is None or m.output_tokens < 2:
         return None
     return (m.token_times[-1] - m.first_token) / (m.output_tokens - 1)
 
 
 def itl(m: Measurement) -> list[float]:
-    """The gaps between tokens. Tokens that came together share the gap before them, so that the mean of an output's gaps is
-    its TPOT where the first token came alone; those that came with it have no gap."""
+    """Return the gaps between tokens.
+
+    Tokens that arrive together share the gap before them, so that the mean of an output's gaps is its TPOT if the first
+    token arrived alone. Tokens that arrive together with the first token have no gap.
+    """
     arrivals = [(time, sum(1 for _ in same)) for time, same in groupby(m.token_times)]
     gaps: list[float] = []
     for (before, _), (now, count) in pairwise(arrivals):
@@ -77,16 +81,17 @@ def itl(m: Measurement) -> list[float]:
 
 
 def e2e(m: Measurement) -> float:
-    """Time to the end of the answer."""
+    """Return the time to the end of the answer."""
     return m.end - m.due
 
 
 PER_CALL: Mapping[str, Callable[[Measurement], float | None]] = {"ttft": ttft, "tpot": tpot, "e2e": e2e}
-"""Latencies that a call has at most one of."""
+"""The latencies of which a call has at most one value each."""
 
 
 def values(measurements: Iterable[Measurement], metric: str) -> list[tuple[str, float]]:
-    """(group, value) of every successful call: ``metric`` is ttft, tpot, e2e, or itl, which has many of a call."""
+    """Return (group, value) for every successful call. ``metric`` is ttft, tpot, e2e, or itl, which has many values per
+    call."""
     done = [m for m in measurements if m.ok]
     if metric == "itl":
         return [(m.group, gap) for m in done for gap in itl(m)]
@@ -95,20 +100,21 @@ def values(measurements: Iterable[Measurement], metric: str) -> list[tuple[str, 
 
 
 def span(measurements: Sequence[Measurement]) -> float:
-    """Seconds from when the first call was due to the end of the last."""
+    """Return the seconds from when the first call was due to the end of the last call."""
     if not measurements:
         return 0.0
     return max(m.end for m in measurements) - min(m.due for m in measurements)
 
 
 def throughput(measurements: Sequence[Measurement]) -> float:
-    """Output tokens of successful calls per second of the whole."""
+    """Return the output tokens of successful calls per second of ``span``."""
     seconds = span(measurements)
     return sum(m.output_tokens for m in measurements if m.ok) / seconds if seconds else 0.0
 
 
 class Goodput(Data):
-    """Calls that met an SLO: ``rate`` a second, ``share`` of all, failed ones included."""
+    """Count the calls that met an SLO. ``rate`` is calls per second; ``share`` is their share of all calls, failed
+    calls included."""
 
     slo: SLO
     good: int
@@ -117,13 +123,13 @@ class Goodput(Data):
 
 
 def goodput(measurements: Sequence[Measurement], slo: SLO) -> Goodput:
-    """How much of the load was served within ``slo``."""
+    """Return how many of the calls met ``slo``."""
     good, seconds = sum(slo.met(m) for m in measurements), span(measurements)
     return Goodput(slo=slo, good=good, rate=good / seconds if seconds else 0.0, share=good / max(len(measurements), 1))
 
 
 class SampleSummary(Data):
-    """Of seconds, or of whatever was given."""
+    """Summarise samples, which are in seconds unless the caller passes values of another unit."""
 
     count: int
     mean: float
@@ -134,7 +140,7 @@ class SampleSummary(Data):
 
 
 def distribution(numbers: Sequence[float]) -> SampleSummary | None:
-    """None for no numbers. Percentiles are interpolated linearly."""
+    """Summarise ``numbers``; None if there are none. Percentiles are interpolated linearly."""
     if not numbers:
         return None
     array = np.asarray(numbers, dtype=np.float64)
@@ -143,8 +149,10 @@ def distribution(numbers: Sequence[float]) -> SampleSummary | None:
 
 
 class Summary(Data):
-    """A run in numbers. Rates are per second of ``seconds``; token counts are those of successful calls. ``failures`` counts
-    each error text."""
+    """Summarise a run in numbers. Rates are per second of ``seconds``; token counts are those of successful calls.
+
+    ``failures`` counts the failed calls by error text.
+    """
 
     calls: int
     completed: int
@@ -166,7 +174,7 @@ class Summary(Data):
 
 
 def summarize(record: RunRecord, slo: SLO | None = None) -> Summary:
-    """The numbers of a record, and of its measurements against ``slo``."""
+    """Summarise the record of a run. ``slo`` adds the goodput."""
     every = record.measurements
     done, seconds = [m for m in every if m.ok], span(every)
     prompt, output = sum(m.prompt_tokens for m in done), sum(m.output_tokens for m in done)
@@ -200,7 +208,7 @@ def _failures(measurements: Iterable[Measurement]) -> dict[str, int]:
 
 
 def _cached_share(done: Sequence[Measurement]) -> float | None:
-    """Of the prompt tokens whose server says how many it had cached."""
+    """Return the cached share of the prompt tokens of those calls whose server reported the number of cached tokens."""
     known = [(m.cached_tokens, m.prompt_tokens) for m in done if m.cached_tokens is not None]
     total = sum(prompt for _, prompt in known)
     return sum(cached for cached, _ in known) / total if total else None

@@ -1,4 +1,4 @@
-"""A workload without a server: the engine in this process, the same calls, the same record."""
+"""Measure a workload without a server: run the same calls on the engine in this process and make the same record."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def measure_offline(
     block: int = 0,
     on_done: OnDone = ignore_measurement,
 ) -> RunRecord:
-    """Run ``warmup``, which is not recorded, empty the prefix cache, run ``workload``. ``llm`` must have nothing else to do."""
+    """Run ``warmup``, which is not recorded, empty the prefix cache, and run ``workload``. ``llm`` must have no other
+    work."""
     if warmup is not None:
         OfflineRun(llm, warmup).run()
     llm.loop.handle(FlushCacheMsg("bench"))
@@ -72,18 +73,18 @@ def measure_offline(
 
 @dataclass(order=True)
 class _Due:
-    """A call that waits for its time; equal times go by the order in which they were made."""
+    """Describe a call that waits for its time. Calls with equal times are in the order of their creation."""
 
     due: float
     order: int
     call: LoadCall = field(compare=False)
     prompt: CallPrompt = field(compare=False)
-    user: int = field(compare=False)  # whose next turn it is, in a closed loop
+    user: int = field(compare=False)  # the user of a closed loop who makes this call
 
 
 @dataclass
 class _Open:
-    """A call that the engine has."""
+    """Describe a call that the engine has received."""
 
     item: _Due
     prompt: CallPrompt
@@ -92,7 +93,7 @@ class _Open:
 
 
 class OfflineRun:
-    """Gives each call to the engine when it is due, between two steps, and notes when its tokens come out of one."""
+    """Pass each call to the engine when it is due, between two steps, and record when its tokens leave a step."""
 
     def __init__(self, llm: LLM, workload: Workload, on_done: OnDone = ignore_measurement) -> None:
         self._llm = llm
@@ -101,15 +102,15 @@ class OfflineRun:
         self._turns = deque(self._tracker.roots)
         self._open: dict[str, _Open] = {}
         self._waiting: list[_Due] = []
-        self._left: dict[int, int] = {}  # of each user's turn, the calls that are not done
+        self._left: dict[int, int] = {}  # for each user, the number of calls of the current turn that are not done
         self._order = 0
 
     def run(self) -> list[Measurement]:
-        """All of it; measurements in the workload's order."""
+        """Run all calls and return the measurements in the workload's order."""
         self._start = time.perf_counter()
         self._begin()
         while self._waiting or self._open:
-            with Held():  # Ctrl-C ends it between two steps
+            with Held():  # Ctrl-C ends the run between two steps
                 self._submit()
                 if self._open:
                     self._step()
@@ -135,7 +136,7 @@ class OfflineRun:
         heapq.heappush(self._waiting, _Due(due, self._order, call, prompt, user))
 
     def _submit(self) -> None:
-        """Hand over what is due, as much as may wait in the engine."""
+        """Pass the calls that are due to the engine, up to the number that may wait there."""
         scheduler, now = self._llm.loop.scheduler, self._clock()
         capacity = scheduler.limits.max_waiting - len(scheduler.waiting)
         while self._waiting and self._waiting[0].due <= now and capacity > 0:
@@ -194,7 +195,8 @@ class OfflineRun:
         return answer
 
     def _finish(self, item: _Due, prompt: CallPrompt, answer: CallProgress) -> None:
-        """A call is done: those that follow from it wait for their times, or its user goes on to another turn."""
+        """Record that a call is done. The calls that follow from it wait for their times; without any, its user begins
+        another turn."""
         followers = self._tracker.record(item.call, answer, item.due)
         self._left[item.user] += len(followers) - 1
         for call in followers:
@@ -207,7 +209,7 @@ class OfflineRun:
 
 
 def params_of(call: LoadCall) -> SamplingParams:
-    """A call's sampling as the engine takes it. Raises ``RequestError``."""
+    """Return a call's sampling as the engine's parameters. Raises ``RequestError``."""
     given = call.sampling
     schema = call.json_schema
     return SamplingParams(

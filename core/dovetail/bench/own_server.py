@@ -1,4 +1,4 @@
-"""A server of one's own to measure: a process like any user's, so that client and server share no interpreter."""
+"""Start a server for a measurement in a separate process, so that client and server share no interpreter."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ _STOP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server that is ready: ``startup_seconds`` from the start of the process to the first healthy answer."""
+    """Describe a server that is ready. ``startup_seconds`` is the time from the start of the process to the first
+    healthy answer."""
 
     url: str
     pid: int
     startup_seconds: float
 
     def peak_memory(self) -> int | None:
-        """Of server and engine, in bytes of the host's memory; None where the system does not say."""
+        """Return the peak host memory of server and engine in bytes; None if the system does not report it."""
         return peak_memory(self.pid)
 
 
 @contextlib.contextmanager
 def own_server(config: Config, timeout: float = 600.0) -> Iterator[OwnServer]:
-    """``dovetail serve`` with this config on a free port of this machine; it is stopped in the end. Raises ``EngineError``
-    with what it printed if it does not come up within ``timeout`` seconds."""
+    """Run ``dovetail serve`` with this config on a free port of this machine, and stop it at the end.
+
+    Raises ``EngineError`` with the end of the server's output if it is not ready within ``timeout`` seconds.
+    """
     port = _free_port()
     tree = dump(config)
     tree["server"] |= {"host": "127.0.0.1", "port": port}

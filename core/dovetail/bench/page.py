@@ -1,4 +1,4 @@
-"""A report as one HTML page without outside resources."""
+"""Write a report as one HTML page without external resources."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dovetail.bench.svg import Series, chart
 
 _TEMPLATE = Path(__file__).parent / "templates" / "bench.html"
 _STEPS = 200
-"""Points of a distribution's curve."""
+"""The number of points of a distribution's curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart, the names of its series, and what it shows."""
+    """Hold a chart, the names of its series, and its caption."""
 
     title: str
     svg: str
@@ -31,13 +31,13 @@ class Figure:
 
 
 def write_page(report: BenchReport, file: Path) -> None:
-    """Write the page."""
+    """Write the page to ``file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page(report), encoding="utf-8")
 
 
 def page(report: BenchReport) -> str:
-    """The page as text."""
+    """Return the page as text."""
     rates = len(report.points) > 1
     return render(
         _TEMPLATE,
@@ -75,7 +75,7 @@ def _by_rate(report: BenchReport) -> list[Figure]:
     )
     good = [(p.rate or 0.0, p.summary.goodput.share * 100) for p in points if p.summary.goodput is not None]
     if good:
-        caption = f"Calls within {slo}; the rule is the share asked for."
+        caption = f"Calls within {slo}; the line marks the required share."
         line = [Series("% of the calls within the SLO", good)]
         figures.append(_figure("Goodput", line, "offered calls/s", "%", caption, report.share * 100, False))
     return [figure for figure in figures if figure is not None]
@@ -86,7 +86,7 @@ def _latencies(points: Sequence[Point], metric: str, title: str, bound: float | 
         (p.rate or 0.0, d) for p in points if (d := getattr(p.summary, metric)) is not None and d.p50 > 0
     ]
     series = [Series(name, [(rate, getattr(d, name) * 1e3) for rate, d in found]) for name in ("p50", "p99")]
-    caption = "The rule is the bound of the SLO." if bound else ""
+    caption = "The horizontal line marks the bound of the SLO." if bound else ""
     return _figure(title, series, "offered calls/s", "ms", caption, bound, True)
 
 
@@ -95,8 +95,8 @@ def _of_run(record: RunRecord) -> list[Figure]:
     firsts = [(m.due, (m.first_token - m.due) * 1e3) for m in done if m.first_token is not None]
     names = (("ttft", "Time to first token"), ("tpot", "Time per output token"), ("itl", "Between tokens"))
     figures = [_curve([value for _, value in values(done, metric)], title) for metric, title in names]
-    dots = [Series("a call", firsts, line=False)]
-    caption = "By when each call was due: a slope upwards is a queue that grows."
+    dots = [Series("one call", firsts, line=False)]
+    caption = "Over the time at which each call was due: an upward slope is a growing queue."
     figures.append(_figure("Time to first token over the run", dots, "s", "ms", caption, None, False))
     return [figure for figure in figures if figure is not None]
 
@@ -110,7 +110,7 @@ def _curve(seconds: Sequence[float], title: str) -> Figure | None:
         (float(value) * 1e3, float(share)) for share, value in zip(shares, np.percentile(shown, shares), strict=True)
     ]
     svg = chart([Series(title, places, dots=False)], "ms", "% at most", log_x=True)
-    return Figure(title, svg, (), "How many were at most so long.")
+    return Figure(title, svg, (), "The share of values up to each duration.")
 
 
 def _figure(

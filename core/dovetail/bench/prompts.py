@@ -1,4 +1,4 @@
-"""What a call asks once the calls before it have been answered."""
+"""Build the prompt of a call from the calls before it and their outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallPrompt:
-    """One of token ids, a text to continue, and messages with their tools."""
+    """Hold a prompt: token ids, a text to continue, or messages with their tools."""
 
     token_ids: tuple[int, ...] | None = None
     text: str | None = None
@@ -23,15 +23,16 @@ class CallPrompt:
 
 
 def first_prompt(call: LoadCall) -> CallPrompt:
-    """Of a call that continues nothing."""
+    """Return the prompt of a call that continues no other."""
     return CallPrompt(call.token_ids, call.text, call.messages, call.tools)
 
 
 def next_prompt(call: LoadCall, before: CallPrompt, answer: str, answer_ids: Sequence[int] | None) -> CallPrompt:
-    """The prompt before, its answer, and what ``call`` adds. ``answer_ids`` must be known where prompts are token ids."""
+    """Return the previous prompt, its output, and what ``call`` adds. ``answer_ids`` must be known if prompts are token
+    ids."""
     if call.token_ids is not None:
-        assert before.token_ids is not None, "Workload has checked it"
-        assert answer_ids is not None, "a client that gets no token ids refuses such a workload"
+        assert before.token_ids is not None, "Workload validates it"
+        assert answer_ids is not None, "a client that receives no token ids rejects such a workload"
         return CallPrompt(token_ids=(*before.token_ids, *answer_ids, *call.token_ids))
     if call.text is not None:
         return CallPrompt(text=f"{before.text}{answer}{call.text}")
@@ -42,7 +43,7 @@ def next_prompt(call: LoadCall, before: CallPrompt, answer: str, answer_ids: Seq
 
 
 def encoded(prompt: CallPrompt, tokenizer: Tokenizer) -> list[int]:
-    """Its token ids; messages as the model's chat template writes them. Raises ``RequestError``."""
+    """Return the token ids of the prompt. The model's chat template renders messages. Raises ``RequestError``."""
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
     if prompt.text is not None:

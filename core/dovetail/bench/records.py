@@ -1,6 +1,6 @@
-"""What measurements are made of, and what they leave on disk: calls, workloads, measurements of calls, records of runs.
+"""Define the data of measurements and write it to disk: calls, workloads, measurements of calls, and records of runs.
 
-Everything here is data that can be written as JSON and read again. Times are seconds; those of a run count from its start.
+Every type here can be written as JSON and read again. Times are in seconds; the times of a run count from its start.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dovetail.errors import ConfigError
 
 SCHEMA_VERSION = 1
-"""Of all files written with these types. It goes up when a reader of the last version would misunderstand a new one."""
+"""The version of all files written with these types. It is raised when a reader of the previous version would
+misunderstand the new files."""
 
 
 class Data(BaseModel):
-    """A value: it does not change, and has no field that is not declared."""
+    """Describe an immutable value that has no fields except the declared ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class CallSampling(Data):
-    """How the tokens of a call are chosen. Names and meanings are those of ``types.SamplingParams``."""
+    """Describe how the tokens of a call are chosen. Field names and meanings are those of
+    ``sampling_params.SamplingParams``."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -36,12 +38,13 @@ class CallSampling(Data):
 
 
 class LoadCall(Data):
-    """One request to be made.
+    """Describe one request that the load client makes.
 
-    The prompt is one of ``token_ids``, ``text`` (to be continued) and ``messages`` (a conversation, with ``tools``). A call
-    with a ``parent`` is due ``think`` seconds after the end of that call; others ``arrival`` seconds after the start. With
-    ``continues`` the prompt is what is appended to the parent's prompt and the answer that it got. ``group`` are the calls
-    that are not independent of each other: those of one conversation, one program or one shared prefix.
+    The prompt is exactly one of ``token_ids``, ``text`` (to be continued) and ``messages`` (a conversation, with
+    ``tools``). A call with a ``parent`` is due ``think`` seconds after the parent ends; any other call is due
+    ``arrival`` seconds after the start of the run. With ``continues``, the prompt of the call is appended to the
+    parent's prompt and the parent's output. ``group`` names the calls that are not independent of each other: those of
+    one conversation, one program or one shared prefix.
     """
 
     id: str
@@ -60,7 +63,7 @@ class LoadCall(Data):
 
     @property
     def form(self) -> Literal["token_ids", "text", "messages"]:
-        """Which kind of prompt it has."""
+        """Return which kind of prompt the call has."""
         return "token_ids" if self.token_ids is not None else "text" if self.text is not None else "messages"
 
     @model_validator(mode="after")
@@ -71,16 +74,18 @@ class LoadCall(Data):
                 f"a call has {' and '.join(given) or 'no prompt'}; give one of token_ids, text and messages"
             )
         if self.continues and self.parent is None:
-            raise ValueError("a call that continues needs a parent")
+            raise ValueError("a call with continues=true needs a parent")
         return self
 
 
 class Workload(Data):
-    """Calls, parents before their children, frozen: whoever runs it makes the same requests.
+    """Hold calls in an order in which parents precede their children. Every run of the workload makes the same
+    requests.
 
-    ``concurrency`` bounds the conversations in flight (a closed loop: so many users, each of whom begins the next call without
-    a parent when the last one and all that followed from it are done); None leaves the times to the
-    calls (an open loop: a late server delays none of them). ``seed`` and ``description`` say how it was made.
+    ``concurrency`` bounds the number of conversations in flight. This is a closed loop with that number of users: each
+    user begins the next call without a parent when the previous one and all calls that follow from it are done. If it
+    is None, the calls are sent at their own times. This is an open loop: a late server delays none of them. ``seed``
+    and ``description`` record how the workload was made.
     """
 
     name: str
@@ -98,26 +103,31 @@ class Workload(Data):
             if call.parent is not None and call.parent not in seen:
                 raise ValueError(f"call {call.id!r} has the parent {call.parent!r}, which does not come before it")
             if call.continues and call.parent is not None and call.form != seen[call.parent].form:
-                raise ValueError(f"call {call.id!r} continues with {call.form} what began with other than that")
+                raise ValueError(
+                    f"call {call.id!r} has a prompt of {call.form}, and the call that it continues has one of "
+                    f"{seen[call.parent].form}"
+                )
             seen[call.id] = call
         return self
 
     @property
     def content_hash(self) -> str:
-        """What is asked and when, in 16 hex digits: the same on any machine for the same calls."""
+        """Return a hash of the calls, their times and the concurrency as 16 hexadecimal digits. It is the same on every
+        machine."""
         content = {"calls": [call.model_dump(mode="json") for call in self.calls], "concurrency": self.concurrency}
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)  # the order of a schema's keys counts
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Measurement(Data):
-    """What came of one call.
+    """Describe the result of one call.
 
-    ``due`` is when it should have been sent and ``sent`` when it was; latencies count from ``due``, so that a client that is
-    late, or a queue in it, cannot make a server look faster than its users would find it. ``token_times`` are the
-    arrivals of the output tokens; tokens that came together have the same. Where a server does not say how many tokens an
-    event brought, each event counts as one, and ``output_tokens`` (from its usage) is the number that counts.
-    ``cached_tokens`` of the prompt were found in a prefix cache. None stands for what the server did not say.
+    ``due`` is when the call should have been sent and ``sent`` is when it was sent. Latencies count from ``due``, so
+    that a late client, or a queue in the client, cannot make a server look faster than its users would find it.
+    ``token_times`` holds the arrival time of each output token; tokens that arrived together have the same time. If the
+    server does not report how many tokens an event contains, each event counts as one token in ``token_times``, and
+    ``output_tokens`` (from the server's usage) is the correct number. ``cached_tokens`` is the number of prompt tokens
+    that were found in a prefix cache. None stands for a value that the server did not report.
     """
 
     id: str
@@ -141,19 +151,19 @@ class Measurement(Data):
 
     @property
     def first_token(self) -> float | None:
-        """When the first output token arrived."""
+        """Return when the first output token arrived; None if there was none."""
         return self.token_times[0] if self.token_times else None
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens that a step with drafts brought on average; None where there was no such step."""
+        """Return the average number of tokens per step with drafts; None if there was no such step."""
         if not self.verify_steps or self.accepted is None:
             return None
         return 1 + self.accepted / self.verify_steps
 
 
 class MachineFacts(Data):
-    """Where a run took place."""
+    """Describe the machine on which a run took place."""
 
     host_cpu: str
     cpus: int
@@ -165,8 +175,12 @@ class MachineFacts(Data):
 
 
 class ClientLag(Data):
-    """How late the load client itself was: of its event loop (a timer that should fire every few milliseconds), and of
-    sending calls that were due. A share of the client's CPU near 1 says that the client, not the server, was measured."""
+    """Report how late the load client itself was.
+
+    The ``loop`` fields are delays of its event loop: a timer that should fire every few milliseconds. The ``send``
+    fields are delays between when calls were due and when they were sent. A ``cpu_share`` near 1 means that the client
+    was measured instead of the server.
+    """
 
     loop_p50: float = 0.0
     loop_p99: float = 0.0
@@ -178,10 +192,11 @@ class ClientLag(Data):
 
 
 class RunRecord(Data):
-    """One run of one workload: by whom, on what, and every measurement.
+    """Record one run of one workload: the configuration, the machine and every measurement.
 
-    ``started`` is the UTC time in ISO format, ``seconds`` the length of the run. ``counters_before`` and ``counters_after``
-    are the engine's totals (``messages.EngineStats``) around it. ``block`` numbers repetitions of an experiment.
+    ``started`` is the UTC time in ISO format, ``seconds`` the length of the run. ``counters_before`` and
+    ``counters_after`` are the engine's totals (``messages.EngineStats``) before and after the run. ``block`` is the
+    number of the experiment's repetition.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -206,22 +221,22 @@ class RunRecord(Data):
     counters_after: dict[str, float] | None = None
 
     def counter(self, name: str) -> float | None:
-        """By how much a counter of the engine rose during the run; None where the server has no such counter."""
+        """Return by how much a counter of the engine rose during the run; None if the server has no such counter."""
         before, after = self.counters_before or {}, self.counters_after or {}
         return after[name] - before[name] if name in before and name in after else None
 
 
 def write_json(data: BaseModel, file: Path) -> None:
-    """Write it, so that ``read_record`` or ``model_validate_json`` reads it again."""
+    """Write ``data`` to ``file`` so that ``read_record`` or ``model_validate_json`` can read it again."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(data.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def read_record(file: Path) -> RunRecord:
-    """The record in a file. Raises ``ConfigError``."""
+    """Read the record of a run from ``file``. Raises ``ConfigError``."""
     try:
         return RunRecord.model_validate_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the record {file} cannot be read: {error}") from error
     except ValidationError as error:
-        raise ConfigError(f"{file} is no record of a run (schema version {SCHEMA_VERSION}): {error}") from error
+        raise ConfigError(f"{file} is not the record of a run (schema version {SCHEMA_VERSION}): {error}") from error

@@ -1,4 +1,4 @@
-"""What ``dovetail bench`` leaves: every run with its numbers, as JSON and as a page."""
+"""Define the report of ``dovetail bench``: every run with its numbers, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from dovetail.bench.records import SCHEMA_VERSION, Data, RunRecord
 
 
 class Point(Data):
-    """One run. ``rate`` is the offered load in calls a second, where there was one; ``meets``: the share of its calls that the
-    SLO asks for has met it."""
+    """Hold one run and its numbers.
+
+    ``rate`` is the offered load in calls per second, or None if there was no such rate. ``meets`` is whether the
+    required share of its calls met the SLO.
+    """
 
     rate: float | None = None
     meets: bool | None = None
@@ -22,12 +25,15 @@ class Point(Data):
 
 
 class BenchReport(Data):
-    """Runs of one workload. ``best_rate`` is the highest that met ``slo`` for ``share`` of the calls, where that was looked
-    for."""
+    """Hold the runs of one workload.
+
+    ``best_rate`` is the highest rate at which ``share`` of the calls met ``slo``, if ``searched`` is true and there is
+    one.
+    """
 
     schema_version: Literal[1] = SCHEMA_VERSION
     title: str
-    workload: dict[str, Any] = Field(description="As it was specified.")
+    workload: dict[str, Any] = Field(description="The specification of the workload.")
     slo: SLO | None = None
     share: float = 0.9
     searched: bool = False
@@ -36,26 +42,26 @@ class BenchReport(Data):
     points: tuple[Point, ...]
 
     def without_measurements(self) -> dict[str, Any]:
-        """As JSON, with the numbers of each run but not every call of it."""
+        """Return the report as JSON with the numbers of each run, without its individual calls."""
         return self.model_dump(mode="json", exclude={"points": {"__all__": {"record": {"measurements"}}}})
 
     @property
     def failed(self) -> bool:
-        """True if no call succeeded, or if no rate met the SLO where one was looked for."""
+        """Return whether no call succeeded, or a rate that meets the SLO was searched for and not found."""
         return not any(point.summary.completed for point in self.points) or (self.searched and self.best_rate is None)
 
     def of_own_server(self, startup_seconds: float, peak_memory: int | None) -> BenchReport:
-        """With what is known of a server that was started for it."""
+        """Return the report with what is known about a server that was started for it."""
         more = {"startup_seconds": startup_seconds, "peak_memory_bytes": peak_memory}
         points = [p.model_copy(update={"record": p.record.model_copy(update=more)}) for p in self.points]
         return self.model_copy(update={"startup_seconds": startup_seconds, "points": tuple(points)})
 
     @property
     def notes(self) -> list[str]:
-        """Reasons to doubt the numbers."""
+        """Return warnings about the numbers."""
         return warning_texts([(point.rate, point.summary, point.record.lag) for point in self.by_rate])
 
     @property
     def by_rate(self) -> list[Point]:
-        """The points, lower rates first."""
+        """Return the points in ascending order of their rates."""
         return sorted(self.points, key=lambda point: point.rate or 0.0)

@@ -1,4 +1,4 @@
-"""One run of a workload against a server."""
+"""Run a workload against a server once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ async def measure_server(
     block: int = 0,
     on_done: OnDone = ignore_measurement,
 ) -> RunRecord:
-    """Send ``warmup``, which is not recorded, empty the prefix cache where ``flush`` and the server allow it, then send
-    ``workload``. Raises ``ConfigError`` for a workload that the API cannot carry."""
+    """Send ``warmup``, which is not recorded, empty the prefix cache if ``flush`` is true and the server allows it, and
+    send ``workload``.
+
+    Raises ``ConfigError`` for a workload that the API cannot carry.
+    """
     target.api.check(workload)
     with contextlib.closing(pool_of(client)) as pool:
         send = HttpSender(pool, target.api)
@@ -65,7 +68,7 @@ async def measure_server(
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as fast as this platform can."""
+    """Run a coroutine on the fastest event loop of this platform."""
     if sys.platform == "win32":
         return asyncio.run(main)
     import uvloop

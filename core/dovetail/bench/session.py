@@ -1,4 +1,5 @@
-"""What ``dovetail bench serve`` and ``offline`` do with their settings: workload, warm-up, one run or several, a report."""
+"""Run ``dovetail bench serve`` and ``dovetail bench offline``: make the workload, warm up, measure once or at several
+rates, and report."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is plan, and when. ``warmup`` calls of another seed go before, unrecorded."""
+    """Describe the workload, its arrivals and the SLO. ``warmup`` calls with another seed are sent first and not
+    recorded."""
 
     spec: WorkloadSpec
     arrivals: ArrivalSpec | None = None
@@ -38,7 +40,7 @@ class LoadPlan:
     share: float = 0.9
 
     def workloads(self, vocabulary: PromptVocabulary | None) -> tuple[Workload, Workload | None]:
-        """What is measured, and its warm-up."""
+        """Return the workload that is measured, and its warm-up or None."""
         workload = make_workload(self.spec, self.seed, vocabulary, self.arrivals)
         if not self.warmup:
             return workload, None
@@ -47,7 +49,7 @@ class LoadPlan:
         return workload, other.model_copy(update={"calls": calls})
 
     def at_rate(self, vocabulary: PromptVocabulary | None, rate: float, seconds: float) -> Workload:
-        """What arrives within ``seconds`` at ``rate``."""
+        """Return the workload that arrives within ``seconds`` at ``rate``."""
         roots = max(math.ceil(rate * seconds), 1)
         made = repeated(make_workload(lasting(self.spec, roots), self.seed, vocabulary), roots)
         return with_arrivals(made, at_rate(self.arrivals, rate), self.seed)
@@ -62,7 +64,7 @@ class LoadPlan:
         best_rate: float | None = None,
         startup_seconds: float | None = None,
     ) -> BenchReport:
-        """Of the points measured."""
+        """Return the report of the measured points."""
         return BenchReport(
             title=title,
             workload=workload.description,
@@ -77,9 +79,13 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """``rates``: a run at each. ``find``: instead the highest rate that meets the SLO, looked for from ``start`` on, up to the
-    factor 1 + ``tolerance``. A run takes as many calls as arrive in ``seconds``: of a number that is the same at any rate, a high
-    one would be a short burst, which says nothing of what can be sustained."""
+    """Describe the rates to measure.
+
+    ``rates`` requires a run at each rate. ``find`` instead searches for the highest rate that meets the SLO, starting
+    from ``start``, up to the factor 1 + ``tolerance``. Each run takes the calls that arrive within ``seconds``. With a
+    number of calls that is the same at every rate, a high rate would be a short burst, which does not measure what the
+    server can sustain.
+    """
 
     rates: tuple[float, ...] = ()
     find: bool = False
@@ -90,8 +96,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class ServerAccess:
-    """The server, and how it is called. ``timeout`` seconds without a byte fail a call; ``flush`` empties its prefix cache before
-    each run, where its API can say so."""
+    """Describe how the client reaches the server.
+
+    ``timeout`` seconds without a byte fail a call. ``flush`` empties the server's prefix cache before each run if its
+    API can do so.
+    """
 
     url: str
     api: ApiName = "native"
@@ -103,7 +112,8 @@ class ServerAccess:
 
 
 OnRun = Callable[[Workload, float | None], OnDone]
-"""Told before each run what it will be, and at which rate; returns who watches it."""
+"""Called before each run with its workload and its rate; returns the function that is called with each measurement of
+the run."""
 
 
 async def bench_server(
@@ -112,10 +122,12 @@ async def bench_server(
     rates: Rates | None = None,
     on_run: OnRun = lambda workload, rate: ignore_measurement,
 ) -> BenchReport:
-    """Measure a server. Raises ``ConfigError`` for settings that do not go together."""
+    """Measure a server. Raises ``ConfigError`` for settings that do not fit together."""
     rates = rates or Rates()
     if rates.find and plan.slo is None:
-        raise ConfigError("the highest rate is looked for by an SLO; give --goodput, as in --goodput ttft:200 tpot:20")
+        raise ConfigError(
+            "the search for the highest rate needs an SLO; give --goodput, as in --goodput ttft:200 tpot:20"
+        )
     async with open_client(access.url, access.timeout, access.api_key) as client:
         target = await find_target(client, access.api, access.model, access.tokenizer)
         workload, warmup = plan.workloads(target.vocabulary)

@@ -1,4 +1,4 @@
-"""Speculative decoding by method and workload: how many drafts are accepted, and what that does to the speed."""
+"""Measure speculative decoding by method and workload: the number of accepted drafts and the effect on speed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ if TYPE_CHECKING:
 
 
 TOP = 5
-"""Likeliest tokens among which those are looked for at which outputs part."""
+"""The number of most likely tokens in which the two tokens of a divergence are looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpecRow:
-    """One method on one workload.
+    """Describe one method on one workload.
 
-    ``acceptance_length`` is the number of tokens that a request got of a step with drafts, ``tokens_per_step`` of any decode
-    step; ``acceptance_rate`` the accepted share of the drafts. ``draft_share`` is the part of the time that was spent in the
-    drafter. ``same_outputs`` are the prompts whose outputs are those of the first method, whose ``speedup`` is 1. Of the others, greedy ones,
-    ``divergence`` is the largest difference, in nats, between the two tokens at which an output and that of the first method part: where
-    it is that of rounding, they are equally likely. None: none parts, or the two cannot be compared.
+    ``acceptance_length`` is the average number of tokens that a request got from a step with drafts,
+    ``tokens_per_step`` from any decode step. ``acceptance_rate`` is the accepted share of the draft tokens.
+    ``draft_share`` is the share of the time that was spent in the drafter. ``speedup`` is relative to the first method,
+    and ``same_outputs`` is the number of prompts whose outputs equal those of the first method.
+
+    For greedy outputs that differ, ``divergence`` is the largest difference of log-probability, in nats, between the
+    two tokens at which an output and that of the first method first differ. If it is as small as rounding, both tokens
+    are equally likely. It is None if no outputs differ or the two tokens cannot be compared.
     """
 
     method: str
@@ -59,16 +62,18 @@ def measure_methods(
     batch: int,
     rounds: int = 1,
 ) -> Iterator[SpecRow]:
-    """Every method in turn, each in an engine of its own with its config; ``batch`` prompts at a time, with ``params`` for all of
-    them. Of several rounds over
-    the same prompts the fastest counts: drafters that learn have met the outputs by then."""
+    """Measure every method in turn, each with its config in a separate engine.
+
+    ``batch`` prompts run at a time, all with ``params``. If there are several rounds over the same prompts, the fastest
+    round counts: drafters that learn have seen the outputs by then.
+    """
     first: dict[str, tuple[list[Output], float]] = {}
     for method, config in configs.items():
         llm = LLM(config)
         try:
             for workload, calls in workloads.items():
                 texts = [_encoded(llm, call) for call in calls]
-                llm.generate(texts[:1], params)  # kernels are compiled, caches of the machine are warm
+                llm.generate(texts[:1], params)  # compile kernels and warm the caches of the machine
                 runs = [_run(llm, method, workload, texts, params, batch) for _ in range(rounds)]
                 outputs, row = max(runs, key=lambda run: run[1].tokens_per_second)
                 reference, speed = first.setdefault(workload, (outputs, row.tokens_per_second))
@@ -98,7 +103,7 @@ def _run(
         after.verify_steps - before.verify_steps,
     )
     tokens = sum(len(output.token_ids) for output in outputs)
-    decoded = tokens - len(outputs)  # the first token of each comes of its prompt
+    decoded = tokens - len(outputs)  # the prompt's forward pass produces the first token of each output
     row = SpecRow(
         method=method,
         workload=workload,
@@ -129,9 +134,13 @@ def _compared(
 def largest_divergence(
     llm: LLM, params: SamplingParams, outputs: Sequence[Output], reference: Sequence[Output]
 ) -> float | None:
-    """The largest difference between the log-probabilities (nats, by the forward pass of ``llm``) of the two tokens at which an output
-    parts from its reference. None where none parts, tokens are drawn, or one of the two is not among the ``TOP`` likeliest or is an
-    end."""
+    """Return the largest difference, in nats, between the log-probabilities of the two tokens at which an output first
+    differs from its reference.
+
+    The log-probabilities come from a forward pass of ``llm``. Return None if no outputs differ, if tokens are sampled,
+    or if for some pair one of the two tokens is not among the ``TOP`` most likely or one output is a prefix of the
+    other.
+    """
     if not params.greedy:
         return None
     pairs = zip(outputs, reference, strict=True)

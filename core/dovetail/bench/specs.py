@@ -1,4 +1,4 @@
-"""Which workload, and when its calls arrive: what a command line or an experiment's file says, before any call is made."""
+"""Specify workloads and arrivals, as command lines and the files of experiments give them."""
 
 from __future__ import annotations
 
@@ -21,94 +21,112 @@ def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
 _Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 _Seconds = Annotated[float, Field(ge=0)]
 Count = Annotated[tuple[_Tokens, _Tokens], AfterValidator(_ordered)] | _Tokens
-"""A number, or [low, high]: drawn evenly from both ends and all between."""
+"""A number, or [low, high] for a uniform draw that includes both ends."""
 Seconds = Annotated[tuple[_Seconds, _Seconds], AfterValidator(_ordered)] | _Seconds
-"""Seconds, or [low, high]."""
+"""A number of seconds, or [low, high] for a uniform draw."""
 Content = Literal["tokens", "text"]
-"""``tokens``: random token ids, no special ones, and outputs of exactly the length asked for. ``text``: words and questions
-that the embedded model can answer, lengths counted in words; an output ends where the model ends it."""
+"""The content of prompts.
+
+``tokens`` stands for random token ids without special tokens, and outputs of exactly the required length. ``text``
+stands for words and questions that the embedded model can answer; lengths are counted in words, and the model ends each
+output.
+"""
 Topic = Literal["facts", "arithmetic", "extraction", "sorting", "tools", "copy"]
 TOPICS: tuple[Topic, ...] = get_args(Topic)
-"""What ``questions`` can be about."""
+"""The possible topics of ``questions``."""
 
 
 class RandomSpec(Data):
-    """Independent prompts of random lengths."""
+    """Specify independent prompts of random lengths."""
 
     kind: Literal["random"] = "random"
-    count: int = Field(default=64, ge=1, description="Calls.")
+    count: int = Field(default=64, ge=1, description="The number of calls.")
     input: Count = Field(default=128, description="Length of each prompt.")
     output: Count = Field(default=64, description="Length of each output.")
     content: Content = "tokens"
 
 
 class SharedPrefixSpec(Data):
-    """Groups of prompts that begin alike: few-shot prompts, system prompts, one document asked many things. The calls of
-    the groups are mixed."""
+    """Specify groups of prompts with a common prefix: few-shot prompts, system prompts, many questions about one
+    document.
+
+    The calls of the groups are sent in mixed order.
+    """
 
     kind: Literal["shared_prefix"] = "shared_prefix"
-    groups: int = Field(default=8, ge=1, description="Prefixes.")
-    per_group: int = Field(default=8, ge=1, description="Calls that share one.")
+    groups: int = Field(default=8, ge=1, description="The number of prefixes.")
+    per_group: int = Field(default=8, ge=1, description="The number of calls that share one prefix.")
     prefix: Count = Field(default=256, description="Length of a prefix.")
-    suffix: Count = Field(default=32, description="Length of what follows it.")
+    suffix: Count = Field(default=32, description="Length of the text after the prefix.")
     output: Count = Field(default=32, description="Length of each output.")
     content: Content = "tokens"
 
 
 class ChatSpec(Data):
-    """Conversations of several turns, all with one system prompt. A turn is sent when the answer to the last one is there
-    and has been thought about; its prompt holds the answers given so far."""
+    """Specify conversations of several turns, all with one system prompt.
+
+    A turn is sent ``think`` seconds after the answer to the previous turn has arrived. Its prompt contains the answers
+    so far.
+    """
 
     kind: Literal["chat"] = "chat"
     conversations: int = Field(default=16, ge=1)
-    turns: Count = Field(default=(2, 5), description="Of each conversation.")
+    turns: Count = Field(default=(2, 5), description="The number of turns of each conversation.")
     system: Count = Field(default=64, description="Length of the system prompt.")
     user: Count = Field(default=32, description="Length of each question.")
     output: Count = Field(default=64, description="Length of each answer.")
-    think: Seconds = Field(default=0.0, description="Between an answer and the next question.")
+    think: Seconds = Field(default=0.0, description="Seconds between an answer and the next question.")
     content: Content = "tokens"
 
 
 class JsonSpec(Data):
-    """Extraction to JSON: each call has a schema that its output must follow. Texts are for the embedded model."""
+    """Specify extraction to JSON: each call has a schema that its output must follow. The texts suit the embedded
+    model."""
 
     kind: Literal["json"] = "json"
-    count: int = Field(default=64, ge=1, description="Calls.")
-    schemas: int = Field(default=4, ge=1, description="Different schemas among them.")
-    output: Count = Field(default=160, description="At most so many tokens an output.")
+    count: int = Field(default=64, ge=1, description="The number of calls.")
+    schemas: int = Field(default=4, ge=1, description="The number of different schemas among them.")
+    output: Count = Field(default=160, description="The maximum number of tokens of each output.")
 
 
 class AgentSpec(Data):
-    """Programs that call tools in a loop: a long prompt of instructions and tools that all programs share, a task, and at
-    each step a call whose context has grown by the last answer and the tool's result. Time passes in the tools."""
+    """Specify programs that call tools in a loop.
+
+    All programs share a long prompt of instructions and tools. A program has a task and makes one call per step. The
+    context of each call grows by the previous answer and the tool's result. Time passes in the tools between two calls.
+    """
 
     kind: Literal["agent"] = "agent"
     programs: int = Field(default=8, ge=1)
-    steps: Count = Field(default=(3, 6), description="Calls of each program.")
+    steps: Count = Field(default=(3, 6), description="The number of calls of each program.")
     system: Count = Field(default=256, description="Length of instructions and tools.")
     task: Count = Field(default=32, description="Length of the task.")
     result: Count = Field(default=(32, 128), description="Length of a tool's result.")
     output: Count = Field(default=(16, 48), description="Length of each output.")
-    think: Seconds = Field(default=(0.02, 0.1), description="That a tool takes.")
+    think: Seconds = Field(default=(0.02, 0.1), description="Seconds that a tool takes.")
     content: Content = "tokens"
 
 
 class QuestionsSpec(Data):
-    """Single questions that the embedded model can answer, of one topic."""
+    """Specify single questions of one topic that the embedded model can answer."""
 
     kind: Literal["questions"] = "questions"
     topic: Topic = "facts"
-    count: int = Field(default=20, ge=1, description="Calls.")
-    output: int = Field(default=128, ge=1, description="At most so many tokens an output.")
+    count: int = Field(default=20, ge=1, description="The number of calls.")
+    output: int = Field(default=128, ge=1, description="The maximum number of tokens of each output.")
 
 
 class JsonlSpec(Data):
-    """A file of one's own, one call a line: docs/bench.md has the format."""
+    """Specify a file provided by the user with one call per line; docs/bench.md describes the format."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: Path
-    count: int | None = Field(default=None, ge=1, description="Only the first calls.")
-    output: int = Field(default=128, ge=1, description="At most so many tokens an output, where a line does not say.")
+    count: int | None = Field(
+        default=None, ge=1, description="Use only this number of calls from the beginning of the file."
+    )
+    output: int = Field(
+        default=128, ge=1, description="The maximum number of tokens of an output whose line gives none."
+    )
 
 
 WorkloadSpec = Annotated[
@@ -118,29 +136,34 @@ WorkloadSpec = Annotated[
 
 
 class AllAtOnce(Data):
-    """Every call is due at the start: how fast can a full queue be worked off?"""
+    """Make every call due at the start, to measure how fast a full queue is processed."""
 
     kind: Literal["all_at_once"] = "all_at_once"
 
 
 class FixedConcurrency(Data):
-    """A closed loop: so many calls in flight at any time. Latencies under load are better measured in an open loop: here a
-    slow server is asked less."""
+    """Specify a closed loop with ``limit`` calls in flight at any time.
+
+    Latencies under load are better measured in an open loop: in a closed loop a slow server receives fewer calls.
+    """
 
     kind: Literal["concurrency"] = "concurrency"
     limit: int = Field(ge=1)
 
 
 class Poisson(Data):
-    """Independent arrivals, ``rate`` a second on average."""
+    """Specify independent arrivals, ``rate`` per second on average."""
 
     kind: Literal["poisson"] = "poisson"
     rate: float = Field(gt=0, allow_inf_nan=False)
 
 
 class Gamma(Data):
-    """Gaps of a gamma distribution with shape ``burstiness``: 1 is poisson, less comes in bursts (the coefficient of
-    variation of the gaps is 1/sqrt(burstiness)), more is more even."""
+    """Specify gaps from a gamma distribution with shape ``burstiness``.
+
+    The value 1 is a Poisson process. Smaller values arrive in bursts (the coefficient of variation of the gaps is
+    1/sqrt(burstiness)), and larger values are more even.
+    """
 
     kind: Literal["gamma"] = "gamma"
     rate: float = Field(gt=0, allow_inf_nan=False)
@@ -148,8 +171,11 @@ class Gamma(Data):
 
 
 class ArrivalTrace(Data):
-    """Offsets in seconds, ascending, one for each call without a parent: given here, or one a line of a ``file``. They are
-    repeated, shifted, where there are more calls. ``speed`` 2 is twice as fast."""
+    """Specify offsets in seconds in ascending order, one for each call without a parent.
+
+    They are given here, or one per line of a ``file``. They are repeated with a shift if there are more calls.
+    ``speed`` 2 is twice as fast.
+    """
 
     kind: Literal["trace"] = "trace"
     offsets: tuple[_Seconds, ...] | None = Field(default=None, min_length=1)
@@ -159,12 +185,12 @@ class ArrivalTrace(Data):
     @model_validator(mode="after")
     def _one_source(self) -> ArrivalTrace:
         if (self.offsets is None) == (self.file is None):
-            raise ValueError("a trace has offsets or a file; give one of them")
+            raise ValueError("a trace needs offsets or a file; give exactly one of them")
         return self
 
 
 class AsGiven(Data):
-    """The times that the calls have: those of a user's file."""
+    """Keep the arrival times of the calls, which are those of a user's file."""
 
     kind: Literal["as_given"] = "as_given"
 
@@ -178,14 +204,15 @@ _ARRIVALS: TypeAdapter[Any] = TypeAdapter(ArrivalSpec)
 
 
 def parse_workload(text: str) -> WorkloadSpec:
-    """``random``, ``{kind: random, input: [64, 256]}`` (YAML), or the path of a .jsonl file. Raises ``ConfigError``."""
+    """Parse ``random``, ``{kind: random, input: [64, 256]}`` (YAML), or the path of a .jsonl file. Raises
+    ``ConfigError``."""
     if text.endswith(".jsonl") and not text.lstrip().startswith("{"):
         return JsonlSpec(path=Path(text))
     return _parse(text, _WORKLOADS, "workload")
 
 
 def parse_arrivals(text: str) -> ArrivalSpec:
-    """``all_at_once``, ``{kind: poisson, rate: 4}`` (YAML). Raises ``ConfigError``."""
+    """Parse ``all_at_once`` or ``{kind: poisson, rate: 4}`` (YAML). Raises ``ConfigError``."""
     return _parse(text, _ARRIVALS, "arrivals")
 
 
@@ -194,9 +221,9 @@ def _parse(text: str, adapter: TypeAdapter[Any], what: str) -> Any:
         given = yaml.safe_load(text)
         return adapter.validate_python({"kind": given} if isinstance(given, str) else given)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} {text!r} is no YAML: {error}") from error
+        raise ConfigError(f"{what} {text!r} is not valid YAML: {error}") from error
     except ValidationError as error:
-        raise ConfigError(f"{what} {text!r}: {_problems(error)}; docs/bench.md has every kind and field") from error
+        raise ConfigError(f"{what} {text!r}: {_problems(error)}; docs/bench.md lists every kind and field") from error
 
 
 def _problems(error: ValidationError) -> str:

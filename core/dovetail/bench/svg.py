@@ -1,4 +1,4 @@
-"""Charts as SVG text that takes its colours from the page around it (classes ``s0``, ``s1``, ...)."""
+"""Draw charts as SVG text that takes its colours from the page that contains it (classes ``s0``, ``s1``, ...)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from html import escape
 
 _WIDTH, _HEIGHT = 460, 260
 _SHORT = 10
-"""A logarithmic axis that spans less than this factor has ticks at even steps: there are few powers on it."""
+"""A logarithmic axis whose range is smaller than this factor gets evenly spaced ticks, because it contains few powers
+of ten."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 12, 40
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points (x, y) in the order of their line; ``line`` False draws the points alone."""
+    """Hold points (x, y) in the order of their line. If ``line`` is False, only the points are drawn."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -24,7 +25,7 @@ class Series:
 
 
 class _Axis:
-    """From values to pixels, with round ticks."""
+    """Map values to pixels and choose round tick values."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, log: bool) -> None:
         self.log = log
@@ -62,7 +63,8 @@ def chart(
     log_y: bool = False,
     bound: float | None = None,
 ) -> str:
-    """Lines and points over common axes; ``bound`` is a horizontal rule. Values on logarithmic axes must be above 0."""
+    """Draw lines and points over common axes; ``bound`` is a horizontal line. Values on logarithmic axes must be above
+    0."""
     every = [point for one in series for point in one.points]
     x = _Axis([p[0] for p in every], _LEFT, _WIDTH - _RIGHT, log_x)
     y = _Axis([p[1] for p in every] + ([bound] if bound else []), _HEIGHT - _BOTTOM, _TOP, log_y)

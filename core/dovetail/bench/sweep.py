@@ -1,4 +1,4 @@
-"""Several rates, or the highest one that an SLO allows."""
+"""Measure several rates, or search for the highest rate that meets an SLO."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ from dovetail.bench.specs import ArrivalSpec, Gamma, Poisson
 from dovetail.errors import ConfigError
 
 Measure = Callable[[float], Awaitable[RunRecord]]
-"""A run at a rate, in calls a second."""
+"""Runs the load at a rate in calls per second."""
 
 _MAX_PROBES = 24
 _LOWEST = 2.0**-8
 
 
 def at_rate(arrivals: ArrivalSpec | None, rate: float) -> Poisson | Gamma:
-    """The arrival process at another rate; by default poisson. Raises ``ConfigError`` for one that has no rate."""
+    """Return the arrival process at another rate; the default is Poisson. Raises ``ConfigError`` for one that has no
+    rate."""
     if arrivals is None:
         return Poisson(rate=rate)
     if not isinstance(arrivals, Poisson | Gamma):
-        raise ConfigError(f"arrivals of kind {arrivals.kind!r} have no rate to be varied; use poisson or gamma")
+        raise ConfigError(f"arrivals of kind {arrivals.kind!r} have no rate that can be changed; use poisson or gamma")
     return arrivals.model_copy(update={"rate": rate})
 
 
 async def sweep(measure: Measure, rates: Sequence[float], slo: SLO | None, share: float) -> list[Point]:
-    """A run at each rate."""
+    """Run the load at each rate."""
     return [point_of(rate, await measure(rate), slo, share) for rate in rates]
 
 
 async def highest_rate(
     measure: Measure, slo: SLO, share: float, start: float = 1.0, tolerance: float = 0.1
 ) -> tuple[float | None, list[Point]]:
-    """The highest rate at which ``share`` of the calls meet ``slo``, up to the factor ``1 + tolerance``: doubled (or halved)
-    from ``start`` until it is between two rates, then bisected between them on a logarithmic scale. None where no rate is low enough. Also every
-    point that was measured, in that order."""
+    """Return the highest rate at which ``share`` of the calls meet ``slo``, and every measured point in the order of
+    measurement.
+
+    The rate is doubled (or halved) from ``start`` until it lies between two measured rates. Then the interval is
+    bisected on a logarithmic scale, up to the factor ``1 + tolerance``. The rate is None if no rate is low enough.
+    """
     points: list[Point] = []
 
     async def meets(rate: float) -> bool:
@@ -54,7 +58,8 @@ async def highest_rate(
 async def _bracket(
     meets: Callable[[float], Awaitable[bool]], points: Sequence[Point], start: float
 ) -> tuple[float | None, float | None]:
-    """A rate that meets the SLO and one that does not; None where there is no such rate within reach."""
+    """Return a rate that meets the SLO and a rate that does not. Either is None if no rate within the range of the
+    search is one."""
     if await meets(start):
         low = start
         for _ in range(_MAX_PROBES // 2):
@@ -65,7 +70,7 @@ async def _bracket(
     high = start
     while (
         high > start * _LOWEST and len(points[-1].record.measurements) > 1
-    ):  # a call alone has no load left to take off
+    ):  # a single call has no load that could be reduced
         if await meets(high / 2):
             return high / 2, high
         high /= 2
@@ -73,7 +78,7 @@ async def _bracket(
 
 
 def point_of(rate: float | None, record: RunRecord, slo: SLO | None, share: float) -> Point:
-    """A run and its numbers; ``share`` of the calls must meet ``slo``."""
+    """Return a run with its numbers; ``share`` of the calls must meet ``slo``."""
     summary = summarize(record, slo)
     meets = summary.goodput.share >= share if summary.goodput is not None else None
     return Point(rate=rate, meets=meets, summary=summary, record=record)

@@ -1,4 +1,4 @@
-"""``dovetail bench``: measurements."""
+"""Define ``dovetail bench``, the command group for measurements."""
 
 from __future__ import annotations
 

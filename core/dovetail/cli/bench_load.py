@@ -1,4 +1,4 @@
-"""``dovetail bench serve`` and ``dovetail bench offline``."""
+"""Define ``dovetail bench serve`` and ``dovetail bench offline``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WorkloadOption = Annotated[
         "--workload",
         "-w",
         help="random, shared_prefix, chat, json, agent, questions; with settings as in '{kind: chat, turns: [2, 6]}'; or a "
-        ".jsonl file. docs/bench.md has all of them.",
+        ".jsonl file. docs/bench.md describes them.",
     ),
 ]
 ArrivalsOption = Annotated[
@@ -39,28 +39,52 @@ ArrivalsOption = Annotated[
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option(help="Short for poisson arrivals of so many calls a second.", show_default=False),
+    typer.Option(help="Short for Poisson arrivals at this rate, in calls per second.", show_default=False),
 ]
 ConcurrencyOption = Annotated[
-    int | None, typer.Option(min=1, help="Short for a closed loop of so many users.", show_default=False)
+    int | None, typer.Option(min=1, help="Short for a closed loop with this number of users.", show_default=False)
 ]
 GoodputOption = Annotated[
     list[str] | None,
     typer.Option("--goodput", metavar="BOUND...", help="The SLO, in milliseconds: ttft:200 tpot:20 e2e:5000."),
 ]
 MoreBounds = Annotated[list[str] | None, typer.Argument(metavar="[BOUND]...", help="Further bounds of --goodput.")]
-ShareOption = Annotated[float, typer.Option(min=0.0, max=1.0, help="Of the calls, how many must be within the bounds.")]
-SeedOption = Annotated[int, typer.Option(help="Of the calls and their arrivals.")]
-WarmupOption = Annotated[int, typer.Option(min=0, help="Calls of another seed before, which are not recorded.")]
-SaveOption = Annotated[
-    Path | None, typer.Option(help="Write everything that was measured, as JSON.", show_default=False)
+ShareOption = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="The share of the calls that must be within the bounds.")
 ]
-HtmlOption = Annotated[Path | None, typer.Option(help="Write a page with plots, one file.", show_default=False)]
+SeedOption = Annotated[int, typer.Option(help="The seed of the calls and their arrivals.")]
+WarmupOption = Annotated[
+    int, typer.Option(min=0, help="Send this number of calls of another seed first, without recording them.")
+]
+SaveOption = Annotated[
+    Path | None, typer.Option(help="Write all measurements to this file, as JSON.", show_default=False)
+]
+HtmlOption = Annotated[Path | None, typer.Option(help="Write a page with plots to this file.", show_default=False)]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The URL of the server. Without it, a server is started with the config and stopped at the end.",
+        show_default=False,
+    ),
+]
+SweepOption = Annotated[
+    str | None, typer.Option(help="Rates separated by commas; run the load at each.", show_default=False)
+]
+SecondsOption = Annotated[
+    float, typer.Option(min=0.1, help="The seconds in which calls arrive in each run of --sweep and --find-rate.")
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(help="The directory of tokenizer.json, for random tokens if the server reports no vocabulary."),
+]
+ApiOption = Annotated[
+    str, typer.Option(help="native (Dovetail's /generate), or openai for any server with OpenAI's API.")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is measured and what is plan, when, how often; what becomes of the report."""
+    """Describe the engine or server, the load, and where the report is written."""
 
     more: MoreBounds = None
     files: FileOptions = None
@@ -79,7 +103,7 @@ class LoadOptions:
     as_json: Json = False
 
     def plan(self) -> LoadPlan:
-        """The load. Raises ``ConfigError``, also where the report could not be written."""
+        """Return the load plan. Raises ``ConfigError``, also if the report could not be written."""
         from dovetail.bench.metrics import parse_slo
         from dovetail.bench.session import LoadPlan
         from dovetail.bench.specs import parse_workload
@@ -91,11 +115,11 @@ class LoadOptions:
         return LoadPlan(parse_workload(self.workload), when, self.seed, self.warmup, slo, self.share)
 
     def config(self) -> Config:
-        """Of the engine, or of the server that is started."""
+        """Return the config of the engine, or of the server that is started."""
         return load(self.files, [*(self.sets or ()), *shortcuts({"model.path": self.model})])[0]
 
     def show(self, report: BenchReport) -> None:
-        """Write it where that was plan for, and print it. Exit status 1 if it has failed."""
+        """Write the report to the given files and print it. The exit status is 1 if the run failed."""
         from dovetail.bench.records import write_json
         from dovetail.cli.bench_tables import print_report
 
@@ -116,43 +140,40 @@ class LoadOptions:
 @spread
 def serve(
     load_options: LoadOptions,
-    url: Annotated[
-        str | None,
-        typer.Option(help="Of the server. Without it one is started with the config, and stopped.", show_default=False),
-    ] = None,
-    sweep: Annotated[str | None, typer.Option(help="Rates, by commas: a run at each.", show_default=False)] = None,
+    url: UrlOption = None,
+    sweep: SweepOption = None,
     find_rate: Annotated[
-        bool, typer.Option("--find-rate", help="Look for the highest rate at which the SLO is met.")
+        bool, typer.Option("--find-rate", help="Search for the highest rate at which the SLO is met.")
     ] = False,
-    tolerance: Annotated[float, typer.Option(min=0.01, help="How exactly.")] = 0.1,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="How long calls arrive in each run of --sweep and --find-rate.")
-    ] = 20.0,
+    tolerance: Annotated[float, typer.Option(min=0.01, help="The relative accuracy of --find-rate.")] = 0.1,
+    seconds: SecondsOption = 20.0,
     flush: Annotated[bool, typer.Option(help="Empty the server's prefix cache before each run.")] = True,
-    api: Annotated[
-        str, typer.Option(help="native (Dovetail's /generate), or openai for any server with OpenAI's API.")
-    ] = "native",
+    api: ApiOption = "native",
     served_model: Annotated[
-        str | None, typer.Option(help="By default the first that the server lists.", show_default=False)
+        str | None,
+        typer.Option(help="The name of the model. By default the first that the server lists.", show_default=False),
     ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Directory of tokenizer.json: random tokens for a server that tells no vocabulary."),
+    tokenizer: TokenizerOption = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="The API key, which is sent as a bearer token.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without a byte that fail a call.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="A call fails after this number of seconds without a byte.")
+    ] = 600.0,
 ) -> None:
-    """A server under load: latencies, throughput, goodput. Calls are sent when they are due, however slow the answers are.
-    Exit status 1 if no call succeeded, or no rate met the SLO."""
+    """Measure a server under load: latencies, throughput, goodput. Calls are sent when they are due, however slow the
+    answers are. The exit status is 1 if no call succeeded, or no rate met the SLO."""
     from dovetail.bench.session import Rates, ServerAccess
 
     plan, rate = load_options.plan(), load_options.rate
     if sweep is not None and (find_rate or rate is not None):
-        raise ConfigError("--sweep says itself which rates are measured; leave out --rate and --find-rate, or --sweep")
+        raise ConfigError(
+            "--sweep already lists the rates to measure; leave out --rate and --find-rate, or leave out --sweep"
+        )
     rates = Rates(_rates(sweep), find_rate, rate or 1.0, tolerance, seconds)
     if url is not None and (load_options.files or load_options.sets or load_options.model):
         raise ConfigError(
-            "--url measures a server that runs already, with its own config; leave out --config, --set, --model"
+            "--url measures a server that is already running with its own config; leave out --config, --set, --model"
         )
     key = api_key if api == "openai" else None
 
@@ -172,7 +193,8 @@ def serve(
 
 @spread
 def offline(load_options: LoadOptions) -> None:
-    """The engine in this process, without a server: tokens per second. All calls are there at once, unless said otherwise."""
+    """Measure the engine in this process without a server: tokens per second. All calls are due at once unless
+    --arrivals, --rate, --concurrency or the workload's file gives other times."""
     plan, config = load_options.plan(), load_options.config()
     from dovetail.bench.session import bench_offline
     from dovetail.cli.bench_tables import watching
@@ -195,13 +217,13 @@ def _arrivals(text: str | None, rate: float | None, concurrency: int | None) -> 
     from dovetail.bench.specs import FixedConcurrency, Poisson, parse_arrivals
 
     if sum(given is not None for given in (text, rate, concurrency)) > 1:
-        raise ConfigError("--arrivals, --rate and --concurrency each say when calls arrive; give one of them")
+        raise ConfigError("--arrivals, --rate and --concurrency each define when calls arrive; give only one of them")
     if concurrency is not None:
         return FixedConcurrency(limit=concurrency)
     if rate is not None:
         if not 0 < rate < float("inf"):
             raise ConfigError(
-                f"--rate is {rate:g}; allowed: calls a second, above 0; all at once is --arrivals all_at_once"
+                f"--rate is {rate:g}; allowed: calls per second, above 0; for all calls at once give --arrivals all_at_once"
             )
         return Poisson(rate=rate)
     return None if text is None else parse_arrivals(text)
@@ -215,7 +237,9 @@ def _rates(text: str | None) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not rates or not all(0 < rate < float("inf") for rate in rates):
-        raise ConfigError(f"--sweep is {text!r}; allowed: rates in calls a second, by commas, as in 1,2,4,8")
+        raise ConfigError(
+            f"--sweep is {text!r}; allowed: rates in calls per second, separated by commas, as in 1,2,4,8"
+        )
     return rates
 
 

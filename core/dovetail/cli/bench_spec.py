@@ -1,4 +1,4 @@
-"""``dovetail bench spec``: what drafts bring."""
+"""Define ``dovetail bench spec``, which measures speculative decoding."""
 
 from __future__ import annotations
 
@@ -22,32 +22,42 @@ def spec(
     sets: Sets = None,
     model: Model = None,
     methods: Annotated[
-        str, typer.Option(help="Drafters, by commas; the first is what the others are compared with.")
+        str, typer.Option(help="Drafters separated by commas; the others are compared with the first.")
     ] = "none,ngram",
     workloads: Annotated[
         str | None,
         typer.Option(
-            help="By commas: facts, arithmetic, extraction, sorting, tools, copy. All by default.", show_default=False
+            help="Topics separated by commas: facts, arithmetic, extraction, sorting, tools, copy. All by default.",
+            show_default=False,
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='Instead: a JSONL file of {"prompt": text} or {"messages": [...]}; docs/bench.md has the format.'
+            help='Use this JSONL file instead, with {"prompt": text} or {"messages": [...]}; docs/bench.md has the format.'
         ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 20,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts that run at the same time.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Over the same prompts; the fastest counts.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Of each output.")] = 128,
+    count: Annotated[int, typer.Option(min=1, help="The number of prompts of each workload.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="The number of prompts that run at the same time.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="The number of rounds over the same prompts; the fastest counts.")
+    ] = 1,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="The maximum number of tokens of each output.")
+    ] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the prompts, and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the prompts and of sampling.")] = 0,
     adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="Ask drafters where they pay, as a server does; else in every step.")
+        bool,
+        typer.Option(
+            "--adaptive",
+            help="Use drafters only while they increase the speed, as a server does; otherwise use them in every step.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Speculative decoding: accepted drafts and tokens per second, by method and workload. One engine after the other."""
+    """Measure speculative decoding: accepted drafts and tokens per second, by method and workload. One engine runs
+    after the other."""
     given = [*(sets or ()), *shortcuts({"model.path": model})]
     given.append(f"scheduler.draft={'adaptive' if adaptive else 'always'}")
     configs = {name: _config(files, given, name) for name in _names(methods)}
@@ -72,19 +82,21 @@ def _workloads(topics: list[str], file: Path | None, count: int, seed: int) -> d
         return {file.stem: make_workload(JsonlSpec(path=file)).calls}
     for name in topics:
         if name not in TOPICS:
-            raise ConfigError(f"workload {name!r} is unknown; there are {', '.join(TOPICS)}")
+            raise ConfigError(f"workload {name!r} is unknown; allowed: {', '.join(TOPICS)}")
     specs = {name: parse_workload(f"{{kind: questions, topic: {name}, count: {count}}}") for name in topics or TOPICS}
     return {name: make_workload(spec, seed).calls for name, spec in specs.items()}
 
 
 def _names(text: str) -> list[str]:
-    """The names between commas, each once."""
+    """Return the names between commas, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _config(files: list[Path] | None, sets: list[str], method: str) -> Config:
-    """The config with this drafter; what it says of that drafter's settings is kept. What cannot run is refused here, before
-    other methods have taken their time."""
+    """Return the config with this drafter, keeping the config's settings of that drafter.
+
+    A method that cannot run is rejected here, before the other methods have taken their time.
+    """
     from dovetail.registry import Machine, resolve
 
     config, registry = load(files, sets)
@@ -106,7 +118,7 @@ def _print(rows: list[SpecRow]) -> None:
     from dovetail.cli.tables import add, console, table
 
     titles = "method", "workload", "length", "accepted", "per step", "tokens/s", "speed-up", "same"
-    grid = table(*titles)  # no title wraps in 80 columns
+    grid = table(*titles)  # short enough that no title wraps in 80 columns
     for index, row in enumerate(rows):
         drafted = row.drafted > 0
         if index and rows[index - 1].method != row.method:
@@ -126,7 +138,9 @@ def _print(rows: list[SpecRow]) -> None:
     diverged = [row.divergence for row in rows if row.same_outputs < row.prompts]
     known = [each for each in diverged if each is not None]
     if known and len(known) == len(diverged):
-        console().print(f"where outputs part, the two tokens differ by {max(known):.2g} nats at most")
+        console().print(
+            f"where outputs diverge, the log-probabilities of the two tokens differ by at most {max(known):.2g} nats"
+        )
     failed = {row.method: sum(r.drafter_errors for r in rows if r.method == row.method) for row in rows}
     for method, errors in failed.items():
         if errors:

@@ -1,4 +1,4 @@
-"""How ``dovetail bench`` shows runs: progress while they go on, tables in the end."""
+"""Show the runs of ``dovetail bench``: progress while they run, and tables at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def watching() -> Iterator[OnRun]:
-    """A bar for each run, on standard error if that is a terminal."""
+    """Show a progress bar for each run on standard error if that is a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
 
@@ -38,7 +38,7 @@ def watching() -> Iterator[OnRun]:
 
 
 def print_report(report: BenchReport) -> None:
-    """Tables on standard output: one run in detail, or a row for each."""
+    """Print tables on standard output: one run in detail, or a row for each run."""
     out = console()
     if len(report.points) == 1:
         _print_run(report, report.points[0], out)
@@ -51,7 +51,7 @@ def print_report(report: BenchReport) -> None:
     if report.searched and report.slo is not None:
         asked = f"{report.share:.0%} of the calls within {report.slo}"
         best = report.best_rate
-        found = f"up to {best:.3g} calls/s" if best is not None else "at no rate that was tried"
+        found = f"up to {best:.3g} calls/s" if best is not None else "at none of the measured rates"
         out.print(f"{asked}: {found}", style="bold", markup=False)
 
 
@@ -62,7 +62,7 @@ def _print_run(report: BenchReport, point: Point, out: Console) -> None:
         "completed": f"{summary.completed} in {summary.seconds:.2f} s, {summary.calls_per_second:.2f} calls/s",
         "output": f"{summary.output_tokens} tokens, {summary.output_tokens_per_second:.1f} tokens/s",
         "prompts": f"{summary.prompt_tokens} tokens, {_share(summary.cached_share)} found in the prefix cache",
-        "in all": f"{summary.total_tokens_per_second:.1f} tokens/s",
+        "total": f"{summary.total_tokens_per_second:.1f} tokens/s",
     }
     if summary.acceptance_length is not None:
         rows["acceptance length"] = f"{summary.acceptance_length:.2f}"
@@ -119,11 +119,11 @@ def _ms(seconds: float) -> str:
 
 
 def _offered(point: Point) -> str:
-    return f", {point.rate:g} a second" if point.rate is not None else ""
+    return f", {point.rate:g} per second" if point.rate is not None else ""
 
 
 def _share(share: float | None) -> str:
-    return "unknown how many" if share is None else f"{share:.1%}"
+    return "an unknown share" if share is None else f"{share:.1%}"
 
 
 def _client(lag: ClientLag) -> str:

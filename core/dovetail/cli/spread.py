@@ -1,4 +1,5 @@
-"""Options that several commands have, or that are too many for a signature: a dataclass of them as one parameter."""
+"""Let commands take a dataclass of options as one parameter, for options that several commands share or that are too
+many for a signature."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from typing import Any, get_type_hints
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as typer calls it: in place of its first parameter, a dataclass whose fields are annotated as options,
-    those options."""
+    """Return ``command`` in the form that typer needs.
+
+    The first parameter of ``command`` must be a dataclass whose fields are annotated as options. These options replace
+    it in the signature.
+    """
     first, *others = inspect.signature(command, eval_str=True).parameters.values()
     record, hints = first.annotation, get_type_hints(first.annotation, include_extras=True)
     options = [

@@ -1,1 +1,1 @@
-"""The load client: requests of each API, answers as they stream in, and what a server says of itself."""
+"""Send the requests of each API, read the streamed answers, and read what a server reports about itself."""

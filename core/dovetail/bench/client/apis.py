@@ -1,4 +1,4 @@
-"""Requests in each API's own form."""
+"""Build requests in the form of each API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PostRequest:
-    """A POST, and what reads its answer."""
+    """Describe a POST request and the reader of its answer."""
 
     path: str
     body: dict[str, Any]
@@ -21,21 +21,22 @@ class PostRequest:
 
 
 class ClientApi(Protocol):
-    """How calls are made."""
+    """Build requests for calls in the form of one API."""
 
     name: str
 
     def request(self, call: LoadCall, prompt: CallPrompt) -> PostRequest:
-        """The request for a call; its answer is streamed."""
+        """Return the request for a call; its answer is streamed."""
         ...
 
     def check(self, workload: Workload) -> None:
-        """Raises ``ConfigError`` for a workload that needs more than this API tells."""
+        """Raise ``ConfigError`` for a workload that needs values that this API does not return."""
         ...
 
 
 class OpenAIClientApi:
-    """Any server with OpenAI's API: chats through /v1/chat/completions, texts and token ids through /v1/completions."""
+    """Call any server with OpenAI's API: chats through /v1/chat/completions, texts and token ids through
+    /v1/completions."""
 
     name = "openai"
 
@@ -43,7 +44,8 @@ class OpenAIClientApi:
         self._model = model
 
     def request(self, call: LoadCall, prompt: CallPrompt) -> PostRequest:
-        """Only what the call sets is fields, as servers differ in the fields that they take."""
+        """Return a request with only those fields that the call sets, because servers differ in the fields that they
+        accept."""
         body: dict[str, Any] = {"model": self._model, "max_tokens": call.max_tokens, **_sampling(call)}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if call.json_schema is not None:
@@ -58,17 +60,20 @@ class OpenAIClientApi:
         return PostRequest("/v1/chat/completions", body, OpenAIReader())
 
     def check(self, workload: Workload) -> None:
-        """The token ids of outputs are not told."""
+        """Raise ``ConfigError`` if the workload needs the token ids of outputs, which this API does not return."""
         if any(call.continues and call.form == "token_ids" for call in workload.calls):
             raise ConfigError(
-                f"workload {workload.name!r} continues with the token ids of answers, which OpenAI's API does not tell; "
-                "use content: text, or --api native with a Dovetail server"
+                f"workload {workload.name!r} continues with the token ids of answers, which OpenAI's API does not return; use"
+                " content: text, or --api native with a Dovetail server"
             )
 
 
 class NativeClientApi:
-    """A Dovetail server: texts and token ids through /generate, which tells token ids and counts at every step; chats through
-    /v1/chat/completions, as their template is the server's."""
+    """Call a Dovetail server.
+
+    Texts and token ids go through /generate, which returns token ids and counts at every step. Chats go through
+    /v1/chat/completions, because the server applies their chat template.
+    """
 
     name = "native"
 
@@ -76,7 +81,7 @@ class NativeClientApi:
         self._chat = OpenAIClientApi(model)
 
     def request(self, call: LoadCall, prompt: CallPrompt) -> PostRequest:
-        """As SGLang's /generate."""
+        """Return a request in the form of SGLang's /generate."""
         if prompt.messages is not None:
             return self._chat.request(call, prompt)
         params: dict[str, Any] = {"max_new_tokens": call.max_tokens, **_sampling(call)}
@@ -86,11 +91,11 @@ class NativeClientApi:
         return PostRequest("/generate", {**given, "sampling_params": params, "stream": True}, NativeReader())
 
     def check(self, workload: Workload) -> None:
-        """Everything can be asked."""
+        """Accept every workload."""
 
 
 def _sampling(call: LoadCall) -> dict[str, Any]:
-    """What the call sets, by names that both APIs have."""
+    """Return the sampling fields that the call sets, under names that both APIs have."""
     sampling = call.sampling
     fields: dict[str, Any] = {"temperature": sampling.temperature}
     if sampling.top_p != 1.0:

@@ -1,7 +1,8 @@
-"""HTTP connections that do little per token: a chunk of a stream is read, stamped and handed on in one callback.
+"""Keep HTTP connections that do little work per token: one callback reads, timestamps and forwards a chunk of a stream.
 
-A general client (httpx) spends 0.1 ms of CPU on each token of a stream, more with every connection: at the token rates of a
-GPU it would be the client that is measured. This one takes a sixth of that or less, whatever the number of connections.
+A general client (httpx) spends 0.1 ms of CPU on each token of a stream, and more with every connection. At the token
+rates of a GPU, the client would be what is measured. This client takes a sixth of that time or less, for any number of
+connections.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ Sink = Callable[[bytes], None]
 
 
 class Reply(NamedTuple):
-    """The status; the body, unless it was 200 and went to the sink."""
+    """Hold the status of a reply, and its body unless the status was 200 and the body went to the sink."""
 
     status: int
     body: bytes
 
 
 class ConnectionPool:
-    """Connections to one server, as many as there are requests at a time; those at rest are used again."""
+    """Keep connections to one server, as many as there are concurrent requests. Idle connections are reused."""
 
     def __init__(self, url: str, timeout: float, headers: Mapping[str, str] | None = None) -> None:
-        """``timeout`` seconds without a byte end a request; ``headers`` go with each."""
+        """End a request after ``timeout`` seconds without a byte; send ``headers`` with each request."""
         parts = urlsplit(url)
         self._host, self._tls = parts.hostname or "", parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
@@ -39,8 +40,10 @@ class ConnectionPool:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in more.items())
 
     async def post(self, path: str, body: bytes, sink: Sink) -> Reply:
-        """Post ``body``; what a reply with status 200 brings goes to ``sink`` as it arrives. Raises ``OSError`` (``TimeoutError`` is
-        one), ``ssl.SSLError``, and whatever ``sink`` raises."""
+        """Post ``body``; the body of a reply with status 200 goes to ``sink`` as it arrives.
+
+        Raises ``OSError`` (including ``TimeoutError``), ``ssl.SSLError``, and any exception that ``sink`` raises.
+        """
         head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}content-length: {len(body)}\r\n\r\n"
         request = head.encode("latin-1") + body
         while self._idle:
@@ -48,12 +51,12 @@ class ConnectionPool:
             if connection.usable:
                 try:
                     return await self._exchange(connection, request, sink)
-                except _Stale:  # the server had closed it meanwhile
+                except _Stale:  # the server had closed it in the meantime
                     continue
         return await self._exchange(await self._connect(), request, sink)
 
     def close(self) -> None:
-        """Close the connections at rest."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -79,11 +82,11 @@ class ConnectionPool:
 
 
 class _Stale(ConnectionError):
-    """A connection that was used before ended without a byte of an answer."""
+    """Raised when a reused connection ended without a byte of an answer."""
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time. ``usable``: another may follow."""
+    """Handle one request at a time. ``usable`` is whether another request may follow."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -110,7 +113,7 @@ class _Connection(asyncio.Protocol):
             self._used, self._done = True, None
 
     def close(self) -> None:
-        """Drop it."""
+        """Abort the connection."""
         self.usable = False
         if self._transport is not None:
             self._transport.abort()
@@ -118,7 +121,7 @@ class _Connection(asyncio.Protocol):
     def _check(self) -> None:
         quiet = self._loop.time() - self._last
         if quiet >= self._timeout:
-            self._fail(TimeoutError(f"not a byte for {self._timeout:g} s"))
+            self._fail(TimeoutError(f"no byte arrived for {self._timeout:g} s"))
         else:
             self._timer = self._loop.call_later(self._timeout - quiet, self._check)
 
@@ -130,13 +133,13 @@ class _Connection(asyncio.Protocol):
     # -- asyncio -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its type
+        """Store the transport of the new connection."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not one by its type
 
     def data_received(self, data: bytes) -> None:
-        """Parse it; what it brings of the body goes on at once, in one piece."""
+        """Parse the data and forward its part of the body at once, in one piece."""
         if self._done is None or self._done.done():
-            self.close()  # nobody has asked for it
+            self.close()  # no request is waiting for it
             return
         self._last = self._loop.time()
         try:
@@ -145,15 +148,15 @@ class _Connection(asyncio.Protocol):
                 parts, self._parts = self._parts, []
                 self._sink(parts[0] if len(parts) == 1 else b"".join(parts))
         except httptools.HttpParserError as error:
-            self._fail(ConnectionError(f"the server does not speak HTTP: {error}"))
-        except Exception as error:  # the sink's, for whoever waits
+            self._fail(ConnectionError(f"the server does not answer in HTTP: {error}"))
+        except Exception as error:  # from the sink, for the waiting request
             self._fail(error)
         else:
             if self._complete:
                 self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end; also of a body whose length was not announced."""
+        """Handle the end of the connection, which is also the end of a body without an announced length."""
         self.usable = False
         if self._done is None or self._done.done():
             return
@@ -162,25 +165,25 @@ class _Connection(asyncio.Protocol):
         elif self._used and not self._begun:
             self._fail(_Stale())
         else:
-            why = exc or "before it had answered" if not self._begun else "within its answer"
+            why = exc or "before it answered" if not self._begun else "before its answer was complete"
             self._fail(ConnectionError(f"the server closed the connection: {why}"))
 
     # -- httptools ---------------------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Is it said how long the body is?"""
+        """Note whether the headers announce the length of the body."""
         self._measured = self._measured or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        """The status is known."""
+        """Note that the status is known."""
         self._begun = True
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Collect a piece of the body."""
         (self._parts if self._parser.get_status_code() == 200 else self._refusal).append(body)
 
     def on_message_complete(self) -> None:
-        """All is there. Only now does the parser know whether another message may follow."""
+        """Note that the message is complete. Only now does the parser know whether another message may follow."""
         self._complete = True
         self.usable = self.usable and self._parser.should_keep_alive()
 

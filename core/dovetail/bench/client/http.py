@@ -1,4 +1,4 @@
-"""Calls over HTTP."""
+"""Make calls over HTTP."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _encode = msgspec.json.encode
 
 
 def open_client(url: str, timeout: float, api_key: str | None = None) -> httpx.AsyncClient:
-    """A client for all that is not measured: what the server says of itself, its counters."""
+    """Open a client for everything that is not measured: what the server reports about itself, and its counters."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers, trust_env=False)
 
 
 def pool_of(client: httpx.AsyncClient) -> ConnectionPool:
-    """Connections for calls to the same server, with the same timeout and key."""
+    """Return a pool of connections to the server of ``client``, with the same timeout and key."""
     key = client.headers.get("authorization")
     timeout = client.timeout.read
     assert timeout is not None, "open_client sets it"
@@ -31,14 +31,14 @@ def pool_of(client: httpx.AsyncClient) -> ConnectionPool:
 
 
 class HttpSender:
-    """Makes calls of a server through an API."""
+    """Make calls to a server through an API."""
 
     def __init__(self, pool: ConnectionPool, api: ClientApi) -> None:
         self._pool = pool
         self._api = api
 
     async def __call__(self, call: LoadCall, prompt: CallPrompt, clock: RunClock) -> CallProgress:
-        """Send a call now, and read its answer to the end."""
+        """Send a call now and read its answer to the end."""
         request, answer, lines = self._api.request(call, prompt), CallProgress(sent=clock()), EventLines()
         reader = request.reader
 
@@ -50,19 +50,19 @@ class HttpSender:
             if reply.status == 200:
                 reader.finish(answer)
                 if answer.error is None and answer.finish_reason is None:
-                    answer.error = "the stream ended before the answer did"
+                    answer.error = "the stream ended before the answer was complete"
             else:
                 answer.error = _refusal(reply.status, reply.body)
         except OSError as error:
             answer.error = f"{type(error).__name__}: {error}".rstrip(": ")
         except msgspec.DecodeError as error:
-            answer.error = f"the server sent what is no answer: {error}"
+            answer.error = f"the server sent an invalid answer: {error}"
         answer.end = clock()
         return answer
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """The message of an error answer, without what differs from call to call at its end."""
+    """Return the message of an error answer, shortened to omit what differs from call to call at its end."""
     text = body.decode("utf-8", "replace")
     try:
         given = msgspec.json.decode(body)

@@ -1,4 +1,4 @@
-"""Answers in each API's own form."""
+"""Read answers in the form of each API."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dovetail.bench.client.events import DONE
 
 
 class EventReader(Protocol):
-    """Reads the events of one answer."""
+    """Read the events of one answer."""
 
     def take(self, events: Sequence[bytes], now: float, answer: CallProgress) -> None:
-        """Events that came together. Raises ``msgspec.DecodeError`` for what is no answer."""
+        """Take events that arrived together. Raises ``msgspec.DecodeError`` for an invalid answer."""
         ...
 
     def finish(self, answer: CallProgress) -> None:
-        """Nothing follows."""
+        """Complete the answer after its last event."""
         ...
 
 
@@ -64,14 +64,17 @@ _whole = msgspec.json.Decoder(_Whole).decode
 
 
 class NativeReader:
-    """/generate: every event holds the whole answer so far, so of events that came together the last says it all, and only the
-    very last one is read in full."""
+    """Read the events of /generate.
+
+    Every event contains the whole answer so far. Therefore the last of several events that arrived together is
+    sufficient, and only the very last event is decoded in full.
+    """
 
     def __init__(self) -> None:
         self._last = b""
 
     def take(self, events: Sequence[bytes], now: float, answer: CallProgress) -> None:
-        """Counts tokens."""
+        """Count the tokens of the last event."""
         found = [event for event in events if event != DONE]
         if not found:
             return
@@ -83,7 +86,7 @@ class NativeReader:
         answer.token_times += [now] * (progress.meta_info.completion_tokens - len(answer.token_times))
 
     def finish(self, answer: CallProgress) -> None:
-        """Reads the last event."""
+        """Decode the last event."""
         if not self._last:
             return
         last = _whole(self._last)
@@ -152,15 +155,18 @@ _chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class OpenAIReader:
-    """Chat and completion chunks. A chunk with text counts as one token, as chunks do not say how many they hold; the usage at
-    the end has the true number."""
+    """Read chunks of chats and completions.
+
+    A chunk with text counts as one token, because chunks do not contain the number of their tokens. The usage at the
+    end contains the correct number.
+    """
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._usage: _Usage | None = None
 
     def take(self, events: Sequence[bytes], now: float, answer: CallProgress) -> None:
-        """Text and usage."""
+        """Collect text and usage."""
         for event in events:
             if event == DONE:
                 continue
@@ -179,7 +185,7 @@ class OpenAIReader:
         answer.finish_reason = choice.finish_reason or answer.finish_reason
 
     def finish(self, answer: CallProgress) -> None:
-        """Joins the text, and takes the counts from the usage."""
+        """Join the text, and take the counts from the usage."""
         answer.text = "".join(self._texts)
         answer.output_tokens = len(answer.token_times)
         if answer.finish_reason in ("abort", "error"):

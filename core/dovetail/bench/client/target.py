@@ -1,4 +1,4 @@
-"""The server that is measured: what it says of itself, its counters, its prefix cache."""
+"""Query the server that is measured: what it reports about itself, its counters, its prefix cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _FLUSH_SECONDS = 10.0
 
 @dataclass(kw_only=True)
 class Target(ABC):
-    """A server and the API through which it is called. ``vocabulary`` is None where nothing tells it."""
+    """Describe a server and the API through which it is called. ``vocabulary`` is None if the server does not report
+    it."""
 
     api: ClientApi
     name: str
@@ -35,29 +36,30 @@ class Target(ABC):
 
     @abstractmethod
     async def counters(self) -> dict[str, float] | None:
-        """The engine's totals now; None where the server does not tell, or is no longer there."""
+        """Return the engine's totals now; None if the server does not report them or is no longer reachable."""
 
     @abstractmethod
     async def flush(self) -> bool:
-        """Empty the prefix cache; False where that cannot be asked for. Raises ``EngineError`` if the server refuses."""
+        """Empty the prefix cache; return False if the API cannot request it. Raises ``EngineError`` if the server
+        refuses."""
 
 
 @dataclass(kw_only=True)
 class DovetailTarget(Target):
-    """A Dovetail server."""
+    """Query a Dovetail server."""
 
     client: httpx.AsyncClient
 
     async def counters(self) -> dict[str, float] | None:
-        """/server_info's."""
+        """Return the totals of /server_info."""
         try:
             stats = (await _get(self.client, "/server_info"))["stats"]
-        except ConfigError:  # what was measured before it went is worth more than its totals
+        except ConfigError:  # the measurements made before the server ended are worth more than its totals
             return None
         return {name: value for name, value in stats.items() if isinstance(value, int | float)}
 
     async def flush(self) -> bool:
-        """Waits until the server is idle, which it may not be yet when the last answer is there."""
+        """Wait until the server is idle, which may be later than the last answer, and empty the prefix cache."""
         deadline = time.monotonic() + _FLUSH_SECONDS
         while True:
             try:
@@ -72,22 +74,25 @@ class DovetailTarget(Target):
 
 
 class OpenAITarget(Target):
-    """Any server with OpenAI's API."""
+    """Describe any server with OpenAI's API."""
 
     async def counters(self) -> dict[str, float] | None:
-        """Not told."""
+        """Return None, because the API does not report totals."""
         return None
 
     async def flush(self) -> bool:
-        """The API has no way to say so."""
+        """Return False, because the API cannot request it."""
         return False
 
 
 async def find_target(
     client: httpx.AsyncClient, api: ApiName, model: str | None = None, tokenizer: Path | None = None
 ) -> Target:
-    """Ask the server at ``client``'s URL what it is. ``model`` is by default the first that it lists; ``tokenizer`` a directory
-    whose vocabulary counts, rather than what the server says. Raises ``ConfigError``."""
+    """Query the server at ``client``'s URL and describe it.
+
+    ``model`` is by default the first model that the server lists. ``tokenizer`` is a directory whose vocabulary
+    replaces the vocabulary that the server reports. Raises ``ConfigError``.
+    """
     given = PromptVocabulary.of(Tokenizer.from_dir(tokenizer)) if tokenizer is not None else None
     name = model or await _first_model(client)
     if api == "openai":
@@ -95,7 +100,7 @@ async def find_target(
     try:
         about, info = await _get(client, "/model_info"), await _get(client, "/server_info")
     except ConfigError as error:
-        raise ConfigError(f"{error}; if this is no Dovetail server, use --api openai") from error
+        raise ConfigError(f"{error}; if this is not a Dovetail server, use --api openai") from error
     reported = PromptVocabulary.of_size(about["tokenizer_size"], about["textless_token_ids"])
     return DovetailTarget(
         client=client,
@@ -108,7 +113,7 @@ async def find_target(
 
 
 def hash_of(config: dict[str, Any]) -> str:
-    """``config.config_hash`` of a config that came as JSON."""
+    """Return ``config.config_hash`` of a config that was read from JSON."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
@@ -129,9 +134,9 @@ async def _get(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
     try:
         return answer.json()
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{client.base_url} answers GET {path} with what is no JSON") from error
+        raise ConfigError(f"{client.base_url} answers GET {path} with invalid JSON") from error
 
 
 def _brief(text: str) -> str:
-    """The beginning of an answer, on one line."""
+    """Return the beginning of an answer on one line."""
     return " ".join(text.split())[:200] or "(no text)"

@@ -1,4 +1,4 @@
-"""Workloads: what is asked, made from a spec and a seed; the same calls on any machine."""
+"""Make workloads from a spec and a seed; the calls are the same on every machine."""
 
 from dovetail.bench.workloads.make import lasting, make_workload, repeated
 from dovetail.bench.workloads.vocabulary import PromptVocabulary

@@ -1,5 +1,7 @@
-"""What prompts are filled with: random token ids, or text that the embedded model can work with. Both come in parts that
-are joined by ``+``."""
+"""Fill prompts with random token ids, or with text that the embedded model can process.
+
+Both are made in parts that can be joined with ``+``.
+"""
 
 from __future__ import annotations
 
@@ -17,54 +19,54 @@ Part: TypeAlias = tuple[Any, ...]
 
 
 class Fill(Protocol):
-    """Makes the parts of prompts."""
+    """Make the parts of prompts."""
 
     def system(self, draws: Draws, length: int) -> Part:
-        """What stands before all else."""
+        """Return the part at the beginning of a prompt."""
         ...
 
     def user(self, draws: Draws, length: int) -> Part:
-        """What is asked."""
+        """Return the part that contains the question."""
         ...
 
     def call(self, prompt: Part, **fields: Any) -> LoadCall:
-        """A call with this prompt; ``fields`` are others of ``Call``."""
+        """Return a call with this prompt; ``fields`` are other fields of ``LoadCall``."""
         ...
 
 
 class TokenFill:
-    """Random token ids, and outputs that go on to their full length. Lengths are tokens."""
+    """Make random token ids, and outputs that continue to their full length. Lengths are in tokens."""
 
     def __init__(self, vocabulary: PromptVocabulary) -> None:
         self._ids = vocabulary.ids
 
     def system(self, draws: Draws, length: int) -> Part:
-        """Token ids."""
+        """Return token ids."""
         ids = self._ids
         return tuple(ids[draws.below(len(ids))] for _ in range(length))
 
     def user(self, draws: Draws, length: int) -> Part:
-        """Token ids."""
+        """Return token ids."""
         return self.system(draws, length)
 
     def call(self, prompt: Part, **fields: Any) -> LoadCall:
-        """A call that does not end before its length."""
+        """Return a call whose output does not end before its length."""
         return LoadCall(token_ids=prompt, sampling=CallSampling(ignore_eos=True), **fields)
 
 
 class TextFill:
-    """Messages: notes, and texts to be copied, which the embedded model is good at. Lengths are words."""
+    """Make messages: notes, and texts to be copied, a task that the embedded model does well. Lengths are in words."""
 
     def system(self, draws: Draws, length: int) -> Part:
-        """A system message."""
+        """Return a system message."""
         return ({"role": "system", "content": f"Notes: {self._words(draws, length)}."},)
 
     def user(self, draws: Draws, length: int) -> Part:
-        """A task."""
+        """Return a task."""
         return ({"role": "user", "content": f"Copy the following: {self._words(draws, length)}"},)
 
     def call(self, prompt: Part, **fields: Any) -> LoadCall:
-        """A chat that ends where the model ends it."""
+        """Return a chat whose output the model ends."""
         return LoadCall(messages=prompt, **fields)
 
     def _words(self, draws: Draws, count: int) -> str:
@@ -72,11 +74,12 @@ class TextFill:
 
 
 def fill_of(content: Content, vocabulary: PromptVocabulary | None) -> Fill:
-    """What ``content`` names. Raises ``ConfigError`` where random tokens have no vocabulary to come from."""
+    """Return the source of ``content``. Raises ``ConfigError`` if random tokens are required and there is no
+    vocabulary."""
     if content == "text":
         return TextFill()
     if vocabulary is None or not vocabulary.ids:
         raise ConfigError(
-            "random token ids need a vocabulary, and this server does not tell its own; give a tokenizer, or content: text"
+            "random token ids need a vocabulary, and this server does not report one; give a tokenizer or content: text"
         )
     return TokenFill(vocabulary)

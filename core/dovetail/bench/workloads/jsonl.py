@@ -1,4 +1,4 @@
-"""Calls from a file of one's own; docs/bench.md has the format."""
+"""Read calls from a user's file; docs/bench.md describes the format."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from dovetail.errors import ConfigError
 
 
 class Line(Data):
-    """One line. ``prompt`` is text to continue or token ids; ``messages`` a conversation. The rest is as in ``records.Call``
-    and ``records.Sampling``."""
+    """Describe one line.
+
+    ``prompt`` is text to continue or token ids; ``messages`` is a conversation. The other fields are those of
+    ``records.LoadCall`` and ``records.CallSampling``.
+    """
 
     prompt: str | tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
@@ -35,12 +38,13 @@ class Line(Data):
     continues: bool = False
 
     def call(self, number: int, groups: dict[str, str], max_tokens: int) -> LoadCall:
-        """The call of this line; ``groups`` are those of the calls before it. Raises ``ValueError``."""
+        """Return the call of this line. ``groups`` maps the ids of the calls before it to their groups. Raises
+        ``ValueError``."""
         name = self.id or f"line{number}"
         if self.parent is not None and self.parent not in groups:
             raise ValueError(f"its parent {self.parent!r} is not the id of a line before it")
         if name in groups:
-            raise ValueError(f"the id {name!r} is that of a line before it")
+            raise ValueError(f"the id {name!r} is already used by a line before it")
         if not (self.prompt or self.messages):
             raise ValueError("it has no prompt; give one of prompt and messages")
         group = self.group or (groups[self.parent] if self.parent is not None else name)
@@ -59,7 +63,7 @@ class Line(Data):
 
 
 def read_calls(spec: JsonlSpec) -> list[LoadCall]:
-    """The calls of a file. Raises ``ConfigError`` that names the line and what is wrong with it."""
+    """Read the calls of a file. Raises ``ConfigError`` that names the line and what is wrong with it."""
     try:
         lines = spec.path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -72,7 +76,7 @@ def read_calls(spec: JsonlSpec) -> list[LoadCall]:
         calls.append(call)
         groups[call.id] = call.group
     if not calls:
-        raise ConfigError(f"{spec.path} has no calls; give one JSON object a line")
+        raise ConfigError(f"{spec.path} has no calls; give one JSON object per line")
     return calls
 
 
@@ -96,7 +100,7 @@ def _read(text: str, where: str, number: int, groups: dict[str, str], max_tokens
 def _problem(error: ValidationError, given: dict[str, Any]) -> str:
     first = error.errors()[0]
     if first["type"] == "extra_forbidden":
-        return f"{first['loc'][0]!r} is no field of a call; allowed: {', '.join(Line.model_fields)}"
+        return f"{first['loc'][0]!r} is not a field of a call; allowed: {', '.join(Line.model_fields)}"
     if not first["loc"]:
         return first["msg"].removeprefix("Value error, ")
     field = str(first["loc"][0])

@@ -1,4 +1,4 @@
-"""From a spec to calls."""
+"""Make the calls of a spec."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ from dovetail.bench.workloads.vocabulary import PromptVocabulary
 def make_workload(
     spec: WorkloadSpec, seed: int = 0, vocabulary: PromptVocabulary | None = None, arrivals: ArrivalSpec | None = None
 ) -> Workload:
-    """The calls of ``spec``, always the same for a seed, a vocabulary and ``arrivals`` (by default the calls' own times: all at
-    once, but for a file that says otherwise). ``vocabulary`` is needed for random tokens. Raises ``ConfigError``."""
+    """Return the calls of ``spec``, which are always the same for a seed, a vocabulary and ``arrivals``.
+
+    By default the calls keep their own times: all are due at once, except calls from a file that gives times.
+    ``vocabulary`` is needed for random tokens. Raises ``ConfigError``.
+    """
     calls = tuple(_calls(spec, seed, vocabulary))
     name = spec.path.stem if isinstance(spec, JsonlSpec) else spec.kind
     made = Workload(name=name, calls=calls, seed=seed, description={"workload": spec.model_dump(mode="json")})
@@ -39,8 +42,11 @@ def make_workload(
 
 
 def lasting(spec: WorkloadSpec, roots: int) -> WorkloadSpec:
-    """The same kind of load with at least so many calls that follow no other: for a run of some length at some rate. A file is as long
-    as it is."""
+    """Return the spec of the same kind of load with at least ``roots`` calls that follow no other, for a run of a given
+    length at a given rate.
+
+    The spec of a file is returned unchanged, because its number of calls is fixed.
+    """
     if isinstance(spec, JsonlSpec):
         return spec
     if isinstance(spec, SharedPrefixSpec):
@@ -50,8 +56,10 @@ def lasting(spec: WorkloadSpec, roots: int) -> WorkloadSpec:
 
 
 def repeated(workload: Workload, roots: int) -> Workload:
-    """Over and over until it has so many calls that follow no other; ids of later rounds end in ~2, ~3 and so on. Prompts that come again
-    are found in a prefix cache."""
+    """Repeat the workload until it has at least ``roots`` calls that follow no other.
+
+    The ids of later repetitions end in ~2, ~3 and so on. Repeated prompts are found in a prefix cache.
+    """
     calls, have, turn = list(workload.calls), sum(call.parent is None for call in workload.calls), 1
     each = have
     while have < roots:
@@ -126,6 +134,6 @@ def _agent(spec: AgentSpec, seed: int, vocabulary: PromptVocabulary | None) -> I
 
 
 def _turn(group: str, turn: int, think: float) -> dict[str, Any]:
-    """Fields of a call that goes on with what came before it in its group, unless it is the first."""
+    """Return the fields of a call that continues the previous call of its group, unless it is the first."""
     first: dict[str, Any] = {"id": f"{group}.{turn}", "group": group}
     return first if turn == 0 else {**first, "parent": f"{group}.{turn - 1}", "think": think, "continues": True}

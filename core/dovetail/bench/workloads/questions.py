@@ -1,4 +1,4 @@
-"""Questions that the embedded model can answer, and extractions to JSON by a schema."""
+"""Make questions that the embedded model can answer, and extractions to JSON by a schema."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _WEATHER_TOOL: dict[str, Any] = {
 
 
 def question_calls(spec: QuestionsSpec, seed: int) -> Iterator[LoadCall]:
-    """Independent questions of one topic."""
+    """Yield independent questions of one topic."""
     draws = Draws(seed, "questions", spec.topic)
     tools = (_WEATHER_TOOL,) if spec.topic == "tools" else ()
     for i in range(spec.count):
@@ -74,7 +74,7 @@ def question_calls(spec: QuestionsSpec, seed: int) -> Iterator[LoadCall]:
 
 
 def json_calls(spec: JsonSpec, seed: int) -> Iterator[LoadCall]:
-    """Character sheets, each by one of ``spec.schemas`` schemas."""
+    """Yield extractions of character sheets, each by one of ``spec.schemas`` schemas."""
     schemas = [_schema(Draws(seed, "json", "schema", i)) for i in range(spec.schemas)]
     for i in range(spec.count):
         draws, name = Draws(seed, "json", i), f"j{i}"
@@ -88,7 +88,8 @@ def json_calls(spec: JsonSpec, seed: int) -> Iterator[LoadCall]:
 
 
 def _schema(draws: Draws) -> dict[str, Any]:
-    """Some of a sheet's fields, bounded, so that any output ends. The order of the properties is part of it."""
+    """Return a schema of some of a sheet's fields, bounded so that every output ends. The order of the properties is
+    part of it."""
     fields: dict[str, Any] = {
         "name": {"type": "string", "maxLength": 24},
         "role": {"enum": list(_ROLES)},

@@ -1,4 +1,4 @@
-"""The token ids that random prompts are made of."""
+"""Choose the token ids from which random prompts are made."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptVocabulary:
-    """Ids that stand for text, ascending: no special tokens, and none that the tokenizer has no text for."""
+    """Hold the ids that stand for text, in ascending order, without special tokens and tokens for which the tokenizer
+    has no text."""
 
     ids: tuple[int, ...]
 
     @classmethod
     def of_size(cls, size: int, special: Iterable[int] = ()) -> PromptVocabulary:
-        """All ids below ``size`` but ``special``."""
+        """Return all ids below ``size`` except ``special``."""
         excluded = frozenset(special)
         return cls(tuple(i for i in range(size) if i not in excluded))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> PromptVocabulary:
-        """Of the tokenizer's tokens with a text."""
+        """Return the ids of the tokenizer's tokens that have a text."""
         return cls(tuple(i for i, data in enumerate(tokenizer.token_bytes) if data))

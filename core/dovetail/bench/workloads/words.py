@@ -1,4 +1,4 @@
-"""Words that texts for the embedded model are made of."""
+"""List the words from which texts for the embedded model are made."""
 
 from __future__ import annotations
 
