@@ -69,12 +69,12 @@ class Bound(Planted):
     planted = replace(mutated_twice.SPEC, config=f"mutated_config:{BoundConfig.__name__}")
 
 
-COST, TRIP = "test_to_know_it_costs_nothing", "test_its_config_makes_the_round_trip"
+COST, TRIP = "test_listing_it_imports_nothing_heavy", "test_its_config_survives_serialization"
 MUTANTS = [
     Mutant("imports torch to say what it has", COST, Heavy, Sound, says="imports torch"),
     Mutant("imports its part to say what it has", COST, ImportsItself, Sound, says="imports mutated_twice"),
     Mutant("has a setting that is not written down", TRIP, Forgetful, Sound, says="is not what it was"),
     Mutant("takes keys that it does not know", TRIP, Lax, Sound, says="DID NOT RAISE"),
-    Mutant("registers twice when asked twice", "test_it_registers_the_same_every_time", Planted, Sound),
-    Mutant("cannot leave its process", "test_it_crosses_to_a_spawned_process", Bound, Sound, says="pickle"),
+    Mutant("registers twice when asked twice", "test_it_registers_the_same_specs_every_time", Planted, Sound),
+    Mutant("cannot leave its process", "test_it_can_be_sent_to_a_spawned_process", Bound, Sound, says="pickle"),
 ]

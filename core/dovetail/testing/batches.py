@@ -1,4 +1,4 @@
-"""Batches without an engine: what ``Scheduler.schedule`` and ``Inputs.prepare`` would have filled, from lengths."""
+"""Build batches without an engine: set from lengths what ``Scheduler.schedule`` and ``Inputs.prepare`` would set."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from dovetail.types import Attends, Batch, DraftTree, IntArray, PageUpdates, Req
 
 
 def make_page_table(lens: Sequence[int], page_size: int, num_pages: int, *, seed: int | None = 0) -> IntArray:
-    """Disjoint pages for rows of ``lens`` tokens: int32 ``[rows, pages of the longest row]``, filled up with page 0.
+    """Return disjoint pages for rows of ``lens`` tokens: int32 ``[rows, pages of the longest row]``, padded with page
+    0.
 
-    With a seed the pages are scattered over the pool; with ``seed=None`` they are consecutive, from page 1.
+    With a seed, the pages are scattered over the pool. With ``seed=None`` they are consecutive, from page 1.
     """
     counts = [-(-length // page_size) for length in lens]
     if sum(counts) > num_pages - 1:
-        raise ValueError(f"rows of {list(lens)} tokens need {sum(counts)} pages; the pool has {num_pages - 1} to give")
+        raise ValueError(f"rows of {list(lens)} tokens need {sum(counts)} pages; the pool has {num_pages - 1}")
     free = np.arange(1, num_pages, dtype=np.int32)
     if seed is not None:
         np.random.default_rng(seed).shuffle(free)
@@ -41,12 +42,12 @@ def make_batch(
     attn: tuple[Attends, ...] = (),
     kv: tuple[StoresKV, ...] = (),
 ) -> Batch:
-    """A batch whose row r has ``prefix_lens[r]`` tokens in the pool and lets ``extend_lens[r]`` more enter.
+    """Return a batch whose row r has ``prefix_lens[r]`` tokens in the pool and ``extend_lens[r]`` more that enter.
 
     ``page_table`` is ``[rows, >= pages]``, see ``make_page_table``. ``num_extend`` defaults to the rows up to the last
-    one that extends (with drafts: to 0). ``drafts`` must fit ``extend_lens[r] == 1 + drafts.lens[r]`` in the rows after
-    the extend rows; positions follow the tree, and ``tree_mask`` is set unless it is a chain. ``input_ids`` default to
-    0, 1, 2, ...; ``attn`` and ``kv`` are handed through. All of ``reqs`` are greedy.
+    one that extends (with drafts: to 0). ``drafts`` must satisfy ``extend_lens[r] == 1 + drafts.lens[r]`` in the rows
+    after the extend rows; positions follow the tree, and ``tree_mask`` is set unless the tree is a chain. ``input_ids``
+    default to 0, 1, 2, ...; ``attn`` and ``kv`` are stored in the batch. All of ``reqs`` are greedy.
     """
     prefix, extend = np.asarray(prefix_lens, np.int32), np.asarray(extend_lens, np.int32)
     rows, none = len(prefix), np.zeros(0, np.int32)
@@ -64,7 +65,7 @@ def make_batch(
     )
     indptr = np.concatenate([np.zeros(1, np.int32), np.cumsum(extend, dtype=np.int32)])
     row_of = np.repeat(np.arange(rows), extend)
-    places = np.arange(indptr[-1]) - indptr[row_of] + prefix[row_of]  # of each token in its row
+    places = np.arange(indptr[-1]) - indptr[row_of] + prefix[row_of]  # position of each token in its row
     ids = np.arange(len(places)) if input_ids is None else np.asarray(input_ids)
     batch.input_ids = torch.tensor(ids, dtype=torch.int64, device=device)
     positions = places if drafts is None else prefix[row_of] + _depths(batch, drafts)
@@ -81,8 +82,10 @@ def make_batch(
 
 
 def share_prefixes(batch: Batch, table: IntArray, starts: Sequence[int], lens: Sequence[int], page_size: int) -> None:
-    """Set ``batch.shared`` (see ``SharedPrefixes``) of a decode batch whose rows have their pages in ``table``. Rows from
-    ``starts[-1]`` on are padding. ``batch.page_table`` becomes the table of what is each row's own, as in the engine."""
+    """Set ``batch.shared`` (see ``SharedPrefixes``) of a decode batch whose rows have their pages in ``table``. Rows
+    from ``starts[-1]`` on are padding. ``batch.page_table`` becomes the table of each row's pages after the shared
+    ones, as in the engine.
+    """
     shared = SharedPrefixes(np.asarray(starts, np.int32), np.asarray(lens, np.int32))
     rows, groups, device = len(table), len(lens), batch.kv_lens.device
     indptr, group_lens, row_lens = np.full(rows + 1, rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
@@ -103,8 +106,8 @@ def share_prefixes(batch: Batch, table: IntArray, starts: Sequence[int], lens: S
 
 
 def make_tree_mask(batch: Batch, drafts: DraftTree) -> np.ndarray:
-    """``tree_mask`` of a batch, bool ``[tokens, longest row]``: a draft sees its row's last token, its ancestors and
-    itself; tokens of extend rows see those before them."""
+    """Return the ``tree_mask`` of a batch, bool ``[tokens, longest row]``. A draft sees its row's last token, its
+    ancestors and itself; tokens of extend rows see the tokens before them and themselves."""
     mask = np.zeros((batch.num_tokens, int(batch.extend_lens.max())), np.bool_)
     starts = np.cumsum(batch.extend_lens) - batch.extend_lens
     for row, first in enumerate(starts):

@@ -1,4 +1,4 @@
-"""Conformance suite of prefix caches."""
+"""Test prefix caches: the conformance suite of their interface."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ each_layout = pytest.mark.parametrize(("page_size", "num_groups"), LAYOUTS)
 
 
 def make_pages(first: int, count: int, num_groups: int = 1) -> IntArray:
-    """Pages ``first, first + 1, ...`` in group 0, and others in the next groups: int32 ``[groups, count]``."""
+    """Return int32 ``[groups, count]``: pages ``first, first + 1, ...`` in group 0, and other pages in the next
+    groups."""
     return np.arange(first, first + count, dtype=np.int32) + 1000 * np.arange(num_groups, dtype=np.int32)[:, None]
 
 
 class PrefixCacheSuite(ComponentSuite):
-    """``class TestMine(PrefixCacheSuite): name = "mine"`` is a whole test file."""
+    """Test a prefix cache. ``class TestMine(PrefixCacheSuite): name = "mine"`` is a complete test file."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.CACHE
     examples: ClassVar[int] = 40
-    """Random histories per layout, of up to 40 calls each. The same ones every time."""
+    """Hypothesis runs this many random histories per layout, of up to 40 calls each. They are the same in every run."""
 
     def make(self, page_size: int, num_groups: int = 1) -> PrefixCache:
-        """A new cache. Override it to test a class that no plugin registers."""
+        """Return a new cache. Override this method to test a class that no plugin registers."""
         return self.build(CacheContext(page_size, num_groups))
 
     def filled(self, page_size: int, num_groups: int = 1) -> PrefixCache:
-        """A cache that holds pages 1 to 4 for four pages of zeros."""
+        """Return a cache that holds pages 1 to 4 for four pages of zeros."""
         self.require(Feature.CACHE_REUSE)
         cache = self.make(page_size, num_groups)
         cache.insert(tokens_of([0] * 4, page_size), make_pages(1, 4, num_groups))
@@ -48,7 +49,7 @@ class PrefixCacheSuite(ComponentSuite):
 
     @each_layout
     def test_agrees_with_a_dictionary(self, page_size: int, num_groups: int) -> None:
-        """No page is lost, shared wrongly or freed twice; locks hold; namespaces never meet."""
+        """No page is lost, shared wrongly or freed twice; locks hold; namespaces are separate."""
         namespaces = ("", "a", "b") if self.offers(Feature.CACHE_NAMESPACES) else ("",)
         suite = self
 
@@ -59,7 +60,7 @@ class PrefixCacheSuite(ComponentSuite):
         run_state_machine_as_test(Machine, settings=self.history_settings())
 
     def history_settings(self) -> settings:
-        """How hypothesis runs the random histories."""
+        """Return the settings with which hypothesis runs the random histories."""
         return settings(
             max_examples=self.examples,
             stateful_step_count=40,
@@ -69,8 +70,8 @@ class PrefixCacheSuite(ComponentSuite):
         )
 
     @each_layout
-    def test_an_empty_cache_has_nothing(self, page_size: int, num_groups: int) -> None:
-        """Nothing is found, nothing can be evicted, and what was not found can be locked all the same."""
+    def test_an_empty_cache_finds_nothing(self, page_size: int, num_groups: int) -> None:
+        """Nothing is found, nothing can be evicted, and an empty match can still be locked."""
         cache = self.make(page_size, num_groups)
         found = cache.match(tokens_of([0, 1], page_size))
         assert found.length == 0
@@ -82,8 +83,8 @@ class PrefixCacheSuite(ComponentSuite):
         cache.unlock(found.handle)
 
     @each_layout
-    def test_what_is_not_kept_stays_the_callers(self, page_size: int, num_groups: int) -> None:
-        """Of offered pages, the columns of the result are the cache's: its counter says the same."""
+    def test_pages_that_are_not_kept_belong_to_the_caller(self, page_size: int, num_groups: int) -> None:
+        """Of the offered pages, the cache owns those in the result, and its counter agrees."""
         cache = self.make(page_size, num_groups)
         offered = make_pages(1, 4, num_groups)
         result = cache.insert(tokens_of([0] * 4, page_size, page_size - 1), offered)
@@ -94,7 +95,7 @@ class PrefixCacheSuite(ComponentSuite):
 
     @each_layout
     def test_finds_whole_pages_of_a_prefix(self, page_size: int, num_groups: int) -> None:
-        """The match ends at the last page boundary before the first other token."""
+        """The match ends at the last page boundary before the first different token."""
         cache = self.filled(page_size, num_groups)
         for same in range(4 * page_size + 1):
             tokens = tokens_of([0] * 5, page_size)
@@ -103,14 +104,14 @@ class PrefixCacheSuite(ComponentSuite):
             assert found.length == same - same % page_size
             assert np.array_equal(found.pages, make_pages(1, same // page_size, num_groups))
 
-    def test_a_shorter_key_finds_its_part(self) -> None:
+    def test_a_key_may_end_inside_a_run(self) -> None:
         """A key may end inside a cached run."""
         cache = self.filled(4)
         for length in range(17):
             assert cache.match(np.zeros(length, dtype=np.int32)).length == length - length % 4
 
-    def test_a_duplicate_stays_the_callers(self) -> None:
-        """A second computation of the same prefix gets the first one's pages back, and its own beyond."""
+    def test_duplicate_pages_belong_to_the_caller(self) -> None:
+        """A second insert of the same prefix returns the pages of the first one, and its own pages after them."""
         cache = self.filled(4)
         offered = make_pages(51, 6)
         result = cache.insert(tokens_of([0] * 6, 4), offered)
@@ -118,14 +119,14 @@ class PrefixCacheSuite(ComponentSuite):
         assert cache.total_pages == 6
 
     def test_branches_share_their_beginning(self) -> None:
-        """Two keys that part after two pages hold those two pages together."""
+        """Two keys that diverge after two pages hold these two pages together."""
         cache = self.filled(4)
         cache.insert(tokens_of([0, 0, 1, 1], 4), make_pages(11, 4))
         assert cache.match(tokens_of([0, 0, 0, 0], 4)).pages.tolist() == [[1, 2, 3, 4]]
         assert cache.match(tokens_of([0, 0, 1, 1], 4)).pages.tolist() == [[1, 2, 13, 14]]
         assert cache.total_pages == 6
 
-    def test_namespaces_never_meet(self) -> None:
+    def test_namespaces_are_separate(self) -> None:
         """The same tokens in another namespace are another prefix."""
         self.require(Feature.CACHE_NAMESPACES)
         cache = self.filled(4)
@@ -135,7 +136,7 @@ class PrefixCacheSuite(ComponentSuite):
         assert cache.match(tokens).pages.tolist() == [[1, 2, 3, 4]]
 
     def test_evicts_leaves_first_and_enough(self) -> None:
-        """What is left is always a whole prefix."""
+        """After an eviction, the remaining pages are always a whole prefix."""
         self.require(Feature.CACHE_EVICT)
         cache = self.filled(4)
         before = cache.total_pages
@@ -143,10 +144,10 @@ class PrefixCacheSuite(ComponentSuite):
         assert freed.shape[1] >= 2
         left = cache.match(tokens_of([0] * 4, 4))
         assert left.pages.tolist() == [[1, 2, 3, 4][: before - freed.shape[1]]]
-        assert sorted([*left.pages[0].tolist(), *freed[0].tolist()]) == [1, 2, 3, 4], "what was freed is still kept"
+        assert sorted([*left.pages[0].tolist(), *freed[0].tolist()]) == [1, 2, 3, 4], "a freed page is still kept"
 
     def test_a_lock_protects_its_path_until_the_last_unlock(self) -> None:
-        """Locks are counted; the pages beyond the locked prefix may go."""
+        """Locks are counted; pages after the locked prefix may be evicted."""
         self.require(Feature.CACHE_EVICT)
         cache = self.filled(4)
         first, second = cache.match(tokens_of([0] * 2, 4)), cache.match(tokens_of([0] * 3, 4))
@@ -160,8 +161,8 @@ class PrefixCacheSuite(ComponentSuite):
         cache.unlock(first.handle)
         assert np.sort(cache.evict(100)).tolist() == [[1, 2]]
 
-    def test_a_lock_outlives_later_branches(self) -> None:
-        """Inserting beside a locked prefix neither loosens the lock nor strengthens it."""
+    def test_a_lock_holds_after_later_inserts(self) -> None:
+        """An insert that branches off a locked prefix neither removes the lock nor extends it."""
         self.require(Feature.CACHE_EVICT)
         cache = self.filled(4)
         found = cache.match(tokens_of([0] * 4, 4))
@@ -172,7 +173,7 @@ class PrefixCacheSuite(ComponentSuite):
         assert cache.evictable_pages == 4
 
     def locked(self, cache: PrefixCache, kinds: Sequence[int], page_size: int, namespace: str = "") -> Match:
-        """Put one page for each of ``kinds`` into the cache, with pages nobody else has, and lock them."""
+        """Insert one page for each of ``kinds`` into the cache, with pages that no other prefix has, and lock them."""
         groups = cache.match(tokens_of([], page_size)).pages.shape[0]
         first = 1 + cache.total_pages * 7
         found = cache.insert(tokens_of(kinds, page_size), make_pages(first, len(kinds), groups), namespace)
@@ -181,7 +182,7 @@ class PrefixCacheSuite(ComponentSuite):
 
     @each_layout
     def test_random_paths_share_as_much_as_they_can(self, page_size: int, num_groups: int) -> None:
-        """Groups hold the same pages and save as much as any others, while paths are added and let go."""
+        """Groups hold the same pages and save as much as any other groups would, while paths are added and removed."""
         self.require(Feature.CACHE_SHARED_PREFIXES)
         rng = random.Random(page_size + num_groups)
         for _ in range(self.examples):
@@ -196,8 +197,8 @@ class PrefixCacheSuite(ComponentSuite):
             check_groups(groups, paths, page_size)
             assert saved(groups) == most_saved(paths, page_size), "other groups save more"
 
-    def test_a_path_joins_the_prefix_that_the_others_leave(self) -> None:
-        """Two rows have more in common with each other; those that are left share what is before."""
+    def test_remaining_rows_share_a_shorter_prefix(self) -> None:
+        """Rows that share a longer prefix form a group, and the remaining rows share the shorter prefix before it."""
         self.require(Feature.CACHE_SHARED_PREFIXES)
         cache = self.make(4)
         kinds = [[0, 0, 1, 1], [0, 2], [0, 0, 1, 2], [0, 1], [0, 0, 1, 1]]
@@ -205,8 +206,8 @@ class PrefixCacheSuite(ComponentSuite):
         groups = sorted((sorted(rows), tokens) for rows, tokens in cache.shared_prefixes(handles))
         assert groups == [([0, 2, 4], 12), ([1, 3], 4)]
 
-    def test_nothing_shares_nothing(self) -> None:
-        """No handles, one handle, empty prefixes."""
+    def test_empty_prefixes_share_nothing(self) -> None:
+        """No handles, a single handle and empty prefixes form no group."""
         self.require(Feature.CACHE_SHARED_PREFIXES)
         cache = self.make(4)
         empty = [cache.match(tokens_of([1], 4)).handle for _ in range(2)]
@@ -218,7 +219,7 @@ class PrefixCacheSuite(ComponentSuite):
         assert (list(rows), tokens) == ([1, 3], 8)
 
     def test_namespaces_share_nothing(self) -> None:
-        """The same tokens in two namespaces lie in different pages."""
+        """The same tokens in two namespaces are in different pages."""
         self.require(Feature.CACHE_SHARED_PREFIXES)
         self.require(Feature.CACHE_NAMESPACES)
         cache = self.make(4)

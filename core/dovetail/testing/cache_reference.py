@@ -1,4 +1,4 @@
-"""The plainest prefix cache there is: a dictionary from prefixes to pages. Slow, and obviously right."""
+"""Implement a prefix cache as a dictionary from prefixes to pages. It is slow and simple, and serves as a reference."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Prefix = tuple[str, bytes]
 
 
 class ReferenceCache(PrefixCache):
-    """One entry per page. A handle is the tuple of the prefixes on its path. Evicts the longest prefixes first."""
+    """Keep one entry per page. A handle is the tuple of the prefixes on its path. Evicts the longest prefixes first."""
 
     def __init__(self, config: object, context: CacheContext) -> None:
-        """``config`` is not looked at."""
+        """Create an empty cache. ``config`` is not read."""
         self._page_size = context.page_size
         self._num_groups = context.num_groups
         self._columns: dict[Prefix, tuple[int, ...]] = {}
         self._locks: Counter[Prefix] = Counter()
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
-        """The prefixes of ``tokens`` that are there, up to the first that is not."""
+        """Return the prefixes of ``tokens`` that are kept, up to the first that is not."""
         path = []
         for end in range(self._page_size, len(tokens) + 1, self._page_size):
             prefix = (namespace, tokens[:end].tobytes())
@@ -34,24 +34,24 @@ class ReferenceCache(PrefixCache):
         return Match(len(path) * self._page_size, self._pages(path), tuple(path))
 
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        """Keeps each column whose prefix is not there yet."""
+        """Keep each column whose prefix is not kept yet."""
         for index, column in enumerate(pages.T.tolist()):
             prefix = (namespace, tokens[: (index + 1) * self._page_size].tobytes())
             self._columns.setdefault(prefix, tuple(column))
         return self.match(tokens, namespace)
 
     def lock(self, handle: Any) -> None:
-        """Count one lock on each prefix of the path."""
+        """Add one lock to each prefix of the path."""
         assert all(prefix in self._columns for prefix in handle)
         self._locks.update(handle)
 
     def unlock(self, handle: Any) -> None:
-        """Take one lock off each prefix of the path."""
+        """Remove one lock from each prefix of the path."""
         self._locks.subtract(handle)
         assert all(self._locks[prefix] >= 0 for prefix in handle)
 
     def evict(self, num_pages: int) -> IntArray:
-        """Longest first, so that no prefix loses its beginning."""
+        """Drop the longest prefixes first, so that no prefix loses its beginning."""
         gone = sorted(self._free(), key=lambda prefix: len(prefix[1]), reverse=True)[:num_pages]
         pages = self._pages(gone)
         for prefix in gone:
@@ -59,17 +59,17 @@ class ReferenceCache(PrefixCache):
         return pages
 
     def reset(self) -> IntArray:
-        """Everything that is not locked."""
+        """Drop everything that is not locked."""
         return self.evict(len(self._columns))
 
     @property
     def evictable_pages(self) -> int:
-        """Prefixes under no lock."""
+        """Return the number of prefixes without a lock."""
         return len(self._free())
 
     @property
     def total_pages(self) -> int:
-        """All prefixes."""
+        """Return the number of prefixes."""
         return len(self._columns)
 
     def _free(self) -> list[Prefix]:

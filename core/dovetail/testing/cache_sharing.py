@@ -1,4 +1,4 @@
-"""What ``PrefixCache.shared_prefixes`` must say: judged by the pages alone, against every way to form groups."""
+"""Check ``PrefixCache.shared_prefixes`` by the pages alone, against every possible way to form groups."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ Groups = Sequence[tuple[Sequence[int], int]]
 
 
 def common_tokens(paths: Sequence[IntArray], page_size: int) -> int:
-    """Tokens that all of ``paths`` (pages ``[groups, n]`` each) begin with in the same pages."""
+    """Return the number of tokens at the beginning of all ``paths`` (pages ``[groups, n]`` each) that are in the same
+    pages."""
     n = min(path.shape[1] for path in paths)
     same = np.all([(path[:, :n] == paths[0][:, :n]).all(axis=0) for path in paths], axis=0)
     return int(np.cumprod(same).sum()) * page_size
 
 
 def saved(groups: Groups) -> int:
-    """Tokens that need not be read."""
+    """Return the number of tokens that need not be read."""
     return sum((len(rows) - 1) * tokens for rows, tokens in groups)
 
 
 def most_saved(paths: Sequence[IntArray], page_size: int) -> int:
-    """The most that any grouping saves. Tries them all: for up to about eight paths."""
+    """Return the most that any grouping saves. Tries all of them, so it is usable for up to about eight paths."""
     common = functools.cache(lambda rows: common_tokens([paths[row] for row in rows], page_size))
     return max(
         sum((len(rows) - 1) * common(tuple(rows)) for rows in partition if len(rows) > 1)
@@ -34,7 +35,7 @@ def most_saved(paths: Sequence[IntArray], page_size: int) -> int:
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All the ways to divide ``items`` into sets."""
+    """Yield all ways to divide ``items`` into sets."""
     if not items:
         yield []
         return
@@ -46,12 +47,13 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 def check_groups(groups: Groups, paths: Sequence[IntArray], page_size: int) -> None:
-    """Assert that ``groups`` are groups of ``paths``: of two and more, none in two of them, over the same whole pages."""
+    """Assert that ``groups`` are groups of ``paths``: of two or more paths, no path in two groups, over the same whole
+    pages."""
     rows = [row for members, _ in groups for row in members]
     assert len(set(rows)) == len(rows), "a path is in two groups, or twice in one"
-    assert set(rows) <= set(range(len(paths))), "a group has an index that is no path's"
+    assert set(rows) <= set(range(len(paths))), "a group has an index that belongs to no path"
     for members, tokens in groups:
         assert len(members) > 1, "a group of one shares nothing"
         assert tokens > 0, "a group of no tokens shares nothing"
-        assert tokens % page_size == 0, "a group shares whole pages"
-        assert tokens <= common_tokens([paths[row] for row in members], page_size), "its pages are not the same"
+        assert tokens % page_size == 0, "a group must share whole pages"
+        assert tokens <= common_tokens([paths[row] for row in members], page_size), "the pages of a group differ"

@@ -1,4 +1,4 @@
-"""Attention written for reading: fp32, one row and one query at a time. The reference of model tests."""
+"""Compute attention in the simplest way: fp32, one row and one query at a time. The reference of model tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class EagerAttention(AttentionBackend):
-    """``AttentionBackend`` over one pool: windows and grouped heads, but no tree mask, sinks or soft cap."""
+    """Attend over one pool, with windows and grouped heads, but without tree mask, sinks and soft cap."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
     def plan(self, batch: Batch) -> None:
-        """See ``AttentionBackend.plan``; everything is read from the batch in ``forward``."""
+        """Do nothing: ``forward`` reads everything from the batch."""
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""

@@ -1,4 +1,4 @@
-"""Conformance suite of model architectures.
+"""Test model architectures: the conformance suite of their interface.
 
 class TestMine(ModelSuite):
     name = "mine"
@@ -35,14 +35,14 @@ from dovetail.testing.component import ComponentSuite
 from dovetail.testing.eager import EagerAttention
 
 Reference = Callable[[Sequence[int]], torch.Tensor]
-"""Logits ``[tokens, vocab_size]`` of a token sequence."""
+"""Return the logits ``[tokens, vocab_size]`` of a token sequence."""
 
 Tensors = Mapping[str, torch.Tensor]
 PROMPT, STEPS = 23, 16
 
 
 class ModelRows:
-    """A model over a pool of its own: rows of tokens enter in any pieces, and their logits come back."""
+    """Run a model over its own pool. Tokens of rows enter in pieces of any size, and their logits are returned."""
 
     def __init__(
         self, model: ModelArchitecture, attention: AttentionBackend, pool: KVPool, lens: Sequence[int]
@@ -56,7 +56,7 @@ class ModelRows:
 
     @torch.inference_mode()
     def enter(self, pieces: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Let the next tokens of some rows enter in one batch. Returns logits ``[tokens, vocab_size]`` by row."""
+        """Compute the next tokens of some rows in one batch. Return the logits ``[tokens, vocab_size]`` of each row."""
         rows = sorted(pieces, key=lambda row: -len(pieces[row]))  # extend rows first
         lens = [len(pieces[row]) for row in rows]
         batch = make_batch(
@@ -75,8 +75,8 @@ class ModelRows:
 
     @torch.inference_mode()
     def enter_for(self, sampled: Sequence[int], pieces: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """``enter``, of a model that offers model.last_rows, where only rows ``sampled`` are sampled: their last logits
-        ``[sampled rows, vocab_size]``."""
+        """Compute ``enter`` for a model that offers model.last_rows, with only the rows ``sampled`` sampled. Return
+        their last logits, ``[sampled rows, vocab_size]``."""
         rows = sorted(pieces)
         lens = [len(pieces[row]) for row in rows]
         prefix = [self._prefix[row] for row in rows]
@@ -100,15 +100,18 @@ class ModelRows:
 
 
 class ModelSuite(ComponentSuite):
-    """``name`` and ``configs`` are enough to run it; with ``reference`` it also checks the mathematics."""
+    """Test a model architecture. ``name`` and ``configs`` are required; with ``reference`` the suite also checks the
+    mathematics."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.MODEL
     configs: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """config.json files to test, by a name for the test report. Small ones: every test runs each."""
+    """Map a name for the test report to the config.json to test. Configs should be small, because every test runs each
+    of them."""
     ignores: ClassVar[Sequence[str]] = ()
-    """Regular expressions of the checkpoints' tensors that the model rightly leaves alone, such as those of drafters."""
+    """List regular expressions of tensors in the checkpoints that the model rightly ignores, such as those of
+    drafters."""
     tolerance: ClassVar[float] = 1e-4
-    """Largest difference of logits in float32."""
+    """Logits in float32 may differ by at most this much."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run the tests that take a ``case`` once per config."""
@@ -116,7 +119,7 @@ class ModelSuite(ComponentSuite):
             metafunc.parametrize("case", list(self.configs))
 
     def write_checkpoint(self, config: Mapping[str, Any], directory: Path) -> None:
-        """Write config.json and safetensors. The default makes up random weights from ``weights_map``."""
+        """Write config.json and safetensors. By default, the weights are random, with the names of ``weights_map``."""
         (directory / "config.json").write_text(json.dumps(config))
         filler = WeightFiller(self.new_model(self.describe(directory)))
         torch.manual_seed(0)
@@ -124,21 +127,21 @@ class ModelSuite(ComponentSuite):
         save_file(tensors, directory / "model.safetensors")
 
     def reference(self, directory: Path) -> Reference | None:
-        """An independent implementation of the checkpoint in float32, or None."""
+        """Return an independent implementation of the checkpoint in float32, or None."""
         return None
 
     def make_attention(self, model: ModelArchitecture, pool: KVPool) -> AttentionBackend:
-        """The attention that the model is tested with; by default an eager one."""
+        """Return the attention backend with which the model is tested; by default an eager one."""
         return EagerAttention(pool)
 
     def describe(self, directory: Path) -> ModelInfo:
-        """What the component makes of the checkpoint's config.json."""
+        """Return the component's description of the checkpoint's config.json."""
         assert self.spec.describe is not None
         config = json.loads((directory / "config.json").read_text())
         return load_attribute(self.spec.describe, self.component.label)(config)
 
     def new_model(self, info: ModelInfo, dtype: torch.dtype = torch.float32) -> ModelArchitecture:
-        """A model whose weights hold anything."""
+        """Return a model whose weights are all NaN."""
         model = build_model(load_attribute(self.spec.target, self.component.label), info, torch.device("cpu"), dtype)
         for parameter in as_module(model).parameters():
             parameter.fill_(float("nan"))
@@ -147,7 +150,7 @@ class ModelSuite(ComponentSuite):
     def load(
         self, directory: Path, tensors: Tensors | None = None, dtype: torch.dtype = torch.float32
     ) -> ModelArchitecture:
-        """The checkpoint's model, or the one that ``tensors`` make in its place."""
+        """Return the checkpoint's model, or the model of ``tensors`` if they are given."""
         filler = WeightFiller(self.new_model(self.describe(directory), dtype))
         for name, tensor in (read_tensors(directory) if tensors is None else tensors).items():
             filler.fill(name, lambda tensor=tensor: tensor)
@@ -155,7 +158,8 @@ class ModelSuite(ComponentSuite):
         return filler.model
 
     def rows(self, model: ModelArchitecture, lens: Sequence[int], page_size: int = 4) -> ModelRows:
-        """``model`` over a new pool for rows of up to ``lens`` tokens. What nobody wrote there is NaN."""
+        """Return ``model`` over a new pool for rows of up to ``lens`` tokens. Entries of the pool that were never
+        written are NaN."""
         (group,) = model.info.cache_groups
         num_pages = 1 + sum(-(-n // page_size) for n in lens)
         dtype = next(as_module(model).parameters()).dtype
@@ -165,7 +169,8 @@ class ModelSuite(ComponentSuite):
         return ModelRows(model, self.make_attention(model, pool), pool, lens)
 
     def logits(self, model: ModelArchitecture, tokens: Sequence[int], chunk: int, decode: int = 0) -> torch.Tensor:
-        """Logits of every token of one row: prefilled in chunks, the last ``decode`` tokens one at a time."""
+        """Return the logits of every token of one row: prefilled in chunks, with the last ``decode`` tokens one at a
+        time."""
         rows, prompt = self.rows(model, [len(tokens)]), len(tokens) - decode
         pieces = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
         pieces += [tokens[i : i + 1] for i in range(prompt, len(tokens))]
@@ -173,7 +178,7 @@ class ModelSuite(ComponentSuite):
 
     @pytest.fixture(autouse=True)
     def one_thread(self) -> Iterator[None]:
-        """Small models are computed faster by one thread than handed to several."""
+        """Use one thread, because small models are computed faster by one thread than by several."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         yield
@@ -181,13 +186,13 @@ class ModelSuite(ComponentSuite):
 
     @pytest.fixture
     def checkpoint(self, case: str, tmp_path: Path) -> Path:
-        """A directory that holds the case's checkpoint."""
+        """Return a directory that holds the case's checkpoint."""
         self.write_checkpoint(self.configs[case], tmp_path)
         return tmp_path
 
     @pytest.mark.parametrize("chunk", [PROMPT, 7, 1])
     def test_logits_are_those_of_the_reference(self, case: str, checkpoint: Path, chunk: int) -> None:
-        """On every token of a chunked prefill and on every decode step."""
+        """The logits agree for every token of a chunked prefill and for every decode step."""
         reference = self.reference(checkpoint)
         if reference is None:
             pytest.skip("no reference given")
@@ -196,7 +201,7 @@ class ModelSuite(ComponentSuite):
         difference = (self.logits(model, tokens, chunk, STEPS) - reference(tokens)).abs().max()
         assert difference < self.tolerance
 
-    def test_chunks_do_not_matter(self, case: str, checkpoint: Path) -> None:
+    def test_logits_do_not_depend_on_chunks(self, case: str, checkpoint: Path) -> None:
         """A prompt gives the same logits in one piece and in many."""
         model = self.load(checkpoint)
         tokens = random_tokens(model.info, PROMPT)
@@ -205,8 +210,8 @@ class ModelSuite(ComponentSuite):
         for chunk in (1, 3, 8):
             assert (self.logits(model, tokens, chunk) - whole).abs().max() < self.tolerance
 
-    def test_rows_do_not_matter(self, case: str, checkpoint: Path) -> None:
-        """A row gives the same logits alone and beside others that extend and decode."""
+    def test_logits_do_not_depend_on_other_rows(self, case: str, checkpoint: Path) -> None:
+        """A row gives the same logits alone and in a batch with other rows that extend and decode."""
         model = self.load(checkpoint)
         lens = [PROMPT, 5, 11]
         texts = [random_tokens(model.info, n, seed) for seed, n in enumerate(lens)]
@@ -218,8 +223,9 @@ class ModelSuite(ComponentSuite):
         for got, expected in zip(together, alone, strict=True):
             assert (got - expected).abs().max() < self.tolerance
 
-    def test_the_last_layer_needs_no_more_than_the_sampled_rows(self, case: str, checkpoint: Path) -> None:
-        """With ``batch.last`` the logits are those without it, of the rows that are sampled; K and V are all written."""
+    def test_the_last_layer_computes_only_the_sampled_rows(self, case: str, checkpoint: Path) -> None:
+        """With ``batch.last``, the logits of the sampled rows are the same as without it, and K and V of all tokens are
+        written."""
         model = self.load(checkpoint)
         if Feature.MODEL_LAST_ROWS not in model.info.offers:
             pytest.skip("the model does not offer model.last_rows")
@@ -236,7 +242,7 @@ class ModelSuite(ComponentSuite):
         for row, text in enumerate(expected):
             assert (after[row][-1] - text[-1]).abs().max() < self.tolerance
 
-    def test_every_tensor_counts(self, case: str, checkpoint: Path) -> None:
+    def test_logits_depend_on_every_tensor(self, case: str, checkpoint: Path) -> None:
         """Logits change with every tensor of the checkpoint that the model does not ignore."""
         tensors = read_tensors(checkpoint)
         model = self.load(checkpoint)
@@ -249,8 +255,8 @@ class ModelSuite(ComponentSuite):
             assert (after - before).abs().max() > self.tolerance, f"{name} does not matter"
 
     def test_the_weight_map_is_complete(self, case: str, checkpoint: Path) -> None:
-        """Every tensor of the checkpoint is used once, and is all that fills the parameters: none is ignored but those that
-        match ``ignores``, none overwrites another, no element keeps what it held before."""
+        """Every tensor of the checkpoint is used once, and together they fill all parameters. Only tensors that match
+        ``ignores`` are ignored, no tensor overwrites another, and no element keeps its initial value."""
         model = self.new_model(self.describe(checkpoint), torch.float64)
         filler, tensors = WeightFiller(model), read_tensors(checkpoint)
         for number, (name, tensor) in enumerate(tensors.items()):
@@ -263,8 +269,9 @@ class ModelSuite(ComponentSuite):
             count = int((held == number).sum())
             assert count == tensor.numel() * (name in filler.used), f"{name} fills {count} of {tensor.numel()} elements"
 
-    def test_a_tensor_too_few_or_too_many_is_refused(self, case: str, checkpoint: Path) -> None:
-        """Every tensor that the model maps is needed, and one that it does not know is not swallowed."""
+    def test_missing_and_surplus_tensors_are_refused(self, case: str, checkpoint: Path) -> None:
+        """A checkpoint that lacks a mapped tensor is refused, and so is one with a tensor that the model does not
+        know."""
         tensors = read_tensors(checkpoint)
         for name in self.load(checkpoint).weights_map():
             with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
@@ -273,7 +280,7 @@ class ModelSuite(ComponentSuite):
             self.load(checkpoint, {**tensors, "surplus.weight": torch.zeros(1)})
 
     def test_bfloat16_stays_close(self, case: str, checkpoint: Path) -> None:
-        """Logits in bfloat16 differ from those in float32 by a few roundings, not by a mistake."""
+        """Logits in bfloat16 differ from those in float32 by a few roundings only."""
         exact, rough = self.load(checkpoint), self.load(checkpoint, dtype=torch.bfloat16)
         tokens = random_tokens(exact.info, PROMPT + STEPS)
         expected = self.logits(exact, tokens, 8, STEPS)
@@ -284,11 +291,11 @@ class ModelSuite(ComponentSuite):
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint in ``directory``."""
+    """Return every tensor of the checkpoint in ``directory``."""
     return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def random_tokens(info: ModelInfo, count: int, seed: int = 0) -> list[int]:
-    """Token ids of the model's vocabulary, the same for one seed."""
+    """Return token ids of the model's vocabulary; the same ids for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(info.vocab_size, (count,), generator=generator).tolist()

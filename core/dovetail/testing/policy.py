@@ -1,4 +1,4 @@
-"""Conformance suite of schedule policies."""
+"""Test schedule policies: the conformance suite of their interface."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_waiting(
     namespace: str = "",
     max_new_tokens: int = 8,
 ) -> Req:
-    """A request in the waiting queue, as ``Scheduler.add`` leaves it, that arrived ``age`` seconds ago."""
+    """Return a request in the waiting queue, as ``Scheduler.add`` leaves it, that arrived ``age`` seconds ago."""
     token_ids = np.zeros(len(prompt) + max_new_tokens, dtype=np.int32)
     token_ids[: len(prompt)] = prompt
     return Req(
@@ -49,7 +49,7 @@ def make_waiting(
 
 
 def make_cache(*prompts: Sequence[int], namespace: str = "") -> PrefixCache:
-    """A cache, page size ``PAGE_SIZE``, that holds the whole pages of ``prompts``."""
+    """Return a cache of page size ``PAGE_SIZE`` that holds the whole pages of ``prompts``."""
     cache = ReferenceCache(None, CacheContext(PAGE_SIZE))
     for index, prompt in enumerate(prompts):
         pages = np.arange(len(prompt) // PAGE_SIZE, dtype=np.int32)[None] + 1000 * index + 1
@@ -58,7 +58,7 @@ def make_cache(*prompts: Sequence[int], namespace: str = "") -> PrefixCache:
 
 
 def snapshot(req: Req) -> dict[str, object]:
-    """The fields of a request, to compare later."""
+    """Return the fields of a request, for a later comparison."""
     fields = {field.name: getattr(req, field.name) for field in dataclasses.fields(req)}
     return {**fields, "token_ids": req.token_ids.tolist()}
 
@@ -67,7 +67,7 @@ each_seed = pytest.mark.parametrize("seed", range(12))
 
 
 def make_queue(seed: int) -> list[Req]:
-    """Up to 40 random requests, many of which share a beginning."""
+    """Return up to 40 random requests, many of which share a beginning."""
     rng = np.random.default_rng(seed)
     return [
         make_waiting(
@@ -82,9 +82,9 @@ def make_queue(seed: int) -> list[Req]:
 
 
 class PolicySuite(ComponentSuite):
-    """``class TestMine(PolicySuite): name = "mine"`` is a whole test file.
+    """Test a schedule policy. ``class TestMine(PolicySuite): name = "mine"`` is a complete test file.
 
-    A policy that bounds waiting also sets ``patience_seconds``: how long the unluckiest request of priority 0 can wait
+    A policy that bounds waiting also sets ``patience_seconds``: the longest time that a request of priority 0 can wait
     while requests of priority 1 keep arriving.
     """
 
@@ -92,12 +92,12 @@ class PolicySuite(ComponentSuite):
     patience_seconds: ClassVar[float | None] = None
 
     def make(self, cache: PrefixCache | None = None) -> SchedulePolicy:
-        """A new policy. Override it to test a class that no plugin registers."""
+        """Return a new policy. Override this method to test a class that no plugin registers."""
         return self.build(PolicyContext(cache or make_cache()))
 
     @each_seed
     def test_order_is_a_permutation(self, seed: int) -> None:
-        """Nobody is dropped, doubled or made up, and the queue itself is left alone."""
+        """No request is dropped, duplicated or invented, and the queue itself is not changed."""
         waiting = make_queue(seed)
         before = list(waiting)
         ordered = self.make(make_cache([0] * 8, [1] * 8)).order(waiting, [])
@@ -108,7 +108,7 @@ class PolicySuite(ComponentSuite):
 
     @each_seed
     def test_order_changes_nothing(self, seed: int) -> None:
-        """Requests, waiting or running, and the cache are as they were; asked again, the answer is the same."""
+        """Waiting and running requests and the cache are unchanged, and a second call returns the same order."""
         cache = make_cache([0] * 8, [1] * 8)
         waiting, running = make_queue(seed), make_queue(seed + 100)
         before = [snapshot(req) for req in waiting + running]
@@ -120,7 +120,7 @@ class PolicySuite(ComponentSuite):
 
     @each_seed
     def test_a_finite_stream_is_served(self, seed: int) -> None:
-        """Requests come and leave one per step: all of them are first eventually."""
+        """Requests arrive and leave one per step, and each of them is first eventually."""
         policy, stream = self.make(make_cache([0] * 8)), make_queue(seed)
         waiting: list[Req] = []
         served: list[int] = []
@@ -132,7 +132,7 @@ class PolicySuite(ComponentSuite):
         assert sorted(served) == [req.uid for req in stream]
 
     def test_patience_is_bounded(self) -> None:
-        """After ``patience_seconds`` a request goes first, whatever is preferred to it and keeps arriving."""
+        """After ``patience_seconds`` a request goes first, even if preferred requests keep arriving."""
         if self.patience_seconds is None:
             pytest.skip(f"{self.name} declares no patience_seconds")
         favoured = [0] * 40
@@ -142,13 +142,14 @@ class PolicySuite(ComponentSuite):
         assert policy.order([*others, victim], [])[0] is victim
 
     def test_equals_are_served_in_order_of_arrival(self) -> None:
-        """Where nothing else tells requests apart, first come is first served."""
+        """Requests that differ only in their arrival are served in the order of arrival."""
         policy = self.make()
         waiting = [make_waiting(uid, [1, 2, 3], age=1 - 0.1 * uid) for uid in range(8)]
         assert [req.uid for req in policy.order(waiting, [])] == list(range(8))
 
     def test_a_cached_prefix_goes_first(self) -> None:
-        """A prefix-aware policy prefers what the cache holds, for that namespace only."""
+        """A prefix-aware policy prefers requests with cached prefixes, and only in the namespace of the cached
+        prefix."""
         self.require(Feature.POLICY_PREFIX_AWARE)
         policy = self.make(make_cache([1] * 12, [2] * 8))
         waiting = [

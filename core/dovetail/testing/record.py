@@ -1,4 +1,4 @@
-"""A pytest plugin for ``dovetail plugins check``: it runs nothing but conformance suites, and writes down what they found.
+"""Run only conformance suites and record their results: a pytest plugin for ``dovetail plugins check``.
 
 python -m pytest -p dovetail.testing.record --dovetail-record FILE
 """
@@ -16,19 +16,21 @@ from dovetail.testing.component import ComponentSuite
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--dovetail-record``."""
-    parser.addoption("--dovetail-record", type=Path, help="Where to write what conformance suites found, as JSON.")
+    """Add the option ``--dovetail-record``."""
+    text = "File to which the results of conformance suites are written as JSON."
+    parser.addoption("--dovetail-record", type=Path, help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Listen, where a record is asked for; under xdist the process that hears of all cases."""
+    """Register the recorder if a record is requested; under xdist only in the process that receives the reports of all
+    cases."""
     path = config.getoption("--dovetail-record")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(ReportRecorder(path.resolve()), "dovetail-recorder")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out every test that belongs to no suite."""
+    """Deselect every test that belongs to no suite."""
     if config.getoption("--dovetail-record") is None:
         return
     kept = [item for item in items if issubclass(getattr(item, "cls", None) or object, ComponentSuite)]
@@ -37,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class ReportRecorder:
-    """Collects reports and writes ``Findings`` in the end."""
+    """Collect reports and write them as ``Findings`` at the end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,22 +47,22 @@ class ReportRecorder:
         self._errors: list[str] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that could not be imported."""
+        """Record a file that could not be imported."""
         if report.failed:
             self._errors.append(f"{report.nodeid}: {_last_line(report.longreprtext)}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A case counts once: by its call, or by what went wrong before or after it."""
+        """Record each case once: by its call, or by an error before or after it."""
         if report.when != "call" and report.passed:
             return
-        told = dict.fromkeys(value for key, value in report.user_properties if key == "feature")
+        features = dict.fromkeys(value for key, value in report.user_properties if key == "feature")
         component = next((str(value) for key, value in report.user_properties if key == "component"), "")
         self._cases[report.nodeid] = Case(
             name=report.nodeid,
             component=component,
             outcome=report.outcome,
             seconds=round(report.duration, 3),
-            features=tuple(map(str, told)),
+            features=tuple(map(str, features)),
             reason="" if report.passed else _reason(report),
         )
 
@@ -71,7 +73,7 @@ class ReportRecorder:
 
 
 def machine() -> dict[str, str]:
-    """What cases run on, by name."""
+    """Return the versions and the device on which the cases run, by name."""
     import torch
 
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
@@ -85,7 +87,7 @@ def machine() -> dict[str, str]:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """The message of a skip, or the last line of a failure."""
+    """Return the message of a skip, or the last line of a failure."""
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,4 +1,4 @@
-"""What holds for a component of any kind, before it does anything: the cases that every suite has."""
+"""Test what must hold for a component of any kind before it is used: the cases that every suite has."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ HEAVY = (
     "flashinfer",
     "flash_attn",
 )
-"""Packages that nobody may import who only wants to know what there is."""
+"""List the packages that listing plugins and reading a config must not import."""
 
 _LIGHT = (ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER)
-"""Kinds that run in the server's process: their targets must be light as well."""
+"""List the kinds that run in the server's process: their targets must import no heavy package either."""
 
 _PROBE = """
 import importlib, json, sys
@@ -52,7 +52,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 class RegistrationTests:
-    """Mixed into ``ComponentSuite``. Skipped for a class that no plugin registers."""
+    """Add the cases of registration to ``ComponentSuite``. They are skipped for a class that no plugin registers."""
 
     kind: ClassVar[ComponentKind]
     name: ClassVar[str]
@@ -67,7 +67,7 @@ class RegistrationTests:
 
     @property
     def entry(self) -> str:
-        """The module that the component's entry point names."""
+        """Return the module that the component's entry point names."""
         from dovetail.testing.component import installed
 
         component = self.component
@@ -78,25 +78,26 @@ class RegistrationTests:
         )
 
     def registered(self) -> ComponentSpec:
-        """``spec`` of the component as it is installed. Skips if it is not."""
+        """Return the spec of the installed component, or skip the test if it is not installed."""
         try:
             return self.component.spec
         except UnknownComponentError:
             pytest.skip(f"no plugin registers {self.name}")
 
-    def test_to_know_it_costs_nothing(self) -> None:
-        """What ``plugins list`` and a config need is imported without torch, kernel libraries and the component itself; so
-        are parsers whole, and what describes a model."""
+    def test_listing_it_imports_nothing_heavy(self) -> None:
+        """What ``plugins list`` and a config need is imported without torch, kernel libraries and the component itself.
+        The same holds for parsers as a whole, and for the module that describes a model."""
         spec = self.registered()
         target = spec.target.partition(":")[0]
         parts = [self.entry, spec.config, *([spec.describe] if spec.describe else [])]
         light = self.kind in _LIGHT
         loaded = imported_by([part.partition(":")[0] for part in (*parts, *([target] if light else []))])
-        assert not loaded & set(HEAVY), f"imports {', '.join(sorted(loaded & set(HEAVY)))} before anybody needs it"
-        assert light or target not in loaded, f"imports {target} before anybody needs it"
+        assert not loaded & set(HEAVY), f"imports {', '.join(sorted(loaded & set(HEAVY)))} before they are needed"
+        assert light or target not in loaded, f"imports {target} before it is needed"
 
-    def test_its_config_makes_the_round_trip(self) -> None:
-        """As JSON, and as no more than what differs from the defaults; a key that it does not know is refused."""
+    def test_its_config_survives_serialization(self) -> None:
+        """The config is unchanged after writing and reading it as JSON, in full and with only the values that differ
+        from the defaults. An unknown key is refused."""
         self.registered()
         config = self.config()
         cls = type(config)
@@ -105,31 +106,31 @@ class RegistrationTests:
         with pytest.raises(ValidationError):
             cls.model_validate({**config.model_dump(), "no_field_of_this_name": 1})
 
-    def test_it_registers_the_same_every_time(self) -> None:
-        """The hook may be called again: it says the same, and no name twice."""
+    def test_it_registers_the_same_specs_every_time(self) -> None:
+        """The hook may be called again: it returns the same specs, and no name twice."""
         spec = self.registered()
         module = importlib.import_module(self.entry)
         hook = next(name for name, kind in REGISTER_HOOKS.items() if kind is self.kind)
         first, second = ([*getattr(module, hook)()] for _ in range(2))
-        assert first == second, f"{hook} says something else when it is called again"
+        assert first == second, f"{hook} returns other specs when it is called again"
         names = [other.name for other in first]
-        assert names.count(spec.name) == 1, f"{hook} says {spec.name} {names.count(spec.name)} times"
+        assert names.count(spec.name) == 1, f"{hook} returns {spec.name} {names.count(spec.name)} times"
         assert first[names.index(spec.name)] == spec
 
-    def test_it_crosses_to_a_spawned_process(self) -> None:
-        """Engines run in processes of their own: config and class are found there, the same as here."""
+    def test_it_can_be_sent_to_a_spawned_process(self) -> None:
+        """Engines run in separate processes: a spawned process finds the same config and the same class."""
         spec, config = self.registered(), self.config()
         for requirement in spec.requires:
             if not list(importlib.metadata.distributions(name=requirement.distribution)):
                 pytest.skip(f"{self.name} needs {requirement.distribution}, which is not installed")
         cls = load_attribute(spec.target, spec.name)
         there, target = elsewhere(pickle.dumps(config), spec.target)
-        assert pickle.loads(there) == config, "the config is another in a spawned process"
-        assert target == (cls.__module__, cls.__qualname__), "the class is another in a spawned process"
+        assert pickle.loads(there) == config, "the config differs in a spawned process"
+        assert target == (cls.__module__, cls.__qualname__), "the class differs in a spawned process"
 
 
 def imported_by(modules: Sequence[str]) -> frozenset[str]:
-    """Names of all modules that a fresh interpreter has imported after ``modules``."""
+    """Return the names of all modules that a fresh interpreter has imported after ``modules``."""
     return _imported_by(tuple(modules))
 
 
@@ -143,7 +144,8 @@ def _imported_by(modules: tuple[str, ...]) -> frozenset[str]:
 
 
 def elsewhere(config: bytes, target: str) -> tuple[bytes, tuple[str, str]]:
-    """The pickled ``config`` as a spawned process hands it back, and the module and name of what ``target`` is there."""
+    """Return the pickled ``config`` as a spawned process returns it, and the module and name of ``target`` in that
+    process."""
     return _process().submit(_look, config, target).result()
 
 
@@ -154,5 +156,5 @@ def _look(config: bytes, target: str) -> tuple[bytes, tuple[str, str]]:
 
 @functools.cache
 def _process() -> ProcessPoolExecutor:
-    """One for all components: importing torch takes longer than all the rest."""
+    """Return one process for all components, because importing torch takes longer than everything else."""
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
