@@ -27,8 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dovetail.experiment.jobs import Job
-from dovetail.experiment.result import Experiment
+from dovetail.experiment.jobs import ArmJob
+from dovetail.experiment.result import ExperimentRecord
 from dovetail.experiment.worker import do_job
 from peers.report import replace_section
 
@@ -81,20 +81,19 @@ def against_itself(seed: int, blocks: int, folder: Path) -> tuple[int, dict[str,
     from dovetail.bench.specs import parse_workload
     from dovetail.bench.workloads import PromptVocabulary, make_workload
     from dovetail.experiment.arms import make_arm
-    from dovetail.experiment.runner import Experiment as Run
-    from dovetail.experiment.runner import Settings
+    from dovetail.experiment.runner import ExperimentRunner, ExperimentSettings
     from dovetail.tokenizer import load_tokenizer
 
     sets = [text for text in COMMON if text != "--set"]
     a, b = (make_arm(name, (), sets, (), {}) for name in "ab")
     asked = make_workload(parse_workload(RANDOM), seed, PromptVocabulary.of(load_tokenizer(a.config)))
-    settings = Settings(max_blocks=blocks, seed=seed)
-    found = Run(a, b, asked, settings, folder, Silent(), forked).run()
+    settings = ExperimentSettings(max_blocks=blocks, seed=seed)
+    found = ExperimentRunner(a, b, asked, settings, folder, Silent(), forked).run()
     words = ["dovetail", "ab", "-w", RANDOM, "--seed", str(seed), "--max-blocks", str(blocks), *COMMON]
     return found.exit_code, found.model_dump(mode="json"), shlex.join(words)
 
 
-def forked(job: Job) -> None:
+def forked(job: ArmJob) -> None:
     """``jobs.run_job``, but for the imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dovetail.experiment.worker", "dovetail.loop", "dovetail_attention.torch_native"])
@@ -160,7 +159,7 @@ def table(found: dict[str, Any], command: str) -> str:
 
 def verdict(found: dict[str, Any]) -> str:
     """What was said of B; that the outputs differ where they do."""
-    told = Experiment.model_validate(found)
+    told = ExperimentRecord.model_validate(found)
     return "outputs differ" if told.gate.outcome == "failed" else told.verdict
 
 

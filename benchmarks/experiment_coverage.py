@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from dovetail.experiment.resample import draw, resampled, statistic
-from dovetail.experiment.samples import METRICS, Block, Floats, Ints, Metric, Sample
+from dovetail.experiment.samples import METRICS, BlockSamples, Floats, Ints, Metric, Sample
 from dovetail.experiment.stats import compare, judge, measure
 from dovetail.experiment.verdict import Rules
 
@@ -56,7 +56,7 @@ class World:
         variance, a quantile next to nothing."""
         return self.effect + (self.uneven**2 / 2 if metric.kind == "mean" else 0.0)
 
-    def blocks(self, rng: np.random.Generator) -> Iterator[Block]:
+    def blocks(self, rng: np.random.Generator) -> Iterator[BlockSamples]:
         """ABBA after ABBA, of one workload."""
         base = 0.5 * rng.standard_normal(self.requests) + 0.3 * rng.standard_normal(self.clusters)[self.owner]
         gain = self.effect + self.uneven * rng.standard_normal(self.clusters)[self.owner]
@@ -69,9 +69,9 @@ class World:
                 machine, at = wander + self.drift * at / 10, at + 1
                 noise = self.run * rng.standard_normal() + self.jitter * rng.standard_normal(self.requests)
                 runs[arm].append(Sample(np.exp(base + machine + noise + (gain if arm == "b" else 0)), owners))
-            yield Block(tuple(runs["a"]), tuple(runs["b"]))
+            yield BlockSamples(tuple(runs["a"]), tuple(runs["b"]))
 
-    def take(self, count: int, rng: np.random.Generator) -> list[Block]:
+    def take(self, count: int, rng: np.random.Generator) -> list[BlockSamples]:
         """The first blocks of an experiment."""
         source = self.blocks(rng)
         return [next(source) for _ in range(count)]
@@ -80,27 +80,29 @@ class World:
 Interval = tuple[float, float]
 
 
-def chosen(metric: Metric, blocks: list[Block], world: World, peeking: bool = False, resamples: int = 400) -> Interval:
+def chosen(
+    metric: Metric, blocks: list[BlockSamples], world: World, peeking: bool = False, resamples: int = 400
+) -> Interval:
     """The interval of the log ratio that an experiment reports."""
     (c,) = compare([(metric, blocks)], world.owner, (metric.name,), Rules(peeking=peeking), resamples)
     return (math.log(c.low) if c.low else -math.inf), (math.log(c.high) if c.high else math.inf)
 
 
-def _ratios(metric: Metric, blocks: list[Block]) -> Floats:
+def _ratios(metric: Metric, blocks: list[BlockSamples]) -> Floats:
     def log(runs: tuple[Sample, ...]) -> float:
         return float(np.mean([math.log(statistic(metric, run)) for run in runs]))
 
     return np.array([log(block.b) - log(block.a) for block in blocks])
 
 
-def blocks_only(metric: Metric, blocks: list[Block], world: World) -> Interval:
+def blocks_only(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
     """Student's t over blocks: the requests count as all that there are."""
     d = _ratios(metric, blocks)
     reach = stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / math.sqrt(len(d))
     return d.mean() - reach, d.mean() + reach
 
 
-def _nested(metric: Metric, blocks: list[Block], world: World, resamples: int = 400) -> tuple[Floats, Floats]:
+def _nested(metric: Metric, blocks: list[BlockSamples], world: World, resamples: int = 400) -> tuple[Floats, Floats]:
     """Blocks, then in each of them its own clusters: [resamples, blocks drawn], and which were drawn."""
 
     def log(runs: tuple[Sample, ...], weights: np.ndarray) -> Floats:
@@ -115,13 +117,13 @@ def _nested(metric: Metric, blocks: list[Block], world: World, resamples: int = 
     return np.take_along_axis(np.stack(columns, axis=1), drawn, axis=1), drawn
 
 
-def percentile(metric: Metric, blocks: list[Block], world: World) -> Interval:
+def percentile(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
     """The nested bootstrap's percentiles."""
     low, high = np.quantile(_nested(metric, blocks, world)[0].mean(axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
-def bca(metric: Metric, blocks: list[Block], world: World) -> Interval:
+def bca(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
     """The same, bias-corrected and accelerated (jackknife over blocks)."""
     means, d = _nested(metric, blocks, world)[0].mean(axis=1), _ratios(metric, blocks)
     z0 = stats.norm.ppf(np.clip((means < d.mean()).mean(), 0.002, 0.998))
@@ -132,7 +134,7 @@ def bca(metric: Metric, blocks: list[Block], world: World) -> Interval:
     return float(low), float(high)
 
 
-def percentile_t(metric: Metric, blocks: list[Block], world: World) -> Interval:
+def percentile_t(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
     """The same, studentised by the variance between the blocks drawn."""
     rows, d = _nested(metric, blocks, world)[0], _ratios(metric, blocks)
     t = (rows.mean(axis=1) - d.mean()) / np.maximum(rows.std(axis=1, ddof=1), 1e-9)
@@ -140,7 +142,7 @@ def percentile_t(metric: Metric, blocks: list[Block], world: World) -> Interval:
     return d.mean() - high, d.mean() - low
 
 
-METHODS: dict[str, Callable[[Metric, list[Block], World], Interval]] = {
+METHODS: dict[str, Callable[[Metric, list[BlockSamples], World], Interval]] = {
     "chosen": chosen,
     "blocks only": blocks_only,
     "percentile": percentile,
@@ -164,7 +166,7 @@ def coverage(world: World, metric: Metric, count: int, reps: int, method: str, s
 
 def peek(world: World, metric: Metric, most: int, rng: np.random.Generator, rules: Rules) -> tuple[str, int]:
     """One experiment that looks after each block and ends when it knows: its verdict, and after how many blocks."""
-    weights, blocks, source = draw(world.owner, 200, 0), list[Block](), world.blocks(rng)
+    weights, blocks, source = draw(world.owner, 200, 0), list[BlockSamples](), world.blocks(rng)
     while len(blocks) < most:
         blocks.append(next(source))
         (c,) = judge([measure(metric, blocks, weights, world.owner)], (metric.name,), rules)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.bench.divergence import first_difference
-from dovetail.experiment.gate import CEILING, FLOORS, Limits, Outputs, judge, limits_of, valid_outputs
+from dovetail.experiment.gate import CEILING, FLOORS, ArmOutputs, GateThresholds, judge, limits_of, valid_outputs
 from dovetail.experiment.likeness import kl, likeness
-from dovetail.experiment.trace import TOP, Answer, Forced
+from dovetail.experiment.trace import TOP, ForcedOutput, GreedyOutput
 from dovetail.types import TokenLogprob
 
 VOCAB = 24
-LIMITS = Limits(margin=0.01, kl=1e-4)
+LIMITS = GateThresholds(margin=0.01, kl=1e-4)
 
 
 def place(logits, chosen=None):
@@ -35,18 +35,20 @@ def logits_of(seed, length):
 def answer(logits, name="c0", text="", ended=False):
     """The greedy output that these logits make."""
     places = [place(row) for row in logits]
-    return Answer(name, [1, 2], [p.token_id for p in places], text, ended, places)
+    return GreedyOutput(name, [1, 2], [p.token_id for p in places], text, ended, places)
 
 
 def outputs(*answers, noise=0.0, facts=None):
     """An arm's outputs; the second time with ``noise`` added to every log-probability of the first token of a place."""
-    forced = [Forced(a.id, a.logprobs) for a in answers]
+    forced = [ForcedOutput(a.id, a.logprobs) for a in answers]
 
     def shaken(p):
         return dataclasses.replace(p, logprob=p.logprob + noise, top=((p.top[0][0], p.top[0][1] + noise), *p.top[1:]))
 
-    again = [Answer(a.id, a.prompt_ids, a.token_ids, a.text, a.ended, [shaken(p) for p in a.logprobs]) for a in answers]
-    return Outputs(list(answers), forced, again, [Forced(a.id, a.logprobs) for a in again])
+    again = [
+        GreedyOutput(a.id, a.prompt_ids, a.token_ids, a.text, a.ended, [shaken(p) for p in a.logprobs]) for a in answers
+    ]
+    return ArmOutputs(list(answers), forced, again, [ForcedOutput(a.id, a.logprobs) for a in again])
 
 
 def with_lead(logits, where, lead):
@@ -72,7 +74,7 @@ def test_a_divergence_is_a_near_tie_only_where_the_two_tokens_are_as_likely(lead
     other = base.copy()
     other[5, second] = base[5, first] + lead
     other[6:] = logits_of(9, 4)  # another text goes on otherwise
-    b = Outputs([answer(other)], [Forced("c0", [place(row) for row in base])])
+    b = ArmOutputs([answer(other)], [ForcedOutput("c0", [place(row) for row in base])])
     gate = judge(outputs(answer(base)), b, LIMITS, {}, decode=lambda ids: f"<{ids[0]}>")
     (divergence,) = gate.divergences
     assert (divergence.position, divergence.near_tie) == (5, near)
@@ -91,13 +93,13 @@ def test_a_clear_lead_in_either_arm_is_real():
     other[2, second] = base[2, first] + 2
     for ours, theirs in ((base, other), (other, base)):
         a = outputs(answer(ours))
-        assert judge(a, Outputs([answer(theirs)], a.forced), LIMITS, {}).real == 1
+        assert judge(a, ArmOutputs([answer(theirs)], a.forced), LIMITS, {}).real == 1
 
 
 def test_an_output_that_ends_early_is_real():
     whole = answer(logits_of(2, 8))
-    short = Answer("c0", [1, 2], whole.token_ids[:5], "", True, whole.logprobs[:5])
-    gate = judge(outputs(whole), Outputs([short], [Forced("c0", whole.logprobs)]), LIMITS, {})
+    short = GreedyOutput("c0", [1, 2], whole.token_ids[:5], "", True, whole.logprobs[:5])
+    gate = judge(outputs(whole), ArmOutputs([short], [ForcedOutput("c0", whole.logprobs)]), LIMITS, {})
     assert (gate.outcome, gate.real) == ("failed", 1)
     assert gate.divergences[0].position == 5
 
@@ -105,7 +107,7 @@ def test_an_output_that_ends_early_is_real():
 def test_prompts_read_otherwise_are_caught_though_the_outputs_are_the_same():
     a = outputs(answer(logits_of(3, 10)))
     shifted = [place(row + 0.1 * np.arange(VOCAB)) for row in logits_of(3, 10)]
-    gate = judge(a, Outputs(a.answers, [Forced("c0", shifted)]), LIMITS, {})
+    gate = judge(a, ArmOutputs(a.answers, [ForcedOutput("c0", shifted)]), LIMITS, {})
     assert gate.outcome == "failed"
     assert "KL is" in gate.reason
     assert gate.kl_mean is not None
@@ -117,7 +119,7 @@ def test_steps_that_think_otherwise_are_caught_though_the_outputs_are_the_same()
     base = logits_of(4, 10)
     sharper = [place(row * 1.2) for row in base]
     a = outputs(answer(base))
-    b = Outputs([Answer("c0", [1, 2], a.answers[0].token_ids, "", False, sharper)], a.forced)
+    b = ArmOutputs([GreedyOutput("c0", [1, 2], a.answers[0].token_ids, "", False, sharper)], a.forced)
     gate = judge(a, b, LIMITS, {})
     assert gate.identical == 1
     assert gate.outcome == "failed"
@@ -126,8 +128,8 @@ def test_steps_that_think_otherwise_are_caught_though_the_outputs_are_the_same()
 
 def test_limits_come_from_a_against_itself_and_have_a_floor_and_a_ceiling():
     quiet = outputs(answer(logits_of(5, 8)))
-    assert limits_of(quiet, ["float32"]) == Limits(*FLOORS["float32"])
-    assert limits_of(quiet, ["float32", "bfloat16"]) == Limits(*FLOORS["bfloat16"])
+    assert limits_of(quiet, ["float32"]) == GateThresholds(*FLOORS["float32"])
+    assert limits_of(quiet, ["float32", "bfloat16"]) == GateThresholds(*FLOORS["bfloat16"])
     assert limits_of(quiet, ["fp8_e4m3"]).margin > FLOORS["bfloat16"][0]
     noisy = limits_of(outputs(answer(logits_of(5, 8)), noise=0.05), ["float32"])
     assert noisy.margin == pytest.approx(0.2)
@@ -138,14 +140,14 @@ def test_limits_come_from_a_against_itself_and_have_a_floor_and_a_ceiling():
 
 def test_an_arm_that_does_not_agree_with_itself_is_told():
     a = outputs(answer(logits_of(6, 8)))
-    torn = Outputs(a.answers, a.forced, [answer(logits_of(7, 8))], a.forced_again)
+    torn = ArmOutputs(a.answers, a.forced, [answer(logits_of(7, 8))], a.forced_again)
     gate = judge(torn, a, limits_of(torn, ["float32"]), {})
     assert gate.outcome == "failed"
     assert "arm a does not even agree with itself" in gate.reason
 
 
 def test_an_arm_that_cannot_answer_fails():
-    gate = judge(outputs(answer(logits_of(6, 8))), Outputs(refused="too long"), LIMITS, {})
+    gate = judge(outputs(answer(logits_of(6, 8))), ArmOutputs(refused="too long"), LIMITS, {})
     assert (gate.outcome, gate.reason) == ("failed", "arm b could not answer: too long")
 
 

@@ -16,10 +16,10 @@ from dovetail.bench.records import CallSampling, LoadCall, Measurement, RunRecor
 from dovetail.errors import ConfigError, EngineError
 from dovetail.experiment import words
 from dovetail.experiment.arms import make_arm
-from dovetail.experiment.gate import Outputs
-from dovetail.experiment.jobs import Job, run_job
-from dovetail.experiment.runner import Experiment, Settings
-from dovetail.experiment.trace import Answer, Forced, frozen_trace, warm_up
+from dovetail.experiment.gate import ArmOutputs
+from dovetail.experiment.jobs import ArmJob, run_job
+from dovetail.experiment.runner import ExperimentRunner, ExperimentSettings
+from dovetail.experiment.trace import ForcedOutput, GreedyOutput, frozen_trace, warm_up
 from dovetail.experiment.verdict import Rules
 from dovetail.types import TokenLogprob
 
@@ -39,7 +39,8 @@ def answers(shift=0):
         return TokenLogprob(token, -0.1, ((token, -0.1), (token + 1, -3.0)))
 
     return [
-        Answer(f"c{i}", [i, 5, 7], [9 + shift] * TOKENS, "", False, [place(9 + shift)] * TOKENS) for i in range(CALLS)
+        GreedyOutput(f"c{i}", [i, 5, 7], [9 + shift] * TOKENS, "", False, [place(9 + shift)] * TOKENS)
+        for i in range(CALLS)
     ]
 
 
@@ -52,7 +53,7 @@ class Made:
         self.slower, self.noise, self.shift, self.interrupt, self.failed = slower, noise, shift, interrupt, failed
         self.crash, self.failing = crash, failing
         self.rng = np.random.default_rng(0)
-        self.jobs: list[Job] = []
+        self.jobs: list[ArmJob] = []
 
     def __call__(self, job):
         self.jobs.append(job)
@@ -65,10 +66,10 @@ class Made:
         given = answers(self.shift if job.arm == "b" else 0)
         if job.kind == "record":
             write_json(frozen_trace(workload(), given), job.trace)
-        forced = [Forced(a.id, a.logprobs) for a in answers()]
+        forced = [ForcedOutput(a.id, a.logprobs) for a in answers()]
         again = {"again": given, "forced_again": forced} if job.kind == "record" else {}
         facts = {"page_size": "16", "num_pages": "100" if job.arm == "a" else "90"}
-        job.output.write_bytes(msgspec.msgpack.encode(Outputs(given, forced, facts=facts, **again)))
+        job.output.write_bytes(msgspec.msgpack.encode(ArmOutputs(given, forced, facts=facts, **again)))
 
     @property
     def measured(self):
@@ -120,7 +121,7 @@ def arms():
 
 
 def experiment(arms, folder, made, **settings):
-    return Experiment(*arms, workload(), Settings(**settings), folder, Silent(), made).run()
+    return ExperimentRunner(*arms, workload(), ExperimentSettings(**settings), folder, Silent(), made).run()
 
 
 def test_blocks_are_abba_and_baab_in_fresh_jobs_on_one_trace(arms, tmp_path):
@@ -275,7 +276,7 @@ def test_a_frozen_trace_asks_token_ids_and_lengths():
         continues=True,
     )
     asked = Workload(name="w", calls=(given, schema))
-    told = [Answer("x", [1, 2, 3], [4, 5], "", True), Answer("y", [1, 2, 3, 4, 5, 6], [7], "", True)]
+    told = [GreedyOutput("x", [1, 2, 3], [4, 5], "", True), GreedyOutput("y", [1, 2, 3, 4, 5, 6], [7], "", True)]
     first, second = frozen_trace(asked, told).calls
     assert (first.token_ids, first.max_tokens, first.sampling.ignore_eos, first.sampling.stop) == (
         (1, 2, 3),
@@ -293,7 +294,7 @@ def test_a_frozen_trace_asks_token_ids_and_lengths():
 def test_a_job_that_fails_says_why(arms, tmp_path):
     """In truth: a process that finds another config than the one it was told of."""
     write_json(workload(), tmp_path / "workload.json")
-    job = Job(
+    job = ArmJob(
         kind="measure", arm="b", config={"model": {"path": "no-such-model"}}, config_hash="0", workload=tmp_path / "workload.json",
         output=tmp_path / "run.json",
     )  # fmt: skip

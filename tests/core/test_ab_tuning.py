@@ -13,8 +13,14 @@ import pytest
 from dovetail.cli import main
 from dovetail.errors import ConfigError
 from dovetail.experiment.arms import make_arm
-from dovetail.experiment.result import Arm as ToldArm
-from dovetail.experiment.result import Comparison, Experiment, Gate, Plan, WorkloadSummary
+from dovetail.experiment.result import (
+    ArmRecord,
+    Comparison,
+    DecisionPlan,
+    ExperimentRecord,
+    GateRecord,
+    WorkloadSummary,
+)
 from dovetail.experiment.tuning import tuning_records
 from dovetail.registry import ComponentKind, Machine, resolve
 from dovetail.registry.measured import (
@@ -207,14 +213,14 @@ def comparison(metric, verdict, ratio, better="lower"):
 
 
 def experiment(*comparisons, outcome="passed"):
-    told = ToldArm(name="x", config={}, config_hash="0")
+    told = ArmRecord(name="x", config={}, config_hash="0")
     asked = WorkloadSummary(
         name="chat", requests=8, clusters=8, prompt_tokens=10.0, output_tokens=5.0, arrivals="at once", content_hash="0"
     )
-    return Experiment(
+    return ExperimentRecord(
         dovetail_version="0", title="", started=datetime(2026, 11, 21, tzinfo=UTC), seconds=1.0, command="", a=told, b=told,
-        workload=asked, gate=Gate(outcome=outcome, reason=""), comparisons=comparisons,
-        plan=Plan(primary=tuple(c.metric for c in comparisons), max_blocks=4),
+        workload=asked, gate=GateRecord(outcome=outcome, reason=""), comparisons=comparisons,
+        plan=DecisionPlan(primary=tuple(c.metric for c in comparisons), max_blocks=4),
     )  # fmt: skip
 
 

@@ -23,23 +23,23 @@ from dovetail.experiment.plots import COLOR, ensure
 from dovetail.experiment.report import html, write_html
 from dovetail.experiment.resample import statistic
 from dovetail.experiment.result import (
-    Arm,
+    ArmRecord,
     BlockRow,
     Comparison,
-    Difference,
-    Distribution,
+    DecisionPlan,
+    DifferenceRecord,
+    DistributionRecord,
     Divergence,
-    Experiment,
-    Gate,
+    ExperimentRecord,
+    GateRecord,
     Look,
     Note,
-    Plan,
     SideBySide,
     WorkloadSummary,
     overall,
     read_experiment,
 )
-from dovetail.experiment.samples import METRICS, PRIMARY, Block, Sample
+from dovetail.experiment.samples import METRICS, PRIMARY, BlockSamples, Sample
 from dovetail.experiment.stats import compare
 from dovetail.experiment.terminal import render
 from dovetail.experiment.verdict import Rules, stop_reason
@@ -49,10 +49,10 @@ REQUESTS, TOKENS = 60, 24
 SIZES = {"ttft": 84.0, "tpot": 11.6, "itl": 11.4, "e2e": 390.0}
 
 
-def simulated(effect: float, noise: float, count: int, seed: int = 1) -> dict[str, list[Block]]:
+def simulated(effect: float, noise: float, count: int, seed: int = 1) -> dict[str, list[BlockSamples]]:
     """Blocks of every metric, of a machine that drifts; B's latencies are longer by ``effect``."""
     rng = np.random.default_rng(seed)
-    base, blocks = rng.lognormal(0, 0.45, REQUESTS), {metric.name: list[Block]() for metric in METRICS}
+    base, blocks = rng.lognormal(0, 0.45, REQUESTS), {metric.name: list[BlockSamples]() for metric in METRICS}
     for k in range(count):
         arms: dict[str, dict[str, list[Sample]]] = {m.name: {"a": [], "b": []} for m in METRICS}
         for at, arm in enumerate("abba"):
@@ -60,7 +60,7 @@ def simulated(effect: float, noise: float, count: int, seed: int = 1) -> dict[st
             for metric in METRICS:
                 arms[metric.name][arm].append(_run(metric.name, base, shift, 5 * noise, rng))
         for name, both in arms.items():
-            blocks[name].append(Block(tuple(both["a"]), tuple(both["b"])))
+            blocks[name].append(BlockSamples(tuple(both["a"]), tuple(both["b"])))
     return blocks
 
 
@@ -76,7 +76,7 @@ def _run(name: str, base: np.ndarray, shift: float, jitter: float, rng: np.rando
 
 
 @cache
-def experiment(effect: float = math.log(1.1), noise: float = 0.02, count: int = 8) -> Experiment:
+def experiment(effect: float = math.log(1.1), noise: float = 0.02, count: int = 8) -> ExperimentRecord:
     """A whole experiment from simulated runs."""
     blocks, clusters = simulated(effect, noise, count), np.repeat(np.arange(REQUESTS // 4), 4)
 
@@ -88,29 +88,29 @@ def experiment(effect: float = math.log(1.1), noise: float = 0.02, count: int = 
         values = {arm: {m.name: _mean(m, getattr(blocks[m.name][k], arm)) for m in METRICS} for arm in "ab"}
         rows.append(BlockRow(index=k, order="ABBA", at=40.0 * k, a=values["a"], b=values["b"]))
     config = {"model": {"path": "tiny"}, "attention": {"kind": "torch_native"}}
-    return Experiment(
+    return ExperimentRecord(
         dovetail_version="0.1.0",
         title="attention: torch_native against triton",
         started=datetime(2026, 3, 14, 9, 26, tzinfo=UTC),
         seconds=1834,
         command="dovetail ab base.yaml --a attention=torch_native --b attention=triton --blocks 8 --seed 7",
-        a=Arm(name="torch_native", given=("attention=torch_native",), config=config, config_hash="84af17351d6ce6a34eef"),
-        b=Arm(name="triton", given=("attention=triton",), config=config, config_hash="0b5599705404b9b0ce50", explain="part  <chosen> & why"),
+        a=ArmRecord(name="torch_native", given=("attention=torch_native",), config=config, config_hash="84af17351d6ce6a34eef"),
+        b=ArmRecord(name="triton", given=("attention=triton",), config=config, config_hash="0b5599705404b9b0ce50", explain="part  <chosen> & why"),
         differences=(
-            Difference(key="attention.prefill.kind", a="torch_native", b="triton"),
-            Difference(key="memory.page_size", a="1", b="16", intended=False),
+            DifferenceRecord(key="attention.prefill.kind", a="torch_native", b="triton"),
+            DifferenceRecord(key="memory.page_size", a="1", b="16", intended=False),
         ),
         machine={"device": "NVIDIA H200", "cpu": "16 cores", "python": "3.11.7", "torch": "2.13.0"},
         workload=WorkloadSummary(
             name="shared_prefix", description="15 prefixes of 512 tokens, four questions about each", requests=REQUESTS, clusters=15,
             prompt_tokens=571.3, output_tokens=24, arrivals="poisson, 12 requests a second", seed=7, content_hash="9f2c4e1a77b03d5e",
         ),
-        gate=Gate(
+        gate=GateRecord(
             outcome="passed", reason="All outputs that part do so where A itself wavers.", compared=60, identical=58, near_ties=2, real=0,
             aa_identical=59, kl_mean=3.1e-6, kl_max=4.2e-4, top1=0.9993,
             divergences=(Divergence(call="p3-q1", position=17, a_text=" the", b_text=" <a>", margin=0.0021, near_tie=True),),
         ),
-        plan=Plan(primary=PRIMARY, max_blocks=20, warmup="the first 8 requests of each run", stopped=stop_reason(compared(count), PRIMARY, count) or ""),
+        plan=DecisionPlan(primary=PRIMARY, max_blocks=20, warmup="the first 8 requests of each run", stopped=stop_reason(compared(count), PRIMARY, count) or ""),
         comparisons=compared(count),
         side_by_side=(
             SideBySide(label="Peak memory", unit="MiB", a=1843.2, b=1790.5, better="lower"),
@@ -120,7 +120,7 @@ def experiment(effect: float = math.log(1.1), noise: float = 0.02, count: int = 
         ),
         blocks=tuple(rows),
         distributions=tuple(
-            Distribution(metric=name, label=label, unit="ms", a=_all(blocks[name], "a"), b=_all(blocks[name], "b"))
+            DistributionRecord(metric=name, label=label, unit="ms", a=_all(blocks[name], "a"), b=_all(blocks[name], "b"))
             for name, label in (("ttft_p50", "TTFT"), ("tpot_mean", "TPOT"), ("itl_p50", "ITL"), ("e2e_mean", "End to end"))
         ),
         looks=tuple(
@@ -143,10 +143,10 @@ def _all(blocks, arm) -> tuple[float, ...]:
 
 
 @cache
-def failed() -> Experiment:
+def failed() -> ExperimentRecord:
     """One that the gate has stopped."""
     reason = "12 of 60 outputs part for real: a wrong mask, not noise."
-    gate = Gate(outcome="failed", reason=reason, compared=60, identical=40, near_ties=8, real=12)
+    gate = GateRecord(outcome="failed", reason=reason, compared=60, identical=40, near_ties=8, real=12)
     return experiment().model_copy(
         update={"gate": gate, "comparisons": (), "blocks": (), "distributions": (), "looks": ()}
     )

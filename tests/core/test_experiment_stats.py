@@ -18,7 +18,7 @@ from scipy import integrate, stats
 from dovetail.bench.metrics import SLO, goodput, throughput
 from dovetail.bench.records import Measurement
 from dovetail.experiment.resample import draw, resampled, statistic
-from dovetail.experiment.samples import METRICS, PRIMARY, Block, Sample, clusters, metrics, sample
+from dovetail.experiment.samples import METRICS, PRIMARY, BlockSamples, Sample, clusters, metrics, sample
 from dovetail.experiment.sequential import PRIOR, log_evidence, p_value, radius
 from dovetail.experiment.stats import compare
 from dovetail.experiment.verdict import Estimate, Rules, blocks_needed, decide, holm, stop_reason
@@ -172,21 +172,23 @@ def test_clusters_are_drawn_whole_and_as_often_as_they_should():
 # verdicts
 
 
-def _block(rng, effect=0.0, requests=20, drift=0.0) -> Block:
+def _block(rng, effect=0.0, requests=20, drift=0.0) -> BlockSamples:
     base, owners = rng.lognormal(0, 0.3, requests), np.arange(requests)
 
     def run(at: int, gain: float) -> Sample:
         return Sample(base * math.exp(gain + drift * at + 0.01 * rng.standard_normal()), owners)
 
-    return Block((run(0, 0), run(3, 0)), (run(1, effect), run(2, effect)))
+    return BlockSamples((run(0, 0), run(3, 0)), (run(1, effect), run(2, effect)))
 
 
 @given(st.integers(0, 10_000), st.floats(-0.2, 0.2), st.sampled_from(["e2e_mean", "ttft_p50", "throughput"]))
 @settings(max_examples=30)
 def test_arms_exchanged_and_units_changed_the_verdict_is_the_same(seed, effect, name):
     blocks = [_block(np.random.default_rng(seed + k), effect) for k in range(6)]
-    exchanged = [Block(block.b, block.a) for block in blocks]
-    scaled = [Block(*(tuple(replace(r, values=r.values * 1000) for r in arm) for arm in (k.a, k.b))) for k in blocks]
+    exchanged = [BlockSamples(block.b, block.a) for block in blocks]
+    scaled = [
+        BlockSamples(*(tuple(replace(r, values=r.values * 1000) for r in arm) for arm in (k.a, k.b))) for k in blocks
+    ]
     one, other, thousand = (
         compare([(BY_NAME[name], given)], np.arange(20), (name,), Rules(), 100)[0]
         for given in (blocks, exchanged, scaled)
@@ -243,7 +245,7 @@ def test_the_primary_metrics_pay_for_each_other_alone():
 
 def test_without_a_value_there_is_no_ratio_and_a_reason():
     empty = Sample(np.zeros(0), np.zeros(0, dtype=np.int64))
-    blocks = [Block((empty,), (empty,))] * 4
+    blocks = [BlockSamples((empty,), (empty,))] * 4
     (c,) = compare([(BY_NAME["ttft_p50"], blocks)], np.arange(3), ("ttft_p50",), Rules())
     assert (c.ratio, c.verdict) == (None, "inconclusive")
     assert "without a value" in c.note
@@ -266,7 +268,7 @@ def test_eight_blocks_of_a_hundred_requests_take_less_than_a_second():
     def arm() -> tuple[Sample, Sample]:
         return Sample(rng.lognormal(size=6400), owners), Sample(rng.lognormal(size=6400), owners)
 
-    blocks = [Block(arm(), arm()) for _ in range(8)]
+    blocks = [BlockSamples(arm(), arm()) for _ in range(8)]
     begun = time.thread_time()
     compare([(BY_NAME["itl_p99"], blocks)], np.arange(100), ("itl_p99",), Rules(), resamples=2000)
     assert time.thread_time() - begun < 1.0

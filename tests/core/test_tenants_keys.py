@@ -18,7 +18,7 @@ from dovetail.config.tenants import KeyFile, key_digest, load_keys
 from dovetail.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from dovetail.server.tenants.keys import KeyRing, new_key
 from dovetail.server.tenants.tenancy import Tenancy
-from dovetail.server.tenants.usage import Entry, UsageLog
+from dovetail.server.tenants.usage import UsageEntry, UsageLog
 
 KEY, OTHER, ADMIN = "dvt-acme-0123456789abcdef", "dvt-beta-0123456789abcdef", "dvt-ops-0123456789abcdef"
 
@@ -259,7 +259,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path, caplog):
 
 
 def entry(**more):
-    return Entry("2026-01-01T00:00:00+00:00", "acme", "laptop", "r1", "/generate", 1, 3, 0, 2, 0.5, **more)
+    return UsageEntry("2026-01-01T00:00:00+00:00", "acme", "laptop", "r1", "/generate", 1, 3, 0, 2, 0.5, **more)
 
 
 def test_the_log_has_a_line_for_each_request_and_may_be_moved_away(tmp_path):
@@ -312,4 +312,4 @@ def test_the_example_of_the_docs_is_a_key_file(tmp_path):
     assert file.limits("acme").max_concurrency == 16
     assert file.limits("batch").requests_per_minute is None
     line = re.search(r"```json\n(.*?)```", page, re.DOTALL)[1]
-    assert set(json.loads(line)) < set(Entry.__struct_fields__)
+    assert set(json.loads(line)) < set(UsageEntry.__struct_fields__)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.config.tenants import Limits
+from dovetail.config.tenants import TenantLimits
 from dovetail.errors import RateLimitError, RequestError
 from dovetail.server.tenants.buckets import TokenBucket
 from dovetail.server.tenants.tenant import Tenant
@@ -28,7 +28,7 @@ def clock():
 
 
 def tenant(clock, **limits):
-    return Tenant("acme", Limits(**limits), "acme", clock)
+    return Tenant("acme", TenantLimits(**limits), "acme", clock)
 
 
 def refusal(call, *args):
@@ -184,7 +184,9 @@ def test_whatever_comes_all_is_given_back_in_the_end(steps):
         elif what == "wait":
             clock.now += amount
         elif what == "update":
-            one.update(Limits(tokens_per_minute=500 + amount, max_concurrency=20, requests_per_minute=900), "acme")
+            one.update(
+                TenantLimits(tokens_per_minute=500 + amount, max_concurrency=20, requests_per_minute=900), "acme"
+            )
         assert 0 <= one.running <= 20
     for lease in open_:
         lease.settle(0)
@@ -207,7 +209,7 @@ def test_refusals_come_one_after_another_for_whoever_does_not_wait(clock):
 
 def test_namespaces_of_two_tenants_never_meet(clock):
     names = {
-        Tenant(name, Limits(), salt, clock).namespace(own)
+        Tenant(name, TenantLimits(), salt, clock).namespace(own)
         for name, salt in (("a", "a"), ("b", "b"), ("a.b", "a.b"), ("ops", "admin:ops"))
         for own in ("", "b", "a/b", "/", "ops")
     }

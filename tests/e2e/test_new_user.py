@@ -19,7 +19,7 @@ from browser import CHROMIUM, browser
 from environments import DOVETAIL, Environment
 from served import ask, served
 
-from dovetail.experiment.result import Experiment, read_experiment
+from dovetail.experiment.result import ExperimentRecord, read_experiment
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text("utf-8")
 SMALL = (
@@ -77,7 +77,7 @@ def test_it_is_served(user: tuple[Environment, list[str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def compared(user: tuple[Environment, list[str]]) -> tuple[Path, Experiment]:
+def compared(user: tuple[Environment, list[str]]) -> tuple[Path, ExperimentRecord]:
     """The folder of the page's comparison, at small settings, and what was found."""
     environment, _ = user
     (line,) = re.findall(r"`dovetail (ab --a policy=my_turn --b \S+)`", PAGE)
@@ -90,7 +90,7 @@ def compared(user: tuple[Environment, list[str]]) -> tuple[Path, Experiment]:
     return folder, found
 
 
-def test_it_is_no_worse_than_the_built_in_one(compared: tuple[Path, Experiment]) -> None:
+def test_it_is_no_worse_than_the_built_in_one(compared: tuple[Path, ExperimentRecord]) -> None:
     """Both put the few requests of so small a workload in the same order: whatever is measured is noise."""
     folder, found = compared
     assert found.verdict in ("equivalent", "inconclusive")
@@ -109,7 +109,7 @@ def test_it_is_no_worse_than_the_built_in_one(compared: tuple[Path, Experiment])
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH to look at the page")
-def test_the_report_is_a_page_to_show(compared: tuple[Path, Experiment], tmp_path: Path) -> None:
+def test_the_report_is_a_page_to_show(compared: tuple[Path, ExperimentRecord], tmp_path: Path) -> None:
     """Headline, tiles, table and plots are there, in the size of a screen, and the browser has nothing to complain of."""
     folder, found = compared
     with browser(tmp_path / "profile") as page:

@@ -26,7 +26,7 @@ from dovetail.errors import ConfigError, PermissionDeniedError
 from dovetail.interfaces.api import ApiHost
 from dovetail.server.launch import running_server
 from dovetail.server.service import Service
-from dovetail.server.tenants.gate import Gate
+from dovetail.server.tenants.access import AccessControl
 from dovetail.server.tenants.host import TenantHost
 from dovetail.server.tenants.keys import new_key
 
@@ -485,7 +485,7 @@ def test_pages_of_origins_that_are_named_may_call(url: str):
 def test_without_keys_other_origins_must_be_named(origin: str | None, allowed: tuple[str, ...]):
     headers = [(b"host", b"127.0.0.1:30000"), *([(b"origin", origin.encode())] if origin else ())]
     request = Request({"type": "http", "method": "POST", "path": "/generate", "headers": headers})
-    gate = Gate(cast(Service, SimpleNamespace(config=config_with(cors_origins=allowed))), None)
+    gate = AccessControl(cast(Service, SimpleNamespace(config=config_with(cors_origins=allowed))), None)
     fine = origin in (None, "http://127.0.0.1:30000", *allowed) or "*" in allowed
     with contextlib.nullcontext() if fine else pytest.raises(PermissionDeniedError, match=r"server\.cors_origins"):
         gate.check_admin(request)

@@ -20,7 +20,7 @@ from dovetail.bench.prompts import CallPrompt, encoded, first_prompt, next_promp
 from dovetail.bench.records import LoadCall, Measurement, RunRecord, Workload
 from dovetail.config import config_hash, dump
 from dovetail.errors import ConfigError, RequestError
-from dovetail.llm.interrupts import Held
+from dovetail.llm.interrupts import DeferredInterrupt
 from dovetail.llm.runs import Run
 from dovetail.messages import FlushCacheMsg, GenerateMsg, RequestFailed, TokenOutput
 from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
@@ -110,7 +110,7 @@ class OfflineRun:
         self._start = time.perf_counter()
         self._begin()
         while self._waiting or self._open:
-            with Held():  # Ctrl-C ends the run between two steps
+            with DeferredInterrupt():  # Ctrl-C ends the run between two steps
                 self._submit()
                 if self._open:
                     self._step()

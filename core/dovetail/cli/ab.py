@@ -16,10 +16,10 @@ from dovetail.cli.spread import spread
 
 if TYPE_CHECKING:
     from dovetail.bench.records import Workload
-    from dovetail.cli.ab_view import View
-    from dovetail.experiment.arms import Arm
-    from dovetail.experiment.result import Experiment as Finished
-    from dovetail.experiment.runner import Experiment
+    from dovetail.cli.ab_view import ExperimentView
+    from dovetail.experiment.arms import ResolvedArm
+    from dovetail.experiment.result import ExperimentRecord
+    from dovetail.experiment.runner import ExperimentRunner
 
 
 @spread
@@ -28,8 +28,8 @@ def ab(asked: AbOptions) -> None:
 
     Exit status: 0 no regression, 1 a regression, 2 the outputs differ (or a setting is wrong), 3 inconclusive, 4 an arm failed.
     """
-    from dovetail.cli.ab_view import View
-    from dovetail.experiment.runner import Experiment, check_alike
+    from dovetail.cli.ab_view import ExperimentView
+    from dovetail.experiment.runner import ExperimentRunner, check_alike
     from dovetail.registry.measured import tuning_file
 
     settings = asked.settings()
@@ -37,11 +37,11 @@ def ab(asked: AbOptions) -> None:
     check_alike(first, second)
     if asked.write_tuning:
         check_writable({"--write-tuning": tuning_file(first.config)})
-    view = View(quiet=asked.as_json)
+    view = ExperimentView(quiet=asked.as_json)
     view.explain(first, second)
     workload = _workload(first, asked.workload, asked.arrivals, asked.seed)
     folder = asked.output or Path(f"ab-{datetime.now():%Y%m%d-%H%M%S}")
-    found = _measured(Experiment(first, second, workload, settings, folder, view), view)
+    found = _measured(ExperimentRunner(first, second, workload, settings, folder, view), view)
     _keep(found, folder)
     view.result(found, folder)
     if asked.write_tuning:
@@ -51,7 +51,7 @@ def ab(asked: AbOptions) -> None:
     raise typer.Exit(found.exit_code)
 
 
-def _arms(asked: AbOptions) -> tuple[Arm, Arm]:
+def _arms(asked: AbOptions) -> tuple[ResolvedArm, ResolvedArm]:
     from dovetail.experiment.arms import make_arm
 
     common = [*(asked.sets or ()), *shortcuts({"model.path": asked.model})]
@@ -62,7 +62,7 @@ def _arms(asked: AbOptions) -> tuple[Arm, Arm]:
     return a, b
 
 
-def _measured(experiment: Experiment, view: View) -> Finished:
+def _measured(experiment: ExperimentRunner, view: ExperimentView) -> ExperimentRecord:
     """Runs it. Ctrl-C or an arm that fails before there is a block leave nothing to report, and end the command."""
     from dovetail.errors import EngineError
     from dovetail.experiment.result import ARM_FAILED, INCONCLUSIVE
@@ -79,7 +79,7 @@ def _measured(experiment: Experiment, view: View) -> Finished:
         raise typer.Exit(ARM_FAILED) from None
 
 
-def _workload(arm: Arm, spec: str, arrivals: str | None, seed: int) -> Workload:
+def _workload(arm: ResolvedArm, spec: str, arrivals: str | None, seed: int) -> Workload:
     from dovetail.bench.specs import parse_arrivals, parse_workload
     from dovetail.bench.workloads import PromptVocabulary, make_workload
     from dovetail.tokenizer import load_tokenizer
@@ -95,7 +95,7 @@ def _workload(arm: Arm, spec: str, arrivals: str | None, seed: int) -> Workload:
     return make_workload(parse_workload(spec), seed, vocabulary, when)
 
 
-def _keep(found: Finished, folder: Path) -> None:
+def _keep(found: ExperimentRecord, folder: Path) -> None:
     from dovetail.experiment.plots import missing
     from dovetail.experiment.report import write_html
 
@@ -104,7 +104,7 @@ def _keep(found: Finished, folder: Path) -> None:
         write_html(found, folder / "report.html")
 
 
-def _write_tuning(a: Arm, b: Arm, found: Finished) -> tuple[Path, list[str]]:
+def _write_tuning(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> tuple[Path, list[str]]:
     """The file of records, and what is now in it or why not."""
     from dovetail.experiment.tuning import tuning_records
     from dovetail.registry.measured import add_records, tuning_file

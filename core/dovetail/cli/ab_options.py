@@ -13,7 +13,7 @@ import typer
 from dovetail.cli.sources import Model, Sets
 
 if TYPE_CHECKING:
-    from dovetail.experiment.runner import Settings
+    from dovetail.experiment.runner import ExperimentSettings
 
 _ARM = "KEY=VALUE, or a config file, over the base. Repeatable."
 _LEAST_BLOCKS = 2
@@ -74,14 +74,14 @@ class AbOptions:
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the experiment as JSON, and nothing else.")] = False
 
-    def settings(self) -> Settings:
+    def settings(self) -> ExperimentSettings:
         """How the experiment is run and judged. Raises ``ConfigError``."""
         from dovetail.bench.metrics import parse_slo
-        from dovetail.experiment.runner import Settings
+        from dovetail.experiment.runner import ExperimentSettings
         from dovetail.experiment.verdict import Rules
 
         bounds = parse_slo([self.slo]) if self.slo else None
-        return Settings(
+        return ExperimentSettings(
             rules=Rules(self.alpha, self.delta, peeking=self.blocks is None),
             max_blocks=self.blocks or self.max_blocks,
             primary=_metrics(self.primary, goodput=bounds is not None),

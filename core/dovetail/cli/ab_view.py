@@ -14,12 +14,12 @@ from dovetail.cli.tables import add, console, table
 
 if TYPE_CHECKING:
     from dovetail.errors import EngineError
-    from dovetail.experiment.arms import Arm
-    from dovetail.experiment.result import Experiment
+    from dovetail.experiment.arms import ResolvedArm
+    from dovetail.experiment.result import ExperimentRecord
 
 
-class View:
-    """A ``Watcher`` with a progress bar. ``quiet``: standard output belongs to somebody else, all goes to standard error."""
+class ExperimentView:
+    """A ``ProgressWatcher`` with a progress bar. ``quiet``: standard output belongs to somebody else, all goes to standard error."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.console = Console(stderr=True, highlight=False) if quiet else console()
@@ -34,7 +34,7 @@ class View:
         )
         self._task: Any = None
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> ExperimentView:
         self._progress.start()
         return self
 
@@ -42,14 +42,14 @@ class View:
         self._progress.stop()
 
     def stage(self, text: str, total: int) -> None:
-        """See ``Watcher``."""
+        """See ``ProgressWatcher``."""
         self._task = self._progress.add_task(text, total=total, known="")
 
     def step(self, text: str) -> None:
-        """See ``Watcher``."""
+        """See ``ProgressWatcher``."""
         self._progress.update(self._task, advance=1, known=text)
 
-    def explain(self, a: Arm, b: Arm) -> None:
+    def explain(self, a: ResolvedArm, b: ResolvedArm) -> None:
         """The parts of both arms and why, then every setting that differs, then what should make one wary."""
         from dovetail.experiment.arms import differences
         from dovetail.experiment.runner import difference_of, warnings
@@ -81,7 +81,7 @@ class View:
         """An arm failed before there was a block."""
         self.console.print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
 
-    def result(self, found: Experiment, folder: Path) -> None:
+    def result(self, found: ExperimentRecord, folder: Path) -> None:
         """The verdict and its tables."""
         from dovetail.experiment.terminal import render
 

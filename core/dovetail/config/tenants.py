@@ -67,7 +67,7 @@ class KeyEntry(Section):
         return self.label or self.hash.removeprefix("sha256:")[:8]
 
 
-class Limits(Section):
+class TenantLimits(Section):
     """What a tenant may use. Without a value there is no limit, or the server's own."""
 
     requests_per_minute: int | None = Field(
@@ -90,7 +90,7 @@ class Limits(Section):
     max_seconds: float | None = Field(default=None, gt=0, le=10**6, description="In place of `server.max_seconds`.")
 
 
-class TenantSection(Limits):
+class TenantSection(TenantLimits):
     """One tenant: its keys, its limits, its namespace of cached prefixes."""
 
     keys: tuple[KeyEntry, ...] = ()
@@ -109,7 +109,7 @@ class AdminSection(Section):
 class KeyFile(Section):
     """The whole file. ``defaults`` are the limits of tenants that do not have their own."""
 
-    defaults: Limits = Limits()
+    defaults: TenantLimits = TenantLimits()
     tenants: dict[Name, TenantSection] = Field(default_factory=dict)
     admins: dict[Name, AdminSection] = Field(default_factory=dict)
 
@@ -126,11 +126,14 @@ class KeyFile(Section):
                 owners[entry.hash] = name
         return self
 
-    def limits(self, name: str) -> Limits:
+    def limits(self, name: str) -> TenantLimits:
         """What holds for a tenant: its own values, else the defaults. A value of ``null`` is its own: no limit."""
         own = self.tenants[name]
-        return Limits(
-            **{key: getattr(own if key in own.model_fields_set else self.defaults, key) for key in Limits.model_fields}
+        return TenantLimits(
+            **{
+                key: getattr(own if key in own.model_fields_set else self.defaults, key)
+                for key in TenantLimits.model_fields
+            }
         )
 
 

@@ -22,7 +22,7 @@ SILENT = ("tuning", "server")
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ResolvedArm:
     """One side: ``given`` is what its user wrote; ``config`` is what that makes of the base, ``resolved`` what would run.
     ``named`` are the keys that its own settings name, in dotted form."""
 
@@ -39,7 +39,7 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ConfigDifference:
     """A setting that differs between the resolved arms. ``intended``: the settings of an arm name it."""
 
     key: str
@@ -50,7 +50,7 @@ class Difference:
 
 def make_arm(
     name: str, base: Sequence[Path], common: Sequence[str], given: Sequence[str], env: Mapping[str, str]
-) -> Arm:
+) -> ResolvedArm:
     """``given`` are ``key=value`` texts and config files, laid over the ``base`` files and the ``common`` texts. Raises
     ``ConfigError`` and ``PluginError``, as ``resolve`` does."""
     files = [Path(text) for text in given if _is_file(text)]
@@ -61,23 +61,23 @@ def make_arm(
     except (ConfigError, PluginError) as error:
         raise type(error)(f"arm {name}: {error}") from error
     named = {*_named_by_sets(sets), *_leaves(read(files, (), {}).tree)}
-    return Arm(name, tuple(given), frozenset(named), config, resolved)
+    return ResolvedArm(name, tuple(given), frozenset(named), config, resolved)
 
 
-def differences(a: Arm, b: Arm) -> list[Difference]:
+def differences(a: ResolvedArm, b: ResolvedArm) -> list[ConfigDifference]:
     """Every setting that differs between the resolved configs, those that the arms name first. Of a part whose component
     differs, its settings go unmentioned: those of one mean nothing to another."""
     left, right = flat(a.resolved.config), flat(b.resolved.config)
     named = _contrast(a, b)
     found = [
-        Difference(key.removesuffix(".kind"), left.get(key, "-"), right.get(key, "-"), _covers(named, key))
+        ConfigDifference(key.removesuffix(".kind"), left.get(key, "-"), right.get(key, "-"), _covers(named, key))
         for key in dict.fromkeys([*left, *right])
         if left.get(key) != right.get(key) and not _other_component(key, left, right)
     ]
     return sorted(found, key=lambda d: not d.intended)
 
 
-def axes(found: Iterable[Difference]) -> list[str]:
+def axes(found: Iterable[ConfigDifference]) -> list[str]:
     """The sections in which intended differences lie: with more than one, nobody can tell which of them made the difference."""
     return list(dict.fromkeys(d.key.partition(".")[0] for d in found if d.intended))
 
@@ -122,7 +122,7 @@ def _other_component(key: str, left: Mapping[str, str], right: Mapping[str, str]
     return last != "kind" and kind in {**left, **right} and left.get(kind) != right.get(kind)
 
 
-def _contrast(a: Arm, b: Arm) -> frozenset[str]:
+def _contrast(a: ResolvedArm, b: ResolvedArm) -> frozenset[str]:
     """The keys that one arm names and the other does not, or names otherwise. Two whole config files name much alike."""
     left, right = flat(a.config), flat(b.config)
     return frozenset(key for key in a.named | b.named if _under(key, left) != _under(key, right))

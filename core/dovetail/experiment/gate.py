@@ -22,8 +22,8 @@ import msgspec
 
 from dovetail.bench.divergence import first_difference
 from dovetail.experiment.likeness import Likeness, likeness, logprob_in
-from dovetail.experiment.result import Divergence, Gate
-from dovetail.experiment.trace import Answer, Forced
+from dovetail.experiment.result import Divergence, GateRecord
+from dovetail.experiment.trace import ForcedOutput, GreedyOutput
 from dovetail.types import TokenLogprob
 
 SLACK = 4.0
@@ -42,53 +42,53 @@ MOST_SHOWN, SHOWN_TOKENS = 20, 8
 """Divergences that are told, and of each so many tokens."""
 
 
-class Outputs(msgspec.Struct, frozen=True):
+class ArmOutputs(msgspec.Struct, frozen=True):
     """What an arm said: to every compared call, and of A's texts. ``again`` and ``forced_again`` are A's second time. ``refused`` is
     why it could not answer; ``facts`` are what its engine says of itself."""
 
-    answers: list[Answer] = []
-    forced: list[Forced] = []
-    again: list[Answer] = []
-    forced_again: list[Forced] = []
+    answers: list[GreedyOutput] = []
+    forced: list[ForcedOutput] = []
+    again: list[GreedyOutput] = []
+    forced_again: list[ForcedOutput] = []
     refused: str = ""
     facts: dict[str, str] = {}
 
 
-def read_outputs(file: Path) -> Outputs:
+def read_outputs(file: Path) -> ArmOutputs:
     """What the process of an arm has written."""
-    return msgspec.msgpack.decode(file.read_bytes(), type=Outputs)
+    return msgspec.msgpack.decode(file.read_bytes(), type=ArmOutputs)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GateThresholds:
     """Up to which ``margin`` (nats) a divergence is a near tie, and up to which mean ``kl`` (nats per token) texts are the same."""
 
     margin: float
     kl: float
 
 
-def limits_of(a: Outputs, dtypes: Sequence[str], near_tie: float | None = None) -> Limits:
+def limits_of(a: ArmOutputs, dtypes: Sequence[str], near_tie: float | None = None) -> GateThresholds:
     """From A against itself; ``near_tie`` is the margin where a user sets it."""
     floor, floor_kl = max((FLOORS.get(dtype, COARSEST) for dtype in dtypes), default=COARSEST)
     noises = [likeness(_places(a.answers, a.again)), likeness(_forced(a.forced, a.forced_again))]
     shift, kl = max(noise.shift for noise in noises), max(noise.kl_mean for noise in noises)
     margin = min(max(floor, SLACK * shift), CEILING) if near_tie is None else near_tie
-    return Limits(margin, max(floor_kl, 10 * kl))
+    return GateThresholds(margin, max(floor_kl, 10 * kl))
 
 
 def judge(
-    a: Outputs,
-    b: Outputs,
-    limits: Limits,
+    a: ArmOutputs,
+    b: ArmOutputs,
+    limits: GateThresholds,
     schemas: Mapping[str, Mapping[str, Any]],
     *,
     decode: Callable[[Sequence[int]], str] = str,
     allow: bool = False,
-) -> Gate:
+) -> GateRecord:
     """The gate's word. ``schemas`` are those of constrained calls; ``decode`` writes token ids as text; with ``allow``
     differences are told and let through."""
     if b.refused:
-        return Gate(outcome="failed", reason=f"arm b could not answer: {b.refused}")
+        return GateRecord(outcome="failed", reason=f"arm b could not answer: {b.refused}")
     shown = divergences(a.answers, b.answers, limits, decode)
     itself = divergences(a.answers, a.again, limits, decode)
     forced = likeness(_forced(a.forced, b.forced))
@@ -101,7 +101,7 @@ def judge(
         *_along(likeness(_places(a.answers, b.answers)), limits),
         *_grammar_problems(valid_a, valid_b),
     ]
-    return Gate(
+    return GateRecord(
         outcome=("allowed" if allow else "failed") if problems else "passed",
         reason="; ".join(problems) or _sameness(shown, a, limits),
         compared=len(a.answers),
@@ -119,7 +119,10 @@ def judge(
 
 
 def divergences(
-    first: Sequence[Answer], second: Sequence[Answer], limits: Limits, decode: Callable[[Sequence[int]], str] = str
+    first: Sequence[GreedyOutput],
+    second: Sequence[GreedyOutput],
+    limits: GateThresholds,
+    decode: Callable[[Sequence[int]], str] = str,
 ) -> list[Divergence]:
     """Where the outputs of each call part, if they do."""
     found = []
@@ -130,7 +133,9 @@ def divergences(
     return found
 
 
-def _divergence(a: Answer, b: Answer, place: int, limits: Limits, decode: Callable[[Sequence[int]], str]) -> Divergence:
+def _divergence(
+    a: GreedyOutput, b: GreedyOutput, place: int, limits: GateThresholds, decode: Callable[[Sequence[int]], str]
+) -> Divergence:
     """An output that ends where the other goes on has no token to compare there: it is real."""
     told = place < min(len(a.logprobs), len(b.logprobs))
     margin = _margin(a.logprobs[place], b.logprobs[place]) if told else None
@@ -151,7 +156,7 @@ def _margin(a: TokenLogprob, b: TokenLogprob) -> float:
     return max(abs(logprob_in(x, ours) - logprob_in(x, theirs)) for x in (a, b))
 
 
-def _places(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[TokenLogprob, TokenLogprob]]:
+def _places(first: Sequence[GreedyOutput], second: Sequence[GreedyOutput]) -> list[tuple[TokenLogprob, TokenLogprob]]:
     """The places at which both answers follow the same text: up to where they part, that one included."""
     found: list[tuple[TokenLogprob, TokenLogprob]] = []
     for a, b in zip(first, second, strict=True):
@@ -161,12 +166,12 @@ def _places(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Tok
     return found
 
 
-def _forced(first: Sequence[Forced], second: Sequence[Forced]) -> list[tuple[TokenLogprob, TokenLogprob]]:
+def _forced(first: Sequence[ForcedOutput], second: Sequence[ForcedOutput]) -> list[tuple[TokenLogprob, TokenLogprob]]:
     """As far as both have read: contexts may end in different places."""
     return [pair for a, b in zip(first, second, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=False)]
 
 
-def valid_outputs(answers: Sequence[Answer], schemas: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
+def valid_outputs(answers: Sequence[GreedyOutput], schemas: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
     """(valid, whole) of the constrained outputs that have come to their end; None where there is none. What was cut off at its
     length says nothing. Checked with ``jsonschema`` where it is installed, else as JSON alone."""
     ended = [(given.text, schemas[given.id]) for given in answers if given.id in schemas and given.ended]
@@ -187,7 +192,7 @@ def _is_valid(text: str, schema: Mapping[str, Any]) -> bool:
     return jsonschema.Draft202012Validator(dict(schema)).is_valid(value)
 
 
-def _themselves(itself: Sequence[Divergence], a: Outputs) -> list[str]:
+def _themselves(itself: Sequence[Divergence], a: ArmOutputs) -> list[str]:
     real = sum(not d.near_tie for d in itself)
     return [f"arm a does not even agree with itself: {real} of {len(a.again)} outputs really differ"] if real else []
 
@@ -197,7 +202,7 @@ def _parted(shown: Sequence[Divergence], compared: int) -> list[str]:
     return [f"{real} of {compared} outputs really differ"] if real else []
 
 
-def _forced_problems(found: Likeness, limits: Limits) -> list[str]:
+def _forced_problems(found: Likeness, limits: GateThresholds) -> list[str]:
     problems = []
     if found.upset > limits.margin:
         problems.append(f"reading A's texts, B prefers another token where A's leads by up to {found.upset:.3g} nats")
@@ -206,7 +211,7 @@ def _forced_problems(found: Likeness, limits: Limits) -> list[str]:
     return problems
 
 
-def _along(found: Likeness, limits: Limits) -> list[str]:
+def _along(found: Likeness, limits: GateThresholds) -> list[str]:
     """The same while writing: these log-probabilities come of decode steps."""
     if found.kl_mean <= limits.kl:
         return []
@@ -221,7 +226,7 @@ def _grammar_problems(a: tuple[int, int] | None, b: tuple[int, int] | None) -> l
     return found
 
 
-def _sameness(shown: Sequence[Divergence], a: Outputs, limits: Limits) -> str:
+def _sameness(shown: Sequence[Divergence], a: ArmOutputs, limits: GateThresholds) -> str:
     if not shown:
         return f"all {len(a.answers)} outputs are the same"
     return f"{len(shown)} of {len(a.answers)} outputs part at a near tie (within {limits.margin:.3g} nats), none really"

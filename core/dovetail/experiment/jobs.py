@@ -21,7 +21,7 @@ WORKER = "dovetail.experiment.worker"
 TAIL_LINES = 20
 
 
-class Job(Data):
+class ArmJob(Data):
     """``record``: answer the ``workload`` and write the frozen trace and arm A's ``gate.Outputs``. ``answer``: write arm B's outputs
     to the calls of A's (``given``). ``measure``: run the trace in ``workload`` and write its ``RunRecord``.
 
@@ -49,7 +49,7 @@ class Job(Data):
         return self.output.with_suffix(".failure")
 
 
-def run_job(job: Job) -> None:
+def run_job(job: ArmJob) -> None:
     """Run it in a process of its own, which ends with this one, and sees no setting of the environment: ``config`` has them all.
     Raises ``EngineError`` with what it said if it fails."""
     file, log = job.output.with_suffix(".job.json"), job.output.with_suffix(".log")
@@ -83,16 +83,16 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.stdin.close()
 
 
-def _why(job: Job, log: Path, status: int) -> str:
+def _why(job: ArmJob, log: Path, status: int) -> str:
     if job.failure.exists():
         return job.failure.read_text(encoding="utf-8")
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
     return "\n".join([f"its process ended with status {status}", *lines])
 
 
-def read_job(file: Path) -> Job:
+def read_job(file: Path) -> ArmJob:
     """The job in a file. Raises ``EngineError``."""
     try:
-        return Job.model_validate_json(file.read_text(encoding="utf-8"))
+        return ArmJob.model_validate_json(file.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
         raise EngineError(f"{file} holds no job of an experiment: {error}") from error

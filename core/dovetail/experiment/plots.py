@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail.errors import ConfigError
-from dovetail.experiment.result import Comparison, Distribution, Experiment, Look
+from dovetail.experiment.result import Comparison, DistributionRecord, ExperimentRecord, Look
 from dovetail.experiment.words import change, interval
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def ensure() -> None:
         raise ConfigError(why)
 
 
-def plots(e: Experiment) -> dict[str, str]:
+def plots(e: ExperimentRecord) -> dict[str, str]:
     """Every plot that the experiment has data for, by name: forest, blocks, looks, distributions."""
     ensure()
     import matplotlib as mpl
@@ -198,11 +198,11 @@ def _percent_text(at: float, step: float) -> str:
     return f"{100 * at:+.{0 if step >= 0.01 else 1}f} %".replace("-", "−")
 
 
-def _panels(e: Experiment) -> list[Comparison]:
+def _panels(e: ExperimentRecord) -> list[Comparison]:
     return [c for c in e.primary if c.ratio is not None][:4]
 
 
-def _blocks(e: Experiment) -> Figure | None:
+def _blocks(e: ExperimentRecord) -> Figure | None:
     """A panel for each primary metric: both arms' values of each block, in the order in which they ran."""
     chosen = _panels(e)
     if not chosen:
@@ -230,7 +230,7 @@ def _count_axis(ax: Axes, most: int) -> None:
     ax.margins(y=0.14)
 
 
-def _looks(e: Experiment) -> Figure | None:
+def _looks(e: ExperimentRecord) -> Figure | None:
     """A panel for each primary metric: how estimate and interval moved from block to block."""
     chosen = [c for c in _panels(e) if any(look.metric == c.metric for look in e.looks)]
     if not chosen:
@@ -256,7 +256,7 @@ def _funnel(ax: Axes, looks: Sequence[Look], band: float, color: str) -> None:
     _percent(ax.yaxis)
 
 
-def _distributions(distributions: Sequence[Distribution]) -> Figure:
+def _distributions(distributions: Sequence[DistributionRecord]) -> Figure:
     """A panel for each: the share of values up to x, per arm."""
     chosen = list(distributions)[:4]
     figure, axes = _figure(2.9, len(chosen)) if len(chosen) < 4 else _figure(5.2, 2, rows=2)

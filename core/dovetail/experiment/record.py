@@ -11,8 +11,16 @@ import numpy as np
 from dovetail.bench.metrics import SLO, values
 from dovetail.bench.records import RunRecord, Workload
 from dovetail.experiment.resample import statistic
-from dovetail.experiment.result import Better, BlockRow, Comparison, Distribution, Look, SideBySide, WorkloadSummary
-from dovetail.experiment.samples import Block, Metric, clusters, metrics, sample
+from dovetail.experiment.result import (
+    Better,
+    BlockRow,
+    Comparison,
+    DistributionRecord,
+    Look,
+    SideBySide,
+    WorkloadSummary,
+)
+from dovetail.experiment.samples import BlockSamples, Metric, clusters, metrics, sample
 from dovetail.experiment.stats import compare
 from dovetail.experiment.verdict import Rules
 
@@ -37,7 +45,7 @@ class RunBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class CompletedBlocks:
     """All blocks so far, and what is needed to read them."""
 
     trace: Workload
@@ -52,9 +60,9 @@ class Books:
         """Every metric, over the blocks so far."""
         place = {call.id: i for i, call in enumerate(self.trace.calls)}
 
-        def block_of(metric: Metric, block: RunBlock) -> Block:
+        def block_of(metric: Metric, block: RunBlock) -> BlockSamples:
             a, b = (tuple(sample(metric, r.measurements, place, self.slo) for r in block.of(arm)) for arm in "ab")
-            return Block(a, b)
+            return BlockSamples(a, b)
 
         found = [(metric, [block_of(metric, block) for block in self.blocks]) for metric in metrics(self.slo)]
         groups = clusters([(call.id, call.group) for call in self.trace.calls])
@@ -76,10 +84,12 @@ class Books:
                 found[metric.name] = statistics.geometric_mean(numbers)
         return found
 
-    def distributions(self) -> tuple[Distribution, ...]:
+    def distributions(self) -> tuple[DistributionRecord, ...]:
         """Of every request (for ITL: every gap) of all runs."""
         return tuple(
-            Distribution(metric=name, label=label, unit="ms", a=self._thinned(name, "a"), b=self._thinned(name, "b"))
+            DistributionRecord(
+                metric=name, label=label, unit="ms", a=self._thinned(name, "a"), b=self._thinned(name, "b")
+            )
             for name, label in DISTRIBUTIONS.items()
             if self.blocks
         )

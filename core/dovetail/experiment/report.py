@@ -1,4 +1,4 @@
-"""A finished experiment for people: one HTML page without outside resources. For machines, ``Experiment.write``."""
+"""A finished experiment for people: one HTML page without outside resources. For machines, ``ExperimentRecord.write``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from dovetail.bench.html import render
 from dovetail.experiment import words
 from dovetail.experiment.plots import plots
-from dovetail.experiment.result import Experiment
+from dovetail.experiment.result import ExperimentRecord
 
 _TEMPLATE = Path(__file__).parent / "templates" / "report.html"
 _FORMATTERS: tuple[Callable[..., Any], ...] = (
@@ -24,12 +24,12 @@ _FORMATTERS: tuple[Callable[..., Any], ...] = (
 )
 
 
-def write_html(experiment: Experiment, file: Path) -> None:
+def write_html(experiment: ExperimentRecord, file: Path) -> None:
     """The page. Raises ``ConfigError`` with the command that mends it where matplotlib is missing (``plots.ensure``)."""
     file.write_text(html(experiment), encoding="utf-8")
 
 
-def html(experiment: Experiment) -> str:
+def html(experiment: ExperimentRecord) -> str:
     """The page as text."""
     return render(
         _TEMPLATE,

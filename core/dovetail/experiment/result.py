@@ -20,13 +20,13 @@ Verdict = Literal["faster", "slower", "equivalent", "inconclusive"]
 Better = Literal["lower", "higher"]
 
 
-class Record(BaseModel):
+class StoredRecord(BaseModel):
     """What is stored never changes, and has no field that this version does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Arm(Record):
+class ArmRecord(StoredRecord):
     """One of the two configs. ``given`` are the settings it was asked for (``attention=triton``, or its file); ``config`` the
     resolved tree; ``explain`` the text of ``dovetail explain`` for it."""
 
@@ -37,7 +37,7 @@ class Arm(Record):
     explain: str = ""
 
 
-class Difference(Record):
+class DifferenceRecord(StoredRecord):
     """A key whose resolved values differ, as text. ``intended`` if the user asked for it, else it moved along."""
 
     key: str
@@ -46,7 +46,7 @@ class Difference(Record):
     intended: bool = True
 
 
-class WorkloadSummary(Record):
+class WorkloadSummary(StoredRecord):
     """What both arms were asked, in every run the same. Token counts are means over the requests."""
 
     name: str
@@ -60,7 +60,7 @@ class WorkloadSummary(Record):
     content_hash: str
 
 
-class Divergence(Record):
+class Divergence(StoredRecord):
     """Where the outputs of one request part. ``margin`` is the difference of the two tokens' log-probabilities in A, in nats;
     ``near_tie`` if that is within what A/A shows."""
 
@@ -72,7 +72,7 @@ class Divergence(Record):
     near_tie: bool
 
 
-class Gate(Record):
+class GateRecord(StoredRecord):
     """Do both arms say the same? ``skipped`` must give its reason; a failed gate means that no speed was measured; ``allowed`` is
     one that would have failed, had the user not let different outputs through.
 
@@ -96,7 +96,7 @@ class Gate(Record):
     divergences: tuple[Divergence, ...] = ()
 
 
-class Comparison(Record):
+class Comparison(StoredRecord):
     """One metric: B divided by A. ``experiment.stats.compare`` makes it.
 
     ``a`` and ``b`` are geometric means over the blocks, in ``unit``. ``low`` and ``high`` bound the ratio with the experiment's
@@ -124,7 +124,7 @@ class Comparison(Record):
     note: str = ""
 
 
-class SideBySide(Record):
+class SideBySide(StoredRecord):
     """A number of each arm that is reported, not tested: memory, start-up time, acceptance length, mask time, prefix hit rate."""
 
     label: str
@@ -134,7 +134,7 @@ class SideBySide(Record):
     better: Better | None = None
 
 
-class BlockRow(Record):
+class BlockRow(StoredRecord):
     """One block: the order of its runs (``ABBA``), when it began (seconds into the experiment), and each metric's value per
     arm, by the metric's name."""
 
@@ -145,7 +145,7 @@ class BlockRow(Record):
     b: dict[str, float]
 
 
-class Distribution(Record):
+class DistributionRecord(StoredRecord):
     """Values of single requests or tokens per arm, in ``unit``, ascending; thinned to evenly spaced quantiles."""
 
     metric: str
@@ -155,7 +155,7 @@ class Distribution(Record):
     b: tuple[float, ...]
 
 
-class Look(Record):
+class Look(StoredRecord):
     """What was known of a metric after so many blocks."""
 
     metric: str
@@ -165,7 +165,7 @@ class Look(Record):
     high: float | None
 
 
-class Plan(Record):
+class DecisionPlan(StoredRecord):
     """How the experiment decides. ``peeking``: it looked after each block, and its intervals allow for that; ``stopped`` is why
     it ended. ``primary`` are the metrics that its verdict rests on."""
 
@@ -180,14 +180,14 @@ class Plan(Record):
     stopped: str = ""
 
 
-class Note(Record):
+class Note(StoredRecord):
     """Something that a reader must know; ``loud`` is written in bold."""
 
     level: Literal["info", "warning", "loud"] = "info"
     text: str
 
 
-class Experiment(Record):
+class ExperimentRecord(StoredRecord):
     """A whole experiment. ``comparisons`` and ``blocks`` are empty if the gate failed. ``failed_calls`` are those of A and B in
     whole blocks; ``failure`` says why a run of an arm failed, which ended it."""
 
@@ -197,17 +197,17 @@ class Experiment(Record):
     started: datetime
     seconds: float
     command: str
-    a: Arm
-    b: Arm
-    differences: tuple[Difference, ...] = ()
+    a: ArmRecord
+    b: ArmRecord
+    differences: tuple[DifferenceRecord, ...] = ()
     machine: dict[str, str] = Field(default_factory=dict)
     workload: WorkloadSummary
-    gate: Gate
-    plan: Plan
+    gate: GateRecord
+    plan: DecisionPlan
     comparisons: tuple[Comparison, ...] = ()
     side_by_side: tuple[SideBySide, ...] = ()
     blocks: tuple[BlockRow, ...] = ()
-    distributions: tuple[Distribution, ...] = ()
+    distributions: tuple[DistributionRecord, ...] = ()
     looks: tuple[Look, ...] = ()
     notes: tuple[Note, ...] = ()
     failed_calls: tuple[int, int] = (0, 0)
@@ -255,10 +255,10 @@ def overall(comparisons: tuple[Comparison, ...]) -> Verdict:
     return "equivalent" if verdicts == {"equivalent"} else "inconclusive"
 
 
-def read_experiment(file: Path) -> Experiment:
+def read_experiment(file: Path) -> ExperimentRecord:
     """What ``write`` wrote. Raises ``ConfigError`` for a file that is none, or of another schema version."""
     try:
-        return Experiment.model_validate_json(file.read_text(encoding="utf-8"))
+        return ExperimentRecord.model_validate_json(file.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
         raise ConfigError(
             f"{file} is no experiment of schema version {SCHEMA_VERSION}: {error}; `dovetail ab` writes one with --json"

@@ -16,10 +16,10 @@ from dovetail.bench.records import Workload, read_record, write_json
 from dovetail.config import dump
 from dovetail.errors import ConfigError, EngineError
 from dovetail.experiment import result
-from dovetail.experiment.arms import Arm, Difference, axes, differences
-from dovetail.experiment.gate import Outputs, judge, limits_of, read_outputs
-from dovetail.experiment.jobs import Job, run_job
-from dovetail.experiment.record import Books, RunBlock, looks, summary
+from dovetail.experiment.arms import ConfigDifference, ResolvedArm, axes, differences
+from dovetail.experiment.gate import ArmOutputs, judge, limits_of, read_outputs
+from dovetail.experiment.jobs import ArmJob, run_job
+from dovetail.experiment.record import CompletedBlocks, RunBlock, looks, summary
 from dovetail.experiment.samples import PRIMARY
 from dovetail.experiment.verdict import Rules, stop_reason
 
@@ -28,7 +28,7 @@ FORWARDS, BACKWARDS = "abba", "baab"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ExperimentSettings:
     """How to decide. ``max_blocks`` is the most, or with ``rules.peeking`` off the number. ``compared``: so many calls are compared
     by the gate. ``near_tie`` sets its margin (nats) by hand; with ``allow`` different outputs do not stop the experiment."""
 
@@ -47,7 +47,7 @@ class Settings:
     arrivals: str = ""
 
 
-class Watcher(Protocol):
+class ProgressWatcher(Protocol):
     """Is told how far an experiment is."""
 
     def stage(self, text: str, total: int) -> None:
@@ -59,20 +59,20 @@ class Watcher(Protocol):
         ...
 
 
-Launch = Callable[[Job], None]
+Launch = Callable[[ArmJob], None]
 
 
-class Experiment:
+class ExperimentRunner:
     """Runs two arms on a workload; files go to ``folder``. ``launch`` does a job in a process of its own."""
 
     def __init__(
         self,
-        a: Arm,
-        b: Arm,
+        a: ResolvedArm,
+        b: ResolvedArm,
         workload: Workload,
-        settings: Settings,
+        settings: ExperimentSettings,
         folder: Path,
-        watcher: Watcher,
+        watcher: ProgressWatcher,
         launch: Launch = run_job,
     ) -> None:
         self._arms = {"a": a, "b": b}
@@ -86,10 +86,10 @@ class Experiment:
         self._began = time.perf_counter()
         self._started = datetime.now(UTC)
         self._looks: list[result.Look] = []
-        self._facts: list[result.Difference] = []
+        self._facts: list[result.DifferenceRecord] = []
         self._failure = ""
 
-    def run(self) -> result.Experiment:
+    def run(self) -> result.ExperimentRecord:
         """All of it. Ctrl-C after the gate ends it with the blocks that are whole, and so does an arm that fails then. Raises
         ``EngineError`` where an arm fails before, and ``ConfigError`` for a folder that holds something or cannot be written."""
         check_folder(self._folder)
@@ -97,13 +97,13 @@ class Experiment:
         gate = self._gate()
         trace = Workload.model_validate_json(self._trace.read_text(encoding="utf-8"))
         s = self._settings
-        books = Books(trace, s.slo, s.primary, s.rules, s.resamples, s.seed, [])
+        books = CompletedBlocks(trace, s.slo, s.primary, s.rules, s.resamples, s.seed, [])
         stopped = "the outputs differ" if gate.outcome == "failed" else self._blocks(books)
         return self._finished(gate, books, stopped)
 
     # -- outputs -----------------------------------------------------------------------------------------------------
 
-    def _gate(self) -> result.Gate:
+    def _gate(self) -> result.GateRecord:
         compared = _spread([call.id for call in self._workload.calls], self._settings.compared)
         self._watcher.stage("outputs", 2)
         a = self._outputs("record", "a", compared)
@@ -111,7 +111,7 @@ class Experiment:
         b = self._outputs("answer", "b", compared)
         self._watcher.step(f"arm b has answered {len(b.answers)} of them")
         self._facts = [
-            result.Difference(key=f"engine: {key}", a=value, b=b.facts[key], intended=False)
+            result.DifferenceRecord(key=f"engine: {key}", a=value, b=b.facts[key], intended=False)
             for key, value in a.facts.items()
             if b.facts.get(key) != value
         ]
@@ -120,7 +120,7 @@ class Experiment:
         schemas = {call.id: call.json_schema for call in self._workload.calls if call.json_schema is not None}
         return judge(a, b, limits, schemas, decode=decoder(self._arms["a"]), allow=self._settings.allow)
 
-    def _outputs(self, kind: str, arm: str, compared: Sequence[str]) -> Outputs:
+    def _outputs(self, kind: str, arm: str, compared: Sequence[str]) -> ArmOutputs:
         output = self._folder / f"outputs-{arm}.msgpack"
         given = self._folder / "outputs-a.msgpack"
         update = {"compared": tuple(compared), "trace": self._trace, "given": given}
@@ -130,7 +130,7 @@ class Experiment:
 
     # -- speed -------------------------------------------------------------------------------------------------------
 
-    def _blocks(self, books: Books) -> str:
+    def _blocks(self, books: CompletedBlocks) -> str:
         """Fills ``books``; returns why it ended."""
         settings = self._settings
         self._watcher.stage("blocks", settings.max_blocks * len(FORWARDS))
@@ -160,9 +160,9 @@ class Experiment:
             self._watcher.step(f"block {index + 1}, {order[: place + 1]}")
         return RunBlock(index, order, at, tuple(runs))
 
-    def _job(self, kind: str, arm: str, workload: Path, output: Path) -> Job:
+    def _job(self, kind: str, arm: str, workload: Path, output: Path) -> ArmJob:
         chosen = self._arms[arm]
-        return Job.model_validate(
+        return ArmJob.model_validate(
             {
                 "kind": kind,
                 "arm": arm,
@@ -175,11 +175,11 @@ class Experiment:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def _finished(self, gate: result.Gate, books: Books, stopped: str) -> result.Experiment:
+    def _finished(self, gate: result.GateRecord, books: CompletedBlocks, stopped: str) -> result.ExperimentRecord:
         s, a, b = self._settings, self._arms["a"], self._arms["b"]
         found = (*(difference_of(d) for d in differences(a, b)), *self._facts)
         whole, failures = bool(books.blocks), books.failures()
-        return result.Experiment(
+        return result.ExperimentRecord(
             dovetail_version=version("dovetail"),
             title=s.title or " against ".join(_title(arm) for arm in (a, b)),
             started=self._started,
@@ -202,9 +202,9 @@ class Experiment:
             failure=self._failure,
         )
 
-    def _plan(self, stopped: str) -> result.Plan:
+    def _plan(self, stopped: str) -> result.DecisionPlan:
         s = self._settings
-        return result.Plan(
+        return result.DecisionPlan(
             alpha=s.rules.alpha,
             delta=s.rules.delta,
             primary=s.primary,
@@ -217,7 +217,7 @@ class Experiment:
         )
 
     def _notes(
-        self, gate: result.Gate, failures: Mapping[str, int], found: Sequence[result.Difference]
+        self, gate: result.GateRecord, failures: Mapping[str, int], found: Sequence[result.DifferenceRecord]
     ) -> list[result.Note]:
         notes = [result.Note(level="loud", text=self._failure)] if self._failure else []
         if gate.outcome == "allowed":
@@ -231,12 +231,12 @@ class Experiment:
         return notes
 
 
-def difference_of(d: Difference) -> result.Difference:
+def difference_of(d: ConfigDifference) -> result.DifferenceRecord:
     """As it is written to disk."""
-    return result.Difference(key=d.key, a=d.a, b=d.b, intended=d.intended)
+    return result.DifferenceRecord(key=d.key, a=d.a, b=d.b, intended=d.intended)
 
 
-def warnings(a: Arm, b: Arm, found: Sequence[result.Difference]) -> list[str]:
+def warnings(a: ResolvedArm, b: ResolvedArm, found: Sequence[result.DifferenceRecord]) -> list[str]:
     """What a reader should know of the differences before believing that one of them made the difference."""
     moved = [d.key for d in found if not d.intended]
     texts = []
@@ -248,7 +248,7 @@ def warnings(a: Arm, b: Arm, found: Sequence[result.Difference]) -> list[str]:
     return texts
 
 
-def decoder(arm: Arm) -> Callable[[Sequence[int]], str]:
+def decoder(arm: ResolvedArm) -> Callable[[Sequence[int]], str]:
     """Token ids as text, by the model's tokenizer, if it has one."""
     from dovetail.tokenizer import load_tokenizer
 
@@ -270,7 +270,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"the folder {folder} cannot be written: {error}; choose another (--output)") from error
 
 
-def check_alike(a: Arm, b: Arm) -> None:
+def check_alike(a: ResolvedArm, b: ResolvedArm) -> None:
     """Both must mean the same by a token. Raises ``ConfigError``."""
     sizes = [arm.resolved.model_info.vocab_size for arm in (a, b)]
     if sizes[0] != sizes[1]:
@@ -287,15 +287,15 @@ def _spread(ids: Sequence[str], count: int) -> list[str]:
     return [ids[i * len(ids) // count] for i in range(count)]
 
 
-def _title(arm: Arm) -> str:
+def _title(arm: ResolvedArm) -> str:
     return " ".join(arm.given) or "the base config"
 
 
-def _told(arm: Arm) -> result.Arm:
+def _told(arm: ResolvedArm) -> result.ArmRecord:
     lines = [
         f"{r.slot}: {r.chosen or 'none'}, {r.rule.value}{r.note and f'; {r.note}'}" for r in arm.resolved.resolutions
     ]
-    return result.Arm(
+    return result.ArmRecord(
         name=_title(arm),
         given=arm.given,
         config=dump(arm.resolved.config),
@@ -304,7 +304,7 @@ def _told(arm: Arm) -> result.Arm:
     )
 
 
-def _machine(arm: Arm) -> dict[str, str]:
+def _machine(arm: ResolvedArm) -> dict[str, str]:
     facts = machine_facts(arm.resolved.machine.device_name)
     own = {key: str(value) for key, value in facts.model_dump(exclude={"packages"}).items()}
     return {**own, **facts.packages}

@@ -40,7 +40,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockSamples:
     """The runs of both arms that are compared with each other: of ABBA two and two, in the order in which they ran."""
 
     a: tuple[Sample, ...]

@@ -44,14 +44,14 @@ import numpy as np
 
 from dovetail.experiment.resample import Weights, draw, resampled, statistic
 from dovetail.experiment.result import Comparison
-from dovetail.experiment.samples import Block, Floats, Ints, Metric
+from dovetail.experiment.samples import BlockSamples, Floats, Ints, Metric
 from dovetail.experiment.sequential import radius
 from dovetail.experiment.verdict import MOST_BLOCKS, Estimate, Rules, blocks_needed, decide, holm
 from dovetail.experiment.words import about
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMetric:
     """One metric over all blocks, before any verdict. ``a`` and ``b`` are geometric means. ``estimate`` is None where there
     is no ratio; ``note`` says why. ``run_var`` is the variance of a block's log ratio that runs of one arm show (A/A)."""
 
@@ -65,7 +65,7 @@ class Measured:
 
 
 def compare(
-    metrics: Sequence[tuple[Metric, Sequence[Block]]],
+    metrics: Sequence[tuple[Metric, Sequence[BlockSamples]]],
     clusters: Ints,
     primary: Sequence[str],
     rules: Rules,
@@ -82,15 +82,15 @@ def compare(
     return judge(measured, primary, rules)
 
 
-def measure(metric: Metric, blocks: Sequence[Block], weights: Weights, clusters: Ints) -> Measured:
+def measure(metric: Metric, blocks: Sequence[BlockSamples], weights: Weights, clusters: Ints) -> MeasuredMetric:
     """The mean log ratio of a metric and its variance."""
     a = np.array([[statistic(metric, run) for run in block.a] for block in blocks])
     b = np.array([[statistic(metric, run) for run in block.b] for block in blocks])
     for name, values in (("A", a), ("B", b)):
         if not len(blocks) or not np.all(values > 0):  # nan too
-            return Measured(metric, len(blocks), note=f"{name} has runs without a value, so there is no ratio")
+            return MeasuredMetric(metric, len(blocks), note=f"{name} has runs without a value, so there is no ratio")
     ratios, groups = np.log(b).mean(axis=1) - np.log(a).mean(axis=1), len(np.unique(clusters))
-    return Measured(
+    return MeasuredMetric(
         metric,
         len(blocks),
         a=float(np.exp(np.log(a).mean())),
@@ -100,7 +100,7 @@ def measure(metric: Metric, blocks: Sequence[Block], weights: Weights, clusters:
     )
 
 
-def judge(measured: Sequence[Measured], primary: Sequence[str], rules: Rules) -> tuple[Comparison, ...]:
+def judge(measured: Sequence[MeasuredMetric], primary: Sequence[str], rules: Rules) -> tuple[Comparison, ...]:
     """Corrects for the number of metrics and decides each."""
     known = [m for m in measured if m.estimate is not None]
     first = [m for m in known if m.metric.name in primary]
@@ -110,7 +110,7 @@ def judge(measured: Sequence[Measured], primary: Sequence[str], rules: Rules) ->
     )
 
 
-def _estimate(ratios: Floats, shared: Shared, clusters: int) -> Estimate:
+def _estimate(ratios: Floats, shared: SharedVariance, clusters: int) -> Estimate:
     blocks = len(ratios)
     block_var = float(ratios.var(ddof=1)) if blocks > 1 else 0.0
     between = block_var / blocks
@@ -119,27 +119,27 @@ def _estimate(ratios: Floats, shared: Shared, clusters: int) -> Estimate:
     return Estimate(float(ratios.mean()), block_var, shared.variance, blocks, df, shared.lasting)
 
 
-class Shared(NamedTuple):
+class SharedVariance(NamedTuple):
     """The variance of the mean log ratio that is due to the choice of requests, and what of it is beyond chance."""
 
     variance: float
     lasting: float
 
 
-def _shared(metric: Metric, blocks: Sequence[Block], weights: Weights, clusters: int) -> Shared:
+def _shared(metric: Metric, blocks: Sequence[BlockSamples], weights: Weights, clusters: int) -> SharedVariance:
     """The mean covariance of two blocks under the same resamples. Noise within blocks makes some by chance, as much as its
     standard error under independence says: two of those are not taken to last."""
     count = len(blocks)
     if count < 2 or weights.shape[1] < 2:
-        return Shared(0.0, 0.0)
+        return SharedVariance(0.0, 0.0)
     logs = np.stack([_log_ratio(metric, block, weights) for block in blocks])  # [blocks, resamples]
     own = float(logs.var(axis=1).mean())
     covariance = (count * float(logs.mean(axis=0).var()) - own) / (count - 1)
     chance = own * math.sqrt(2 / (clusters * count * (count - 1)))
-    return Shared(max(covariance, 0.0), max(covariance - 2 * chance, 0.0))
+    return SharedVariance(max(covariance, 0.0), max(covariance - 2 * chance, 0.0))
 
 
-def _log_ratio(metric: Metric, block: Block, weights: Weights) -> Floats:
+def _log_ratio(metric: Metric, block: BlockSamples, weights: Weights) -> Floats:
     a = np.mean([np.log(resampled(metric, run, weights)) for run in block.a], axis=0)
     return np.mean([np.log(resampled(metric, run, weights)) for run in block.b], axis=0) - a
 
@@ -153,12 +153,12 @@ def _run_variance(a: Floats, b: Floats) -> float | None:
     return of_a_run * (1 / a.shape[1] + 1 / b.shape[1])
 
 
-def _adjusted(measured: Sequence[Measured], rules: Rules) -> dict[str, float]:
+def _adjusted(measured: Sequence[MeasuredMetric], rules: Rules) -> dict[str, float]:
     raw = [m.estimate.p(rules.peeking) for m in measured if m.estimate is not None]
     return dict(zip((m.metric.name for m in measured), holm(raw), strict=True))
 
 
-def _comparison(measured: Measured, p_adjusted: float, family: int, rules: Rules) -> Comparison:
+def _comparison(measured: MeasuredMetric, p_adjusted: float, family: int, rules: Rules) -> Comparison:
     metric, estimate = measured.metric, measured.estimate
     unknown = Comparison(
         metric=metric.name, label=metric.label, unit=metric.unit, better=metric.better, blocks=measured.blocks,
@@ -185,7 +185,7 @@ def _comparison(measured: Measured, p_adjusted: float, family: int, rules: Rules
     )
 
 
-def _floor(measured: Measured, rules: Rules) -> float | None:
+def _floor(measured: MeasuredMetric, rules: Rules) -> float | None:
     """The smallest relative difference that so many blocks tell from noise, if the noise is that of runs of one arm."""
     if measured.run_var is None:
         return None

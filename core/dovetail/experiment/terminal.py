@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.experiment import words
-from dovetail.experiment.result import Comparison, Experiment
+from dovetail.experiment.result import Comparison, ExperimentRecord
 
 STYLE = {"faster": "green", "slower": "red", "equivalent": "cyan", "inconclusive": "yellow", "differs": "red"}
 
@@ -18,7 +18,7 @@ NARROW = 130
 _NOTE = {"info": "dim", "warning": "yellow", "loud": "bold red"}
 
 
-def render(e: Experiment) -> Group:
+def render(e: ExperimentRecord) -> Group:
     """Everything that the page has in tables, for ``Console.print``."""
     parts: list[RenderableType] = [Text(words.headline(e), f"bold {STYLE[words.tone(e)]}")]
     parts += [Text(f"  {words.sentence(c, e.plan.delta)}") for c in e.primary]
@@ -46,7 +46,7 @@ def _table(*columns: str) -> Table:
 _NUMBERS = ("A", "B", "change", "interval", "p", "noise floor")
 
 
-def _gate(e: Experiment) -> RenderableType:
+def _gate(e: ExperimentRecord) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_row("", Text(e.gate.reason, "dim"))
     for name, text in words.gate_facts(e.gate):
@@ -58,7 +58,7 @@ class _Comparisons:
     """A row for each metric. Where there is little room, p-values and noise floors are left to the page, and what else there is to
     say of a metric stands below."""
 
-    def __init__(self, e: Experiment) -> None:
+    def __init__(self, e: ExperimentRecord) -> None:
         self._e = e
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -71,7 +71,7 @@ class _Comparisons:
                 yield Padding(Text(f"{c.label}: {c.note}", "dim"), (0, 0, 0, 2))
 
 
-def _narrow(e: Experiment) -> Table:
+def _narrow(e: ExperimentRecord) -> Table:
     grid = _table("metric", "A", "B", "change", "interval", "verdict")
     grid.padding = (0, 1, 0, 0)
     for c in e.comparisons:
@@ -82,7 +82,7 @@ def _narrow(e: Experiment) -> Table:
     return grid
 
 
-def _wide(e: Experiment) -> Table:
+def _wide(e: ExperimentRecord) -> Table:
     grid = _table("metric", "A", "B", "unit", "change", "interval", "p", "noise floor", "verdict")
     for c in e.comparisons:
         star = "*" if c.metric in e.plan.primary else ""
@@ -105,7 +105,7 @@ def _verdict(c: Comparison) -> Text:
     return text.append(f", {c.note}", "dim") if c.note else text
 
 
-def _side_by_side(e: Experiment) -> Table:
+def _side_by_side(e: ExperimentRecord) -> Table:
     grid = _table("", "A", "B", "unit", "change")
     for row in e.side_by_side:
         cells = (words.number(row.a), words.number(row.b), Text(row.unit, "dim"), words.side_ratio(row))

@@ -26,7 +26,7 @@ TOP = 8
 """Most likely tokens of each position that are compared."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class GreedyOutput(msgspec.Struct, frozen=True):
     """The greedy output of a call. ``logprobs`` are of its tokens, empty where they were not asked for; ``ended`` if the model ended
     it, not its length."""
 
@@ -38,7 +38,7 @@ class Answer(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprob] = []
 
 
-class Forced(msgspec.Struct, frozen=True):
+class ForcedOutput(msgspec.Struct, frozen=True):
     """What an arm thinks of a given text: the log-probabilities of A's output tokens of a call, and the best at each place."""
 
     id: str
@@ -53,10 +53,10 @@ class _Turn:
     prompt: CallPrompt
 
 
-def record(llm: LLM, workload: Workload, compared: frozenset[str]) -> list[Answer]:
+def record(llm: LLM, workload: Workload, compared: frozenset[str]) -> list[GreedyOutput]:
     """Greedy answers to every call, in the workload's order; those ``compared`` with log-probabilities. Calls of one depth run
     together, those that go on with an answer after it. Raises ``RequestError`` where the engine refuses one."""
-    answers: dict[str, Answer] = {}
+    answers: dict[str, GreedyOutput] = {}
     prompts: dict[str, CallPrompt] = {}
     for generation in _generations(workload):
         turns = [_Turn(call, _prompt(call, prompts, answers)) for call in generation]
@@ -71,7 +71,7 @@ def record(llm: LLM, workload: Workload, compared: frozenset[str]) -> list[Answe
 
 def answer(
     llm: LLM, calls: Sequence[LoadCall], prompts: Sequence[list[int]], *, backwards: bool = False
-) -> list[Answer]:
+) -> list[GreedyOutput]:
     """Greedy answers to known prompts, with log-probabilities. ``backwards`` hands them in in the opposite order: other requests
     then share a step, and what the outputs differ by is the arm's own noise."""
     order = range(len(calls))[:: -1 if backwards else 1]
@@ -80,7 +80,7 @@ def answer(
     return given[:: -1 if backwards else 1]
 
 
-def force(llm: LLM, answers: Sequence[Answer], *, backwards: bool = False) -> list[Forced]:
+def force(llm: LLM, answers: Sequence[GreedyOutput], *, backwards: bool = False) -> list[ForcedOutput]:
     """What the arm thinks of the texts of ``answers``: each is read as a prompt, whole."""
     order = [answers[i] for i in range(len(answers))[:: -1 if backwards else 1]]
     params = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=TOP)
@@ -88,12 +88,13 @@ def force(llm: LLM, answers: Sequence[Answer], *, backwards: bool = False) -> li
     texts = [[*given.prompt_ids, *given.token_ids][:room] for given in order]
     found = llm.generate(texts, params)
     forced = [
-        Forced(a.id, (out.prompt_logprobs or [])[len(a.prompt_ids) :]) for a, out in zip(order, found, strict=True)
+        ForcedOutput(a.id, (out.prompt_logprobs or [])[len(a.prompt_ids) :])
+        for a, out in zip(order, found, strict=True)
     ]
     return forced[:: -1 if backwards else 1]
 
 
-def frozen_trace(workload: Workload, answers: Sequence[Answer]) -> Workload:
+def frozen_trace(workload: Workload, answers: Sequence[GreedyOutput]) -> Workload:
     """The workload with every prompt as token ids, and outputs as long as the answers. Constrained outputs end where their
     grammar does."""
     calls = tuple(_frozen(call, given) for call, given in zip(workload.calls, answers, strict=True))
@@ -126,7 +127,7 @@ def _generations(workload: Workload) -> Iterator[list[LoadCall]]:
         yield [call for call in workload.calls if depth[call.id] == level]
 
 
-def _prompt(call: LoadCall, prompts: dict[str, CallPrompt], answers: dict[str, Answer]) -> CallPrompt:
+def _prompt(call: LoadCall, prompts: dict[str, CallPrompt], answers: dict[str, GreedyOutput]) -> CallPrompt:
     if not call.continues or call.parent is None:
         return first_prompt(call)
     before = answers[call.parent]
@@ -143,12 +144,12 @@ def _ids(llm: LLM, prompt: CallPrompt) -> list[int]:
     return encoded(prompt, llm.tokenizer)
 
 
-def _answer(call: LoadCall, output: Output) -> Answer:
+def _answer(call: LoadCall, output: Output) -> GreedyOutput:
     ended = output.finish is not None and output.finish.kind is FinishKind.STOP
-    return Answer(call.id, output.prompt_ids, output.token_ids, output.text, ended, output.logprobs)
+    return GreedyOutput(call.id, output.prompt_ids, output.token_ids, output.text, ended, output.logprobs)
 
 
-def _frozen(call: LoadCall, given: Answer) -> LoadCall:
+def _frozen(call: LoadCall, given: GreedyOutput) -> LoadCall:
     update: dict[str, object] = {
         "token_ids": tuple(given.prompt_ids),
         "text": None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dovetail.config.longform import PLUGIN_SECTIONS
-from dovetail.experiment.arms import Arm, differences
-from dovetail.experiment.result import Comparison, Experiment
+from dovetail.experiment.arms import ResolvedArm, differences
+from dovetail.experiment.result import Comparison, ExperimentRecord
 from dovetail.registry.measured import MeasuredRecord, device_key, measured_part, model_key
 from dovetail.registry.resolution import Chosen
 
@@ -15,7 +15,7 @@ METRIC_OF: Mapping[str, str] = {"attention.prefill": "ttft_p50", "attention.deco
 SLOTS = ("attention.prefill", "attention.decode", "cache", "policy", "grammar", "speculative")
 
 
-def tuning_records(a: Arm, b: Arm, found: Experiment) -> tuple[list[MeasuredRecord], list[str]]:
+def tuning_records(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> tuple[list[MeasuredRecord], list[str]]:
     """The records, and for each part that gets none the reason."""
     objection = _objection(a, b, found)
     if objection:
@@ -30,7 +30,7 @@ def tuning_records(a: Arm, b: Arm, found: Experiment) -> tuple[list[MeasuredReco
     return records, reasons
 
 
-def _objection(a: Arm, b: Arm, found: Experiment) -> str:
+def _objection(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> str:
     """Why the experiment as a whole teaches nothing; empty if it may."""
     if found.gate.outcome != "passed":
         return "nothing is kept: the outputs differ"
@@ -46,7 +46,7 @@ def _objection(a: Arm, b: Arm, found: Experiment) -> str:
     return ""
 
 
-def _differing(a: Arm, b: Arm) -> dict[str, tuple[Chosen | None, Chosen | None]]:
+def _differing(a: ResolvedArm, b: ResolvedArm) -> dict[str, tuple[Chosen | None, Chosen | None]]:
     pairs = {slot: (a.resolved.chosen[slot], b.resolved.chosen[slot]) for slot in SLOTS}
     return {slot: pair for slot, pair in pairs.items() if _name(pair[0]) != _name(pair[1])}
 
@@ -55,7 +55,9 @@ def _name(chosen: Chosen | None) -> str | None:
     return chosen.name if chosen else None
 
 
-def _record(slot: str, a: Chosen | None, b: Chosen | None, arm: Arm, found: Experiment) -> MeasuredRecord | str:
+def _record(
+    slot: str, a: Chosen | None, b: Chosen | None, arm: ResolvedArm, found: ExperimentRecord
+) -> MeasuredRecord | str:
     """The record of a slot, or why there is none."""
     if a is None or b is None:
         return "one arm has none, and `auto` cannot choose that"

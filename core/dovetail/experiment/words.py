@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dovetail.experiment.result import Comparison, Experiment, Gate, SideBySide, Verdict
+from dovetail.experiment.result import Comparison, ExperimentRecord, GateRecord, SideBySide, Verdict
 
 MINUS = "−"
 NONE = "–"
@@ -86,12 +86,12 @@ def sentence(c: Comparison, delta: float) -> str:
     return f"{c.label} is {size} {direction(c)} ({between})"
 
 
-def names(e: Experiment) -> tuple[str, str]:
+def names(e: ExperimentRecord) -> tuple[str, str]:
     """Of the arms; letters where both have the same."""
     return ("A", "B") if e.a.name == e.b.name else (e.a.name, e.b.name)
 
 
-def headline(e: Experiment) -> str:
+def headline(e: ExperimentRecord) -> str:
     """The whole verdict, as one would say it to a colleague."""
     a, b = names(e)
     if e.gate.outcome == "failed":
@@ -110,7 +110,7 @@ def headline(e: Experiment) -> str:
     }[e.verdict]
 
 
-def summary(e: Experiment) -> str:
+def summary(e: ExperimentRecord) -> str:
     """Below the headline: what it rests on."""
     rest = f"{len(e.blocks)} blocks of {e.workload.requests} requests for each arm" if e.blocks else ""
     parts = [f"{gate_title(e.gate)}", rest, e.plan.stopped]
@@ -133,12 +133,12 @@ def listed(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
-def tone(e: Experiment) -> Verdict | str:
+def tone(e: ExperimentRecord) -> Verdict | str:
     """What colours the headline: the verdict, or ``differs`` for a failed gate, an arm or calls that failed."""
     return "differs" if e.gate.outcome == "failed" or e.failure or e.fails_more else e.verdict
 
 
-def gate_title(gate: Gate) -> str:
+def gate_title(gate: GateRecord) -> str:
     """In three words."""
     return {
         "passed": "The outputs are equivalent",
@@ -148,7 +148,7 @@ def gate_title(gate: Gate) -> str:
     }[gate.outcome]
 
 
-def gate_facts(gate: Gate) -> list[tuple[str, str]]:
+def gate_facts(gate: GateRecord) -> list[tuple[str, str]]:
     """What the gate counted, in rows of two."""
     if not gate.compared:
         return []
@@ -172,7 +172,7 @@ def side_ratio(row: SideBySide) -> str:
     return change(row.b / row.a) if row.a and row.b is not None else NONE
 
 
-def confidence(e: Experiment) -> str:
+def confidence(e: ExperimentRecord) -> str:
     """How the intervals are to be read."""
     level = f"{1 - e.plan.alpha:.0%}".replace("%", "\u202f%")
     if e.plan.peeking:
@@ -180,7 +180,7 @@ def confidence(e: Experiment) -> str:
     return f"{level} intervals for a number of blocks that was fixed beforehand"
 
 
-def measured_how(e: Experiment) -> list[tuple[str, str]]:
+def measured_how(e: ExperimentRecord) -> list[tuple[str, str]]:
     """Workload and plan, in rows of two."""
     w, p = e.workload, e.plan
     requests = (

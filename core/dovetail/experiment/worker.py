@@ -21,8 +21,8 @@ from dovetail.config import Config, config_hash, plugins_section, validate
 from dovetail.config.longform import long_form
 from dovetail.config.sources import Layer, Raw
 from dovetail.errors import DovetailError, EngineError, RequestError
-from dovetail.experiment.gate import Outputs, read_outputs
-from dovetail.experiment.jobs import Job, read_job
+from dovetail.experiment.gate import ArmOutputs, read_outputs
+from dovetail.experiment.jobs import ArmJob, read_job
 from dovetail.experiment.trace import answer, force, frozen_trace, record, warm_up
 from dovetail.llm import LLM
 from dovetail.registry.loader import load_plugins
@@ -42,7 +42,7 @@ def main(file: Path) -> None:
         raise
 
 
-def do_job(job: Job) -> None:
+def do_job(job: ArmJob) -> None:
     """All of it, in this process. Raises ``DovetailError``."""
     llm = LLM(_config(job))
     startup = time.time() - job.launched
@@ -57,13 +57,13 @@ def do_job(job: Job) -> None:
         llm.close()
 
 
-def _config(job: Job) -> Config:
+def _config(job: ArmJob) -> Config:
     tree = long_form(job.config)
     raw = Raw((Layer("the job", tree),), tree)
     return validate(raw, load_plugins(plugins_section(raw)))
 
 
-def _check(llm: LLM, job: Job) -> None:
+def _check(llm: LLM, job: ArmJob) -> None:
     found = config_hash(llm.resolved.config)
     if found != job.config_hash:
         raise EngineError(
@@ -72,7 +72,7 @@ def _check(llm: LLM, job: Job) -> None:
         )
 
 
-def _measure(llm: LLM, job: Job, startup: float) -> None:
+def _measure(llm: LLM, job: ArmJob, startup: float) -> None:
     trace = _workload(job)
     while llm.loop.idle():  # graphs that a server captures while nobody asks it anything
         pass
@@ -80,7 +80,7 @@ def _measure(llm: LLM, job: Job, startup: float) -> None:
     write_json(measure_offline(llm, trace, first, startup_seconds=startup, arm=job.arm, block=job.block), job.output)
 
 
-def _record(llm: LLM, job: Job) -> Outputs:
+def _record(llm: LLM, job: ArmJob) -> ArmOutputs:
     """A's answers, twice; and the trace."""
     assert job.trace is not None, "record says where"
     workload = _workload(job)
@@ -89,19 +89,19 @@ def _record(llm: LLM, job: Job) -> Outputs:
     calls = [call for call in workload.calls if call.id in job.compared]
     mine = [given for given in every if given.id in job.compared]
     again = answer(llm, calls, [given.prompt_ids for given in mine], backwards=True)
-    return Outputs(mine, force(llm, mine), again, force(llm, mine, backwards=True), facts=_facts(llm))
+    return ArmOutputs(mine, force(llm, mine), again, force(llm, mine, backwards=True), facts=_facts(llm))
 
 
-def _answer(llm: LLM, job: Job) -> Outputs:
+def _answer(llm: LLM, job: ArmJob) -> ArmOutputs:
     """B's answers to the prompts of A's, and what it thinks of A's texts."""
     assert job.given is not None, "answer says to what"
     theirs = read_outputs(job.given).answers
     calls = {call.id: call for call in _workload(job).calls}
     try:
         mine = answer(llm, [calls[given.id] for given in theirs], [given.prompt_ids for given in theirs])
-        return Outputs(mine, force(llm, theirs), facts=_facts(llm))
+        return ArmOutputs(mine, force(llm, theirs), facts=_facts(llm))
     except (RequestError, EngineError) as error:
-        return Outputs(refused=str(error), facts=_facts(llm))
+        return ArmOutputs(refused=str(error), facts=_facts(llm))
 
 
 def _facts(llm: LLM) -> dict[str, str]:
@@ -109,7 +109,7 @@ def _facts(llm: LLM) -> dict[str, str]:
     return {key: str(info[key]) for key in FACTS}
 
 
-def _workload(job: Job) -> Workload:
+def _workload(job: ArmJob) -> Workload:
     return Workload.model_validate_json(job.workload.read_text(encoding="utf-8"))
 
 

@@ -39,7 +39,7 @@ def arguments_of(taker: Callable[P, object]) -> Callable[[Callable[..., R]], Cal
     return shown
 
 
-class Hints(NamedTuple):
+class GroupHints(NamedTuple):
     """What the engine is told about requests that belong together; see ``messages.GenerateMsg``."""
 
     group: str = ""
@@ -47,7 +47,7 @@ class Hints(NamedTuple):
     session: str = ""
 
 
-def hints_of(group: object, group_size: object, session: object, outputs: int) -> Hints:
+def hints_of(group: object, group_size: object, session: object, outputs: int) -> GroupHints:
     """The hints of a call that makes ``outputs`` outputs. Raises ``RequestError``."""
     for param, name in (("group", group), ("session", session)):
         if not isinstance(name, str):
@@ -58,7 +58,7 @@ def hints_of(group: object, group_size: object, session: object, outputs: int) -
         raise RequestError(
             f"{outputs} outputs of session {session!r:.80}; a session has one at a time", param="session"
         )
-    return Hints(str(group), outputs if group_size is None else group_size, str(session))
+    return GroupHints(str(group), outputs if group_size is None else group_size, str(session))
 
 
 def with_path(section: object, path: str) -> dict[str, Any]:

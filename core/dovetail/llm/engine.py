@@ -17,7 +17,7 @@ from dovetail.config import dump
 from dovetail.errors import EngineError, RequestError
 from dovetail.generation.expansion import expand
 from dovetail.llm.arguments import (
-    Hints,
+    GroupHints,
     Prompt,
     arguments_of,
     checked_messages,
@@ -28,7 +28,7 @@ from dovetail.llm.arguments import (
     token_ids_of,
     with_path,
 )
-from dovetail.llm.interrupts import Held
+from dovetail.llm.interrupts import DeferredInterrupt
 from dovetail.llm.runs import ChatOutput, ChatStream, Output, Run, chat_output
 from dovetail.messages import AbortMsg, RequestFailed, TokenOutput
 from dovetail.registry.candidates import call_hook
@@ -94,8 +94,8 @@ class LLM:
         each = params_of_each(params, len(many))
         hints = hints_of(group, group_size, session, sum(p.n for p in each))
         runs = [run for prompt, p in zip(many, each, strict=True) for run in self._make(prompt, p, hints)]
-        with Held() as held:
-            for _ in self._drive(runs, held):
+        with DeferredInterrupt() as interrupt:
+            for _ in self._drive(runs, interrupt):
                 pass
         return [run.output for run in runs]
 
@@ -152,8 +152,8 @@ class LLM:
         does it, with fields of the same names. ``group``, of ``group_size`` outputs in all, and ``session`` are those of
         ``generate``. Raises ``RequestError``, as ``generate`` does."""
         run = self._chat_run(*args, **kwargs)
-        with Held() as held:
-            for _ in self._drive([run], held):
+        with DeferredInterrupt() as interrupt:
+            for _ in self._drive([run], interrupt):
                 pass
         return chat_output(run)
 
@@ -218,7 +218,7 @@ class LLM:
             raise RequestError("this model was loaded without a tokenizer; give token ids, not text")
         return self.tokenizer
 
-    def _make(self, prompt: Prompt, params: SamplingParams, hints: Hints) -> list[Run]:
+    def _make(self, prompt: Prompt, params: SamplingParams, hints: GroupHints) -> list[Run]:
         """One run for each of the prompt's outputs. Nothing is sent to the engine yet."""
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
         rids = [str(next(self._ids)) for _ in range(params.n)]
@@ -227,20 +227,20 @@ class LLM:
 
     def _stream(self, runs: list[Run]) -> Generator[str, None, None]:
         """Drive ``runs``; what the reader does between two pieces of text may be interrupted at any time."""
-        held = Held()
-        pieces = self._drive(runs, held)
+        interrupt = DeferredInterrupt()
+        pieces = self._drive(runs, interrupt)
         try:
             while True:
-                with held:
+                with interrupt:
                     text = next(pieces, None)
                 if text is None:
                     return
                 yield text
         finally:
-            with held:
+            with interrupt:
                 pieces.close()
 
-    def _drive(self, runs: list[Run], held: Held) -> Generator[str, None, None]:
+    def _drive(self, runs: list[Run], interrupt: DeferredInterrupt) -> Generator[str, None, None]:
         """Step until all runs have ended, yielding the text of the first as it comes. Raises what ended one of them."""
         pending, num_open, ended = deque(runs), len(runs), list[Run]()
         try:
@@ -248,7 +248,7 @@ class LLM:
                 if not ended:
                     self._submit(pending, ended)
                     self._step()
-                    held.release()
+                    interrupt.release()
                 for run in ended:
                     if run.error is not None:
                         raise run.error

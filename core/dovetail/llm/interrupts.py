@@ -6,11 +6,11 @@ import signal
 import threading
 
 
-class Held:
+class DeferredInterrupt:
     """Holds a first Ctrl-C back while it is entered, until ``release`` or the end; a second one is not held back. Python
     calls signal handlers in the main thread only: in others it does nothing."""
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> DeferredInterrupt:
         self._handler = signal.getsignal(signal.SIGINT)
         self._arrived = False
         self._on = callable(self._handler) and threading.current_thread() is threading.main_thread()

@@ -17,10 +17,10 @@ from dovetail.interfaces.api import Api
 from dovetail.interfaces.api import Route as ApiRoute
 from dovetail.server import admin
 from dovetail.server.chat_page.routes import add_pages
-from dovetail.server.errors import Formats, add_error_handlers
-from dovetail.server.openapi import Describer
+from dovetail.server.errors import ErrorFormats, add_error_handlers
+from dovetail.server.openapi import RouteDescriber
 from dovetail.server.service import Service
-from dovetail.server.tenants.gate import Gate
+from dovetail.server.tenants.access import AccessControl
 from dovetail.server.tenants.tenancy import Tenancy
 
 
@@ -60,10 +60,10 @@ def build_app(
 ) -> FastAPI:
     """The application for a running engine. ``more`` routes take the place of those of the server with the same path; with a
     ``tenancy`` every request needs a key. Raises ``ConfigError`` where two APIs answer the same path."""
-    gate = Gate(service, tenancy)
+    access = AccessControl(service, tenancy)
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False, docs_url=None, redoc_url=None)
-    formats = Formats(apis)
-    describer = Describer(formats, service.model_name)
+    formats = ErrorFormats(apis)
+    describer = RouteDescriber(formats, service.model_name)
     names: dict[str, str] = {}
     replaced = {route.path for route in more}
     own = (*more, *(route for route in ROUTES if route.path not in replaced), *TENANT_ROUTES)
@@ -74,7 +74,7 @@ def build_app(
         for method in route.methods:
             app.add_api_route(
                 route.path,
-                _endpoint(service, gate, route),
+                _endpoint(service, access, route),
                 methods=[method],
                 response_model=None,
                 summary=(route.handler.__doc__ or "").strip(),
@@ -107,15 +107,17 @@ def _routes_of(apis: Sequence[Api], own: Sequence[ServerRoute | ApiRoute]) -> li
     return routes
 
 
-def _endpoint(service: Service, gate: Gate, route: ServerRoute | ApiRoute) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    service: Service, access: AccessControl, route: ServerRoute | ApiRoute
+) -> Callable[[Request], Awaitable[Response]]:
     async def for_tenants(request: Request) -> Response:
         assert isinstance(route, ApiRoute)
-        return await route.handler(gate.host(request), request)
+        return await route.handler(access.host(request), request)
 
     async def for_admins(request: Request) -> Response:
         assert isinstance(route, ServerRoute)
         if not route.open:
-            gate.check_admin(request)
+            access.check_admin(request)
         return await route.handler(service, request)
 
     return for_tenants if isinstance(route, ApiRoute) else for_admins

@@ -37,7 +37,7 @@ _LINGER_MS = 2000
 logger = logging.getLogger("dovetail.engine")
 
 
-class Driven(Protocol):
+class EngineLoop(Protocol):
     """What the process needs of ``dovetail.loop.Loop``."""
 
     @property
@@ -67,7 +67,7 @@ def run_engine(config: Config, endpoints: Endpoints) -> None:
 
 
 @contextmanager
-def open_loop(config: Config) -> Iterator[Driven]:
+def open_loop(config: Config) -> Iterator[EngineLoop]:
     """Load the plugins, resolve the parts and build the loop; imports torch. Raises ``DovetailError``."""
     from dovetail.loop import Loop
     from dovetail.registry.candidates import call_hook
@@ -85,7 +85,9 @@ def open_loop(config: Config) -> Iterator[Driven]:
         loop.close()
 
 
-def serve_loop(open_loop: Callable[[], AbstractContextManager[Driven]], endpoints: Endpoints, log_level: str) -> None:
+def serve_loop(
+    open_loop: Callable[[], AbstractContextManager[EngineLoop]], endpoints: Endpoints, log_level: str
+) -> None:
     """Open a loop and drive it until it is told to stop. After a failure it does not return: it exits."""
     _ignore_signals()
     _end_with_parent()
@@ -109,7 +111,7 @@ def serve_loop(open_loop: Callable[[], AbstractContextManager[Driven]], endpoint
     context.destroy(linger=_LINGER_MS)
 
 
-def _drive(loop: Driven, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+def _drive(loop: EngineLoop, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
     """Step while there is work; sleep in ``poll`` while there is none."""
     stopping = False
     while loop.has_work or not stopping:

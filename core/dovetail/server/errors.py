@@ -24,7 +24,7 @@ _HEADERS = {
 }
 
 
-class Formats:
+class ErrorFormats:
     """Which API answers for a path, where something goes wrong there."""
 
     def __init__(self, apis: Sequence[Api]) -> None:
@@ -48,7 +48,7 @@ class Formats:
         return Response(content, problem.status, headers, media_type="application/json")
 
 
-def add_error_handlers(app: FastAPI, formats: Formats) -> None:
+def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
     """Answer every error of every route."""
 
     async def answer(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from dovetail.interfaces.api import ApiProblem
-from dovetail.server.errors import Formats
+from dovetail.server.errors import ErrorFormats
 
 Json = dict[str, Any]
 _BODY = (400, 408, 413)
@@ -19,7 +19,7 @@ _ALWAYS = (401, 403, 404, 429, 500, 503, 504)
 _REF = "#/components/schemas/"
 
 
-class Described(Protocol):
+class DescribedRoute(Protocol):
     """A route, of an API or of the server."""
 
     @property
@@ -43,16 +43,16 @@ class Described(Protocol):
         ...
 
 
-class Describer:
+class RouteDescriber:
     """Collects the schemas of all routes; bodies are read and validated by ``dovetail.api.body``, not by FastAPI."""
 
-    def __init__(self, formats: Formats, model: str) -> None:
+    def __init__(self, formats: ErrorFormats, model: str) -> None:
         """``model`` stands for the model of examples."""
         self._formats = formats
         self._model = model
         self._schemas: dict[str, Json] = {}
 
-    def takes(self, route: Described) -> Json:
+    def takes(self, route: DescribedRoute) -> Json:
         """The request."""
         said: Json = {"parameters": [*_path_parameters(route.path), *_query_parameters(route.query)]}
         if route.body is not None:
@@ -60,7 +60,7 @@ class Describer:
             said["requestBody"] = {"required": True, "content": content}
         return said
 
-    def answers(self, route: Described) -> dict[int | str, Json]:
+    def answers(self, route: DescribedRoute) -> dict[int | str, Json]:
         """The response of every status."""
         good: Json = {"description": "The answer.", "content": {media: {"schema": {}} for media in route.answers}}
         takes = bool(route.body or route.query or "{" in route.path)

@@ -15,7 +15,7 @@ import numpy as np
 from dovetail.experiment.online.comparison import ComparisonRow, Side
 from dovetail.experiment.online.log import Latency
 from dovetail.experiment.result import Comparison
-from dovetail.experiment.samples import Block, Metric, Sample
+from dovetail.experiment.samples import BlockSamples, Metric, Sample
 from dovetail.experiment.stats import compare
 from dovetail.experiment.verdict import Rules
 
@@ -80,11 +80,11 @@ def _timed(latencies: Sequence[Latency]) -> int:
     return sum(latency.tpot is not None for latency in latencies)
 
 
-def _blocks(metric: Metric, spans: Sequence[Span]) -> list[Block]:
-    blocks: list[Block] = []
+def _blocks(metric: Metric, spans: Sequence[Span]) -> list[BlockSamples]:
+    blocks: list[BlockSamples] = []
     at = 0
     for a, b in spans:
-        blocks.append(Block((_sample(metric, a, at),), (_sample(metric, b, at + len(a)),)))
+        blocks.append(BlockSamples((_sample(metric, a, at),), (_sample(metric, b, at + len(a)),)))
         at += len(a) + len(b)
     return blocks
 

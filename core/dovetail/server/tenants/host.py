@@ -16,7 +16,7 @@ from dovetail.server.service import Service, own_rid
 from dovetail.server.tenants.keys import Caller
 from dovetail.server.tenants.tenancy import Tenancy
 from dovetail.server.tenants.tenant import Lease
-from dovetail.server.tenants.usage import Entry, timestamp
+from dovetail.server.tenants.usage import UsageEntry, timestamp
 
 
 class TenantHost(ApiHost):
@@ -88,10 +88,10 @@ class TenantHost(ApiHost):
         if self._tenancy.log is not None:
             self._tenancy.log.write(self._entry(outputs, made, request))
 
-    def _entry(self, outputs: RequestOutputs, made: int, request: ApiRequest) -> Entry:
+    def _entry(self, outputs: RequestOutputs, made: int, request: ApiRequest) -> UsageEntry:
         usage, texts = outputs.usage, self._tenancy.log_texts
         left = None if outputs.finished else "ClientDisconnect"
-        return Entry(
+        return UsageEntry(
             time=timestamp(time.time()),
             tenant=self._tenant.name,
             key=self._caller.key,

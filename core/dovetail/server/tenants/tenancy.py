@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from dovetail.config.sections import ServerSection
-from dovetail.config.tenants import ENVIRONMENT, KeyFile, Limits, load_keys
+from dovetail.config.tenants import ENVIRONMENT, KeyFile, TenantLimits, load_keys
 from dovetail.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from dovetail.server.tenants.keys import Caller, Headers, KeyRing
 from dovetail.server.tenants.tenant import Tenant
@@ -98,9 +98,9 @@ class Tenancy:
         for name, section in file.tenants.items():
             self._set(name, file.limits(name), section.salt or name)
         for name in file.admins:
-            self._set(name, Limits(), f"admin:{name}")  # no tenant can have this salt
+            self._set(name, TenantLimits(), f"admin:{name}")  # no tenant can have this salt
 
-    def _set(self, name: str, limits: Limits, salt: str) -> None:
+    def _set(self, name: str, limits: TenantLimits, salt: str) -> None:
         if name in self.tenants:
             self.tenants[name].update(limits, salt)
         else:

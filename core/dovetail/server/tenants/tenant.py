@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dovetail.config.tenants import Limits
+from dovetail.config.tenants import TenantLimits
 from dovetail.errors import RateLimitError, RequestError
 from dovetail.server.tenants.buckets import TokenBucket
 
@@ -25,7 +25,7 @@ _LONGEST = 2.0
 
 
 @dataclass(slots=True)
-class Used:
+class TenantUsage:
     """Totals since the server started."""
 
     requests: int = 0
@@ -42,20 +42,20 @@ class Tenant:
     prompts and of its longest possible outputs; the ``Lease`` gives back what was not used.
     """
 
-    def __init__(self, name: str, limits: Limits, salt: str, clock: Clock = time.monotonic) -> None:
+    def __init__(self, name: str, limits: TenantLimits, salt: str, clock: Clock = time.monotonic) -> None:
         """``salt`` begins the namespaces of its cached prefixes."""
         self.name = name
         self.salt = salt
         self.limits = limits
         self.running = 0
-        self.used = Used()
+        self.used = TenantUsage()
         self.refused: Counter[str] = Counter()
         self._clock = clock
         self._told = clock()
         self._requests = _bucket(None, limits.requests_per_minute, clock())
         self._tokens = _bucket(None, limits.tokens_per_minute, clock())
 
-    def update(self, limits: Limits, salt: str) -> None:
+    def update(self, limits: TenantLimits, salt: str) -> None:
         """Other limits from now on; what runs and what was used stays counted."""
         now = self._clock()
         self.limits = limits

@@ -57,7 +57,7 @@ class TenantCollector(Collector):
         )
 
 
-class Entry(msgspec.Struct, omit_defaults=True):
+class UsageEntry(msgspec.Struct, omit_defaults=True):
     """A line of the usage log. ``finish`` has a word for each output, ``error`` is what the request ended with otherwise;
     ``prompts`` and ``texts`` are there where the log keeps texts. ``seconds`` are from when it was let in to its end."""
 
@@ -88,7 +88,7 @@ class UsageLog:
         except OSError as error:
             raise ConfigError(f"server.usage_log {str(path)!r} cannot be written: {error.strerror}") from error
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: UsageEntry) -> None:
         """One line. What cannot be written is told on stderr and lost; requests go on."""
         line = msgspec.json.encode(entry).decode()
         self._handler.handle(logging.LogRecord("dovetail.usage", logging.INFO, "", 0, line, None, None))

@@ -13,7 +13,7 @@ from dovetail.server.tenants.host import TenantHost
 from dovetail.server.tenants.tenancy import Tenancy
 
 
-class Gate:
+class AccessControl:
     """Without keys everybody may ask everything, except pages of other origins: any page that a user opens could reach a server
     on the user's own machine, and a request that changes something does so even if its answer is never shown to the page. A page
     has the origin of this server as well where the name of its own is made to lead here (DNS rebinding); therefore the names by
