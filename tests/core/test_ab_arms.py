@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.cli.ab_view import View
+from dovetail.cli.ab_view import ExperimentView
 from dovetail.errors import ConfigError, PluginError
 from dovetail.experiment.arms import axes, differences, make_arm
 from dovetail.experiment.runner import check_alike, difference_of, warnings
@@ -59,9 +59,9 @@ def test_what_moved_along_is_warned_of_and_so_are_two_axes():
 
 
 def test_it_is_said_when_nothing_differs(capsys):
-    View(quiet=False).explain(*arms([], ["attention=torch_native"]))
+    ExperimentView(quiet=False).explain(*arms([], ["attention=torch_native"]))
     assert "the arms are the same: what follows is noise (A/A)" in capsys.readouterr().out
-    View(quiet=False).explain(*arms([], ["cache=none"]))
+    ExperimentView(quiet=False).explain(*arms([], ["cache=none"]))
     assert "the arms are the same" not in capsys.readouterr().out
 
 
