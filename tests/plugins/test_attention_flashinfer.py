@@ -310,10 +310,10 @@ def test_graphs_replay_with_the_lengths_and_pages_of_each_step(batch_invariant, 
 
 def test_graphs_refuse_more_pages_than_they_have_room_for(monkeypatch):
     step, backend = prepare(AttentionCase([30, 17], [1, 1], page_size=1))
-    from dovetail_attention.flashinfer.graph import Indices
+    from dovetail_attention.flashinfer.graph import GraphMemory
 
     monkeypatch.setattr("dovetail_attention.flashinfer.graph.MOST_PAGES", 0)
-    backend._indices = Indices(replace(step.context(), max_rows=2, max_context=10))
+    backend._graph_memory = GraphMemory(replace(step.context(), max_rows=2, max_context=10))
     backend.plan_capture(step.batch)
     with pytest.raises(EngineError, match=r"48|49"):
         backend.plan_replay(step.batch)

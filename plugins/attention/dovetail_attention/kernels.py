@@ -1,4 +1,4 @@
-"""Dense attention over one group of rows: the kernel PyTorch has for it, or plain matrix products.
+"""Compute dense attention over one group of rows, with PyTorch's fused kernel or with plain matrix products.
 
 Shapes: R rows, H query heads, K key heads (H a multiple of K), Q queries and N keys a row, D head_dim.
 """
@@ -10,23 +10,24 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dovetail.interfaces.attention import AttentionLayer
 
-_SCORES = 1 << 22  # elements of a score matrix that plain products hold at a time: 16 MiB in float32
+_SCORES = 1 << 22  # the largest number of scores that plain products hold at a time: 16 MiB in float32
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, layer: AttentionLayer
 ) -> torch.Tensor:
-    """``q [R * Q, H, D]``, row after row, over ``k, v [R, K, N, D]``; returns ``[R * Q, H, D]``.
+    """Return the attention of ``q [R * Q, H, D]``, row after row, over ``k, v [R, K, N, D]``, as ``[R * Q, H, D]``.
 
-    ``mask`` is added to the logits, ``[R or 1, 1, Q, N]`` in q's dtype. ``causal`` (only without a mask, and where
-    Q == N) lets query i see keys ``[0, i]``. Every query must see at least one key. The softmax is taken in float32.
+    ``mask`` is added to the logits: ``[R or 1, 1, Q, N]`` in q's dtype. ``causal`` lets query i see keys ``[0, i]``; it
+    is allowed only without a mask and where Q == N. Every query must see at least one key. The softmax is computed in
+    float32.
     """
     tokens, heads, dim = q.shape
     rows, kv_heads = k.shape[:2]
     if k.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
     plain = layer.soft_cap is not None or layer.sinks is not None
-    if tokens == rows and not plain:  # the query heads of one key head become its queries
+    if tokens == rows and not plain:  # the query heads of one key head become the queries of that head
         folded = q.view(rows, kv_heads, heads // kv_heads, dim)
         if mask is not None:
             mask = mask.expand(-1, -1, heads // kv_heads, -1)
@@ -43,14 +44,16 @@ def attend_shared(
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Like ``attend`` on the CPU, where every row also sees all keys of ``shared``, ``[1, K, S, D]``, before its own.
+    """Do the same as ``attend`` on the CPU, where every row also sees all keys of ``shared``, ``[1, K, S, D]``, before
+    its own.
 
-    The two parts are weighed by their logarithmic sums of exponentials, as in Hydragen (arXiv 2402.05099); exact.
+    The results of both parts are weighted by their log-sum-exps, as in Hydragen (arXiv 2402.05099). The result is
+    exact.
     """
     tokens, heads, dim = q.shape
     rows, kv_heads = own[0].shape[:2]
     folds = heads // kv_heads
-    # the query heads of one key head, and for the shared keys all rows too, become its queries
+    # The query heads of one key head become the queries of that head; for the shared keys, those of all rows do.
     together = q.view(tokens, kv_heads, folds, dim).transpose(0, 1).reshape(1, kv_heads, tokens * folds, dim)
     by_row = q.view(rows, -1, kv_heads, folds, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
     if mask is not None:
@@ -71,7 +74,7 @@ def attend_shared(
 def _weighed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and the logarithms of its sums of exponentials, float32 ``[R, K, Q]``."""
+    """Return the attention output and the log-sum-exps of the logits, float32 ``[R, K, Q]``."""
     if k.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
     out, sums = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
@@ -83,10 +86,10 @@ def _fused(
 ) -> torch.Tensor:
     if q.device.type != "cpu":
         return _sdpa(q, k, v, mask, causal, scale)
-    if q.shape[2] == 1 and q.dtype != torch.float32:  # products with a single row in 16 bits are several times slower
+    if q.shape[2] == 1 and q.dtype != torch.float32:  # products with one row are several times slower in 16 bits
         wide = None if mask is None else mask.float()
         return _fused(q.float(), k.float(), v.float(), wide, causal, scale).to(q.dtype)
-    # What scaled_dot_product_attention calls, after choosing for 2 us.
+    # scaled_dot_product_attention calls this too, but first takes 2 us to choose it.
     return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)[0]
 
 
@@ -100,7 +103,7 @@ def _sdpa(
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, layer: AttentionLayer
 ) -> torch.Tensor:
-    """``q [R, H, Q, D]``; returns the same."""
+    """Return the attention of ``q [R, H, Q, D]`` by plain matrix products, in the same shape."""
     rows, heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     grouped = q.float().view(rows, kv_heads, heads // kv_heads, queries, dim)

@@ -1,17 +1,19 @@
-"""Which rows of a batch attend together, and how their keys are reached. Done once a step, for all layers.
+"""Decide which rows of a batch attend together, and how their keys are reached. This is done once per step, for all
+layers.
 
-A span is a run of queries of one row. Long rows are cut into several, so that masks stay small and a window skips what it
-hides; spans that fit one kernel call make a group:
+A span is a run of queries of one row. Long rows are cut into several spans, so that masks stay small and keys outside a
+window are skipped. Spans that fit one kernel call form a group, which reaches its keys in one of three ways:
 
-    in place   one row whose pages are consecutive: its keys are a view of the pool, nothing is copied
-    gathered   one long row, or several short ones of similar length: keys are copied next to each other first
-    shared     rows that start with the same pages: those keys are read once for all rows, the rest of each row is gathered
+    in place   one row whose pages are consecutive: its keys are a view of the pool, nothing is copied gathered   one
+    long row, or several short ones of similar length: keys are copied next to each other first shared     rows that
+    start with the same pages: those keys are read once for all rows, the rest of each row is gathered
 
-Where there are compiled kernels, most rows need none of this: they are read through the page table (``Planner.paged``).
+Where there are compiled kernels, most rows do not need any of this: they are read through the page table
+(``Planner.paged``).
 
-Rows are gathered page by page, or key by key where a window begins within a page. What a row has fewer pages than the longest
-of its group is filled up with its own first, and what its last page holds beyond the row is cleared: a mask alone would
-not do, as nothing times NaN is NaN.
+Rows are gathered page by page, or key by key where a window begins within a page. A row with fewer pages than the
+longest row of its group is padded with its own first page. What the last page of a row contains beyond the row is
+cleared. A mask alone would not be enough, because zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ _INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class PlannerCosts:
-    """What is worth doing on a kind of device, in bytes of keys but for the last two.
+    """Describe when each way to reach keys pays on a kind of device, in bytes of keys except for ``mask`` and
+    ``short``.
 
-    From ``in_place`` on, a row is read in place rather than gathered with others. Rows share a group while it gathers up
-    to ``gather``, of which up to ``waste`` fill short rows up. A prefix is read once for all its rows where that saves
-    ``shared`` (None: never). A mask has up to ``mask`` elements. Rows of up to ``short`` queries are grouped. ``paged``: all
-    this is for trees and shared prefixes only, other rows are read through the page table.
+    From ``in_place`` bytes on, a row is read in place instead of gathered with other rows. Rows share a group while the
+    group gathers at most ``gather`` bytes, of which at most ``waste`` are padding of short rows. A prefix is read once
+    for all of its rows where that saves ``shared`` bytes (None: never). A mask has at most ``mask`` elements. Rows of
+    at most ``short`` queries are grouped. If ``paged`` is set, all of this applies to trees and shared prefixes only,
+    and other rows are read through the page table.
     """
 
     in_place: int
@@ -53,8 +57,10 @@ CUDA = PlannerCosts(in_place=0, gather=128 << 20, waste=64 << 20, mask=1 << 24, 
 
 
 class Span(NamedTuple):
-    """Queries ``[first, first + queries)`` of the batch, all of ``row``, over its keys ``[begin, end)``. ``position`` is the
-    place of the first query in its row."""
+    """Describe the queries ``[first, first + queries)`` of the batch, all of ``row``, over its keys ``[begin, end)``.
+
+    ``position`` is the index of the first query in its row.
+    """
 
     row: int
     first: int
@@ -65,18 +71,19 @@ class Span(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Keys that any of the queries may see."""
+        """Return the number of keys that any of the queries may see."""
         return self.end - self.begin
 
 
 @dataclass(slots=True)
 class Group:
-    """Rows that attend in one kernel call: ``rows`` of ``queries`` each over ``keys`` each.
+    """Describe rows that attend in one kernel call: ``rows`` rows of ``queries`` queries each over ``keys`` keys each.
 
-    ``tokens`` are their places in the batch. The keys are the pool's places from ``start`` on; or, if there is an
-    ``index`` (int64 ``[rows * pieces]``), the pieces of ``unit`` places each that it names, of each row the first ``keys``.
-    Gathered places named in ``tail`` must be cleared. ``mask`` and ``causal`` as in ``kernels.attend``. The keys that all
-    rows start with, if there are any besides, are those of ``shared``: one row of all these queries, without a mask.
+    ``tokens`` are the places of the queries in the batch. The keys are those in the pool from place ``start`` on, or,
+    if ``index`` (int64 ``[rows * pieces]``) is set, the pieces of ``unit`` places that it names, of which each row uses
+    the first ``keys``. The gathered places in ``tail`` must be cleared. ``mask`` and ``causal`` are those of
+    ``kernels.attend``. If all rows start with the same keys, which are read once, ``shared`` describes them: one row of
+    all these queries, without a mask.
     """
 
     tokens: slice | torch.Tensor
@@ -93,7 +100,7 @@ class Group:
 
 
 class Planner:
-    """The groups of one batch, for any window."""
+    """Divide one batch into groups, for any window."""
 
     def __init__(
         self, batch: Batch, page_size: int, bytes_per_key: int, dtype: torch.dtype, limits: PlannerCosts
@@ -108,8 +115,11 @@ class Planner:
         self._host_table: IntArray | None = batch.page_table.numpy() if self._device.type == "cpu" else None
 
     def groups(self, window: int | None, *, may_share: bool = False) -> list[Group]:
-        """The groups that together attend once for every token but those of ``paged``, which is set anew. A single group,
-        with nothing paged, holds them all in order. ``may_share`` allows groups with a ``shared`` part."""
+        """Return groups that attend exactly once for every token, except the tokens of the spans in ``paged``.
+
+        Sets ``paged`` anew. If there is a single group and nothing is paged, the group contains all tokens in order.
+        ``may_share`` allows groups with a ``shared`` part.
+        """
         batch, limit = self._batch, self._limits.short
         first_tree = len(batch.slots) if batch.tree_mask is None else batch.num_extend
         groups: list[Group] = []
@@ -130,7 +140,7 @@ class Planner:
                 groups += self._long(row, first, prefix, queries, window)
             first += queries
         for (queries, is_tree), spans in short.items():
-            # a tile of the compiled kernel already reads a key once for many queries
+            # A tile of the compiled kernel already reads a key once for many queries.
             pays = may_share and not is_tree and window is None and (queries == 1 or not self._limits.paged)
             if pays and self._limits.shared is not None:
                 groups += self._sharing(spans, self._limits.shared // self._bytes_per_key)
@@ -145,8 +155,10 @@ class Planner:
         return self._short(spans, window, is_tree)
 
     def _sharing(self, spans: list[Span], enough: int) -> list[Group]:
-        """Groups of spans with equally many queries, of which those that share a prefix read it once, where that saves
-        ``enough`` keys."""
+        """Return groups of spans that have the same number of queries.
+
+        Spans that share a prefix read it once if that saves at least ``enough`` keys.
+        """
         table = self._host_table
         families: dict[int, list[Span]] = {}
         for span in spans:
@@ -167,7 +179,8 @@ class Planner:
         return groups + (self._unshared(sorted(alone), None, False) if alone else [])
 
     def _common_keys(self, spans: list[Span]) -> int:
-        """Keys in the pages that all these rows start with, before the first query of any."""
+        """Return the number of keys in the pages that all these rows start with, before the first query of any of
+        them."""
         assert self._host_table is not None
         pages = min(span.position for span in spans) // self._page_size
         rows = self._host_table[[span.row for span in spans], :pages]
@@ -192,7 +205,7 @@ class Planner:
         return groups
 
     def _short(self, spans: list[Span], window: int | None, is_tree: bool) -> list[Group]:
-        """Groups of spans with equally many queries."""
+        """Return groups of spans that have the same number of queries, without shared parts."""
         groups: list[Group] = []
         gathered: list[Span] = []
         for span in spans:
@@ -209,7 +222,7 @@ class Planner:
         return groups
 
     def _buckets(self, spans: list[Span]) -> list[list[Span]]:
-        """Spans that share a gathered group, each in the batch's order."""
+        """Divide spans into those that share a gathered group, each in the order of the batch."""
         if len(spans) < 2:
             return [spans] if spans else []
         most, waste_limit = (limit // self._bytes_per_key for limit in (self._limits.gather, self._limits.waste))
@@ -241,7 +254,7 @@ class Planner:
         return group
 
     def _band(self, span: Span, window: int | None) -> torch.Tensor:
-        """Mask of one causal span, ``[1, 1, queries, keys]``."""
+        """Return the mask of one causal span, ``[1, 1, queries, keys]``."""
         shape = (span.queries, span.keys)
         mask = torch.full(shape, _INF, dtype=self._dtype, device=self._device).triu_(span.position - span.begin + 1)
         if window is not None and window < span.keys:
@@ -250,7 +263,7 @@ class Planner:
         return mask[None, None]
 
     def _bands(self, spans: list[Span], group: Group, window: int | None) -> torch.Tensor:
-        """Mask of several causal spans, ``[rows, 1, queries, keys]``; it hides what fills a row up, too."""
+        """Return the mask of several causal spans, ``[rows, 1, queries, keys]``. It also hides the padding of rows."""
         offset = self._tensor([span.position - span.begin for span in spans])[:, None, None]
         query = torch.arange(group.queries, device=self._device)[:, None] + offset  # counted from the row's first key
         key = torch.arange(group.keys, device=self._device)
@@ -260,12 +273,15 @@ class Planner:
         return self._additive(hidden)[:, None]
 
     def _tree_mask(self, spans: list[Span], group: Group, window: int | None) -> torch.Tensor:
-        """Mask of trees, ``[rows, 1, queries, keys]``: the row's past as usual, of its own queries what the tree allows."""
+        """Return the mask of trees, ``[rows, 1, queries, keys]``.
+
+        Earlier keys are seen as usual; of the row's own queries a query sees those that the tree allows.
+        """
         batch, width = self._batch, group.queries
         assert batch.tree_mask is not None
         begin, prefix = (self._tensor(x)[:, None] for x in ([s.begin for s in spans], [s.position for s in spans]))
         key = torch.arange(group.keys, device=self._device) + begin  # [rows, keys]
-        own = key - prefix  # which of the row's queries a key belongs to; negative: the past
+        own = key - prefix  # the index of the key among the row's queries; negative: an earlier key
         node = own.clamp(0, width - 1)
         tree = batch.tree_mask[group.tokens].view(group.rows, width, -1)
         seen = tree.gather(2, node[:, None].expand(-1, width, -1)) | (own < 0)[:, None]
@@ -287,7 +303,7 @@ class Planner:
         return group
 
     def _gather(self, group: Group, spans: list[Span]) -> None:
-        """Fill in ``index``, ``unit`` and ``tail``."""
+        """Set ``index``, ``unit`` and ``tail`` of ``group``."""
         begin = spans[0].begin
         by_page = begin % self._page_size == 0 and all(span.begin == begin for span in spans)
         group.unit = self._page_size if by_page else 1
@@ -311,8 +327,11 @@ class Planner:
             group.tail = self._tail(spans, group, pieces * group.unit)
 
     def _tail(self, spans: list[Span], group: Group, width: int) -> torch.Tensor | None:
-        """The gathered places within ``keys`` that hold no key of their row: the rest of its last page, or everything
-        where that is also its first page, with which it was filled up."""
+        """Return the gathered places within ``keys`` that contain no key of their row, or None if there are none.
+
+        They are the rest of the row's last page, or, where that is also its first page, all padding, which copies that
+        page.
+        """
         tail: list[int] = []
         for row, span in enumerate(spans):
             end = group.keys if span.keys < group.unit else min(group.keys, -(-span.keys // group.unit) * group.unit)
@@ -321,13 +340,13 @@ class Planner:
 
     @functools.cached_property
     def _page_table(self) -> torch.Tensor:
-        """int64 ``[rows, pages of the longest]``"""
+        """Return the page table on the device, int64 ``[rows, pages of the longest row]``."""
         longest = int((self._batch.prefix_lens + self._batch.extend_lens).max())
         return self._batch.page_table[:, : -(-longest // self._page_size)].long()
 
     @functools.cached_property
     def _place_table(self) -> torch.Tensor:
-        """The pool's place of every token of every row: int64 ``[rows, >= tokens of the longest]``"""
+        """Return the pool's place of every token of every row: int64 ``[rows, >= tokens of the longest row]``."""
         offsets = torch.arange(self._page_size, device=self._device)
         return (self._page_table[:, :, None] * self._page_size + offsets).flatten(1)
 
@@ -337,7 +356,8 @@ class Planner:
         return self._consecutive(span.row, span.begin, span.end)
 
     def _consecutive(self, row: int, begin: int, end: int) -> bool:
-        """Whether the pages of keys ``[begin, end)`` follow each other in the pool, as far as the host knows."""
+        """Return whether the pages of keys ``[begin, end)`` are consecutive in the pool. False if the host has no page
+        table."""
         if self._host_table is None:
             return False
         low, high = begin // self._page_size, (end - 1) // self._page_size

@@ -1,4 +1,4 @@
-"""Entry module of the attention plugins: what there is, without importing any of it."""
+"""Register the attention backends without importing any of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH_NATIVE = ComponentSpec(
     name="torch_native",
     target="dovetail_attention.torch_native:TorchNativeAttention",
     config="dovetail_attention.config:TorchNativeConfig",
-    summary="PyTorch's own kernels on any device; the reference on CUDA, the fast one on CPU.",
+    summary="PyTorch's kernels on any device; the reference on CUDA, the fast backend on CPU.",
     offers=frozenset(
         {
             Feature.ATTN_EXTEND,
@@ -71,7 +71,7 @@ TRITON = ComponentSpec(
     name="triton",
     target="dovetail_attention.triton.backend:TritonAttention",
     config="dovetail_attention.config:TritonConfig",
-    summary="Our own kernels, for any head dim, page size and mask, on every GPU that Triton knows from Ampere on.",
+    summary="Dovetail's own kernels, for any head dim, page size and mask, on every GPU from Ampere on that Triton supports.",
     api=(1, 3),
     requires=(Requirement("triton", install="pip install triton"),),
     offers=frozenset(
@@ -101,7 +101,7 @@ FLASHINFER = ComponentSpec(
     name="flashinfer",
     target="dovetail_attention.flashinfer.backend:FlashInfer",
     config="dovetail_attention.config:FlashInferConfig",
-    summary="FlashInfer's kernels on Ampere and later; it compiles what its cache of built kernels lacks when first used.",
+    summary="FlashInfer's kernels on Ampere and later; compiles on first use what its cache of built kernels lacks.",
     api=(1, 3),
     requires=(Requirement("flashinfer-python", ">=0.6.15", "pip install flashinfer-python"),),
     offers=frozenset(
@@ -132,5 +132,5 @@ FLASHINFER = ComponentSpec(
 
 @hookimpl
 def register_attention_backends() -> Sequence[ComponentSpec]:
-    """The backends of this distribution."""
+    """Return the specs of the attention backends of this distribution."""
     return (TORCH_NATIVE, TRITON, FLASH_ATTN, FLASHINFER)

@@ -1,4 +1,5 @@
-"""Attention with PyTorch's own kernels, on any device; on a CPU with a compiler mostly with ours."""
+"""Compute attention with PyTorch's kernels on any device, and on a CPU with a compiler mostly with Dovetail's own
+kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from dovetail.types import Batch
 from dovetail_attention.kernels import attend, attend_shared
 from dovetail_attention.planner import CPU, CUDA, Group, Planner
 
-Way = tuple[int | None, bool]
-"""How layers look at a batch: their window, and whether parts of it may be merged."""
+LayerView = tuple[int | None, bool]
+"""What distinguishes layers for the plan: their window, and whether partial results may be merged."""
 
 
 class Buffer(NamedTuple):
-    """Three views of the memory that a group's keys or values are gathered into; the first two as ``ops.kv.raw``."""
+    """Hold three views of the memory that a group's keys or values are gathered into. The first two are as
+    ``ops.kv.raw``."""
 
     pieces: torch.Tensor  # [pieces of all rows, unit * kv_heads * head_dim]
     places: torch.Tensor  # [places, kv_heads * head_dim]
@@ -29,7 +31,7 @@ class Buffer(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A group, and where its keys and values are gathered; None where they are read in place."""
+    """Bind a group to the memory into which its keys and values are gathered; None where they are read in place."""
 
     group: Group
     keys: Buffer | None
@@ -37,7 +39,8 @@ class Bound(NamedTuple):
     shared: Bound | None = None
 
     def gather(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the group's pieces of a layer's keys and values next to each other: ``[rows, kv_heads, keys, head_dim]``."""
+        """Copy the group's pieces of a layer's keys and values next to each other, and return both as
+        ``[rows, kv_heads, keys, head_dim]``."""
         group, k, v, _ = self
         assert group.index is not None
         assert k is not None
@@ -51,17 +54,19 @@ class Bound(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """How a batch is attended to: dense groups, and spans (int64 ``[spans, 4]``, see ``Kernels.attend``) read in place."""
+    """Describe how a batch attends: dense groups, and spans (int64 ``[spans, 4]``, see ``Kernels.attend``) that are
+    read in place."""
 
     groups: list[Bound]
     paged: np.ndarray[Any, np.dtype[np.int64]] | None
 
 
 class TorchNativeAttention(AttentionBackend):
-    """``plan`` groups the rows (see ``planner``); ``forward`` runs one dense kernel per group (see ``kernels``), and one for
-    all rows that are read through the page table.
+    """Run one dense kernel per group of rows (see ``kernels``), and one for all rows that are read through the page
+    table.
 
-    Nothing in ``forward`` waits for the device. A window that no layer had before is planned when it is first met.
+    ``plan`` makes the groups (see ``planner``). ``forward`` does not wait for the device. The first layer with a new
+    window plans that window when it is met; later steps plan it in ``plan``.
     """
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:
@@ -74,8 +79,8 @@ class TorchNativeAttention(AttentionBackend):
         self._kernels = kernels(context.dtype) if context.device.type == "cpu" and same_dtype else None
         if self._kernels is not None:
             self._limits = replace(self._limits, paged=True)
-        self._ways: list[Way] = []
-        self._plans: dict[Way, AttentionPlan] = {}
+        self._views: list[LayerView] = []
+        self._plans: dict[LayerView, AttentionPlan] = {}
         self._planner: Planner | None = None
         self._memory: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scratch: list[torch.Tensor] = [context.pool.keys(0).new_empty(0) for _ in range(4)]
@@ -84,17 +89,17 @@ class TorchNativeAttention(AttentionBackend):
         """See ``AttentionBackend.plan``."""
         bytes_per_key = self._stride * self._dtype.itemsize
         self._planner = Planner(batch, self._pool.page_size, bytes_per_key, self._dtype, self._limits)
-        self._plans = {way: self._plan_way(way) for way in self._ways}
+        self._plans = {view: self._plan_view(view) for view in self._views}
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
-        way = layer.window, layer.soft_cap is None and layer.sinks is None
-        plan = self._plans.get(way)
+        view = layer.window, layer.soft_cap is None and layer.sinks is None
+        plan = self._plans.get(view)
         if plan is None:
-            self._ways.append(way)
-            plan = self._plans[way] = self._plan_way(way)
+            self._views.append(view)
+            plan = self._plans[view] = self._plan_view(view)
         groups, paged = plan
-        if len(groups) == 1 and paged is None:  # then its tokens are all there are, in order
+        if len(groups) == 1 and paged is None:  # then the group contains all tokens in order
             return self._attend(groups[0], q, layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if paged is not None:
@@ -129,7 +134,7 @@ class TorchNativeAttention(AttentionBackend):
         return attend_shared(q, self._read(bound.shared, layer), self._read(bound, layer), group.mask, layer.scale)
 
     def _read(self, bound: Bound, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """The group's keys and values, ``[rows, kv_heads, keys, head_dim]``."""
+        """Return the group's keys and values, both ``[rows, kv_heads, keys, head_dim]``."""
         group = bound.group
         if group.index is None:
             keys, values = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
@@ -142,16 +147,16 @@ class TorchNativeAttention(AttentionBackend):
         return memory.as_strided(size, strides, start)
 
     def _pieces(self, layer_id: int, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values in rows of ``unit`` places, the same memory. Pools must be contiguous per layer."""
+        """Return views of a layer's keys and values in rows of ``unit`` places. Pools must be contiguous per layer."""
         keys, values = (
             raw(x).view(-1, unit * self._stride) for x in (self._pool.keys(layer_id), self._pool.values(layer_id))
         )
         self._memory[layer_id, unit] = keys, values
         return keys, values
 
-    def _plan_way(self, way: Way) -> AttentionPlan:
+    def _plan_view(self, view: LayerView) -> AttentionPlan:
         assert self._planner is not None, "plan comes before forward"
-        window, may_share = way
+        window, may_share = view
         groups = [self._bind(group) for group in self._planner.groups(window, may_share=may_share)]
         spans = [span[:4] for span in self._planner.paged]
         return AttentionPlan(groups, np.array(spans, np.int64) if spans else None)
@@ -164,8 +169,11 @@ class TorchNativeAttention(AttentionBackend):
         return Bound(group, self._buffer(group, offset - 2), self._buffer(group, offset - 1), shared)
 
     def _buffer(self, group: Group, which: int) -> Buffer | None:
-        """Memory to gather keys (0) or values (1) into: kept, because the system takes large blocks back after each use,
-        and faulting them in again costs several times the copy. Groups of a step use the same in turn."""
+        """Return memory into which keys (``which`` is even) or values (odd) are gathered.
+
+        The memory is kept between steps: the system takes large blocks back after each use, and faulting them in again
+        costs several times as much as the copy. The groups of a step use the same memory in turn.
+        """
         if group.index is None:
             return None
         width = group.unit * self._stride

@@ -1,4 +1,4 @@
-"""The backend: which rows go into which call."""
+"""Run FlashAttention's kernels as an attention backend: decide which rows go into which call."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ log = logging.getLogger(__name__)
 MAX_SPLITS = 32
 
 SHARED_SPLITS = 8
-"""Parts that a group's keys may be read in at the same time: few groups must still keep the device busy, and how many
-there are is not known when a graph is captured."""
+"""The largest number of parts in which a group's keys are read at the same time. A few groups must still keep the
+device busy, and the number of groups is not known when a graph is captured."""
 
 QUERY_TILE = 128
 BUSY_TILES = 2
-"""With so many tiles of queries for each multiprocessor, keys are not split: the kernel's own rule splits long prompts."""
+"""The number of query tiles per multiprocessor from which on keys are not split. The kernel's own rule would split long
+prompts."""
 
 BYTES_PER_SECOND = 3.6e12
 SHARING_SECONDS = 14e-6
-"""What reading shared prefixes costs beyond the bytes it reads: one more call and the merge. Seconds a layer, H200."""
+"""What reading shared prefixes costs in addition to the bytes it reads: one more call and the merge. In seconds per
+layer, on H200."""
 
 
 class CallRows(NamedTuple):
-    """Rows of a batch that one call serves: their tokens, and the arguments of ``AttentionCall``."""
+    """Describe rows of a batch that one call serves: their tokens, and arguments of ``AttentionCall``."""
 
     tokens: slice
     cu_q: torch.Tensor | None
@@ -47,11 +49,11 @@ class CallRows(NamedTuple):
 
 
 class FlashAttention(AttentionBackend):
-    """Prompt rows in one call and decode rows in another, as the kernel for one query a row is a different one.
+    """Run prompt rows in one call and decode rows in another, because there is a separate kernel for one query per row.
 
-    Asked to be ``batch_invariant``, it serves all rows by one call that is the same in every step. FlashAttention-3 chooses its
-    tiles by the bounds it is given, not by the lengths on the device; its tiles of keys begin at multiples of their size, but
-    where a window hides the first keys: there they begin with the first query of a tile.
+    With ``batch_invariant`` it serves all rows by one call that is the same in every step. FlashAttention-3 chooses its
+    tiles by the bounds it is given, not by the lengths on the device. Its tiles of keys begin at multiples of their
+    size, except where a window hides the first keys: there they begin with the first query of a tile.
     """
 
     def __init__(self, config: FlashAttnConfig, context: AttentionContext) -> None:
@@ -66,7 +68,7 @@ class FlashAttention(AttentionBackend):
         if opened is None:
             raise ConfigError(f"attention flash_attn has no kernels: {'; '.join(reasons)}")
         self.provider, self._attend = opened
-        log.info("FlashAttention's kernels are those of %s", self.provider)
+        log.info("attention flash_attn uses the kernels of %s", self.provider)
         self._pool = context.pool
         self._heads, self._kv_heads, self._head_dim = context.num_heads, context.num_kv_heads, context.head_dim
         self._max_context = context.max_context
@@ -75,19 +77,19 @@ class FlashAttention(AttentionBackend):
         self._parts: list[CallRows] = []
 
     def shares(self, batch: Batch) -> bool:
-        """True if the bytes saved take longer to read than one more call and the merge."""
+        """Return True if reading the saved bytes would take longer than one more call and the merge."""
         assert batch.shared is not None
         token_bytes = 2 * self._kv_heads * self._head_dim * self._pool.keys(0).element_size()
         return batch.shared.saved * token_bytes / BYTES_PER_SECOND > SHARING_SECONDS
 
     def plan(self, batch: Batch) -> None:
-        """Divide the rows. No copy, no wait."""
+        """Divide the rows into calls. Copies nothing and does not wait for the device."""
         if self._invariant:
             self._parts = [self._all_rows(batch)]
             return
         rows, split = len(batch.slots), batch.num_extend
         if 0 < split < rows and batch.extend_lens[split:].max() > 1:
-            split = rows  # drafts are verified beside prompts: one ragged call for all
+            split = rows  # drafts are verified in the same step as prompts: one ragged call for all rows
         tokens = int(batch.extend_lens[:split].sum())
         self._parts = []
         if split:
@@ -108,24 +110,29 @@ class FlashAttention(AttentionBackend):
             )
 
     def _ragged(self, batch: Batch, rows: int, tokens: int) -> CallRows:
-        """The first rows, of many queries each. Enough queries keep the device busy without splitting their keys."""
+        """Describe the call for the first rows, with several queries each. Enough queries keep the device busy without
+        splitting keys."""
         max_q, max_k = (int(lens[:rows].max()) for lens in (batch.extend_lens, batch.prefix_lens + batch.extend_lens))
         splits = 1 if tokens * self._heads >= BUSY_TILES * QUERY_TILE * self._processors else 0
         cu_q, used_k, table = batch.qo_indptr[: rows + 1], batch.kv_lens[:rows], batch.page_table[:rows]
         return CallRows(slice(0, tokens), cu_q, used_k, table, max_q, max_k, splits)
 
     def _all_rows(self, batch: Batch) -> CallRows:
-        """Every row, with bounds that hold for every batch. The kernel is not told to be causal where ``max_q`` is 1."""
+        """Describe the call for all rows, with bounds that hold for every batch. The kernel would not be causal if
+        ``max_q`` were 1."""
         longest = max(2, self._max_context)
         return CallRows(slice(None), batch.qo_indptr, batch.kv_lens, batch.page_table, longest, longest, splits=1)
 
     def _splits(self, rows: int) -> int:
-        """Parts of the keys of rows with one query each: as many as keep the device busy."""
+        """Return the number of parts for the keys of rows with one query each, so that the device is busy."""
         return min(MAX_SPLITS, max(1, self._processors // (rows * self._kv_heads)))
 
     def plan_capture(self, batch: Batch) -> None:
-        """One call for all rows, and the longest context. Of verify rows, the fewest that the tokens can be must keep the
-        device busy."""
+        """Plan one call for all rows and the longest context.
+
+        The number of parts is chosen so that the smallest number of verify rows that the tokens can form keeps the
+        device busy.
+        """
         if self._invariant:
             self._parts = [self._all_rows(batch)]
             return
@@ -137,7 +144,7 @@ class FlashAttention(AttentionBackend):
         self._parts = [CallRows(slice(None), cu_q, batch.kv_lens, table, max_q, self._max_context, splits)]
 
     def plan_replay(self, batch: Batch) -> None:
-        """Nothing: the kernels read lengths and tables on the device."""
+        """Do nothing: the kernels read lengths and tables on the device."""
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
@@ -189,7 +196,7 @@ class FlashAttention(AttentionBackend):
 
 
 def probe(section: FlashAttnConfig, config: Config) -> str | None:
-    """Why no provider that ``section`` allows can be used on the current device; None if one can."""
+    """Return why no provider that ``section`` allows can be used on the current device, or None if one can."""
     capability = torch.cuda.get_device_capability()
     opened, reasons = open_first(
         capability,

@@ -1,7 +1,8 @@
-"""Where FlashAttention's kernels come from. Several distributions ship them, under different names and signatures.
+"""Find FlashAttention's kernels. Several distributions ship them, under different names and with different signatures.
 
-A provider's ``attend`` takes one call's tensors and returns ``out [tokens, heads, head_dim]`` and its log-sum-exp, float32
-``[heads, tokens]``. Queries without a key get an infinite log-sum-exp and any output.
+A provider's ``attend`` takes the tensors of one call and returns ``out [tokens, heads, head_dim]`` and its
+log-sum-exps, float32 ``[heads, tokens]``. Queries without a key get an infinite log-sum-exp, and their output is
+undefined.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ LIBRARY = "_vllm_fa3_C.abi3.so"
 
 
 class AttentionCall(NamedTuple):
-    """One attention call over a paged pool, ``keys`` and ``values [pages, page_size, kv_heads, head_dim]``.
+    """Describe one attention call over a paged pool, ``keys`` and ``values [pages, page_size, kv_heads, head_dim]``.
 
-    Row r has queries ``[cu_q[r], cu_q[r + 1])`` (None: one query a row, ``max_q`` 1), the first ``used_k[r]`` keys of its
-    pages ``table[r]``, and at most ``max_q`` queries and ``max_k`` keys. ``window`` is that of ``AttentionLayer``. ``splits``
-    bounds the parts that a row's keys are read in at the same time; 0 lets the kernel decide.
+    Row r has the queries ``[cu_q[r], cu_q[r + 1])`` (None: one query per row, and ``max_q`` is 1) and the first
+    ``used_k[r]`` keys of its pages ``table[r]``. No row has more than ``max_q`` queries or ``max_k`` keys. ``window``
+    is that of ``AttentionLayer``. ``splits`` is the largest number of parts in which the keys of a row are read at the
+    same time; 0 lets the kernel decide.
     """
 
     q: torch.Tensor
@@ -46,12 +48,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def queries(self) -> torch.Tensor:
-        """``q`` as the kernels want it: ``[rows, 1, heads, head_dim]`` where each row has one."""
+        """Return ``q`` in the kernels' shape: ``[rows, 1, heads, head_dim]`` if each row has one query."""
         return self.q[:, None] if self.cu_q is None else self.q
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Keys to the left and to the right that a query sees; -1: all."""
+        """Return how many keys to the left and to the right a query sees; -1 means all."""
         return (-1, -1) if self.window is None else (self.window - 1, 0)
 
 
@@ -60,7 +62,8 @@ Attend = Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A distribution that may be there. ``open`` returns its ``attend``; ``missing`` says why it cannot be used here."""
+    """Describe a distribution that may be installed. ``open`` returns its ``attend``; ``missing`` returns why it cannot
+    be used here."""
 
     name: str
     install: str
@@ -74,27 +77,28 @@ class Provider:
     def refusal(
         self, capability: tuple[int, int], page_size: int, library: Path | None, batch_invariant: bool
     ) -> str | None:
-        """Why it cannot be used on a device of this compute capability with pages of this size; None if it can."""
+        """Return why it cannot be used on a device of this compute capability with pages of this size, or None if it
+        can."""
         if not self.min_capability <= capability <= self.max_capability:
             low, high = (".".join(map(str, c)) for c in (self.min_capability, self.max_capability))
             return f"{self.name} needs compute capability {low} to {high}"
         if page_size % self.page_multiple:
             return f"{self.name} allows multiples of {self.page_multiple} for memory.page_size, which is {page_size}"
         if batch_invariant and not self.can_be_invariant:
-            return f"{self.name} sums in another order for decode rows than for prompts, and batch_invariant is true"
+            return f"{self.name} sums in another order for decode rows than for prompts, but batch_invariant is true"
         missing = self.missing(library)
         return missing and f"{self.name}: {missing} ({self.install})"
 
 
 class OpenedProvider(NamedTuple):
-    """A provider that was found, and its function."""
+    """Hold the name and the ``attend`` function of a provider that was opened."""
 
     name: str
     attend: Attend
 
 
 def providers() -> Iterator[Provider]:
-    """All that are known, best first."""
+    """Yield all known providers, best first."""
     yield Provider(
         "flash_attn_interface",
         "build FlashAttention-3 from the `hopper` folder of the flash-attention repository",
@@ -128,8 +132,11 @@ def open_first(
     *,
     batch_invariant: bool = False,
 ) -> tuple[OpenedProvider | None, list[str]]:
-    """Open the first provider that can be used, of all (``auto``; with a ``library``, vLLM's) or the one that is named; and
-    why each one before it cannot, be it that it does not load."""
+    """Open the first provider that can be used, and return it with the reasons why those before it cannot be used.
+
+    ``name`` restricts the search to one provider. With ``auto`` all are tried, or, if a ``library`` is given, vLLM's.
+    The reasons include errors of providers that cannot be imported or loaded.
+    """
     if library is not None and name == "auto":
         name = "vllm"
     reasons: list[str] = []
@@ -141,7 +148,7 @@ def open_first(
             try:
                 return OpenedProvider(provider.name, provider.open(library)), reasons
             except (ImportError, OSError, AttributeError) as error:  # built for another torch, or another package
-                reason = f"{provider.name} does not load: {error}"
+                reason = f"{provider.name} cannot be loaded: {error}"
         reasons.append(reason)
     return None, reasons
 
@@ -166,7 +173,7 @@ def _no_library(library: Path | None) -> str | None:
 
 def _open_library(library: Path | None) -> Attend:
     file = _library_file(library)
-    assert file is not None, "asked after `missing`"
+    assert file is not None, "`missing` was called first"
     torch.ops.load_library(str(file))
     fwd: Any = torch.ops._vllm_fa3_C.fwd
 
@@ -187,12 +194,13 @@ def _open_library(library: Path | None) -> Attend:
 
 
 def _by_token(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[tokens, heads, d]`` and ``[heads, tokens]``, also where each row has one query."""
+    """Return ``[tokens, heads, d]`` and ``[heads, tokens]``, also where each row has one query."""
     return (out[:, 0], lse[:, :, 0].t()) if call.cu_q is None else (out, lse)
 
 
 def _kvcache_function(module: str) -> Attend:
-    """``flash_attn_with_kvcache`` of the official package; sglang-kernel's has the same keywords."""
+    """Return ``flash_attn_with_kvcache`` of the official package as ``attend``; that of sglang-kernel has the same
+    keywords."""
     function: Any = importlib.import_module(module).flash_attn_with_kvcache
 
     def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,13 +227,14 @@ def _kvcache_function(module: str) -> Attend:
 
 
 def _flash_attn_2() -> Attend:
-    """FlashAttention-2: one query a row, or ragged queries with the cumulated lengths of all keys."""
+    """Return FlashAttention-2 as ``attend``: one query per row, or ragged queries with the cumulative lengths of all
+    keys."""
     package: Any = importlib.import_module("flash_attn")
     with_kvcache, varlen = package.flash_attn_with_kvcache, package.flash_attn_varlen_func
 
     def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         if call.sinks is not None:
-            raise ConfigError("FlashAttention-2 has no sinks; set attention to triton or torch_native")
+            raise ConfigError("FlashAttention-2 does not support sinks; set attention to triton or torch_native")
         options = {
             "softmax_scale": call.scale,
             "causal": call.causal,

@@ -1,1 +1,1 @@
-"""FlashInfer's kernels (Ye et al., arXiv 2501.01005) over the paged pool."""
+"""Run FlashInfer's kernels (Ye et al., arXiv 2501.01005) over the paged KV pool."""

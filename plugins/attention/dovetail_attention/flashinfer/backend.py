@@ -1,4 +1,4 @@
-"""The backend: which rows go to which of FlashInfer's wrappers, and when those are planned."""
+"""Run FlashInfer as an attention backend: decide which rows go to which of its wrappers, and plan the wrappers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
-from dovetail_attention.flashinfer.graph import GraphRows, Indices, PromptGraphRows
+from dovetail_attention.flashinfer.graph import GraphMemory, GraphRows, PromptGraphRows
 from dovetail_attention.flashinfer.masks import tree_mask
 from dovetail_attention.flashinfer.pages import PageRows, make_rows, pinned
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from dovetail_attention.config import FlashInferConfig
 
 TENSOR_CORE_GROUP = 4
-"""Query heads per key head from which on decode rows are faster on tensor cores. The kernel without them has no groups of
-5 to 7."""
+"""The number of query heads per key head from which on decode rows are faster on tensor cores. The kernel that does not
+use tensor cores supports no groups of 5 to 7."""
 
 
 class LayerOptions(NamedTuple):
-    """What distinguishes layers: FlashInfer plans for these."""
+    """Hold the settings of a layer that a FlashInfer plan depends on."""
 
     window: int | None
     soft_cap: float | None
@@ -33,27 +33,29 @@ class LayerOptions(NamedTuple):
 
     @classmethod
     def of(cls, layer: AttentionLayer) -> LayerOptions:
-        """That of a layer. Raises ``ConfigError`` for sinks."""
+        """Return the settings of ``layer``. Raises ``ConfigError`` if it has sinks."""
         if layer.sinks is not None:
-            raise ConfigError("attention flashinfer has no sinks; set attention to flash_attn, triton or torch_native")
+            raise ConfigError(
+                "attention flashinfer does not support sinks; set attention to flash_attn, triton or torch_native"
+            )
         return cls(layer.window, layer.soft_cap, layer.scale)
 
-    def options(self) -> dict[str, Any]:
-        """Keywords of ``plan``."""
+    def keywords(self) -> dict[str, Any]:
+        """Return them as keywords of ``plan``."""
         left = -1 if self.window is None else self.window - 1
         return {"window_left": left, "logits_soft_cap": self.soft_cap, "sm_scale": self.scale}
 
 
 class RowKind(enum.Enum):
-    """What rows do: each is another wrapper."""
+    """Enumerate the kinds of rows. Each kind uses a separate wrapper."""
 
     PROMPT = enum.auto()  # any number of queries, causal
     DECODE = enum.auto()  # one query each
-    TREE = enum.auto()  # several queries that see what a mask says
+    TREE = enum.auto()  # several queries that see what a tree mask allows
 
 
 class RowPart(NamedTuple):
-    """Rows of a batch that one call serves, and their tokens."""
+    """Describe rows of a batch that one call serves, and their tokens."""
 
     kind: RowKind
     rows: slice
@@ -62,7 +64,7 @@ class RowPart(NamedTuple):
 
 
 def divide(batch: Batch, *, batch_invariant: bool) -> list[tuple[RowKind, slice]]:
-    """The rows of a batch by kind, in order. Only prompts are ``batch_invariant``."""
+    """Return the rows of a batch by kind, in order. With ``batch_invariant`` all rows are prompts."""
     rows, split = len(batch.slots), batch.num_extend
     if batch_invariant:
         return [(RowKind.PROMPT, slice(0, rows))]
@@ -77,7 +79,8 @@ def divide(batch: Batch, *, batch_invariant: bool) -> list[tuple[RowKind, slice]
 
 
 def queries_indptr(batch: Batch, rows: slice, device: torch.device) -> torch.Tensor:
-    """int32 ``[rows + 1]`` in host memory: where the queries of each of ``rows`` begin among those of all of them."""
+    """Return where the queries of each of ``rows`` begin among those of all of them: int32 ``[rows + 1]`` in host
+    memory."""
     queries = batch.extend_lens[rows]
     indptr = np.zeros(len(queries) + 1, np.int32)
     np.cumsum(queries, out=indptr[1:])
@@ -85,30 +88,35 @@ def queries_indptr(batch: Batch, rows: slice, device: torch.device) -> torch.Ten
 
 
 def check_invariant(config: FlashInferConfig, context: AttentionContext, capability: tuple[int, int]) -> None:
-    """Raises ``ConfigError`` where fa3 cannot be had: it has one tile for each head_dim and does not divide keys, where fa2
-    chooses both by how many queries and keys are in a step."""
+    """Raise ``ConfigError`` if fa3 cannot be used.
+
+    fa3 has one tile for each head_dim and does not divide keys. fa2 chooses both by the number of queries and keys in a
+    step.
+    """
     needed = "batch_invariant is true, for which attention flashinfer needs its kernels fa3"
     if capability != (9, 0):
         found = ".".join(map(str, capability))
         raise ConfigError(
-            f"{needed}, and those compute capability 9.0; this device has {found}. Set attention to triton"
+            f"{needed}. They need compute capability 9.0; this device has {found}. Set attention to triton"
         )
     if config.variant == "fa2":
         raise ConfigError(f"{needed}; attention.variant is fa2, allowed here: auto, fa3")
     kept = context.pool.keys(0).dtype
     if kept != context.dtype:
         raise ConfigError(
-            f"{needed}, and those keys of the model's dtype; the pool has {kept}, the model {context.dtype}. Set memory.kv_dtype "
-            "to auto, or attention to triton"
+            f"{needed}. They need keys of the model's dtype; the pool has {kept}, the model {context.dtype}. "
+            "Set memory.kv_dtype to auto, or attention to triton"
         )
 
 
 class FlashInfer(AttentionBackend):
-    """A wrapper per kind of row and way of layer, planned when the step's first such layer comes by. Asked to be
-    ``batch_invariant``, it treats all rows as prompts.
+    """Use one wrapper for each kind of row and each ``LayerOptions``, planned before the step's first such layer.
 
-    A plan is copied from memory that the next plan of the same wrapper writes to, so each step first waits until the
-    copies of the one before have been made: those come before its kernels, hence hardly ever a wait.
+    With ``batch_invariant`` it treats all rows as prompts.
+
+    A plan is copied from host memory that the next plan of the same wrapper overwrites. Each step therefore first waits
+    until the copies of the previous step have been made. These copies come before that step's kernels, so the host
+    hardly ever waits.
     """
 
     def __init__(self, config: FlashInferConfig, context: AttentionContext) -> None:
@@ -124,7 +132,7 @@ class FlashInfer(AttentionBackend):
             self._variant = "fa3"
         if context.pool.keys(0).dtype != context.dtype:  # fa3 multiplies operands of one dtype
             if config.variant == "fa3":
-                raise ConfigError("attention.variant is fa3, which needs memory.kv_dtype auto; allowed here: auto, fa2")
+                raise ConfigError("attention.variant is fa3, which needs memory.kv_dtype auto; set it to auto or fa2")
             self._variant = "fa2"
         self._pool, self._page_size = context.pool, context.pool.page_size
         self._tensor_cores = context.num_heads // context.num_kv_heads >= TENSOR_CORE_GROUP
@@ -133,12 +141,12 @@ class FlashInfer(AttentionBackend):
         self._wrappers: dict[tuple[RowKind, LayerOptions], Any] = {}
         self._planned: set[tuple[RowKind, LayerOptions]] = set()
         self._parts: list[RowPart] = []
-        self._indices = Indices(context)
+        self._graph_memory = GraphMemory(context)
         self._graphs: dict[int, GraphRows] = {}
         self._graph: GraphRows | None = None
 
     def plan(self, batch: Batch) -> None:
-        """Divide the rows and name their pages; wrappers are planned in ``forward``."""
+        """Divide the rows and gather their pages. The wrappers are planned in ``forward``."""
         self._copied.synchronize()
         self._graph = None
         self._planned.clear()
@@ -152,81 +160,81 @@ class FlashInfer(AttentionBackend):
             first = tokens.stop
 
     def plan_capture(self, batch: Batch) -> None:
-        """One key a row: a plan's shape depends on the number of rows only."""
+        """Plan with one key per row: the shape of a plan depends on the number of rows only."""
         rows = len(batch.slots)
         self._copied.synchronize()
         if rows not in self._graphs:
             kind = PromptGraphRows if self._invariant else GraphRows
-            self._graphs[rows] = kind(rows, self._indices)
+            self._graphs[rows] = kind(rows, self._graph_memory)
         self._graph = self._graphs[rows]
         self._graph.send(np.ones(rows, np.int32))
 
     def plan_replay(self, batch: Batch) -> None:
-        """Send this step's lengths, and plan again what the graph has met."""
+        """Send this step's lengths, and plan the wrappers of the graph again."""
         self._copied.synchronize()
         graph = self._graphs[len(batch.slots)]
         graph.send(batch.prefix_lens + batch.extend_lens)
-        for way, wrapper in graph.wrappers.items():
-            graph.plan_again(wrapper, **self._shape(), **way.options())
+        for layer_options, wrapper in graph.wrappers.items():
+            graph.plan_again(wrapper, **self._shape(), **layer_options.keywords())
         self._copied.record()
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
-        way = LayerOptions.of(layer)
+        layer_options = LayerOptions.of(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         memory = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
         if self._graph is not None:
             self._graph.read(batch.page_table, layer.layer_id)
-            self._of_graph(self._graph, way).run(q, memory, out=out)
+            self._of_graph(self._graph, layer_options).run(q, memory, out=out)
             return out
         for part in self._parts:
-            self._of_part(part, way, batch).run(q[part.tokens], memory, out=out[part.tokens])
+            self._of_part(part, layer_options, batch).run(q[part.tokens], memory, out=out[part.tokens])
         return out
 
-    def _of_graph(self, graph: GraphRows, way: LayerOptions) -> Any:
-        if way not in graph.wrappers:
+    def _of_graph(self, graph: GraphRows, layer_options: LayerOptions) -> Any:
+        if layer_options not in graph.wrappers:
             kind = RowKind.PROMPT if self._invariant else RowKind.DECODE
-            wrapper = graph.wrappers[way] = self._new(kind, **graph.buffers())
-            wrapper.reset_workspace_buffer(self._workspace, graph.indices.plan_memory(way))
-            graph.plan(wrapper, **self._shape(), **way.options())
+            wrapper = graph.wrappers[layer_options] = self._new(kind, **graph.buffers())
+            wrapper.reset_workspace_buffer(self._workspace, graph.memory.plan_memory(layer_options))
+            graph.plan(wrapper, **self._shape(), **layer_options.keywords())
             self._copied.record()
-        return graph.wrappers[way]
+        return graph.wrappers[layer_options]
 
-    def _of_part(self, part: RowPart, way: LayerOptions, batch: Batch) -> Any:
-        key = part.kind, way
+    def _of_part(self, part: RowPart, layer_options: LayerOptions, batch: Batch) -> Any:
+        key = part.kind, layer_options
         if key not in self._wrappers:
             self._wrappers[key] = self._new(part.kind)
         wrapper = self._wrappers[key]
         if key not in self._planned:
             self._planned.add(key)
             if part.kind is RowKind.DECODE:
-                self._plan_decode(wrapper, part.pages, way)
+                self._plan_decode(wrapper, part.pages, layer_options)
             else:
-                self._plan_prompt(wrapper, part, way, batch)
+                self._plan_prompt(wrapper, part, layer_options, batch)
         return wrapper
 
     def _new(self, kind: RowKind, **buffers: Any) -> Any:
-        if kind is RowKind.DECODE:  # fa2, as it divides the keys of long rows
+        if kind is RowKind.DECODE:  # fa2, because it divides the keys of long rows
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **buffers
             )
-        variant = "fa2" if kind is RowKind.TREE else self._variant  # fa3 has no masks
+        variant = "fa2" if kind is RowKind.TREE else self._variant  # fa3 does not support masks
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=variant, **buffers)
 
-    def _plan_decode(self, wrapper: Any, pages: PageRows, way: LayerOptions) -> None:
+    def _plan_decode(self, wrapper: Any, pages: PageRows, layer_options: LayerOptions) -> None:
         indptr, last_page_len, kv_lens, indices = pages
-        wrapper.plan(indptr, indices, last_page_len, seq_lens=kv_lens, **self._shape(), **way.options())
+        wrapper.plan(indptr, indices, last_page_len, seq_lens=kv_lens, **self._shape(), **layer_options.keywords())
         self._copied.record()
 
-    def _plan_prompt(self, wrapper: Any, part: RowPart, way: LayerOptions, batch: Batch) -> None:
+    def _plan_prompt(self, wrapper: Any, part: RowPart, layer_options: LayerOptions, batch: Batch) -> None:
         shape = self._shape()
         shape["head_dim_qk"] = shape.pop("head_dim")
         indptr, last_page_len, kv_lens, indices = part.pages
         queries = queries_indptr(batch, part.rows, indices.device)
-        options = way.options() | {"causal": True}
-        if part.kind is RowKind.TREE:  # masks are packed on the device, by lengths there: the library waits for them
+        options = layer_options.keywords() | {"causal": True}
+        if part.kind is RowKind.TREE:  # masks are packed on the device by lengths there, and the library waits for them
             queries, indptr, last_page_len = (x.to(indices.device) for x in (queries, indptr, last_page_len))
-            mask = tree_mask(batch, part.rows, part.tokens, way.window)
+            mask = tree_mask(batch, part.rows, part.tokens, layer_options.window)
             options |= {"causal": False, "window_left": -1, "custom_mask": mask}
         longest = int(batch.extend_lens[part.rows].max())
         wrapper.plan(
@@ -242,7 +250,7 @@ class FlashInfer(AttentionBackend):
         self._copied.record()
 
     def _shape(self) -> dict[str, Any]:
-        """Keywords of ``plan`` that never change."""
+        """Return the keywords of ``plan`` that never change."""
         context = self._context
         return {
             "num_qo_heads": context.num_heads,

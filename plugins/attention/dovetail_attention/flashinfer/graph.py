@@ -1,4 +1,4 @@
-"""What decode graphs read: memory that stays where it is, brought up to date before each replay."""
+"""Hold what decode graphs read: memory that keeps its address and is updated before each replay."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray
 
 MOST_PAGES = 1 << 24
-"""Pages that the rows of a step may have together where they share so many that there are more than the pool's: 64 MiB."""
+"""The largest number of pages of the rows of a step, counted once per row, where rows share so many pages that they
+exceed the pool's: 64 MiB."""
 
 PLAN_BYTES = 2 << 20
-"""Memory of a decode plan: some int32 for each row and for each of the device's processors."""
+"""The memory of a decode plan: a few int32 for each row and for each multiprocessor of the device."""
 
 TILE_BYTES = 7 * 4
-"""What a plan for prompts takes more for each query head and tile of queries."""
+"""The additional memory of a plan for prompts, for each query head and tile of queries."""
 
 
-class Indices:
-    """Memory that all graphs use in turn."""
+class GraphMemory:
+    """Hold the memory that all graphs use in turn."""
 
     def __init__(self, context: AttentionContext) -> None:
         self.page_size = context.pool.page_size
@@ -41,86 +42,90 @@ class Indices:
 
     @property
     def pages(self) -> torch.Tensor:
-        """int32, as long as the pages of all rows of a step may be."""
+        """Return an int32 tensor that can hold the pages of all rows of a step."""
         if self._pages is None:
             self._pages = torch.zeros(self._size, dtype=torch.int32, device=self.device)
         return self._pages
 
     def first(self, count: int) -> torch.Tensor:
-        """The first ``count`` of ``pages``. Raises ``EngineError`` if there are fewer."""
+        """Return the first ``count`` elements of ``pages``. Raises ``EngineError`` if there are fewer."""
         if count > self._size:
             raise EngineError(
-                f"the rows of this step have {count} pages; attention flashinfer has room for {self._size} in a graph. "
+                f"the rows of this step have {count} pages; attention flashinfer supports {self._size} in a graph. "
                 "Set memory.page_size higher, scheduler.max_running lower, or graphs.decode to false"
             )
         return self.pages[:count]
 
-    def plan_memory(self, way: Hashable) -> torch.Tensor:
-        """What layers of a way plan in, of whichever graph."""
-        if way not in self._plans:
-            self._plans[way] = torch.zeros(self._plan_bytes, dtype=torch.uint8, device=self.device)
-        return self._plans[way]
+    def plan_memory(self, layer_options: Hashable) -> torch.Tensor:
+        """Return the memory in which layers with these options are planned, in all graphs."""
+        if layer_options not in self._plans:
+            self._plans[layer_options] = torch.zeros(self._plan_bytes, dtype=torch.uint8, device=self.device)
+        return self._plans[layer_options]
 
 
 class GraphRows:
-    """What the graphs of one number of rows read, and a wrapper for each way of layers that they have met."""
+    """Hold what the graphs of one number of rows read, and one wrapper for each ``LayerOptions`` of their layers."""
 
-    def __init__(self, rows: int, indices: Indices) -> None:
-        self.indices = indices
-        self.indptr = torch.zeros(rows + 1, dtype=torch.int32, device=indices.device)
-        self.last_page_len = torch.ones(rows, dtype=torch.int32, device=indices.device)
+    def __init__(self, rows: int, memory: GraphMemory) -> None:
+        self.memory = memory
+        self.indptr = torch.zeros(rows + 1, dtype=torch.int32, device=memory.device)
+        self.last_page_len = torch.ones(rows, dtype=torch.int32, device=memory.device)
         self.wrappers: dict[Any, Any] = {}
         self.now: PageRows
         self._first_layer: int | None = None
 
     def send(self, kv_lens: IntArray) -> None:
-        """The lengths of a step. Raises ``EngineError`` if there is no room for its pages."""
-        device = self.indices.device
-        indptr, last_page_len = count_pages(kv_lens, self.indices.page_size)
-        pages = self.indices.first(int(indptr[-1]))
+        """Send the lengths of a step to the device. Raises ``EngineError`` if the step has more pages than a graph
+        supports."""
+        device = self.memory.device
+        indptr, last_page_len = count_pages(kv_lens, self.memory.page_size)
+        pages = self.memory.first(int(indptr[-1]))
         lens = kv_lens.astype(np.int32)
         self.now = PageRows(pinned(indptr, device), pinned(last_page_len, device), pinned(lens, device), pages)
         self.indptr.copy_(self.now.indptr, non_blocking=True)
         self.last_page_len.copy_(self.now.last_page_len, non_blocking=True)
 
     def read(self, table: torch.Tensor, layer_id: int) -> None:
-        """Gather the pages, before the first layer of each step. Part of the graph, as what fills the table may be, too."""
+        """Gather the pages before the first layer of each step.
+
+        The gather is part of the graph, because what fills ``table`` may be part of it too.
+        """
         if self._first_layer is None:
             self._first_layer = layer_id
         if layer_id == self._first_layer:
-            gather(table, self.indptr, self.indices.pages)
+            gather(table, self.indptr, self.memory.pages)
 
     def buffers(self) -> dict[str, Any]:
-        """Keywords of a new wrapper."""
+        """Return the keywords for the constructor of a wrapper."""
         return {
             "use_cuda_graph": True,
             "paged_kv_indptr_buffer": self.indptr,
-            "paged_kv_indices_buffer": self.indices.pages,
+            "paged_kv_indices_buffer": self.memory.pages,
             "paged_kv_last_page_len_buffer": self.last_page_len,
         }
 
     def plan(self, wrapper: Any, **options: Any) -> None:
-        """Plan a new wrapper."""
+        """Plan a wrapper for the first time."""
         indptr, last_page_len, kv_lens, indices = self.now
         wrapper.plan(indptr, indices, last_page_len, seq_lens=kv_lens, **options)
 
     def plan_again(self, wrapper: Any, **options: Any) -> None:
-        """Plan a wrapper that was planned before. Unlike ``plan``, copies nothing that is already there."""
+        """Plan a wrapper that was planned before. Unlike ``plan``, does not copy what is already in place."""
         indptr, last_page_len, _, indices = self.now
         fast_decode_plan(wrapper, indptr, indices, last_page_len, global_override_indptr_cpu=indptr, **options)
 
 
 class PromptGraphRows(GraphRows):
-    """The same with wrappers of prompts, for which each row has one query.
+    """Do the same with wrappers for prompts, for which each row has one query.
 
-    What such a wrapper launches, and where it reads its plan, depends on how many rows there are and not on their lengths. Its
-    plan copies from host memory, and the pages onto themselves, which is nothing.
+    What such a wrapper launches, and where it reads its plan, depends on the number of rows and not on their lengths.
+    Its plan copies from host memory. It also copies the pages onto themselves, which has no effect.
     """
 
-    def __init__(self, rows: int, indices: Indices) -> None:
-        super().__init__(rows, indices)
-        self._on_host = pinned(np.arange(rows + 1, dtype=np.int32), indices.device)
-        self._queries = self._on_host.to(indices.device)
+    def __init__(self, rows: int, memory: GraphMemory) -> None:
+        super().__init__(rows, memory)
+        self._on_host = pinned(np.arange(rows + 1, dtype=np.int32), memory.device)
+        self._queries = self._on_host.to(memory.device)
 
     def buffers(self) -> dict[str, Any]:
         """See ``GraphRows``."""
@@ -128,7 +133,7 @@ class PromptGraphRows(GraphRows):
             "use_cuda_graph": True,
             "qo_indptr_buf": self._queries,
             "paged_kv_indptr_buf": self.indptr,
-            "paged_kv_indices_buf": self.indices.pages,
+            "paged_kv_indices_buf": self.memory.pages,
             "paged_kv_last_page_len_buf": self.last_page_len,
         }
 
@@ -148,5 +153,5 @@ class PromptGraphRows(GraphRows):
         )
 
     def plan_again(self, wrapper: Any, **options: Any) -> None:
-        """There is no faster plan for prompts."""
+        """Do the same as ``plan``: there is no faster plan for prompts."""
         self.plan(wrapper, **options)

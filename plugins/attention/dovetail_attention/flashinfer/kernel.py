@@ -1,4 +1,4 @@
-"""The one kernel of our own that FlashInfer's are prepared with. Imported on CUDA only."""
+"""Define the one Triton kernel that prepares the inputs of FlashInfer's kernels. Imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def gather_pages(table, stride, indptr, out, BLOCK: tl.constexpr) -> None:
-    """See ``pages.gather``. Grid: rows, blocks that take turns along a row."""
+    """Do what ``pages.gather`` does. Grid: rows, blocks that take turns along a row."""
     row = tl.program_id(0)
     begin = tl.load(indptr + row)
     count = tl.load(indptr + row + 1) - begin

@@ -1,4 +1,4 @@
-"""What the queries of draft trees see, as FlashInfer's flat masks."""
+"""Make the flat masks of FlashInfer for the queries of draft trees."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 def tree_mask(batch: Batch, rows: slice, tokens: slice, window: int | None) -> torch.Tensor:
-    """bool ``[sum of queries * keys]`` of ``rows``, whose queries are ``tokens``: of each row ``[queries, keys]``.
+    """Return the mask of ``rows``, whose queries are ``tokens``: bool ``[sum of queries * keys]``, ``[queries, keys]``
+    of each row.
 
-    The past is seen as usual, of the row's own queries what ``batch.tree_mask`` allows. A window counts depths.
+    Earlier keys are seen as usual; of the row's own queries, those that ``batch.tree_mask`` allows. A window counts
+    depths.
     """
     assert batch.tree_mask is not None
     device = batch.page_table.device
     queries, prefix = batch.extend_lens[rows], batch.prefix_lens[rows]
-    keys = np.repeat(prefix + queries, queries)  # of each query
+    keys = np.repeat(prefix + queries, queries)  # the number of keys of each query
     firsts = np.repeat(np.cumsum(queries) - queries, queries)  # the first query of the same row
     starts = np.cumsum(keys) - keys
     columns = np.stack([keys, starts, np.repeat(prefix, queries), firsts]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Whether the kernels can be had that ``batch_invariant`` needs. Imports none of them."""
+"""Check whether the kernels that ``batch_invariant`` needs can be used, without importing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def probe(section: FlashInferConfig, config: Config) -> str | None:
-    """Why ``fa3``, which does not divide keys, cannot serve all rows of this config; None if it can, or need not."""
+    """Return why ``fa3``, which does not divide keys, cannot serve all rows of this config. None if it can or need
+    not."""
     if not config.batch_invariant:
         return None
     if section.variant == "fa2":
@@ -19,7 +20,7 @@ def probe(section: FlashInferConfig, config: Config) -> str | None:
         )
     if config.memory.kv_dtype.startswith("fp8"):
         return (
-            f"batch_invariant is true and memory.kv_dtype is {config.memory.kv_dtype}; its kernels fa3, which that takes, read "
-            "keys of the model's dtype"
+            f"batch_invariant is true and memory.kv_dtype is {config.memory.kv_dtype}; the fa3 kernels that batch_invariant needs "
+            "read keys of the model's dtype"
         )
     return None

@@ -1,1 +1,1 @@
-"""Attention in Triton: one kernel for every kind of row, a schedule made on the device, and a merge."""
+"""Compute attention in Triton: one kernel for every kind of row, a schedule that is made on the device, and a merge."""

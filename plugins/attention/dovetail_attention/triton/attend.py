@@ -1,9 +1,11 @@
-"""The attention kernel: flash attention (arXiv 2205.14135, 2307.08691) over pages, one item of a schedule a program.
+"""Attend with flash attention (arXiv 2205.14135, 2307.08691) over pages: each program computes items of a schedule.
 
-The query heads of a key head are rows of one tile. Logits are in units of log2(e), so that exponentials are powers of two.
+The query heads of one key head are rows of one tile. Logits are in units of log2(e), so that exponentials are powers of
+two.
 
-With chunks of fixed size (``ScheduleEntries.chunk``) keys are put together chunk by chunk, in their order and by the arithmetic of
-``merge``, whether a program has one of them or all: a query's bits then depend on nothing but its row.
+With chunks of fixed size (``ScheduleEntries.chunk``) keys are merged chunk by chunk, in their order and by the
+arithmetic of ``merge``, whether a program computes one chunk or all of them. The bits of a query's output then depend
+only on its row.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ LOG2_E = math.log2(math.e)
 
 
 class PartialResults(NamedTuple):
-    """Attention over chunks of keys, and the base-2 logarithms of the sums of exponentials; -inf: nothing was seen, and ``out`` is
-    anything."""
+    """Hold the attention over chunks of keys, and the base-2 logarithms of the sums of exponentials.
+
+    A logarithm of -inf means that no key was seen; ``out`` is then undefined.
+    """
 
     out: torch.Tensor  # float32 [rows, kv_heads, value_dim]
     lse: torch.Tensor  # float32 [rows, kv_heads]
 
     @classmethod
     def empty(cls, rows: int, kv_heads: int, value_dim: int, device: torch.device) -> PartialResults:
-        """Room for ``rows`` of every key head."""
+        """Allocate memory for ``rows`` results of every key head."""
         make = torch.empty(rows * kv_heads * (value_dim + 1), dtype=torch.float32, device=device)
         out, lse = make.split([rows * kv_heads * value_dim, rows * kv_heads])
         return cls(out.view(rows, kv_heads, value_dim), lse.view(rows, kv_heads))
@@ -49,11 +53,11 @@ def _blocks(
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys ``[low, high)``; unless MASKED they are whole blocks that every query sees."""
+    """Attend to keys ``[low, high)``. Unless MASKED, they are whole blocks that every query sees."""
     at_k, at_r, at_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_REST), tl.arange(0, BLOCK_V)
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
-        if MASKED:  # what lies behind may be NaN, which no product with 0 removes: it is not even loaded
+        if MASKED:  # keys beyond the row may be NaN, which a product with 0 does not remove: they are not even loaded
             inside = key < high
             page = tl.load(pages + key // PAGE, inside, 0)
             mask_k, mask_v = inside[:, None] & (at_k < KEY_DIM)[None, :], inside[:, None] & (at_v < VALUE_DIM)[None, :]
@@ -118,7 +122,7 @@ def _both(
     V_HEAD: tl.constexpr, SAME: tl.constexpr,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys ``[low, middle)``, which every query sees, and to ``[middle, high)``."""
+    """Attend to keys ``[low, middle)``, which every query sees, and to keys ``[middle, high)``."""
     if not WINDOW:
         top, total, acc = _blocks(
             top, total, acc, q_tile, q_rest, low, middle, head, k, v, pages, place, position, tree_rows, tree_ok, positions, prefix,
@@ -176,7 +180,7 @@ def _item(
     position = place
     if WINDOW and (TREE or not CAUSAL):
         position = tl.load(positions + token, real, 0).to(tl.int32)
-    top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see nothing stay free of NaN
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows that see no key do not become NaN
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
     free = high
@@ -190,7 +194,7 @@ def _item(
     if CHUNK:
         if SINKS:
             sink = tl.load(sinks + q_row, real, 0.0).to(tl.float32) * 1.4426950408889634
-            top = tl.where(base < 0, sink, top)  # else it is in the merge
+            top = tl.where(base < 0, sink, top)  # otherwise the merge adds the sink
             total = tl.where(base < 0, 1.0, total)
         for first in range(low // CHUNK * CHUNK, high, CHUNK):
             begin, end = tl.maximum(low, first), tl.minimum(high, first + CHUNK)
@@ -255,7 +259,7 @@ def _attend(
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     if PDL:
-        if LEADS:  # in this order: the schedule is then complete before the next kernel starts
+        if LEADS:  # in this order, so that the schedule is complete before the next kernel starts
             gdc_wait()
         gdc_launch_dependents()
         if not AHEAD:
@@ -279,7 +283,7 @@ def _attend(
             GROUP, ROWS, KEYS, CAUSAL, TREE, WINDOW, CAP, SINKS, CHUNK, RECORD, PDL and AHEAD,
         )  # fmt: skip
     if PDL and AHEAD:
-        gdc_wait()  # also where there is nothing to do
+        gdc_wait()  # also in programs that have no item
 
 
 def attend(
@@ -294,9 +298,13 @@ def attend(
     *,
     leads: bool,
 ) -> None:
-    """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's pages.
-    ``leads``: this launch is a leader (see ``launch``), the first behind ``fill``. The others read schedule and tables ahead if
-    programs are ``fewer`` than items may be: a sixth faster in verify steps, where prompts were 2 % slower with it (H200)."""
+    """Fill the rows of ``out [tokens, heads, value_dim]`` and ``partial`` that the schedule names. ``kv`` are a layer's
+    pages.
+
+    ``leads``: this launch is a leader (see ``launch``), the first after ``fill``. Other launches read the schedule and
+    the page tables before they wait for the previous kernel, if there may be ``fewer`` programs than items: this makes
+    verify steps a sixth faster, where it made prompts 2 % slower (H200).
+    """
     found = layout(*kv)
     kv_heads = kv[0].shape[2]
     assert q.stride(2) == 1

@@ -1,4 +1,7 @@
-"""The backend: which rows form which launch, and how much memory their schedules need. Host numbers decide sizes only."""
+"""Run the Triton kernels as an attention backend: decide which rows form which launch, and how large the schedules are.
+
+Lengths on the host decide sizes only.
+"""
 
 from __future__ import annotations
 
@@ -20,39 +23,45 @@ if TYPE_CHECKING:
     from dovetail.types import Batch, SharedPrefixes
 
 SHARING_BYTES = 24 << 20
-"""Bytes that a second launch and the merge of every row are worth: about 6 us of reading on H200."""
+"""The bytes of KV that must be saved to pay for a second launch and the merge of every row: about 6 us of reading on
+H200."""
 
 EVEN, SCHEDULED = 0, 1
-"""Variants of decode steps: all rows in the same number of parts, a seventh faster where they are alike, or a schedule."""
+"""The variants of decode steps. ``EVEN`` reads all rows in the same number of parts, which is a seventh faster if the
+rows have similar lengths. ``SCHEDULED`` uses a schedule."""
 
 SECONDS_PER_KEY = 42e-9
 BYTES_PER_SECOND = 4e12
 EVEN_SLACK = 10e-6
-"""A program alone reads keys of one head at that rate, the device all of them at that (H200, head_dim 128, bfloat16); a step
-may wait so long for its longest row before a schedule is worth its own time."""
+"""Numbers for the choice of the variant (H200, head_dim 128, bfloat16). A single program takes ``SECONDS_PER_KEY`` for
+each key of one head. The whole device reads ``BYTES_PER_SECOND``. If a step waits longer than ``EVEN_SLACK`` for its
+longest row, a schedule is worth the time that it takes."""
 
 SHARED_PAIRS = 64
-"""Pairs of a row and a head that read a shared prefix together."""
+"""The number of pairs of a row and a head that read a shared prefix together."""
 
 ROWS_PER_GROUP = 16
-"""What launches for shared prefixes are sized for; with smaller groups, programs do several items."""
+"""The group size for which launches for shared prefixes are sized. If groups are smaller, programs compute several
+items."""
 
 CPU_PROCESSORS = 2
 
 CHUNK = 256
-"""Keys of a chunk with ``batch_invariant``: shorter ones would keep the device busier with few rows, and make the merge longer."""
+"""The keys of a chunk with ``batch_invariant``. Shorter chunks would keep the device busier with few rows, and make the
+merge longer."""
 INVARIANT_PAIRS = 64
-"""Pairs of a query and a head of the only tile with ``batch_invariant``."""
+"""The pairs of a query and a head of the only tile with ``batch_invariant``."""
 CUT_TOKENS, CUT_BYTES = 64, 128 << 20
-"""With ``batch_invariant`` the chunks of a row are divided among programs in steps of up to so many queries, fewer where what the
-chunks leave for the merge would take more memory than that."""
+"""Limits with ``batch_invariant``. The chunks of a row are divided among programs in steps of up to ``CUT_TOKENS``
+queries, or fewer if the partial results for the merge would take more than ``CUT_BYTES``."""
 
 MIN_VERIFY_TOKENS = 64
-"""Memory for graphs of verify rows is made for so many tokens at least, and then for powers of two."""
+"""The smallest number of tokens for which memory for graphs of verify rows is allocated. Larger sizes are powers of
+two."""
 
 
 class Memory:
-    """What one launch writes for its merge, and its schedules by window. Addresses never change."""
+    """Hold what one launch writes for its merge, and its schedules by window. The addresses never change."""
 
     def __init__(
         self, items: int, tokens: int, partial_rows: int, kv_heads: int, value_dim: int, device: torch.device
@@ -62,21 +71,22 @@ class Memory:
         self._schedules: dict[int | None, Schedule] = {}
 
     def schedule(self, window: int | None) -> Schedule:
-        """The schedule for layers of this window."""
+        """Return the schedule for layers with this window."""
         if window not in self._schedules:
             self._schedules[window] = Schedule.empty(*self._size)
         return self._schedules[window]
 
 
 class Launch(NamedTuple):
-    """Entries, and the memory for them."""
+    """Describe one launch: its entries and the memory for them."""
 
     entries: ScheduleEntries
     memory: Memory
 
 
 class AttendGroup(NamedTuple):
-    """Tokens that are attended to together: by their own keys and, where groups share a prefix, by what is before those."""
+    """Describe tokens that are attended to together: to their own keys and, where groups share a prefix, to the keys
+    before those."""
 
     tokens: range
     own: Launch
@@ -84,12 +94,14 @@ class AttendGroup(NamedTuple):
 
 
 class TritonAttention(AttentionBackend):
-    """Everything that depends on a value is computed on the device, so graphs need nothing from the host.
+    """Run the Triton kernels. All work that depends on a value is computed on the device, so graphs need nothing from
+    the host.
 
-    The schedule of a step is made by the first layer of each window, and read by the others. The pool's values may be of
-    another size than its keys, and be a view of them (latent attention): the output has their size.
+    The first layer of each window makes the schedule of a step, and the other layers read it. The pool's values may
+    have another size than its keys, and may be a view of them (latent attention); the output has the size of the
+    values.
 
-    Asked to be ``batch_invariant``, it has one kind of launch for all rows, of one tile and fixed chunks.
+    With ``batch_invariant`` there is one kind of launch for all rows, with one tile and fixed chunks.
     """
 
     def __init__(self, config: BaseModel, context: AttentionContext) -> None:
@@ -99,11 +111,11 @@ class TritonAttention(AttentionBackend):
         self._group = context.num_heads // context.num_kv_heads
         self._value_dim = context.pool.values(0).shape[3]
         self._token_bytes = 2 * self._kv_heads * self._head_dim * context.pool.keys(0).element_size()
-        self._processors, self._roomy = CPU_PROCESSORS, False
+        self._processors, self._large_memory = CPU_PROCESSORS, False
         if context.device.type == "cuda":
             found = torch.cuda.get_device_properties(context.device)
             self._processors = found.multi_processor_count
-            self._roomy = found.shared_memory_per_multiprocessor >= tiles.ROOM
+            self._large_memory = found.shared_memory_per_multiprocessor >= tiles.LARGE_SHARED_MEMORY
         self._invariant = context.batch_invariant
         self._chunks = -(-(context.max_context + 1) // CHUNK)
         bytes_a_token = 4 * self._chunks * context.num_heads * self._value_dim
@@ -111,21 +123,23 @@ class TritonAttention(AttentionBackend):
         self._invariant_tile = tiles.choose(INVARIANT_PAIRS, self._head_dim, self._value_dim, self._dtype)
         self._invariant_tile = self._invariant_tile._replace(num_stages=2)
         self._kept: dict[tuple[str, tiles.AttentionTile, int], Memory] = {}
-        if self._invariant:  # now, as there may be no memory for it later
+        if self._invariant:  # allocated now, because there may not be enough memory later
             self._invariant_memory(self._cut_tokens, self._chunks)
         self._steps: list[AttendGroup] = []
-        self._even = 0  # parts of every row's keys, in a step of the variant EVEN
-        self._shared: Launch | None = None  # what its groups share
-        self._leaders: dict[int | None, int] = {}  # by window: the layer that makes the schedule
+        self._even = 0  # the parts of every row's keys in a step of the variant EVEN; 0: another kind of step
+        self._shared: Launch | None = None  # the launch for the prefixes that groups share, in such a step
+        self._leaders: dict[int | None, int] = {}  # for each window, the layer that makes the schedule
 
     def shares(self, batch: Batch) -> bool:
-        """True if the rows have more bytes of KV a layer in common than the second launch and the merge are worth."""
+        """Return True if the rows share more bytes of KV per layer than the second launch and the merge cost."""
         assert batch.shared is not None
         return batch.shared.saved * self._token_bytes > SHARING_BYTES
 
     def variant(self, batch: Batch) -> int:
-        """``EVEN`` where no row is so long that the device would wait for the program that reads it: its own keys, as shared
-        prefixes are always read by a schedule."""
+        """Return ``EVEN`` unless a row is so long that the device would wait for the program that reads it.
+
+        Only a row's own keys count, because shared prefixes are always read by a schedule.
+        """
         if self._invariant:
             return SCHEDULED
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
@@ -136,7 +150,7 @@ class TritonAttention(AttentionBackend):
         return EVEN if longest < bytes_read / BYTES_PER_SECOND + EVEN_SLACK else SCHEDULED
 
     def plan(self, batch: Batch) -> None:
-        """Divide the rows: those that extend, and those that decode or verify. No copy, no wait."""
+        """Divide the rows into those that extend and those that decode or verify. Copies nothing and does not wait."""
         self._leaders = {}
         rows, split = len(batch.slots), batch.num_extend
         self._even = 0
@@ -150,7 +164,7 @@ class TritonAttention(AttentionBackend):
         self._steps = [self._ragged_step(batch, part) for part in parts]
 
     def plan_capture(self, batch: Batch) -> None:
-        """The launches of this many rows. Their memory is that of all other decode steps too."""
+        """Plan the launches of this number of rows. Their memory is also used by all other decode steps."""
         self._leaders = {}
         if self._invariant:
             self._even, self._steps, self._shared = 0, [self._invariant_step(batch, captured=True)], None
@@ -164,7 +178,7 @@ class TritonAttention(AttentionBackend):
         self._steps, self._shared = ([], shared) if even else ([self._decode_step(batch, shared)], None)
 
     def plan_replay(self, batch: Batch) -> None:
-        """Nothing: lengths and tables are read on the device."""
+        """Do nothing: the kernels read lengths and tables on the device."""
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
@@ -183,7 +197,7 @@ class TritonAttention(AttentionBackend):
         return out
 
     def _forward_even(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        """Every row's own keys in the same number of parts, then what groups share."""
+        """Attend to every row's own keys in the same number of parts, then to what groups share."""
         groups = batch.shared
         table, lens = (batch.page_table, batch.kv_lens) if groups is None else (groups.own_table, groups.own_lens)
         out, lse = paged_decode(
@@ -205,7 +219,8 @@ class TritonAttention(AttentionBackend):
         return out
 
     def _leads(self, layer: AttentionLayer) -> bool:
-        """True for the first layer of its window in this plan: it makes the schedule, and its kernels lead (see ``launch``)."""
+        """Return True for the first layer of its window in this plan. It makes the schedule, and its kernels lead (see
+        ``launch``)."""
         return self._leaders.setdefault(layer.window, layer.layer_id) == layer.layer_id
 
     def _attend(
@@ -219,7 +234,8 @@ class TritonAttention(AttentionBackend):
         leads: bool,
         partial: bool,
     ) -> tuple[Schedule, PartialResults]:
-        """One launch, scheduled before if this layer ``leads``. ``partial``: also what is whole goes to the merge."""
+        """Run one launch. If this layer ``leads``, make its schedule first. ``partial``: single chunks go to the merge
+        too."""
         entries, memory = launch
         schedule = memory.schedule(layer.window)
         if leads:
@@ -229,7 +245,7 @@ class TritonAttention(AttentionBackend):
         return schedule, memory.partial
 
     def _decode_step(self, batch: Batch, shared: Launch | None) -> AttendGroup:
-        """One query a row, for all rows."""
+        """Describe a step with one query per row."""
         groups, rows = batch.shared, len(batch.slots)
         table, lens = batch.page_table, batch.kv_lens
         if groups is not None:
@@ -240,8 +256,10 @@ class TritonAttention(AttentionBackend):
         return AttendGroup(range(rows), Launch(entries, self._keep("own", tile, self._max_rows)), shared)
 
     def _invariant_step(self, batch: Batch, *, captured: bool) -> AttendGroup:
-        """All rows, whatever they do, in one launch. ``captured``: how the tokens are divided among rows is not known, but how
-        many a row can have."""
+        """Describe one launch for all rows, of any phase.
+
+        ``captured``: the number of queries of each row is not known, only the largest number that a row can have.
+        """
         tokens = len(batch.positions)
         tile = self._invariant_tile
         if captured:
@@ -262,7 +280,7 @@ class TritonAttention(AttentionBackend):
         return AttendGroup(range(tokens), Launch(entries, memory))
 
     def _invariant_memory(self, tokens: int, chunks: int) -> Memory:
-        """Memory for steps of up to so many tokens, made once. 0 ``chunks``: keys are not cut."""
+        """Return memory for steps of up to ``tokens`` tokens, allocated once. With 0 ``chunks``, keys are not cut."""
         tile = self._invariant_tile
         key = f"invariant {chunks}", tile, tokens
         if key not in self._kept:
@@ -271,7 +289,8 @@ class TritonAttention(AttentionBackend):
         return self._kept[key]
 
     def _shared_launch(self, groups: SharedPrefixes, rows: int) -> Launch:
-        """Groups as entries. How many there are, and of how many rows, only the device knows."""
+        """Describe the launch for shared prefixes, with groups as entries. Only the device knows their number and their
+        sizes."""
         tile = self._tile(min(SHARED_PAIRS, self._max_rows * self._group))
         slots = self._slots(tile)
         programs = slots + -(-rows // ROWS_PER_GROUP)
@@ -280,8 +299,11 @@ class TritonAttention(AttentionBackend):
         return Launch(entries, self._keep("shared", tile, self._max_rows))
 
     def _verify_step(self, batch: Batch) -> AttendGroup:
-        """Rows of up to so many queries. How many each has only the device knows: the fewest programs there may be work for do
-        it all."""
+        """Describe a step of verify rows.
+
+        Only the device knows how many queries each row has. The number of programs is the smallest number for which
+        there can be work; these programs compute all items.
+        """
         tokens, width = len(batch.positions), int(batch.extend_lens.max())
         tree = None if batch.tree_mask is None else batch.tree_mask.view(torch.uint8)
         few = 2 * -(-tokens // width) * self._kv_heads < self._processors
@@ -291,18 +313,20 @@ class TritonAttention(AttentionBackend):
         entries = ScheduleEntries(
             batch.qo_indptr, batch.kv_lens, batch.page_table, tile, cut, fewest + slots, fewer=True, tree=tree
         )
-        room = max(MIN_VERIFY_TOKENS, 1 << (tokens - 1).bit_length())
-        return AttendGroup(range(tokens), Launch(entries, self._keep("verify", tile, room)))
+        size = max(MIN_VERIFY_TOKENS, 1 << (tokens - 1).bit_length())
+        return AttendGroup(range(tokens), Launch(entries, self._keep("verify", tile, size)))
 
     def _keep(self, name: str, tile: tiles.AttentionTile, tokens: int) -> Memory:
-        """Memory for steps of up to so many tokens, each a row of its own if need be, made once: graphs know its address."""
+        """Return memory for steps of up to ``tokens`` tokens, even if each is a separate row. Allocated once: graphs
+        hold its address."""
         key = name, tile, tokens
         if key not in self._kept:
             self._kept[key] = self._memory(tile, self._slots(tile), tokens * self._tiles(1, tile), tokens)
         return self._kept[key]
 
     def _ragged_step(self, batch: Batch, part: slice) -> AttendGroup:
-        """Rows of several queries, or of one beside those of several. Where their tiles keep the device busy, no key is cut."""
+        """Describe rows with several queries, and single queries in the same step. Keys are cut only if the tiles do
+        not keep the device busy."""
         queries = batch.extend_lens[part]
         first, total = int(batch.extend_lens[: part.start].sum()), int(queries.sum())
         in_tree = part.start >= batch.num_extend and batch.tree_mask is not None
@@ -318,13 +342,14 @@ class TritonAttention(AttentionBackend):
         )
 
     def _memory(self, tile: tiles.AttentionTile, slots: int, count: int, tokens: int) -> Memory:
-        """Memory for ``count`` tiles of ``tokens`` queries, cut into ``slots`` more items at most (see ``schedule``)."""
+        """Allocate memory for ``count`` tiles of ``tokens`` queries, cut into at most ``slots`` more items (see
+        ``schedule``)."""
         partial_rows = tokens * self._group + slots * tile.rows if slots else 1
         return Memory(count + slots, tokens, partial_rows, self._kv_heads, self._value_dim, self._device)
 
     def _tile(self, pairs: int, *, tree: bool = False, few: bool = False) -> tiles.AttentionTile:
         sizes = pairs, self._head_dim, self._value_dim, self._dtype
-        return tiles.choose(*sizes, tree=tree, roomy=self._roomy, few=few)
+        return tiles.choose(*sizes, tree=tree, large_memory=self._large_memory, few=few)
 
     def _tiles(self, queries: int, tile: tiles.AttentionTile) -> int:
         return -(-queries * self._group // tile.rows)

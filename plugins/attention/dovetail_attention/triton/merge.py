@@ -1,4 +1,4 @@
-"""Puts together what a query found in several chunks of its keys, weighed by the sums of exponentials (arXiv 2501.01005)."""
+"""Merge what a query found in several chunks of its keys, weighted by the sums of exponentials (arXiv 2501.01005)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from dovetail_attention.triton.attend import PartialResults
 from dovetail_attention.triton.schedule import TOKEN, Schedule
 
 PARTS, PARTS_OF_FEW = 8, 16
-"""Chunks that are read at a time: the keys of few queries are cut into many (a tenth faster on H200)."""
+"""The number of chunks that are read at a time. ``PARTS_OF_FEW`` is for few queries, whose keys are cut into many
+chunks: it is a tenth faster on H200."""
 FEW = 64
-"""Queries up to which that was seen: a verify step of some rows. More of them have some chunks each."""
+"""The largest number of queries for which ``PARTS_OF_FEW`` was seen to be faster: a verify step of a few rows. Steps
+with more queries have a few chunks for each."""
 
 
 @triton.jit
 def _where(info):
-    """Base, stride and number of the chunks of a query."""
+    """Return base, stride and number of the chunks of a query."""
     return (
         tl.load(info, cache_modifier=".cg"),
         tl.load(info + 1, cache_modifier=".cg"),
@@ -41,7 +43,7 @@ def _fold(
         shrink, weights = tl.exp2(top - higher), tl.exp2(sums - higher)
         mask = (chunk < chunks)[:, None] & (at < DIM)[None, :]
         found = tl.load(partial + row[:, None] * DIM + at[None, :], mask, 0.0)
-        found = tl.where((sums > float("-inf"))[:, None], weights[:, None] * found, 0.0)  # what saw nothing may be NaN
+        found = tl.where((sums > float("-inf"))[:, None], weights[:, None] * found, 0.0)  # without keys it may be NaN
         acc = acc * shrink + tl.sum(found, 0)
         total = total * shrink + tl.sum(weights, 0)
         top = higher
@@ -59,10 +61,10 @@ def _merge(
     q_head = tl.program_id(0) % (KV_HEADS * GROUP)
     token = first + tl.program_id(0) // (KV_HEADS * GROUP)
     head, member = q_head // GROUP, q_head % GROUP
-    base, stride, chunks = _where(own_tokens + token * TOKEN)  # ahead: behind a leader, see ``launch``
+    base, stride, chunks = _where(own_tokens + token * TOKEN)  # before the wait: see leaders in ``launch``
     if PDL:
         gdc_wait()
-    if SHARED or chunks > 1:  # a single chunk has been written already
+    if SHARED or chunks > 1:  # the result of a single chunk is already in place
         top, total, acc = -1e30, 0.0, tl.zeros([BLOCK], tl.float32)
         if SINKS:
             top, total = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634, 1.0
@@ -90,7 +92,7 @@ def _merge_into(
     q_head = tl.program_id(0) % (KV_HEADS * GROUP)
     token = tl.program_id(0) // (KV_HEADS * GROUP)
     head, member = q_head // GROUP, q_head % GROUP
-    base, stride, chunks = _where(tokens + token * TOKEN)  # ahead
+    base, stride, chunks = _where(tokens + token * TOKEN)  # before the wait
     if PDL:
         gdc_wait()
     if chunks > 0:
@@ -106,8 +108,10 @@ def _merge_into(
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, schedule: Schedule, partial: PartialResults) -> None:
-    """Add to ``out [tokens, heads, dim]``, whose log-sum-exps are ``lse [heads, tokens]``, what the queries found in the chunks
-    of a schedule, for those that have any."""
+    """Add to ``out [tokens, heads, dim]`` what the queries found in the chunks of ``schedule``. Mutates ``out``.
+
+    ``lse [heads, tokens]`` are the log-sum-exps of ``out``. Queries that have no chunk are left as they are.
+    """
     rows, heads, dim = out.shape
     kv_heads = partial.lse.shape[1]
     launch(
@@ -126,8 +130,11 @@ def merge(
     *,
     one_by_one: bool = False,
 ) -> None:
-    """Write the rows ``tokens`` of ``out [tokens, heads, dim]`` that have several chunks. With two ``parts``, of own keys and
-    of shared ones, write all of them. ``one_by_one``: chunks are added in their order, by the arithmetic of ``attend``."""
+    """Write the rows ``tokens`` of ``out [tokens, heads, dim]`` that have several chunks. Mutates ``out``.
+
+    With two ``parts``, one for own keys and one for shared keys, write all of these rows. With ``one_by_one``, chunks
+    are added in their order, by the arithmetic of ``attend``.
+    """
     (schedule, partial), (schedule_s, partial_s) = parts[0], parts[-1]
     heads, dim = out.shape[1:]
     kv_heads = partial.lse.shape[1]

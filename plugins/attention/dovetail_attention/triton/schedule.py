@@ -1,9 +1,10 @@
-"""Who does what, computed on the device from lengths: a step's list of items, the same for all its layers of one window.
+"""Compute on the device, from lengths, which program does what: a list of items for all layers of a step that have one
+window.
 
-An entry is queries that follow each other and read the same keys: a row, or the rows of a group and the prefix they share.
+An entry is consecutive queries that read the same keys: a row, or the rows of a group with the prefix that they share.
 Its pairs of a query and a head (m = query * GROUP + head) are cut into tiles, and its keys into chunks where that keeps
-more processors busy. An item is a tile with a chunk; what a chunk contributes to m is row ``base + chunk * stride + m`` of the
-partial results, unless there is a single chunk, whose result is written where it belongs.
+more processors busy. An item is one tile with one chunk. The result of a chunk for pair m is row
+``base + chunk * stride + m`` of the partial results; the result of a single chunk is written to the output instead.
 """
 
 from __future__ import annotations
@@ -24,28 +25,32 @@ BLOCK = 64
 
 
 class Schedule(NamedTuple):
-    """Filled by ``fill``, read by ``attend`` and ``merge``."""
+    """Hold the items of a step. ``fill`` writes them; ``attend`` and ``merge`` read them."""
 
     records: torch.Tensor  # int32 [items, RECORD]
     count: torch.Tensor  # int32 [1] items
-    tokens: torch.Tensor  # int32 [tokens, TOKEN] where the partial results of each query are
+    tokens: torch.Tensor  # int32 [tokens, TOKEN] the location of the partial results of each query
 
     @classmethod
     def empty(cls, items: int, tokens: int, device: torch.device) -> Schedule:
-        """Room for that many."""
+        """Allocate memory for a schedule of ``items`` items and ``tokens`` queries."""
         make = torch.empty((items + tokens + 1) * RECORD, dtype=torch.int32, device=device)
         records, rest = make[: items * RECORD].view(items, RECORD), make[items * RECORD :]
         return cls(records, rest[:1], rest[RECORD : RECORD + tokens * TOKEN].view(tokens, TOKEN))
 
 
 class ScheduleEntries(NamedTuple):
-    """The entries of a launch: entry e has queries ``[indptr[e], indptr[e + 1])`` and ``kv_lens[e]`` keys in ``table[e]``.
+    """Describe the entries of a launch: entry e has queries ``[indptr[e], indptr[e + 1])`` and ``kv_lens[e]`` keys in
+    ``table[e]``.
 
-    ``causal``: the queries are the last of those keys; otherwise they come after all of them. With a ``tree`` (uint8
-    ``[tokens, w]``, see ``AttentionBackend.plan``), windows go by depth. Keys are cut into as many chunks as ``slots``
-    programs for each key head need; 0: never. ``programs`` are started for each key head. If they are ``fewer`` than there
-    may be items, they do several. With a ``chunk``, a multiple of the tile's keys, chunks are so long, counted from the first key
-    of a row, and ``slots`` says only whether each is an item.
+    With ``causal`` the queries are the last of those keys; otherwise they come after all of them. With a ``tree``
+    (uint8 ``[tokens, w]``, see ``AttentionBackend.plan``), windows count depths.
+
+    Keys are cut into chunks such that there are work items for ``slots`` programs per key head; with 0 ``slots`` they
+    are not cut. ``programs`` programs are started for each key head. ``fewer`` means that there may be more items than
+    programs; programs then compute several items. If ``chunk`` is set, which must be a multiple of the tile's keys,
+    every chunk has that many keys, counted from the first key of a row, and ``slots`` only decides whether each chunk
+    is a separate item.
     """
 
     indptr: torch.Tensor
@@ -116,10 +121,10 @@ def _schedule(
         item = i + tl.arange(0, BLOCK)
         inside = item < tiles_e * chunks_e
         part = item // tl.maximum(tiles_e, 1)
-        m = (tiles_e - 1 - item % tl.maximum(tiles_e, 1)) * ROWS  # those that see most come first
+        m = (tiles_e - 1 - item % tl.maximum(tiles_e, 1)) * ROWS  # tiles that see the most keys come first
         low = first_e + part * size_e
         high = tl.minimum(low + size_e, len_e)
-        if CAUSAL and not TREE:  # a mask may show a query what comes after it
+        if CAUSAL and not TREE:  # a tree mask may let a query see later keys
             prefix = len_e - queries_e
             high = tl.minimum(high, prefix + (tl.minimum(m + ROWS, pairs) - 1) // GROUP + 1)
             if WINDOW:
@@ -149,7 +154,10 @@ def _schedule(
 
 
 def fill(schedule: Schedule, entries: ScheduleEntries, group: int, window: int | None, *, partial: bool) -> None:
-    """Schedule ``entries``, ``group`` query heads a key head. ``partial``: also single chunks become partial results."""
+    """Write the schedule of ``entries`` with ``group`` query heads per key head. Mutates ``schedule``.
+
+    With ``partial``, the results of single chunks become partial results too.
+    """
     count = len(entries.kv_lens)
     launch(
         _schedule, (count,),
