@@ -140,7 +140,7 @@ def test_wrong_words_are_refused_where_they_stand():
             wrong()
     with pytest.raises(TypeError, match="takes no z; it takes x, y"):
         sgl.function(lambda s, x, y: None).bind(z=1)
-    with pytest.raises(TypeError, match="no setting min_tokens, topp; there are frequency_penalty, "):
+    with pytest.raises(TypeError, match="no setting min_tokens, topp; allowed: frequency_penalty, "):
         sgl.function(lambda s: None).run_batch([{}], backend=Scripted(), topp=0.5, min_tokens=1, stop="x")
     with pytest.raises(TypeError, match="takes no argument"):
         sgl.function(lambda: None)

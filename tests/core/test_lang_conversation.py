@@ -85,7 +85,7 @@ def test_text_between_messages_stands_where_it_was_appended():
 def test_what_was_added():
     start = Conversation().begin("assistant").plus("a", lambda: tiny)
     assert start.plus("b", lambda: tiny).since(start) == ((), "b")
-    with pytest.raises(RequestError, match="has ended a message that began before it"):
+    with pytest.raises(RequestError, match="a fork ended a message that began before the fork"):
         start.end("assistant").since(start)
     plain = Conversation().plus("a", lambda: tiny)
     assert plain.plus("b", lambda: tiny).since(plain) == ((), "b")

@@ -332,7 +332,7 @@ def test_messages_must_begin_and_end_in_turn():
         s += sgl.user_begin() + sgl.assistant("x")
 
     assert "assistant begins inside of user" in str(program.run(backend=Scripted()).error())
-    assert "user ends and no message had begun" in str(
+    assert "the role user ends, but no message had begun" in str(
         sgl.function(lambda s: s.append(sgl.user_end())).run(backend=Scripted()).error()
     )
 
@@ -343,7 +343,7 @@ def test_a_picture_is_refused_where_the_model_sees_nothing():
         s += sgl.user(sgl.image("cat.png") + "What is it?") + sgl.assistant(sgl.gen("a"))
 
     state = program.run(backend=Scripted())
-    with pytest.raises(ProgramError, match="takes no pictures"):
+    with pytest.raises(ProgramError, match="does not accept pictures"):
         _ = state["a"]
 
 

@@ -189,7 +189,7 @@ def test_threads_of_a_program_that_is_heard_may_fork_and_see_failures():
 
     state = spreads.run(stream=True, backend=Scripted())
     start = "a" + answer_to("a")
-    with pytest.raises(ProgramError, match="takes no pictures"):
+    with pytest.raises(ProgramError, match="does not accept pictures"):
         state.text()
     list_of_pieces = state._pieces(None)
     assert "".join(list_of_pieces).startswith(start)
@@ -199,7 +199,7 @@ def test_threads_of_a_program_that_is_heard_may_fork_and_see_failures():
         time.sleep(0.01)
     found, errors = state.ret_value
     assert found == [answer_to(f"{start}{i}") for i in range(3)]
-    assert "takes no pictures" in errors[0]
+    assert "does not accept pictures" in errors[0]
 
 
 @sgl.function

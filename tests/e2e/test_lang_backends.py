@@ -335,11 +335,11 @@ def test_apis_refuse_what_they_do_not_have(chat_model: sgl.OpenAI, claude: sgl.A
         return str(sgl.function(lambda s: s.append(part)).run(backend=backend).error())
 
     begun = sgl.user("q") + sgl.assistant("So" + sgl.gen("a"))
-    assert "cannot go on with a message that has begun" in error(chat_model, begun)
-    assert "cannot hold an output to a regex" in error(chat_model, sgl.user("q") + sgl.gen("a", regex="a"))
+    assert "cannot continue a message that has begun" in error(chat_model, begun)
+    assert "cannot constrain an output with regex" in error(chat_model, sgl.user("q") + sgl.gen("a", regex="a"))
     assert "has no top_k" in error(chat_model, sgl.user("q") + sgl.gen("a", top_k=3))
-    assert "does not tell how likely" in error(chat_model, "q" + sgl.select("a", choices=["x"]))
-    assert "does not tell how likely" in error(claude, "q" + sgl.select("a", choices=["x"]))
+    assert "returns no log-probabilities of a given text" in error(chat_model, "q" + sgl.select("a", choices=["x"]))
+    assert "returns no log-probabilities of a given text" in error(claude, "q" + sgl.select("a", choices=["x"]))
     assert "n is 2" in error(claude, sgl.user("q") + sgl.gen("a", n=2))
     assert "outside of messages" in error(claude, sgl.user("q") + "text" + sgl.gen("a"))
     assert "None" in error(chat_model, sgl.user("q") + sgl.assistant(sgl.gen("a", top_k=-1, min_p=0.0, max_tokens=1)))
@@ -389,7 +389,7 @@ def test_programs_need_a_backend(runtime: sgl.Runtime):
         ask.run("q")
     with pytest.raises(RequestError, match="belongs to another Runtime"):
         sgl.Runtime(runtime.llm)
-    with pytest.raises(TypeError, match=r"Runtime\(llm\) makes one"):
+    with pytest.raises(TypeError, match=r"Runtime\(llm\) makes a backend"):
         ask.run("q", backend=runtime.llm)
     sgl.set_default_backend(runtime)
     try:

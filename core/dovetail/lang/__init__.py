@@ -1,14 +1,16 @@
-"""The frontend language: programs of many calls, in plain Python. See docs/language.md.
+"""Provide the frontend language: programs that make many calls of a model, written in plain Python. See
+docs/language.md.
 
-Its public names are those of ``__all__``. They are imported from ``api`` when one is first used; ``dovetail`` has them too.
+The public names are those of ``__all__``. They are imported from ``api`` on first use, and ``dovetail`` exports them
+too.
 
-ir            what programs append: texts, messages, calls, as frozen values
-api           the functions that make them, and whatever else is public
-face          a state as programs see it; state: one that runs, tracing: one that writes down
-interpreter   carries parts out; strand: in their order, in a thread of the state's own
-conversation  messages and the chat template that writes them out
-program       functions as programs; batch: over many rows; replay: from a trace
-backends/     where models are: this process, a Dovetail server, OpenAI's and Anthropic's APIs
+    ir               what programs append: texts, messages and calls, as frozen values
+    api              the functions that make them, and the other public names
+    state_interface  a state as programs use it; state: a state that runs, tracing: a state that records
+    interpreter      executes parts; task_queue: in order, in a thread of the state
+    conversation     messages, and the chat template that renders them
+    program          functions as programs; batch: over many rows; replay: from a trace
+    backends/        where models run: this process, a Dovetail server, OpenAI's and Anthropic's APIs
 """
 
 # ruff: noqa: F405 (the names of __all__ come with the import below)

@@ -1,4 +1,4 @@
-"""A program over many rows of arguments."""
+"""Run a program over many rows of arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dovetail.lang.program import Function
 
 MOST_THREADS = 128
-"""Rows that run at a time where nothing else is said."""
+"""The number of rows that run at a time if the caller sets no other."""
 
 
 def run_batch(
@@ -31,7 +31,7 @@ def run_batch(
     sampling: SamplingOptions,
     traced: bool,
 ) -> Iterator[ProgramState]:
-    """The states of the rows, in their order, as they come."""
+    """Yield the states of the rows in the order of the rows, as they are done."""
     count = threads_for(num_threads, len(rows))
     send_common_prefix(program, rows, backend)
     with ThreadPoolExecutor(count, "dovetail-row") as pool, _progress(progress_bar, len(rows)) as advance:
@@ -47,7 +47,7 @@ def run_batch(
 
 
 def threads_for(asked: int | str, rows: int) -> int:
-    """Rows that run at a time. Raises ``ValueError``."""
+    """Return the number of rows that run at a time. Raises ``ValueError``."""
     if asked == "auto":
         return max(min(rows, MOST_THREADS), 1)
     if not isinstance(asked, int) or asked < 1:
@@ -56,23 +56,26 @@ def threads_for(asked: int | str, rows: int) -> int:
 
 
 def send_common_prefix(program: Function, rows: Sequence[inspect.BoundArguments], backend: Backend) -> str:
-    """Let the backend compute what all prompts begin with, before the rows come; returns it. It is found by tracing the
-    program up to its first call, with the arguments that all rows share and symbols for the others."""
+    """Let the backend compute the common prefix of all prompts before the rows are sent, and return this prefix.
+
+    It is found by tracing the program up to its first call, with the arguments that all rows share and symbols for the
+    others.
+    """
     if len(rows) < 2 or not backend.features.prefills:
         return ""
     found = trace(program.func, shared_arguments(program, rows), until_call=True).prefix()
     try:
         text = found.text(backend.template())
-    except RequestError:  # the template refuses a conversation that has only begun: rows will have more of it
+    except RequestError:  # the template rejects a conversation that has only begun; the rows will have more of it
         return ""
     if text:
-        with contextlib.suppress(DovetailError):  # what is wrong with it the rows will say, each for itself
+        with contextlib.suppress(DovetailError):  # each row will report the same error itself
             backend.prefill(text, found.chat)
     return text
 
 
 def shared_arguments(program: Function, rows: Sequence[inspect.BoundArguments]) -> dict[str, Any]:
-    """The arguments that are the same in all rows; symbols in place of the others."""
+    """Return the arguments that are the same in all rows, and symbols in place of the others."""
     by_name = []
     for row in rows:
         row.apply_defaults()
@@ -85,7 +88,7 @@ def shared_arguments(program: Function, rows: Sequence[inspect.BoundArguments]) 
 def _equal(a: Any, b: Any) -> bool:
     try:
         return type(a) is type(b) and bool(a == b)
-    except Exception:  # arrays have no truth
+    except Exception:  # arrays have no truth value
         return False
 
 
@@ -99,7 +102,7 @@ def _one(
 
 @contextlib.contextmanager
 def _progress(shown: bool, count: int) -> Iterator[Any]:
-    """A bar on stderr; yields what is called with each row that is done."""
+    """Show a bar on stderr; yield the function to call with each row that is done."""
     if not shown:
         yield _nothing
         return

@@ -1,4 +1,4 @@
-"""How ``select`` chooses: rules over the log-probabilities of the choices' tokens."""
+"""Define how ``select`` chooses: rules over the log-probabilities of the choices' tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One choice: the log-probability (natural log) of each of its tokens after the prompt. ``unconditional`` are those
-    without the prompt, where the rule asks for them; the first is None where the model has no start token."""
+    """Hold the log-probability (natural log) of each token of one choice after the prompt.
+
+    ``unconditional`` holds the log-probabilities without the prompt, if the rule requires them; the first is None if
+    the model has no start token.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -20,14 +23,17 @@ class Scored:
 
     @property
     def mean(self) -> float:
-        """The log-probability of a token on average. A choice that is nothing but part of the text's first token, of which
-        nothing is told, comes last."""
+        """Return the mean log-probability of a token.
+
+        A choice that is only a part of the text's first token, for which there is no log-probability, comes last.
+        """
         return sum(self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The index of the choice taken, and what the rule computed besides the token log-probabilities."""
+    """Hold the index of the chosen choice, and what the rule computed in addition to the log-probabilities of
+    tokens."""
 
     index: int
     scores: tuple[float, ...]
@@ -35,21 +41,22 @@ class Decision:
 
 
 class ChoicesMethod(ABC):
-    """A rule. ``unconditional`` asks for the log-probabilities of the choices without the prompt."""
+    """Choose among scored choices. ``unconditional`` requires the log-probabilities of the choices without the
+    prompt."""
 
     name: ClassVar[str]
     unconditional: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, scored: Sequence[Scored]) -> Decision:
-        """Choose among at least one. Of equals the first is taken."""
+        """Choose among at least one choice. The first of equal choices is taken."""
 
     def __repr__(self) -> str:
         return self.name
 
 
 class TokenLengthNormalized(ChoicesMethod):
-    """The highest log-probability per token: longer choices are not worse for being longer."""
+    """Choose the highest log-probability per token, so that longer choices have no disadvantage."""
 
     name = "token_length_normalized"
 
@@ -59,8 +66,11 @@ class TokenLengthNormalized(ChoicesMethod):
 
 
 class GreedyTokenSelection(ChoicesMethod):
-    """What greedy decoding among the choices would take: token by token, those that are not the most likely drop out. A
-    choice that has ended stands for its mean from there on."""
+    """Choose what greedy decoding among the choices would choose: token by token, all but the most likely choices are
+    removed.
+
+    For the positions after its end, a choice is represented by its mean.
+    """
 
     name = "greedy_token_selection"
 
@@ -76,7 +86,8 @@ class GreedyTokenSelection(ChoicesMethod):
 
 
 class UnconditionalLikelihoodNormalized(ChoicesMethod):
-    """How much likelier the prompt makes the choice, per token: what is likely anywhere does not win for that."""
+    """Choose by how much the prompt raises the likelihood per token, so that a choice that is likely after any prompt
+    has no advantage."""
 
     name = "unconditional_likelihood_normalized"
     unconditional = True
@@ -89,7 +100,8 @@ class UnconditionalLikelihoodNormalized(ChoicesMethod):
 
 
 def _same_token(a: Scored, b: Scored, at: int) -> bool:
-    """True if both go on with one token, whose log-probability may have been rounded differently. -1 is an unknown one."""
+    """Return whether both choices continue with the same token, whose log-probability may have been rounded
+    differently. -1 is an unknown token."""
     token = a.tokens[at] if at < len(a.tokens) else -1
     return token >= 0 and b.tokens[at : at + 1] == (token,)
 

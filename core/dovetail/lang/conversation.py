@@ -1,4 +1,4 @@
-"""The text of a state: messages that the model's chat template writes out, and text outside of any message."""
+"""Hold the text of a state: messages that the model's chat template renders, and text outside of any message."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from dovetail.errors import RequestError
 from dovetail.lang.ir import Image
 
 Template = Callable[[Sequence[dict[str, Any]], bool], str]
-"""Writes out messages (``role``, ``content``), with the assistant's turn opened if the second argument is true."""
+"""Renders messages (``role``, ``content``); if the second argument is true, the assistant's turn is opened."""
 
-_END = "\ue0d0\ue0d1\ue0d2"  # stands where a message that has not ended stops; no text has it
+_END = "\ue0d0\ue0d1\ue0d2"  # marks the end of a message that has not ended; it occurs in no text
 _PICTURE = "<image>"
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. ``parts`` are its texts and pictures in their order, texts joined."""
+    """Hold one message. ``parts`` are its texts and pictures in order; adjacent texts are joined."""
 
     role: str
     parts: tuple[str | Image, ...] = ()
 
     def plus(self, part: str | Image) -> Message:
-        """With one more part."""
+        """Return the message with one more part."""
         if isinstance(part, str) and self.parts and isinstance(self.parts[-1], str):
             return replace(self, parts=(*self.parts[:-1], self.parts[-1] + part))
         return replace(self, parts=(*self.parts, part)) if part != "" else self
 
     @property
     def text(self) -> str:
-        """Its text; a picture is a mark in it."""
+        """Return the text of the message, in which a mark stands for each picture."""
         return "".join(part if isinstance(part, str) else _PICTURE for part in self.parts)
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """Its pictures."""
+        """Return the pictures of the message."""
         return tuple(part for part in self.parts if isinstance(part, Image))
 
     def shown(self) -> dict[str, Any]:
-        """As a mapping with ``role`` and ``content``: text, or a list of typed parts where there are pictures."""
+        """Return the message as a mapping with ``role`` and ``content``: text, or a list of typed parts if there are
+        pictures."""
         if not self.images:
             return {"role": self.role, "content": self.text}
         content = [
@@ -52,9 +53,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that have ended, the one that has not, and text outside of messages. Immutable.
+    """Hold the messages that have ended, the message that has not, and the text outside of messages. Immutable.
 
-    ``before`` is text that ends where ``messages[start:]`` begin; messages before ``start`` are written out in it.
+    ``before`` is the text that ends where ``messages[start:]`` begin; messages before ``start`` are already rendered in
+    it.
     """
 
     messages: tuple[Message, ...] = ()
@@ -64,19 +66,24 @@ class Conversation:
     pictures: tuple[Image, ...] = field(default=())  # outside of messages
 
     def begin(self, role: str) -> Conversation:
-        """A message begins. Raises ``RequestError`` inside another."""
+        """Return the conversation with a new open message. Raises ``RequestError`` if a message is open."""
         if self.open is not None:
-            raise RequestError(f"{role} begins inside of {self.open.role}; end that message first")
+            raise RequestError(
+                f"a message of the role {role} begins inside of {self.open.role}; end that message first"
+            )
         return replace(self, open=Message(role))
 
     def end(self, role: str) -> Conversation:
-        """The message ends. Raises ``RequestError`` where it has not begun."""
+        """Return the conversation with the open message ended. Raises ``RequestError`` if no message of this role is
+        open."""
         if self.open is None or self.open.role != role:
-            raise RequestError(f"{role} ends and {self.open.role if self.open else 'no message'} had begun")
+            raise RequestError(
+                f"a message of the role {role} ends, but {self.open.role if self.open else 'no message'} had begun"
+            )
         return replace(self, open=None, messages=(*self.messages, self.open))
 
     def plus(self, part: str | Image, template: Callable[[], Template]) -> Conversation:
-        """With one more part, in the message that has begun or outside of messages."""
+        """Return the conversation with one more part, in the open message or outside of messages."""
         if self.open is not None:
             return replace(self, open=self.open.plus(part))
         if isinstance(part, Image):
@@ -87,21 +94,21 @@ class Conversation:
 
     @property
     def chat(self) -> bool:
-        """True if there are messages, so that a chat template writes the text."""
+        """Return whether there are messages, so that a chat template renders the text."""
         return bool(self.messages) or self.open is not None
 
     @property
     def all_messages(self) -> tuple[Message, ...]:
-        """The messages, with the one that has not ended."""
+        """Return the messages, including the open message."""
         return self.messages if self.open is None else (*self.messages, self.open)
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """All pictures."""
+        """Return all pictures."""
         return self.pictures + tuple(image for message in self.all_messages for image in message.images)
 
     def text(self, template: Template) -> str:
-        """The prompt. What ``template`` raises where it refuses the conversation is a ``RequestError``."""
+        """Return the prompt. ``template`` raises ``RequestError`` if it rejects the conversation."""
         if not self.chat or (self.open is None and len(self.messages) == self.start):
             return self.before
         written = self._written(template)
@@ -110,8 +117,8 @@ class Conversation:
         old = template([message.shown() for message in self.messages[: self.start]], False)
         if not written.startswith(old):
             raise RequestError(
-                "text stands between messages that the model's chat template writes differently once others follow; "
-                "put the text into a message"
+                "there is text between messages that the model's chat template renders differently once other messages "
+                "follow; put the text into a message"
             )
         return self.before + written[len(old) :]
 
@@ -125,19 +132,18 @@ class Conversation:
         return written[: written.rindex(_END)]
 
     def since(self, earlier: Conversation) -> tuple[tuple[Message, ...], str]:
-        """What was added to ``earlier``, from which this has come: messages that have begun since then, else text."""
+        """Return what was added to ``earlier``, from which this conversation was made: the messages that began since
+        then, else text."""
         count = len(earlier.messages)
         if len(self.messages) > count or (self.open is None) != (earlier.open is None):
             if earlier.open is not None:
-                raise RequestError(
-                    "a fork has ended a message that began before it; join its text inside of the message"
-                )
+                raise RequestError("a fork ended a message that began before the fork; call join inside of the message")
             return self.all_messages[count:], ""
         new, old = (self.open, earlier.open) if self.open and earlier.open else (None, None)
         return (), new.text[len(old.text) :] if new and old else self.before[len(earlier.before) :]
 
 
 def labelled(messages: Sequence[dict[str, Any]], opened: bool) -> str:
-    """A template for showing a conversation whose real template nobody knows."""
+    """Render a conversation whose real template is unknown, for display."""
     lines = [f"{message['role'].upper()}: {message['content']}\n" for message in messages]
     return "".join(lines) + ("ASSISTANT: " if opened else "")

@@ -1,4 +1,4 @@
-"""The backend that programs run on where none is given."""
+"""Choose the backend of programs that are not given one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ _default: list[Backend] = []
 
 
 def set_default_backend(backend: Any) -> None:
-    """The backend of programs that are given none: a ``Backend``, or what has one as its ``endpoint``. None takes it away."""
+    """Set the backend of programs that are not given one: a ``Backend``, or an object with one as its ``endpoint``.
+    None removes the default."""
     _default[:] = [] if backend is None else [as_backend(backend)]
 
 
 def backend_of(given: Any) -> Backend:
-    """``given``, or the default. Raises ``RuntimeError`` where there is neither."""
+    """Return ``given`` or the default as a backend. Raises ``RuntimeError`` if there is neither."""
     if given is not None:
         return as_backend(given)
     if not _default:
@@ -27,18 +28,18 @@ def backend_of(given: Any) -> Backend:
 
 
 def as_backend(given: Any) -> Backend:
-    """``given`` as a backend. Raises ``TypeError``."""
+    """Return ``given`` as a backend. Raises ``TypeError``."""
     found = given if isinstance(given, Backend) else getattr(given, "endpoint", None)
     if not isinstance(found, Backend):
-        raise TypeError(f"{given!r:.80} is no backend; Runtime(llm) makes one of an LLM")
+        raise TypeError(f"{given!r:.80} is not a backend; Runtime(llm) makes a backend from an LLM")
     return found
 
 
 def flush_cache(backend: Any = None) -> None:
-    """Forget every cached prefix of the backend."""
+    """Remove every cached prefix of the backend."""
     backend_of(backend).flush_cache()
 
 
 def get_server_info(backend: Any = None) -> dict[str, Any]:
-    """What the backend's model runs on."""
+    """Return what the backend reports about the system on which its model runs."""
     return backend_of(backend).server_info()

@@ -1,4 +1,4 @@
-"""What a program's own ``except`` would hide from its trace."""
+"""Observe exceptions that a program's own ``except`` would hide from its trace."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from dovetail.lang.state_interface import program_line
 
 
 class ExceptionWatch:
-    """While it is entered, exceptions that Python code of this thread raises are seen: ``stop``, however it is caught, and the
-    ``TypeError`` of a function that was given an object of the class called ``name`` in place of text, which becomes a
-    ``stop``. ``seen`` is the first of them. A debugger's or coverage's own function sees nothing meanwhile.
+    """Observe the exceptions that Python code of this thread raises while the context is active.
+
+    It observes ``stop``, however it is caught, and the ``TypeError`` of a function that received an object of the class
+    called ``name`` in place of text, which becomes a ``stop``. ``seen`` is the message of the first of them. The trace
+    function of a debugger or of a coverage tool is not called in the meantime.
     """
 
     def __init__(self, stop: type[BaseException], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Carries parts out on the values of one state: text, messages, calls of the model, joins."""
+"""Execute parts on the values of one state: text, messages, calls of the model, joins."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ from dovetail.lang.state_interface import GATHER, State
 
 
 class Interpreter:
-    """The values of a state, and what each kind of part does to them. One thread at a time carries out; others read, holding
-    ``changed``. After an error every further part is left out."""
+    """Hold the values of a state and apply each kind of part to them.
+
+    One thread at a time executes parts; other threads read while holding ``changed``. After an error every further part
+    is skipped.
+    """
 
     def __init__(
         self, backend: Backend, defaults: SamplingOptions, changed: threading.Condition, streaming: bool
@@ -52,47 +55,47 @@ class Interpreter:
         self.log: list[str] = []
         self.logs: dict[str, list[str]] = {}
         self._logged = ""
-        self.pending: Counter[str] = Counter()  # what was appended will set them, that many times
+        self.pending: Counter[str] = Counter()  # how many times the appended parts will still set each variable
         self._defaults = defaults
         self._changed = changed
         self._streaming = streaming
-        self._scopes: list[tuple[str, int]] = []  # open scopes, and how long the text was where they began
+        self._scopes: list[tuple[str, int]] = []  # open scopes, and the length of the text at their beginning
 
     def start_from(self, other: Interpreter) -> None:
-        """Begin where ``other`` stands."""
+        """Start from the values of ``other``."""
         self.conversation = other.conversation
         self.values, self.metas = dict(other.values), dict(other.metas)
         self._scopes, self._logged = list(other._scopes), other._logged
 
     def text(self) -> str:
-        """The text so far. Raises ``RequestError`` where the chat template refuses the conversation."""
+        """Return the text so far. Raises ``RequestError`` if the chat template rejects the conversation."""
         return self.conversation.text(self.backend.template()) if self.conversation.chat else self.conversation.before
 
     def expect(self, expr: Expr) -> None:
-        """``expr`` will be carried out: its variables have their values once it was."""
+        """Note that ``expr`` will be executed; its variables have values after that."""
         with self._changed:
             self.pending.update(names_of(expr))
 
     def has(self, name: str) -> bool:
-        """True if ``name`` has a value that nothing appended so far will change. Hold ``changed``."""
+        """Return whether ``name`` has a value that no appended part will change. Hold ``changed``."""
         return name in self.values and not self.pending[name]
 
     def raise_error(self) -> None:
-        """Raise what has gone wrong, each time as an exception of its own."""
+        """Raise the error of this state, each time as a new exception."""
         if self.error is not None:
             raise ProgramError(*self.error.args) from self.error.__cause__
 
     def execute(self, expr: Expr, line: str) -> None:
-        """Carry ``expr`` out, unless something before it has failed. An error is kept; only Ctrl-C is raised as well."""
+        """Execute ``expr`` unless a part before it has failed. An error is stored; only Ctrl-C is raised as well."""
         if self.error is not None:
             return
         try:
             for part in leaves(expr):
                 self._part(part)
                 self._log_text()
-        except ProgramError as error:  # of another state: it has its line already
+        except ProgramError as error:  # an error of another state already names its line
             self._fail(error)
-        except BaseException as error:  # whoever waits must hear of it, whatever it is
+        except BaseException as error:  # waiting readers must receive the error, whatever its type
             self._fail(failure(error, line, _named(expr)))
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
@@ -128,7 +131,7 @@ class Interpreter:
                 self._scopes.append((name, len(self.text())))
             case ScopeEnd(name):
                 opened, at = self._scopes.pop()
-                assert opened == name, "scopes are context managers, which end in turn"
+                assert opened == name, "scopes are context managers, which end in reverse order"
                 self._set(name, self.text()[at:])
             case Join(forks, mode):
                 self._join_forks(forks, mode)
@@ -136,7 +139,7 @@ class Interpreter:
                 for each in parts:
                     self._part(each)
             case _:
-                raise TypeError(f"{part!r} is no part of a prompt")
+                raise TypeError(f"{part!r} is not a part of a prompt")
 
     def _value_of(self, state: State, name: str) -> Any:
         own = getattr(state, "interpreter", None) is self  # this thread cannot wait for itself
@@ -158,7 +161,7 @@ class Interpreter:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def _next_hints(self) -> ReuseHints:
-        """The hints of this call; a group is for the first call only."""
+        """Return the hints of this call; a group applies to the first call only."""
         hints, self.hints = self.hints, ReuseHints(session=self.hints.session)
         return hints
 
@@ -180,7 +183,8 @@ class Interpreter:
         return outputs
 
     def _next_token_logprobs(self, sampling: SamplingOptions) -> list[Generated]:
-        """No text, and the log-probabilities of its first token: a call of no tokens that asks for them."""
+        """Return no text and the log-probabilities of the next token: the result of a call of zero tokens that requests
+        log-probabilities."""
         outputs = self.backend.generate(self.conversation, replace(sampling, max_tokens=1), self._next_hints())
         return [replace(output, text="") for output in outputs]
 
@@ -250,13 +254,13 @@ class Interpreter:
         return log_piece
 
     def _log_text(self) -> None:
-        """What has come goes to those who listen. Where the template now writes what they have heard differently, they hear
-        what follows upon that."""
+        """Log the new text for streams. If the template now renders the logged text differently, readers get what
+        follows it."""
         if not self._streaming:
             return
         try:
             text = self.text()
-        except RequestError:  # the template refuses a conversation that has only begun
+        except RequestError:  # the template rejects a conversation that has only begun
             return
         with self._changed:
             if text.startswith(self._logged) and len(text) > len(self._logged):
@@ -266,7 +270,7 @@ class Interpreter:
 
 
 def failure(error: BaseException, line: str, what: str) -> ProgramError:
-    """``error``, with the program's line."""
+    """Return ``error`` as a ``ProgramError`` with the program's line."""
     failed = ProgramError(f"{what} at {line} failed: {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed

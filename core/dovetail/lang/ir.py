@@ -1,4 +1,4 @@
-"""What programs are made of: frozen expressions that are appended to a state one after another."""
+"""Define what programs are made of: frozen expressions that are appended to a state one after another."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ REGEX_INT = r"[+-]?[0-9]{1,18}"
 REGEX_FLOAT = r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?"
 REGEX_BOOL = "(True|False)"
 REGEX_STR = r'"[^"\\\n]{0,1000}"'
-"""What ``dtype`` stands for: numbers of bounded length, and a string in quotes without escapes."""
+"""The constraints that ``dtype`` stands for: numbers of bounded length, and a string in quotes without escapes."""
 
 
 class Expr:
-    """A part of a prompt. Texts and expressions are joined with ``+``."""
+    """Represent a part of a prompt. Texts and expressions are joined with ``+``."""
 
     __slots__ = ()
 
@@ -34,44 +34,47 @@ class Expr:
 
 @dataclass(frozen=True, slots=True)
 class Text(Expr):
-    """Text as it stands."""
+    """Append text unchanged."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ExprSeq(Expr):
-    """Expressions one after another."""
+    """Append expressions one after another."""
 
     parts: tuple[Expr, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RoleBegin(Expr):
-    """A message of ``role`` begins."""
+    """Begin a message of ``role``."""
 
     role: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleEnd(Expr):
-    """The message ends."""
+    """End the message."""
 
     role: str
 
 
 @dataclass(frozen=True, slots=True)
 class Image(Expr):
-    """A picture, by its path, ``http`` address, ``data:`` address or bytes, for backends that take pictures."""
+    """Append a picture, given as path, ``http`` address, ``data:`` address or bytes, for backends that accept
+    pictures."""
 
     source: str | bytes | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How a call chooses its tokens; None leaves it to the run, and what the run leaves open to the backend.
+    """Describe how a call chooses its tokens. The run supplies what is None here, and the backend what is None in the
+    run too.
 
-    ``seed`` makes sampling reproducible. ``constraint`` is ``(kind, text)`` with the kinds ``regex`` and ``json_schema``.
+    ``seed`` makes sampling reproducible. ``constraint`` is ``(kind, text)`` with the kinds ``regex`` and
+    ``json_schema``.
     """
 
     max_tokens: int | None = None
@@ -117,7 +120,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Gen(Expr):
-    """A generation; its text becomes the variable ``name``."""
+    """Generate text, which becomes the variable ``name``."""
 
     name: str | None
     sampling: SamplingOptions
@@ -125,7 +128,7 @@ class Gen(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Select(Expr):
-    """The best of ``choices`` by ``method``; it becomes the variable ``name``."""
+    """Choose the best of ``choices`` by ``method``; it becomes the variable ``name``."""
 
     name: str | None
     choices: tuple[str, ...]
@@ -134,7 +137,8 @@ class Select(Expr):
 
 @dataclass(frozen=True, slots=True)
 class SeparateReasoning(Expr):
-    """``inner``, whose generations have their reasoning (``begin`` ... ``end``) put into ``<name>_reasoning_content``."""
+    """Execute ``inner`` and move the reasoning of its generations (``begin`` ... ``end``) to
+    ``<name>_reasoning_content``."""
 
     inner: Expr
     begin: str
@@ -143,21 +147,21 @@ class SeparateReasoning(Expr):
 
 @dataclass(frozen=True, slots=True)
 class ScopeBegin(Expr):
-    """What follows, up to its end, becomes the variable ``name``."""
+    """Begin the text that becomes the variable ``name``."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeEnd(Expr):
-    """The text of the variable ``name`` ends."""
+    """End the text of the variable ``name``."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ref(Expr):
-    """The value that ``name`` will have in ``state``."""
+    """Stand for the value that ``name`` will have in ``state``."""
 
     state: State
     name: str
@@ -165,14 +169,14 @@ class Ref(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Arg(Expr):
-    """An argument that a trace does not know."""
+    """Stand for an argument that is unknown in a trace."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Assign(Expr):
-    """``name`` becomes ``value``, or what a ``Ref`` will be, without being part of the prompt."""
+    """Set ``name`` to ``value``, or to the value of a ``Ref``, without appending to the prompt."""
 
     name: str
     value: Any
@@ -180,14 +184,14 @@ class Assign(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Join(Expr):
-    """What forks have found comes back: their variables as lists (``gather``) or their text (``concatenate``)."""
+    """Take over the results of forks: their variables as lists (``gather``) or their text (``concatenate``)."""
 
     forks: tuple[State, ...]
     mode: str
 
 
 def joined(*parts: object) -> Expr:
-    """One expression of texts and expressions, flat. Raises ``TypeError``."""
+    """Join texts and expressions into one flat expression. Raises ``TypeError``."""
     flat: list[Expr] = []
     for part in map(expression, parts):
         flat += part.parts if isinstance(part, ExprSeq) else (part,)
@@ -195,8 +199,8 @@ def joined(*parts: object) -> Expr:
 
 
 def expression(part: object) -> Expr:
-    """``part`` as an expression: text, an expression, or a list of them. Raises ``TypeError``."""
-    as_expr = getattr(type(part), "as_expr", None)  # first: such an object does not like to be asked what it is
+    """Return ``part``, which is text, an expression or a list of them, as an expression. Raises ``TypeError``."""
+    as_expr = getattr(type(part), "as_expr", None)  # must come first: isinstance on a symbol ends the trace
     if as_expr is not None:
         return as_expr(part)
     if isinstance(part, Expr):
@@ -206,17 +210,18 @@ def expression(part: object) -> Expr:
     if isinstance(part, list | tuple):
         return joined(*part) if part else Text("")
     raise TypeError(
-        f"{part!r:.80} ({type(part).__name__}) cannot be a part of a prompt; give text, gen(...) and the like, or str(it)"
+        f"{part!r:.80} ({type(part).__name__}) cannot be a part of a prompt; give text, an expression such as gen(...) "
+        "or str(value)"
     )
 
 
 def leaves(expr: Expr) -> tuple[Expr, ...]:
-    """The expressions of ``expr`` in their order."""
+    """Return the expressions of ``expr`` in order."""
     return expr.parts if isinstance(expr, ExprSeq) else (expr,)
 
 
 def waits(expr: Expr) -> bool:
-    """True if carrying ``expr`` out waits for the model or another state."""
+    """Return whether executing ``expr`` waits for the model or another state."""
     waiting = Ref | Join
     found = (
         isinstance(part, waiting) or (isinstance(part, Assign) and isinstance(part.value, Ref)) for part in leaves(expr)
@@ -225,7 +230,7 @@ def waits(expr: Expr) -> bool:
 
 
 def names_of(expr: Expr) -> list[str]:
-    """The variables that ``expr`` sets, in their order."""
+    """Return the variables that ``expr`` sets, in order."""
     match expr:
         case ExprSeq(parts):
             return [name for part in parts for name in names_of(part)]
@@ -237,7 +242,7 @@ def names_of(expr: Expr) -> list[str]:
 
 
 def calls_of(expr: Expr) -> list[Gen | Select]:
-    """The calls of the model that ``expr`` makes, in their order."""
+    """Return the calls of the model that ``expr`` makes, in order."""
     match expr:
         case ExprSeq(parts):
             return [call for part in parts for call in calls_of(part)]
@@ -249,9 +254,9 @@ def calls_of(expr: Expr) -> list[Gen | Select]:
 
 
 def reasoning_name(name: str) -> str:
-    """The variable that has the reasoning of ``name``."""
+    """Return the name of the variable that holds the reasoning of ``name``."""
     return f"{name}_reasoning_content"
 
 
 Meta = Mapping[str, Any]
-"""What a backend says of one call: finish_reason, prompt_tokens, completion_tokens, cached_tokens, ..."""
+"""What a backend reports about one call: finish_reason, prompt_tokens, completion_tokens, cached_tokens, ..."""

@@ -1,4 +1,4 @@
-"""Programs: functions whose first argument is a state."""
+"""Define programs: functions whose first argument is a state."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from dovetail.lang.tracing import ProgramTrace, trace
 
 
 class Function:
-    """A program. ``run`` it once, ``run_batch`` it over rows of arguments, ``bind`` some of them, ``trace`` it.
+    """Represent a program: ``run`` it once, ``run_batch`` it over rows of arguments, ``bind`` some of its arguments, or
+    ``trace`` it.
 
-    Settings given to ``run`` hold for calls that do not give their own: ``max_new_tokens`` (128), ``temperature`` (1.0), and what else
-    ``ir.Sampling`` has, but ``min_tokens`` and ``constraint``; None leaves it to the backend. ``run`` returns when the program and all
-    its calls are done; with ``stream=True`` at once, to be read with ``text_iter`` while it goes on.
-    ``traced=True`` writes the program down first: where it never needs a value for its control flow, it is carried out from
-    what was written down, so that no fork waits for the Python code of another; else it runs as usual, from its beginning.
-    ``session`` names a conversation whose end stays cached for the next run with that name. ``use_thread=False`` carries every
-    part out in the caller's thread.
+    Settings given to ``run`` apply to calls that do not give their own: ``max_new_tokens`` (128), ``temperature``
+    (1.0), and the other fields of ``ir.SamplingOptions`` except ``min_tokens`` and ``constraint``. The backend supplies
+    what is None. ``run`` returns when the program and all its calls are done; with ``stream=True`` it returns at once,
+    and ``text_iter`` reads the text while the program runs.
+
+    With ``traced=True`` the program is first recorded. If it never needs a value for its control flow, it is executed
+    from the recording, so that no fork waits for the Python code of another; otherwise it runs as usual from its
+    beginning. ``session`` names a conversation whose end stays cached for the next run with that name. With
+    ``use_thread=False`` every part is executed in the caller's thread.
     """
 
     def __init__(self, func: Callable[..., Any], bound: Mapping[str, Any] | None = None) -> None:
         names = list(inspect.signature(func).parameters)
         if not names:
             raise TypeError(
-                f"{func.__name__} takes no argument; a program's first argument is its state: def f(s, ...)"
+                f"{func.__name__} takes no argument; the first argument of a program is its state: def f(s, ...)"
             )
         self.func = func
         self.arg_names = names[1:]
@@ -46,13 +49,14 @@ class Function:
         return f"<program {self.__name__}({', '.join(self.arg_names)})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run; or, with a state as the first argument, go on with that state, as a function of a program."""
+        """Run the program; if the first argument is a state, continue that state instead, as a function that is called
+        by a program."""
         if args and isinstance(args[0], State):
             return self.func(*args, **{**self.bound, **kwargs})
         return self.run(*args, **kwargs)
 
     def bind(self, **arguments: Any) -> Function:
-        """The program with these arguments given. Raises ``TypeError`` for names that it does not take."""
+        """Return the program with these arguments given. Raises ``TypeError`` for names that it does not take."""
         unknown = sorted(set(arguments) - set(self.arg_names))
         if unknown:
             raise TypeError(f"{self.__name__} takes no {', '.join(unknown)}; it takes {', '.join(self.arg_names)}")
@@ -68,8 +72,10 @@ class Function:
         session: str = "",
         **kwargs: Any,
     ) -> ProgramState:
-        """Run once. ``kwargs`` are arguments of the program, and settings. Raises what the program itself raises; what a call of
-        the model raises surfaces where its value is read."""
+        """Run the program once. ``kwargs`` are arguments of the program and settings.
+
+        Raises what the program itself raises; the error of a call of the model is raised where its value is read.
+        """
         sampling, kwargs = self._split(kwargs)
         arguments = self.arguments(args, kwargs)
         state = ProgramState(backend_of(backend), sampling, streaming=stream, threaded=use_thread, session=session)
@@ -91,16 +97,19 @@ class Function:
         traced: bool = False,
         **settings: Any,
     ) -> list[ProgramState] | Iterator[ProgramState]:
-        """Run for each row of arguments (a mapping, or a sequence in the order of the program's arguments), several at a time;
-        the states come in the order of the rows. What all rows have in common is computed first. ``settings`` are those of
-        ``run``. An exception of the program in one row surfaces where that row's state is read. ``generator_style`` yields
-        the states as they come."""
+        """Run the program for each row of arguments, several rows at a time, and return the states in the order of the
+        rows.
+
+        A row is a mapping, or a sequence in the order of the program's arguments. The common prefix of all rows is
+        computed first. ``settings`` are those of ``run``. An exception of the program in one row is raised where that
+        row's state is read. With ``generator_style`` the states are yielded as they are done.
+        """
         rows, sampling = [self._row(row) for row in batch_kwargs], sampling_of(settings)
         states = run_batch(self, rows, backend_of(backend), num_threads, progress_bar, sampling, traced)
         return states if generator_style else list(states)
 
     def trace(self, *args: Any, **kwargs: Any) -> ProgramTrace:
-        """Write the program down without calling a model. Arguments that are not given are symbols."""
+        """Record the program without calling a model. Arguments that are not given are symbols."""
         kwargs.pop("backend", None)
         given = inspect.signature(self.func).bind_partial(None, *args, **{**self.bound, **kwargs})
         given.apply_defaults()
@@ -108,7 +117,7 @@ class Function:
         return trace(self.func, {**symbols([n for n in self.arg_names if n not in arguments]), **arguments})
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-        """The function's arguments without its state. Raises ``TypeError``."""
+        """Return the function's arguments without its state. Raises ``TypeError``."""
         return inspect.signature(self.func).bind(None, *args, **{**self.bound, **kwargs})
 
     def execute(self, state: ProgramState, arguments: inspect.BoundArguments, traced: bool) -> None:
@@ -124,14 +133,16 @@ class Function:
         state.end()
 
     def guarded(self, state: ProgramState, arguments: inspect.BoundArguments, traced: bool) -> None:
-        """``execute``; what the program raises becomes the error of its state, ``SystemExit`` too: somebody may wait for it."""
+        """Call ``execute``. What the program raises becomes the error of its state, also ``SystemExit``, because a
+        reader may wait for it."""
         try:
             self.execute(state, arguments, traced)
         except BaseException as error:
             state.end(failure(error, line_of(error), f"program {self.__name__}"))
 
     def _split(self, kwargs: Mapping[str, Any]) -> tuple[SamplingOptions, dict[str, Any]]:
-        """Settings, and the rest: a name that the program has as an argument is the program's."""
+        """Return the settings and the other arguments. A name that is an argument of the program belongs to the
+        program."""
         own = {name: value for name, value in kwargs.items() if name in self.arg_names or name not in _SETTINGS}
         return sampling_of({name: value for name, value in kwargs.items() if name not in own}), own
 
@@ -144,27 +155,30 @@ class Function:
 
 
 _OWN_NAMES = {"max_tokens", "min_tokens", "constraint"}
-"""Fields of ``Sampling`` that a call gives and a run does not, or not under this name."""
+"""The fields of ``SamplingOptions`` that a call gives and a run does not give, or gives under another name."""
 _SETTINGS = frozenset({f.name for f in fields(SamplingOptions)} - _OWN_NAMES | {"max_new_tokens"})
 
 
 def sampling_of(settings: Mapping[str, Any]) -> SamplingOptions:
-    """How calls choose tokens that do not say it themselves: the settings of ``Function``. Raises ``TypeError``."""
+    """Return the sampling of calls that do not give their own, from the settings of ``Function``. Raises
+    ``TypeError``."""
     unknown = sorted(settings.keys() - _SETTINGS)
     if unknown:
-        raise TypeError(f"there is no setting {', '.join(unknown)}; there are {', '.join(sorted(_SETTINGS))}")
+        raise TypeError(f"there is no setting {', '.join(unknown)}; allowed: {', '.join(sorted(_SETTINGS))}")
     given = {"max_new_tokens": 128, "temperature": 1.0, **settings}
     return SamplingOptions.of(max_tokens=given.pop("max_new_tokens"), **given)
 
 
 def function(func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None) -> Any:
-    """Make a function ``def f(s, ...)`` a program. ``num_api_spec_tokens`` is taken for programs that give it; outputs do not
-    depend on it."""
+    """Make a function ``def f(s, ...)`` a program.
+
+    ``num_api_spec_tokens`` is accepted for programs that pass it; outputs do not depend on it.
+    """
     return Function(func) if func is not None else Function
 
 
 def _by_name(arguments: inspect.BoundArguments) -> bool:
-    """True if all arguments have names of their own."""
+    """Return whether every argument has its own name."""
     kinds = {p.kind for p in arguments.signature.parameters.values()}
     return not kinds & {
         inspect.Parameter.VAR_POSITIONAL,

@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer, told apart by its marks."""
+"""Separate the reasoning that a model writes before its answer, using the marks around it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MARKS = {
 
 
 def marks_of(model_type: str | None) -> tuple[str, str]:
-    """The marks around reasoning of a kind of model; None stands for ``<think>``. Raises ``ValueError``."""
+    """Return the marks around the reasoning of a kind of model; None stands for ``<think>``. Raises ``ValueError``."""
     if model_type is None:
         return _MARKS["think"]
     if model_type not in _MARKS:
@@ -22,8 +22,11 @@ def marks_of(model_type: str | None) -> tuple[str, str]:
 
 
 def split_reasoning(text: str, begin: str, end: str, opened: bool) -> tuple[str, str]:
-    """Reasoning and answer. ``opened``: the prompt ended with ``begin``. Reasoning that never ends is all there is; without
-    ``begin`` there is reasoning only where ``end`` says so."""
+    """Return reasoning and answer. ``opened`` is whether the prompt ended with ``begin``.
+
+    If the reasoning does not end, the whole text is reasoning. Without ``begin``, there is reasoning only if ``end``
+    occurs.
+    """
     before, mark, after = text.partition(end)
     starts = before.lstrip().startswith(begin)
     if not (mark or opened or starts):

@@ -1,4 +1,4 @@
-"""Carrying a program out from its trace: every part of every state is known before the first call."""
+"""Execute a program from its trace: every part of every state is known before the first call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from dovetail.lang.tracing import Appended, ProgramTrace, known, translated
 
 
 def replay(trace: ProgramTrace, root: ProgramState) -> Any:
-    """Carry out a complete trace on ``root``; returns what the program's function would. The copies of a fork that call the
-    model are known, so that exactly they are a group."""
+    """Execute a complete trace on ``root`` and return what the program's function would return.
+
+    The copies of a fork that call the model are known, so that exactly these copies are a group.
+    """
     assert trace.complete, trace.stopped
     states: dict[State, State] = {trace.root: root}
     callers = {step.state for step in trace.steps if isinstance(step, Appended) and calls_of(step.expr)}

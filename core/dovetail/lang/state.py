@@ -1,4 +1,4 @@
-"""A state that runs: every part that is appended is carried out in its order, calls of the model in a thread of its own."""
+"""Define a state that runs: its parts are executed in order, and calls of the model run in a thread of the state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from dovetail.lang.task_queue import TaskQueue
 
 
 class ProgramState(State):
-    """What a program's first argument is. ``s += gen("x")`` returns at once; ``s["x"]`` waits.
+    """Execute a program's parts; a program's first argument is such a state. ``s += gen("x")`` returns at once;
+    ``s["x"]`` waits.
 
-    After a part has failed, those behind it are left out; reading what is missing raises ``ProgramError`` with the program's
-    line. Reading may be done from any thread.
+    After a part has failed, the parts after it are skipped; reading a missing value raises ``ProgramError`` with the
+    program's line. Any thread may read.
     """
 
     def __init__(
@@ -47,25 +48,26 @@ class ProgramState(State):
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def append(self, expr: Expr) -> None:
-        """Carry ``expr`` out after what was appended before it."""
+        """Execute ``expr`` after everything that was appended before it."""
         self.append_at(expr, program_line())
 
     def append_at(self, expr: Expr, line: str) -> None:
-        """Carry ``expr`` out, which is on that line of the program."""
+        """Execute ``expr``, which is on line ``line`` of the program."""
         if isinstance(expr, Join):
             expr = Join(tuple(map(_ForkSnapshot, expr.forks)), expr.mode)  # type: ignore[arg-type]
         self.interpreter.expect(expr)
         self._queue.submit(lambda: self.interpreter.execute(expr, line), quick=not waits(expr))
 
     def set_var(self, name: str, value: Any) -> None:
-        """Give ``name`` a value, after what was appended before."""
+        """Set the variable ``name`` after everything that was appended before."""
         self.append(Assign(name, value))
 
     def _children(self, size: int) -> Sequence[Self]:
         return self.fork_for([True] * size)
 
     def fork_for(self, calling: Sequence[bool]) -> Sequence[Self]:
-        """A copy for each entry, which says whether that copy will call the model: those that do are a group."""
+        """Return one copy for each entry of ``calling``. An entry is whether its copy will call the model; those copies
+        are a group."""
         self._queue.wait()
         self.interpreter.raise_error()
         group = f"fork-{secrets.token_hex(8)}"
@@ -87,55 +89,55 @@ class ProgramState(State):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def get_var(self, name: str) -> Any:
-        """As ``State.get_var``."""
+        """See ``State.get_var``."""
         self._wait_for(name)
         return self.interpreter.values[name]
 
     def get_meta_info(self, name: str) -> Any:
-        """As ``State.get_meta_info``."""
+        """See ``State.get_meta_info``."""
         self._wait_for(name)
         if name not in self.interpreter.metas:
-            raise KeyError(f"{name!r} was not made by a call of the model")
+            raise KeyError(f"the variable {name!r} was not made by a call of the model")
         return self.interpreter.metas[name]
 
     def text(self) -> str:
-        """As ``State.text``. Raises ``ProgramError`` where a part has failed."""
+        """See ``State.text``. Raises ``ProgramError`` if a part has failed."""
         self.sync()
         self.interpreter.raise_error()
         return self.interpreter.text()
 
     def messages(self) -> list[dict[str, Any]]:
-        """As ``State.messages``. Raises ``ProgramError`` where a part has failed."""
+        """See ``State.messages``. Raises ``ProgramError`` if a part has failed."""
         self.sync()
         self.interpreter.raise_error()
         return [message.shown() for message in self.interpreter.conversation.all_messages]
 
     def conversation(self) -> Conversation:
-        """The messages and texts so far. Raises ``ProgramError`` where a part has failed."""
+        """Return the messages and texts so far. Raises ``ProgramError`` if a part has failed."""
         self.sync()
         self.interpreter.raise_error()
         return self.interpreter.conversation
 
     def values(self) -> dict[str, Any]:
-        """All variables, once they are there. Raises ``ProgramError`` where a part has failed."""
+        """Return all variables once they are available. Raises ``ProgramError`` if a part has failed."""
         self.sync()
         self.interpreter.raise_error()
         return dict(self.interpreter.values)
 
     def sync(self) -> None:
-        """Wait for all that was appended."""
+        """Wait for everything that was appended."""
         with self._queue.changed:
             self._queue.changed.wait_for(self._settled)
 
     def error(self) -> ProgramError | None:
-        """What has gone wrong, once all that was appended is done; None if nothing has."""
+        """Return the first error once everything that was appended is done; None if there was none."""
         self.sync()
         return self.interpreter.error
 
     def __contains__(self, name: object) -> bool:
         if name in self.interpreter.values or self.interpreter.pending[str(name)] > 0:
             return True
-        self._queue.wait()  # for a join, which may bring it
+        self._queue.wait()  # a join may still add the variable
         return name in self.interpreter.values
 
     def __repr__(self) -> str:
@@ -150,8 +152,11 @@ class ProgramState(State):
     # -- streams -----------------------------------------------------------------------------------------------------
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
-        """The text as it grows, or that of one variable. In pieces where the program runs with ``stream=True``. Raises
-        ``ProgramError`` after the last piece where a part has failed."""
+        """Yield the text as it grows, or the text of one variable. It comes in pieces if the program runs with
+        ``stream=True``.
+
+        Raises ``ProgramError`` after the last piece if a part has failed.
+        """
         if var_name is None and not self._streaming:
             yield self.text()
             return
@@ -165,19 +170,22 @@ class ProgramState(State):
             self._wait_for(var_name)
 
     def stream(self, var_name: str | None = None) -> Iterator[str]:
-        """``text_iter`` by another name."""
+        """Call ``text_iter``, of which this is another name."""
         return self.text_iter(var_name)
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
-        """``text_iter`` for an event loop; with ``return_meta_data`` pairs of a piece and the variable's meta info, which is
-        empty before the end."""
+        """Yield ``text_iter`` for an event loop.
+
+        With ``return_meta_data``, yield pairs of a piece and the variable's meta info, which is empty before the end.
+        """
         pieces = self.text_iter(var_name)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             meta = self.interpreter.metas.get(var_name or "", {})
             yield (piece, meta) if return_meta_data else piece
 
     def _pieces_from(self, at: int, name: str | None) -> list[str]:
-        """What has come since the first ``at`` pieces, at least one; empty at the end."""
+        """Wait for at least one piece after the first ``at`` pieces and return the new pieces; return an empty list at
+        the end."""
 
         def available() -> bool:
             return len(self._pieces(name)) > at or self._settled() or (name is not None and self.interpreter.has(name))
@@ -192,19 +200,19 @@ class ProgramState(State):
     # -- the program's end -------------------------------------------------------------------------------------------
 
     def end(self, error: ProgramError | None = None) -> None:
-        """The program's function has returned, or raised ``error``."""
+        """Record that the program's function has returned, or raised ``error``."""
         with self._queue.changed:
             self._ended = True
             self.interpreter.error = self.interpreter.error or error
             self._queue.changed.notify_all()
 
     def _settled(self) -> bool:
-        """True if nothing more comes, as far as the calling thread can wait for it."""
+        """Return whether no more results will come, as far as the calling thread can wait for them."""
         ended = self._ended or self.interpreter.error is not None or threading.get_ident() == self._owner
         return self._queue.idle and ended
 
     def set_owner(self) -> None:
-        """The calling thread is the one that runs the program."""
+        """Record that the calling thread runs the program."""
         self._owner = threading.get_ident()
 
     def _wait_for(self, name: str) -> None:
@@ -219,19 +227,19 @@ class ProgramState(State):
 
 
 class _ForkSnapshot:
-    """What a fork has found by what was appended to it until now, for a join: later parts are not in it."""
+    """Hold what a fork has found by the parts appended to it until now, for a join. Later parts are not included."""
 
     def __init__(self, fork: ProgramState) -> None:
         self._fork, self._ready = fork, threading.Event()
         fork._queue.submit(self._take_snapshot, quick=True)
 
     def values(self) -> dict[str, Any]:
-        """All variables. Raises ``ProgramError`` where a part has failed."""
+        """Return all variables. Raises ``ProgramError`` if a part has failed."""
         self._wait()
         return self._values
 
     def added(self) -> tuple[Any, str]:
-        """What was appended since the fork: messages, or text. Raises ``ProgramError`` where a part has failed."""
+        """Return what was appended since the fork: messages, or text. Raises ``ProgramError`` if a part has failed."""
         self._wait()
         return self._conversation.since(self._fork._forked_from)
 

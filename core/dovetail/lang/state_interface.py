@@ -1,4 +1,4 @@
-"""What programs see of a state, whether it runs or is only traced."""
+"""Define a state as programs use it, whether it runs or is only traced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _JOIN_MODES = {
 
 
 def program_line() -> str:
-    """Where in the program this is called, as ``file:line``."""
+    """Return the line of the program that led to this call, as ``file:line``."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not _of_a_program(frame.f_code.co_filename):
         frame = frame.f_back
@@ -32,64 +32,69 @@ def program_line() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Where in the program an exception came from, as ``file:line``."""
+    """Return the line of the program at which an exception arose, as ``file:line``."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _of_a_program(f.filename)]
     own = [f for f in frames if f.filename == frames[0].filename]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"
 
 
 def _of_a_program(filename: str) -> bool:
-    """True if it is neither of this language nor of Python's library, by way of which a program may have called it."""
+    """Return whether the file belongs neither to this language nor to Python's library, through which a program may
+    have made the call."""
     installed = "site-packages" in filename
     return not filename.startswith(_LANGUAGE) and (installed or not filename.startswith((_LIBRARY, "<frozen")))
 
 
 def join_mode(mode: str) -> str:
-    """``gather`` or ``concatenate`` by any of their names. Raises ``ValueError``."""
+    """Return ``gather`` or ``concatenate`` for any of their names. Raises ``ValueError``."""
     if mode not in _JOIN_MODES:
         raise ValueError(f"join mode is {mode!r}; allowed: {', '.join(_JOIN_MODES)}")
     return _JOIN_MODES[mode]
 
 
 class State(ABC):
-    """A prompt that grows. ``s += part`` appends text, ``gen(...)``, messages; ``s["x"]`` is what a call has found."""
+    """Hold a prompt that grows. ``s += part`` appends text, ``gen(...)`` or messages; ``s["x"]`` is the result of a
+    call."""
 
     @abstractmethod
     def append(self, expr: Expr) -> None:
-        """What ``+=`` does. Returns before calls of the model are done."""
+        """Append ``expr``; ``+=`` calls this. Returns before calls of the model are done."""
 
     @abstractmethod
     def get_var(self, name: str) -> Any:
-        """The value of ``name``, as soon as it is there. Raises ``ProgramError`` where the call for it failed, and
-        ``KeyError`` where there is none."""
+        """Return the value of ``name`` as soon as it is available.
+
+        Raises ``ProgramError`` if the call for it failed, and ``KeyError`` if there is no such variable.
+        """
 
     @abstractmethod
     def set_var(self, name: str, value: Any) -> None:
-        """Give ``name`` a value."""
+        """Set the variable ``name``."""
 
     @abstractmethod
     def get_meta_info(self, name: str) -> Any:
-        """What the backend says of the call that made ``name``: finish_reason, prompt_tokens, cached_tokens, ..."""
+        """Return what the backend reports about the call that made ``name``: finish_reason, prompt_tokens,
+        cached_tokens, ..."""
 
     @abstractmethod
     def text(self) -> str:
-        """All of the prompt and the outputs so far, once they are there."""
+        """Return the prompt and all outputs so far, once they are available."""
 
     @abstractmethod
     def messages(self) -> list[dict[str, Any]]:
-        """The messages so far, as ``{"role": ..., "content": ...}``."""
+        """Return the messages so far as ``{"role": ..., "content": ...}``."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Wait for all that was appended. Raises nothing: errors surface where values are read."""
+        """Wait for everything that was appended. Raises nothing: errors are raised where values are read."""
 
     @abstractmethod
     def _children(self, size: int) -> Sequence[Self]:
-        """Copies of this state that go on by themselves."""
+        """Return copies of this state that continue independently."""
 
     @abstractmethod
     def _join(self, forks: Sequence[State], mode: str) -> None:
-        """Take back what forks have found."""
+        """Take over the results of forks."""
 
     @abstractmethod
     def __contains__(self, name: object) -> bool: ...
@@ -107,40 +112,45 @@ class State(ABC):
         self.set_var(name, value)
 
     def fork(self, size: int = 1, position_ids_offset: Sequence[int] | None = None) -> Forks:
-        """``size`` copies that go on by themselves and in parallel; what they have in common is computed once. Waits for
-        what was appended so far. ``position_ids_offset`` is taken for programs that give it, and must be zeros."""
+        """Return ``size`` copies that continue independently and in parallel; their common prefix is computed once.
+
+        Waits for what was appended so far. ``position_ids_offset`` is accepted for programs that pass it, and must be
+        zeros.
+        """
         if size < 1:
             raise ValueError(f"fork size is {size}; allowed: 1 and more")
         if any(position_ids_offset or ()):
-            raise ValueError("position_ids_offset is not zero: every token has the position at which it stands")
+            raise ValueError(
+                "position_ids_offset is not zero; allowed: zeros, because a token's position is its index in the prompt"
+            )
         return Forks(self, self._children(size))
 
     @contextlib.contextmanager
     def copy(self, position_ids_offset: Sequence[int] | None = None) -> Iterator[Self]:
-        """A copy that goes on by itself."""
+        """Yield a copy that continues independently."""
         yield self.fork(1, position_ids_offset)[0]
 
     def role(self, name: str, expr: object = None) -> contextlib.AbstractContextManager[None] | None:
-        """A message of a role: ``s.role("user", "Hello")``, or ``with s.role("user"): s += ...``."""
+        """Append a message of a role: ``s.role("user", "Hello")``, or ``with s.role("user"): s += ...``."""
         if expr is None:
             return self._between(RoleBegin(name), RoleEnd(name))
         self.append(joined(RoleBegin(name), expr, RoleEnd(name)))
         return None
 
     def system(self, expr: object = None) -> contextlib.AbstractContextManager[None] | None:
-        """A system message; see ``role``."""
+        """Append a system message; see ``role``."""
         return self.role("system", expr)
 
     def user(self, expr: object = None) -> contextlib.AbstractContextManager[None] | None:
-        """A user's message; see ``role``."""
+        """Append a user message; see ``role``."""
         return self.role("user", expr)
 
     def assistant(self, expr: object = None) -> contextlib.AbstractContextManager[None] | None:
-        """An assistant's message; see ``role``."""
+        """Append an assistant message; see ``role``."""
         return self.role("assistant", expr)
 
     def var_scope(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """``with s.var_scope("x"): s += ...``: what is appended inside becomes the variable ``x``."""
+        """Make the text that is appended inside the variable ``name``: ``with s.var_scope("x"): s += ...``."""
         return self._between(ScopeBegin(name), ScopeEnd(name))
 
     @contextlib.contextmanager
@@ -151,8 +161,10 @@ class State(ABC):
 
 
 class Forks(Sequence[Any]):
-    """The copies that ``fork`` has made. Indexed and iterated; ``forks += part`` appends to each: one part for all, a list
-    with one for each, or a function of the index."""
+    """Hold the copies that ``fork`` made. They can be indexed and iterated.
+
+    ``forks += part`` appends to each copy: one part for all, a list with one part for each, or a function of the index.
+    """
 
     def __init__(self, source: State, states: Sequence[State]) -> None:
         self.states = list(states)
@@ -165,7 +177,7 @@ class Forks(Sequence[Any]):
         return self.states[index]
 
     def __setitem__(self, index: int, state: State) -> None:
-        """What ``forks[i] += part`` ends with; another state is refused."""
+        """Accept the same state, which ``forks[i] += part`` assigns at its end; reject another state."""
         if self.states[index] is not state:
             raise TypeError(f"forks[{index}] cannot be replaced; append to it with forks[{index}] += ...")
 
@@ -175,9 +187,12 @@ class Forks(Sequence[Any]):
         return self
 
     def join(self, mode: str = GATHER) -> None:
-        """Take back what the copies have found. ``gather`` (or ``gather_variable``): variables that the source does not have
-        become lists in it, one entry for each copy that has them. ``concatenate`` (or ``concate_and_append``): the text that
-        each has added is appended to the source. Returns at once; reading waits."""
+        """Take over the results of the copies in the source. Returns at once; reading a variable waits.
+
+        ``gather`` (or ``gather_variable``): variables that the source does not have become lists in it, with one entry
+        for each copy that has them. ``concatenate`` (or ``concate_and_append``): the text that each copy added is
+        appended to the source.
+        """
         self.src_state._join(self.states, join_mode(mode))
 
     def _each(self, part: object) -> list[object]:

@@ -1,6 +1,8 @@
-"""What a trace does not know yet: the text that a call will have made, an argument that rows of a batch differ in.
+"""Define what a trace does not know yet: the text of a future call, or an argument that differs between the rows of a
+batch.
 
-A symbol can be appended to a prompt. A program that wants to look into it (an ``if``, an f-string, ``len``) ends the trace there.
+A symbol can be appended to a prompt. A program that needs its value (an ``if``, an f-string, ``len``) ends the trace at
+that point.
 """
 
 from __future__ import annotations
@@ -13,21 +15,22 @@ from dovetail.lang.state_interface import program_line
 
 
 class TraceStop(BaseException):
-    """The trace ends here; no ``except Exception`` of the program takes it for a failure of its own."""
+    """Raised to end the trace. It is not an ``Exception``, so that no ``except Exception`` of the program catches
+    it."""
 
 
 class Symbol:
-    """What is not known yet. ``made`` is the expression that it stands for."""
+    """Stand for an unknown value. ``made`` is the expression of that value."""
 
     def __init__(self, made: Expr) -> None:
         self._made = made
 
-    @property  # isinstance(symbol, str) asks for it
+    @property  # isinstance(symbol, str) reads it
     def __class__(self) -> NoReturn:  # pyright: ignore
         _stop_trace(self)
 
     def as_expr(self) -> Expr:
-        """What is appended in its place."""
+        """Return the expression that is appended in its place."""
         return self._made
 
     def __add__(self, other: object) -> Expr | Symbol:
@@ -41,7 +44,8 @@ class Symbol:
 
 
 def _sum(made: Expr, other: object) -> Expr | Symbol:
-    """What a symbol and ``other`` make: with text it is text, of which a program may want to know more."""
+    """Return the sum of a symbol and ``other``. With text it is a symbol too, because a program may need its value
+    later."""
     return Symbol(made) if type(other) in (str, Symbol) else made
 
 
@@ -56,12 +60,12 @@ for _name in _OPERATIONS.split():
 
 
 def symbols(names: Sequence[str]) -> dict[str, Symbol]:
-    """Unknown arguments."""
+    """Return a symbol for each argument."""
     return {name: Symbol(Arg(name)) for name in names}
 
 
 def has_symbol(value: Any) -> bool:
-    """True if ``value`` is a symbol, or holds one."""
+    """Return whether ``value`` is a symbol or contains one."""
     if type(value) is Symbol:
         return True
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Tasks of one state, in their order, in a thread that lives while there are any."""
+"""Run the tasks of one state in order, in a thread that exists only while there are tasks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class TaskQueue:
-    """Runs tasks one after another. ``changed`` is notified whenever one has ended; what tasks write they write under it.
+    """Run tasks one after another. ``changed`` is notified whenever a task has ended; tasks hold it while they write.
 
-    A task that needs no waiting (``quick``) runs in the caller's thread where nothing is before it. Without ``threaded``
-    all do. Tasks raise nothing.
+    A task that does not wait (``quick``) runs in the caller's thread if no task is before it. Without ``threaded``,
+    every task runs in the caller's thread. Tasks raise nothing.
     """
 
     def __init__(self, threaded: bool = True) -> None:
@@ -21,7 +21,7 @@ class TaskQueue:
         self._busy = False
 
     def submit(self, task: Callable[[], None], quick: bool = False) -> None:
-        """Run ``task`` after those before it."""
+        """Run ``task`` after the tasks before it."""
         with self.changed:
             idle, self._busy = not self._busy, True
             inline = idle and (quick or not self._threaded)
@@ -34,16 +34,16 @@ class TaskQueue:
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left to do. Hold ``changed`` where it matters."""
+        """Return whether no task is left. Hold ``changed`` if the answer must stay true."""
         return not self._busy
 
     def wait(self) -> None:
-        """Wait until nothing is left to do."""
+        """Wait until no task is left."""
         with self.changed:
             self.changed.wait_for(lambda: not self._busy)
 
     def _run(self, task: Callable[[], None]) -> None:
-        """One task, in the caller's thread; others that came meanwhile follow in a thread."""
+        """Run one task in the caller's thread; tasks submitted in the meantime follow in a thread."""
         try:
             task()
         finally:
@@ -58,7 +58,9 @@ class TaskQueue:
         worker = threading.Thread(target=self._drain, name="dovetail-state", daemon=True)
         try:
             worker.start()
-        except RuntimeError:  # there are too many threads: it is done in this one, as somebody waits for it
+        except (
+            RuntimeError
+        ):  # there are too many threads: run the tasks in this thread, because a reader may wait for them
             self._drain()
 
     def _drain(self) -> None:

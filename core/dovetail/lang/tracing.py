@@ -1,4 +1,4 @@
-"""Running a program on symbols: what it appends is written down, no model is called."""
+"""Run a program on symbols: record what it appends without calling a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dovetail.lang.symbols import Symbol, TraceStop, has_symbol
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """``expr`` was appended to a state."""
+    """Record that ``expr`` was appended to a state."""
 
     state: TracedState
     expr: Expr
@@ -39,7 +39,7 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """A state was forked."""
+    """Record that a state was forked."""
 
     parent: TracedState
     children: tuple[TracedState, ...]
@@ -48,8 +48,11 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """One call of the model: ``kind`` (``gen`` or ``select``), the variable it makes, and the number of its state (0 is the
-    program's own; forks are numbered as they are made)."""
+    """Describe one call of the model.
+
+    ``kind`` is ``gen`` or ``select``, and ``name`` is the variable that the call sets. ``state`` is the number of its
+    state: 0 is the program's own state, and forks are numbered in the order of their creation.
+    """
 
     kind: str
     name: str | None
@@ -59,7 +62,7 @@ class TracedCall:
 
 @dataclass(slots=True)
 class Tape:
-    """What is written down. ``until_call`` ends the trace at the first call or symbol."""
+    """Hold the recorded steps. ``until_call`` ends the trace at the first call or symbol."""
 
     until_call: bool = False
     steps: list[Appended | Forked] = field(default_factory=list)
@@ -67,18 +70,19 @@ class Tape:
 
 
 class TracedState(State):
-    """A state that only writes down."""
+    """Record what is appended instead of executing it."""
 
     def __init__(self, tape: Tape, names: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> None:
         self._tape = tape
         self.number = tape.count
         tape.count += 1
         self._names = set(names)
-        self._values = dict(values or {})  # those that were set and not generated
-        self._read: set[str] = set()  # of which the program has symbols
+        self._values = dict(values or {})  # the variables that the program set itself
+        self._read: set[str] = set()  # the variables whose symbols the program has
 
     def append(self, expr: Expr) -> None:
-        """Write it down. Ends the trace where a variable changes whose symbol the program has: that stands for what it was."""
+        """Record ``expr``. Ends the trace if it changes a variable whose symbol the program has, because the symbol
+        stands for the old value."""
         names = names_of(expr)
         if changed := self._read.intersection(names):
             raise TraceStop(f"{program_line()} changes {min(changed)!r}, whose value the program has read")
@@ -90,46 +94,46 @@ class TracedState(State):
             raise TraceStop("the static prefix ends")
 
     def get_var(self, name: str) -> Any:
-        """A symbol, or the value that the program has set itself."""
+        """Return a symbol, or the value that the program has set itself."""
         if name in self._values:
             return self._values[name]
         self._read.add(name)
         return Symbol(Ref(self, name))
 
     def set_var(self, name: str, value: Any) -> None:
-        """Write it down."""
+        """Record the assignment."""
         if type(value) is Symbol and isinstance(value.as_expr(), Ref):
             self.append(Assign(name, value.as_expr()))
             return
         if has_symbol(value):
-            raise TraceStop(f"{program_line()} gives {name!r} a value that is made of unknown ones")
+            raise TraceStop(f"{program_line()} sets {name!r} to a value that depends on unknown values")
         self.append(Assign(name, value))
         self._values[name] = value
 
     def get_meta_info(self, name: str) -> Any:
-        """Ends the trace."""
+        """End the trace."""
         raise TraceStop(f"{program_line()} needs the meta info of {name!r}")
 
     def text(self) -> str:
-        """Ends the trace."""
+        """End the trace."""
         raise TraceStop(f"{program_line()} needs the text")
 
     def messages(self) -> list[dict[str, Any]]:
-        """Ends the trace."""
+        """End the trace."""
         raise TraceStop(f"{program_line()} needs the messages")
 
     def error(self) -> Any:
-        """Ends the trace."""
-        raise TraceStop(f"{program_line()} asks for an error")
+        """End the trace."""
+        raise TraceStop(f"{program_line()} needs the error")
 
     def stream(self, var_name: str | None = None) -> NoReturn:
-        """Ends the trace."""
+        """End the trace."""
         raise TraceStop(f"{program_line()} reads a stream")
 
     text_iter = text_async_iter = stream
 
     def sync(self) -> None:
-        """Nothing is running."""
+        """Do nothing, because nothing is running."""
 
     def _children(self, size: int) -> Sequence[Self]:
         children = [type(self)(self._tape, tuple(self._names), self._values) for _ in range(size)]
@@ -147,8 +151,11 @@ class TracedState(State):
 
 @dataclass(frozen=True, slots=True)
 class ProgramTrace:
-    """What a program does before it needs what a model has said. ``stopped`` says where it did; None: nowhere, so that the
-    whole program is known. ``returned`` is what its function returned."""
+    """Describe what a program does before it needs the output of a model.
+
+    ``stopped`` is the reason why the trace ended early; None means that the whole program is known. ``returned`` is
+    what its function returned.
+    """
 
     root: TracedState
     steps: tuple[Appended | Forked, ...]
@@ -157,12 +164,12 @@ class ProgramTrace:
 
     @property
     def complete(self) -> bool:
-        """True if the whole program is known."""
+        """Return whether the whole program is known."""
         return self.stopped is None
 
     @property
     def calls(self) -> tuple[TracedCall, ...]:
-        """The calls of the model, in the order in which the program makes them."""
+        """Return the calls of the model in the order in which the program makes them."""
         return tuple(
             TracedCall("gen" if isinstance(call, Gen) else "select", call.name, step.state.number, step.line)
             for step in self.steps
@@ -172,12 +179,12 @@ class ProgramTrace:
 
     @property
     def forks(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The number of each state that forks, and those of its copies."""
+        """Return the number of each state that forks, and the numbers of its copies."""
         forked = (step for step in self.steps if isinstance(step, Forked))
         return tuple((fork.parent.number, tuple(child.number for child in fork.children)) for fork in forked)
 
     def prefix(self) -> Conversation:
-        """The static prefix: what the program's state has before anything that is not known."""
+        """Return the static prefix: what the program's state has before the first unknown part."""
         found = Conversation()
         for step in self.steps:
             if not isinstance(step, Appended) or step.state is not self.root:
@@ -198,8 +205,10 @@ class ProgramTrace:
 
 
 def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_call: bool = False) -> ProgramTrace:
-    """Run ``function`` with a state that writes down and ``arguments`` by name, some of which may be symbols. An exception
-    of the program ends the trace as well: the run itself will raise it."""
+    """Run ``function`` with a recording state and with ``arguments`` by name, some of which may be symbols.
+
+    An exception of the program ends the trace as well: the run itself will raise it.
+    """
     tape, returned, stopped = Tape(until_call), None, None
     root = TracedState(tape)
     with ExceptionWatch(TraceStop, Symbol.__name__) as watch:
@@ -213,7 +222,7 @@ def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_c
 
 
 def translated(expr: Expr, states: Mapping[State, State]) -> Expr:
-    """``expr`` with the states of a trace replaced by ``states``."""
+    """Return ``expr`` with the states of a trace replaced by ``states``."""
     match expr:
         case ExprSeq(parts):
             return ExprSeq(tuple(translated(part, states) for part in parts))
@@ -229,7 +238,7 @@ def translated(expr: Expr, states: Mapping[State, State]) -> Expr:
 
 
 def known(value: Any, states: Mapping[State, State]) -> Any:
-    """What a function returned, symbols replaced by their values. Waits for them."""
+    """Return what a function returned with symbols replaced by their values. Waits for the values."""
     if type(value) is Symbol:
         found = [_known_part(part, states) for part in leaves(value.as_expr())]
         return found[0] if len(found) == 1 else "".join(found)
@@ -243,7 +252,7 @@ def known(value: Any, states: Mapping[State, State]) -> Any:
 def _known_part(part: Expr, states: Mapping[State, State]) -> Any:
     if isinstance(part, Ref):
         return states[part.state].get_var(part.name)
-    assert isinstance(part, Text), "nothing else is joined to a symbol"
+    assert isinstance(part, Text), "a symbol is joined with text only"
     return part.text
 
 
@@ -252,4 +261,4 @@ def _is_static(part: Expr) -> bool:
 
 
 def _no_template() -> Template:
-    raise TraceStop("text stands between messages, which the model's template is needed for")
+    raise TraceStop("text between messages needs the model's template")

@@ -1,4 +1,4 @@
-"""Anthropic's API, and whatever speaks it, through the official client."""
+"""Call Anthropic's API, and servers that implement it, through the official client."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _NAMES = {
     "top_k": "top_k",
 }
 _TYPED = ("max_tokens", "stop_sequences")
-_SAMPLING = ("temperature", "top_p", "top_k")  # not every model takes them, and the client has no arguments for them
+_SAMPLING = ("temperature", "top_p", "top_k")  # not every model accepts them, and the client has no arguments for them
 
 
 class Anthropic(Backend):
-    """A model of Anthropic's API: ``Anthropic("claude-...")``. Further arguments are those of the official client."""
+    """Call a model of Anthropic's API: ``Anthropic("claude-...")``. Further arguments are those of the official
+    client."""
 
     features = Features(images=True, constraints=frozenset({"json_schema"}))
 
@@ -36,16 +37,18 @@ class Anthropic(Backend):
         return f"Anthropic({self.model_name!r})"
 
     def template(self) -> Template:
-        """For showing a conversation."""
+        """Return the template for displaying a conversation."""
         return labelled
 
     def generate(
         self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
-        """As ``Backend.generate``; one output."""
+        """Generate one output; see ``Backend.generate``."""
         self.check(conversation, sampling)
         if (sampling.n or 1) > 1:
-            raise RequestError(f"{self!r} makes one output at a time, and n is {sampling.n}; fork the state", param="n")
+            raise RequestError(
+                f"{self!r} generates one output per call, and n is {sampling.n}; fork the state instead", param="n"
+            )
         messages = messages_of(conversation)
         given = settings(sampling, {**_NAMES, "n": "n"}, repr(self))
         body: dict[str, Any] = {name: given[name] for name in _TYPED if name in given}

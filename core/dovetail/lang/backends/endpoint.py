@@ -1,4 +1,4 @@
-"""A Dovetail server, through its native API."""
+"""Call a Dovetail server through its native API."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ if TYPE_CHECKING:
     from dovetail.tokenizer.chat_template import ChatTemplate
 
 _PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
-_LOOK_BACK = 4  # tokens before a choice that may be cut otherwise with it; more are looked at where these all were
+_LOOK_BACK = (
+    4  # tokens before a choice that may be tokenized differently with it; more are compared if all of these were
+)
 
 
 class RuntimeEndpoint(Backend):
-    """The server at ``base_url``. ``timeout`` is what a request may take, in seconds; ``verify`` is httpx's. The chat template
-    comes from the server, unless ``chat_template`` is one (Jinja)."""
+    """Call the server at ``base_url``.
+
+    ``timeout`` is the maximum duration of a request in seconds; ``verify`` is httpx's option. The chat template is the
+    server's unless ``chat_template`` (Jinja) is given.
+    """
 
     features = Features(scores=True, prefills=True, constraints=CONSTRAINTS)
 
@@ -44,7 +49,7 @@ class RuntimeEndpoint(Backend):
         timeout: float = 600.0,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # idle connections are ended by their age alone: a pool that is full may end one that a thread has just been given
+        # idle connections expire by age only: a full pool could close a connection that a thread has just received
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self.base_url = base_url.rstrip("/")
         self._given = chat_template
@@ -62,7 +67,7 @@ class RuntimeEndpoint(Backend):
 
     @cached_property
     def model_info(self) -> dict[str, Any]:
-        """What the server says of its model."""
+        """Return what the server reports about its model."""
         return self._request("GET", "/model_info")
 
     @cached_property
@@ -73,7 +78,7 @@ class RuntimeEndpoint(Backend):
         return ChatTemplate(source, self.model_info.get("special_tokens") or {}) if source else None
 
     def template(self) -> Template:
-        """The served model's chat template."""
+        """Return the served model's chat template."""
 
         def written(messages: Sequence[dict[str, Any]], opened: bool) -> str:
             if self._template is None:
@@ -88,10 +93,10 @@ class RuntimeEndpoint(Backend):
     def generate(
         self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
-        """As ``Backend.generate``."""
+        """See ``Backend.generate``."""
         self.check(conversation, sampling)
         if (sampling.n or 1) > 1:
-            hints = replace(hints, session="")  # which goes on from one text
+            hints = replace(hints, session="")  # a session continues one text only
         body = {"text": self._text(conversation), "sampling_params": native_params(sampling), **_hinted(hints)}
         names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
         body |= {name: value for name in names if (value := getattr(sampling, name)) is not None}
@@ -107,7 +112,7 @@ class RuntimeEndpoint(Backend):
     def score(
         self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: ReuseHints
     ) -> tuple[list[Scored], Mapping[str, Any]]:
-        """As ``Backend.score``: the prompt once, then the choices together on top of it."""
+        """Compute the prompt once, then the choices together on top of it; see ``Backend.score``."""
         self.check(conversation, SamplingOptions())
         text = self._text(conversation)
         first = self._request("POST", "/generate", {"text": text, "sampling_params": _PREFILL, **_hinted(hints)})
@@ -118,22 +123,22 @@ class RuntimeEndpoint(Backend):
         return scored, meta
 
     def prefill(self, text: str, chat: bool) -> None:
-        """As ``Backend.prefill``."""
+        """See ``Backend.prefill``."""
         self._request("POST", "/generate", {"text": self._without_bos(text, chat), "sampling_params": _PREFILL})
 
     def flush_cache(self) -> None:
-        """As ``Backend.flush_cache``."""
+        """See ``Backend.flush_cache``."""
         self._request("POST", "/flush_cache")
 
     def server_info(self) -> dict[str, Any]:
-        """What /server_info says."""
+        """Return the answer of /server_info."""
         return self._request("GET", "/server_info")
 
     def close(self) -> None:
-        """End what is running with an error, and close the connections."""
+        """End running calls with an error, and close the connections."""
         for connected in list(self._sockets):
             with contextlib.suppress(OSError):  # closed by the other side
-                connected.shutdown(socket.SHUT_RDWR)  # wakes who reads from it, which closing does not
+                connected.shutdown(socket.SHUT_RDWR)  # wakes the threads that read from it, which closing does not
         self._client.close()
 
     def _text(self, conversation: Conversation) -> str:
@@ -143,13 +148,13 @@ class RuntimeEndpoint(Backend):
         return text
 
     def _without_bos(self, text: str, chat: bool) -> str:
-        """The server adds a BOS to texts, which a chat template has written already."""
+        """Remove the BOS that a chat template has rendered, because the server adds one to texts."""
         info = self.model_info if chat else {}
         bos = (info.get("special_tokens") or {}).get("bos_token")
         return text.removeprefix(bos) if bos and info.get("adds_bos") else text
 
     def _scored(self, text: str, choices: Sequence[str], length: int) -> list[Scored]:
-        """Each choice after ``text``, which alone has ``length`` tokens."""
+        """Score each choice after ``text``, which has ``length`` tokens without a choice."""
         texts, back = [text, *(text + choice for choice in choices)], _LOOK_BACK
         while True:
             start = max(length - back, 1)
@@ -183,7 +188,7 @@ class RuntimeEndpoint(Backend):
         return response.json() if "json" in response.headers.get("content-type", "") else response.text
 
     def _streamed(self, body: Mapping[str, Any], on_text: OnText) -> dict[str, Any]:
-        """One output, heard as it grows: every event has the whole text so far."""
+        """Return one output and pass on its text as it grows; every event contains the whole text so far."""
         return self._reached(lambda: self._read_stream(body, on_text))
 
     def _read_stream(self, body: Mapping[str, Any], on_text: OnText) -> dict[str, Any]:
@@ -211,7 +216,7 @@ class RuntimeEndpoint(Backend):
             return request()
         except httpx.HTTPError as error:
             raise EngineError(f"{self.base_url} did not answer: {type(error).__name__}: {error}") from error
-        except RuntimeError as error:  # httpx's word for a client that was closed
+        except RuntimeError as error:  # httpx raises it after the client was closed
             raise EngineError(f"{self!r} was closed; make a new one") from error
 
 

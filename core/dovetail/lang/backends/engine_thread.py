@@ -1,4 +1,4 @@
-"""One thread that owns an engine, and takes requests from many."""
+"""Run an engine in one thread that accepts requests from many threads."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ CLOSED = "the backend was closed"
 
 
 class SubmittedCall:
-    """One sequence on its way: the pump writes, one thread reads."""
+    """Hold one sequence that the engine thread computes. The engine thread writes, and one other thread reads."""
 
     def __init__(self, msg: GenerateMsg, tokenizer: Tokenizer | None) -> None:
         self.run = Run(msg, tokenizer)
-        self.pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: it has ended
+        self.pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None marks the end
 
     def output(self, on_text: Callable[[str], None] | None = None) -> Output:
-        """Wait for the output; ``on_text`` hears its text as it grows. Raises what ended it."""
+        """Wait for the output; ``on_text`` is called with its text as it grows. Raises the error that ended the
+        call."""
         while (piece := self.pieces.get()) is not None:
             if on_text is not None and piece:
                 on_text(piece)
@@ -39,38 +40,39 @@ class SubmittedCall:
         return self.run.output
 
     def end(self, error: Exception | None = None) -> None:
-        """It has ended: whoever reads hears of it."""
+        """End the call, with ``error`` if it failed, and wake its reader."""
         self.run.error = error or self.run.error
         self.pieces.put(None)
 
 
 class EngineThread:
-    """Drives a ``Loop`` in a thread of its own, which alone touches it.
+    """Run the steps of a ``Loop`` in a separate thread, which alone uses the loop.
 
-    Every call that ``submit`` has taken is answered: with its output, with the engine's error, or, when the pump is closed
-    or dies, with ``EngineError``.
+    Every call that ``submit`` accepted ends: with its output, with the engine's error, or, when this object is closed
+    or fails, with ``EngineError``.
     """
 
     def __init__(self, loop: Loop, tokenizer: Tokenizer | None) -> None:
         self._loop = loop
         self._tokenizer = tokenizer
         self._inbox: queue.SimpleQueue[Sequence[SubmittedCall] | Callable[[], None] | None] = queue.SimpleQueue()
-        self._backlog: deque[SubmittedCall] = deque()  # beyond what may wait in the engine
+        self._backlog: deque[SubmittedCall] = deque()  # calls beyond the number that may wait in the engine
         self._calls: dict[str, SubmittedCall] = {}
         self._replies: dict[str, queue.SimpleQueue[CommandReply]] = {}
         self._gate = threading.Lock()
-        self._refusal: Exception | None = None  # once set, nothing is put into the inbox any more
+        self._refusal: Exception | None = None  # once set, nothing more is put into the inbox
         self._thread = threading.Thread(target=self._work, name="dovetail-engine", daemon=True)
         self._thread.start()
 
     def submit(self, msgs: Sequence[GenerateMsg]) -> list[SubmittedCall]:
-        """Send requests, together; wait with ``Call.output``. Raises ``EngineError`` once the pump is closed."""
+        """Send requests together; wait for them with ``SubmittedCall.output``. Raises ``EngineError`` after
+        ``close``."""
         calls = [SubmittedCall(msg, self._tokenizer) for msg in msgs]
         self._put(calls)
         return calls
 
     def query(self, function: Callable[[Loop], T]) -> T:
-        """What ``question`` finds between two steps, in the pump's thread."""
+        """Call ``function`` with the loop between two steps, in the engine thread, and return its result."""
         answer: queue.SimpleQueue[tuple[bool, object]] = queue.SimpleQueue()
 
         def run_function() -> None:
@@ -86,7 +88,7 @@ class EngineThread:
         return value  # type: ignore[return-value]
 
     def flush_cache(self) -> CommandReply:
-        """Forget every prefix; refused while requests are running."""
+        """Remove every cached prefix; refused while requests are running."""
         call_id, answer = secrets.token_hex(8), queue.SimpleQueue[CommandReply]()
 
         def send(loop: Loop) -> None:
@@ -97,7 +99,8 @@ class EngineThread:
         return answer.get()
 
     def close(self) -> None:
-        """End every call with an error, and the thread. May be called twice, and from any thread but the pump's."""
+        """End every call with an error, and end the thread. May be called twice, and from any thread except the
+        engine thread."""
         with self._gate:
             if self._refusal is None:
                 self._refusal = EngineError(f"{CLOSED}; make a new one")
@@ -105,7 +108,8 @@ class EngineThread:
         self._thread.join()
 
     def request_stop(self) -> None:
-        """``close`` that waits for nothing and takes no lock: wherever garbage is collected."""
+        """Request the end of the thread without waiting or taking a lock. It may be called during garbage
+        collection."""
         self._inbox.put(None)
 
     def _put(self, item: Sequence[SubmittedCall] | Callable[[], None]) -> None:
@@ -129,7 +133,7 @@ class EngineThread:
             self._empty()
 
     def _take(self) -> bool:
-        """Read the inbox, waiting where there is nothing else to do; False once it says to stop."""
+        """Read the inbox, waiting if there is nothing else to do; return False after a request to stop."""
         while True:
             idle = not self._loop.has_work and not self._backlog
             if idle and self._inbox.empty() and self._loop.idle():
@@ -169,7 +173,7 @@ class EngineThread:
                 call.end()
 
     def _stop(self, error: Exception) -> None:
-        """No call is taken any more; those that were are ended with ``error``."""
+        """Accept no further calls, and end the accepted calls with ``error``."""
         with self._gate:
             self._refusal = self._refusal or error
         while not self._inbox.empty():
@@ -187,7 +191,7 @@ class EngineThread:
         self._replies.clear()
 
     def _empty(self) -> None:
-        """Leave the engine without requests, for whoever owns it."""
+        """Leave the engine without requests for its owner."""
         if self._loop.dead is None:
             self._loop.handle(AbortAllMsg(CLOSED))
             while self._loop.has_work:
@@ -195,7 +199,8 @@ class EngineThread:
 
 
 def _copied(error: Exception) -> EngineError:
-    """``error`` for one more caller: an exception that several threads raise would collect all their tracebacks."""
+    """Return a copy of ``error`` for one more caller: an exception that several threads raise would collect all
+    their tracebacks."""
     if isinstance(error, EngineError):
         return type(error)(*error.args)
     copy = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}; make a new one")

@@ -1,4 +1,4 @@
-"""The engine in this process."""
+"""Run programs on the engine in this process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _PREFILL = SamplingParams(max_new_tokens=0, temperature=0.0)
 
 
 class Runtime(Backend):
-    """A model in this process: ``Runtime("tiny")``, ``Runtime(model_path="tiny", memory={...})``, or around an ``LLM``.
+    """Run a model in this process: ``Runtime("tiny")``, ``Runtime(model_path="tiny", memory={...})``, or around an
+    ``LLM``.
 
-    Keywords are those of ``LLM``. From then on a thread of the runtime owns the engine: do not call the ``LLM`` until the
-    runtime is closed. Threads may call the runtime at the same time; their requests share the engine's steps.
+    Keywords are those of ``LLM``. A thread of the runtime owns the engine: do not call the ``LLM`` until the runtime is
+    closed. Threads may call the runtime at the same time; their requests share the engine's steps.
     """
 
     features = Features(scores=True, prefills=True, constraints=CONSTRAINTS)
@@ -44,7 +45,7 @@ class Runtime(Backend):
 
         if isinstance(model, LLM):
             if model_path is not None or sections:
-                raise RequestError("an LLM has its config already; give the LLM alone, or a model's path with settings")
+                raise RequestError("an LLM already has a config; give only the LLM, or a model's path with settings")
             self.llm, self._owns = model, False
             if model in _llms_in_use:
                 raise RequestError("this LLM belongs to another Runtime; use that one, or close it first")
@@ -59,21 +60,21 @@ class Runtime(Backend):
 
     @property
     def endpoint(self) -> Runtime:
-        """Itself: what a program runs on."""
+        """Return this runtime, which is a backend itself."""
         return self
 
     def __repr__(self) -> str:
         return f"Runtime({self.llm.resolved.config.model.path!r})"
 
     def template(self) -> Template:
-        """The model's own chat template."""
+        """Return the model's own chat template."""
         tokenizer = self._text()
         return lambda messages, opened: tokenizer.apply_chat_template(messages, None, opened)
 
     def generate(
         self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
-        """As ``Backend.generate``; several outputs are a group of their own."""
+        """See ``Backend.generate``; several outputs form a separate group."""
         self.check(conversation, sampling)
         params = sampling_params(sampling)
         ids = self._ids_of(conversation.text(self.template()), conversation.chat)
@@ -88,7 +89,7 @@ class Runtime(Backend):
     def score(
         self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: ReuseHints
     ) -> tuple[list[Scored], Mapping[str, Any]]:
-        """As ``Backend.score``: the prompt once, then the choices together on top of it."""
+        """Compute the prompt once, then the choices together on top of it; see ``Backend.score``."""
         self.check(conversation, SamplingOptions())
         text = conversation.text(self.template())
         ids = self._ids_of(text, conversation.chat)
@@ -102,27 +103,27 @@ class Runtime(Backend):
         return scored, {"prompt_tokens": len(ids), "cached_tokens": cached}
 
     def prefill(self, text: str, chat: bool) -> None:
-        """Compute ``text``, short of a token that could go on differently."""
+        """Compute ``text`` except its last token, which longer texts could tokenize differently."""
         if ids := self._ids_of(text, chat, may_be_empty=True)[:-1]:
             (call,) = self._engine_thread.submit([self._msg(ids, _PREFILL, ReuseHints())])
             call.output()
 
     def flush_cache(self) -> None:
-        """Forget every prefix. Raises ``EngineError`` while requests are running."""
+        """Remove every cached prefix. Raises ``EngineError`` while requests are running."""
         reply = self._engine_thread.flush_cache()
         if not reply.ok:
             raise EngineError(f"the cache was not flushed: {reply.message}")
 
     def server_info(self) -> dict[str, Any]:
-        """What /server_info shows of an engine."""
+        """Return what /server_info reports about an engine."""
         return self._engine_thread.query(lambda loop: loop.info)
 
     def stats(self) -> EngineStats:
-        """The engine's numbers now."""
+        """Return the engine's current statistics."""
         return self._engine_thread.query(lambda loop: loop.stats())
 
     def close(self) -> None:
-        """End what is running; an engine that the runtime has made is closed with it."""
+        """End running calls; an engine that the runtime created is closed with it."""
         if not self._closed:
             self._closed = True
             self._engine_thread.close()
@@ -131,11 +132,12 @@ class Runtime(Backend):
                 self.llm.close()
 
     def shutdown(self) -> None:
-        """``close`` by another name."""
+        """Call ``close``, of which this is another name."""
         self.close()
 
     def _scored(self, ids: Sequence[list[int]], start: int, hints: ReuseHints) -> list[Scored]:
-        """The tokens of each of ``ids`` from ``start`` on. ``start`` is at least 1: nothing tells of a first token."""
+        """Score the tokens of each of ``ids`` from ``start`` on. ``start`` is at least 1, because a first token has
+        no log-probability."""
         params = replace(_PREFILL, prompt_logprobs=0, prompt_logprobs_start=start)
         group = ReuseHints(f"select-{secrets.token_hex(8)}", len(ids)) if len(ids) > 1 else hints
         calls = self._engine_thread.submit([self._msg(each, params, group) for each in ids])
@@ -143,7 +145,7 @@ class Runtime(Backend):
         return joined_scores((), [[(e.token_id, e.logprob or 0.0) for e in entries] for entries in found])
 
     def _alone(self, scored: Scored) -> tuple[float | None, ...]:
-        """The log-probabilities of a choice's tokens without a prompt."""
+        """Return the log-probabilities of a choice's tokens without a prompt."""
         bos = self._text().bos_token_id
         before = [] if bos is None else [bos]
         known = (
@@ -187,7 +189,9 @@ class Runtime(Backend):
 
     def _text(self) -> Any:
         if self.tokenizer is None:
-            raise RequestError("this model was loaded without a tokenizer; programs need text")
+            raise RequestError(
+                "this model was loaded without a tokenizer, and programs need one; give a model with a tokenizer"
+            )
         return self.tokenizer
 
 
@@ -196,7 +200,10 @@ def _no_text(token: int) -> None:
 
 
 def _close_at_exit(runtime: Runtime) -> None:
-    """The thread must not run kernels while the interpreter is taken down, nor go on when nobody can call it any more."""
+    """End the engine thread at interpreter exit, or when the runtime is collected.
+
+    The thread must not run kernels while the interpreter shuts down, and it must not continue when no caller is left.
+    """
     thread = weakref.ref(runtime._engine_thread)
     pid = os.getpid()
 

@@ -1,4 +1,4 @@
-"""OpenAI's API, and whatever speaks it, through the official client."""
+"""Call OpenAI's API, and servers that implement it, through the official client."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ _TEXT = {**{name: name for name in _SAME}, "max_tokens": "max_tokens"}
 
 
 class OpenAI(Backend):
-    """A model of OpenAI's API: ``OpenAI("gpt-4o-mini")``. Further arguments are those of the official client (``base_url``,
-    ``api_key``, ``timeout``, ...); ``is_azure`` takes its Azure class.
+    """Call a model of OpenAI's API: ``OpenAI("gpt-4o-mini")``.
 
-    ``is_chat_model`` says which endpoint is used; None: chat, unless the name has ``instruct`` in it. A chat model writes whole
-    messages: ``gen(...)`` comes first in ``assistant(...)``. ``select`` needs a model of completions that tells the
-    log-probabilities of its prompt. ``chat_template`` writes the messages of a program out for a model of completions.
+    Further arguments are those of the official client (``base_url``, ``api_key``, ``timeout``, ...); ``is_azure`` uses
+    its Azure class.
+
+    ``is_chat_model`` selects the endpoint; None selects chat unless the name contains ``instruct``. A chat model
+    generates whole messages: ``gen(...)`` must be first in ``assistant(...)``. ``select`` needs a completions model
+    that returns the log-probabilities of its prompt. ``chat_template`` renders the messages of a program for a
+    completions model.
     """
 
     def __init__(
@@ -50,13 +53,13 @@ class OpenAI(Backend):
         return f"OpenAI({self.model_name!r})"
 
     def template(self) -> Template:
-        """For showing a conversation, and for models of completions."""
+        """Return the template for displaying a conversation, and for completions models."""
         return self._template
 
     def generate(
         self, conversation: Conversation, sampling: SamplingOptions, hints: ReuseHints, on_text: OnText | None = None
     ) -> list[Generated]:
-        """As ``Backend.generate``."""
+        """See ``Backend.generate``."""
         self.check(conversation, sampling)
         with translated_errors(self._package, repr(self)):
             if self.is_chat_model:
@@ -66,11 +69,11 @@ class OpenAI(Backend):
     def score(
         self, conversation: Conversation, choices: Sequence[str], unconditional: bool, hints: ReuseHints
     ) -> tuple[list[Scored], Mapping[str, Any]]:
-        """As ``Backend.score``, by completions that repeat their prompt."""
+        """Score choices with completions that echo their prompt; see ``Backend.score``."""
         if self.is_chat_model:
             raise RequestError(
-                f"{self!r} is a chat model, which does not tell how likely a given text is; select needs a model of "
-                "completions (is_chat_model=False) or a Dovetail backend"
+                f"{self!r} is a chat model, which returns no log-probabilities of a given text; select needs a "
+                "completions model (is_chat_model=False) or a Dovetail backend"
             )
         text = conversation.text(self._template)
         with translated_errors(self._package, repr(self)):
@@ -108,7 +111,8 @@ class OpenAI(Backend):
         return _answers(answer, [choice.text for choice in answer.choices], on_text)
 
     def _echoed(self, prompts: list[str], begin: int) -> list[Scored]:
-        """The tokens of each prompt from the first on that any has beyond its first ``begin`` characters."""
+        """Return the tokens of each prompt, starting at the first token that any prompt has beyond its first
+        ``begin`` characters."""
         found = self._client.completions.create(
             model=self.model_name, prompt=prompts, max_tokens=0, temperature=0, echo=True, logprobs=1
         )

@@ -1,4 +1,4 @@
-"""A call's sampling in the terms of this engine, and of its native API."""
+"""Convert a call's sampling options to the parameters of this engine and of its native API."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dovetail.lang.ir import SamplingOptions
 from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 CONSTRAINTS = frozenset({"regex", "json_schema"})
-"""The constraints that a call may have."""
+"""The kinds of constraints that a call may have."""
 
 _SAME = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "ignore_eos", "seed", "n")
 
 
 def sampling_params(sampling: SamplingOptions) -> SamplingParams:
-    """``SamplingParams`` of a call. Raises ``RequestError``."""
+    """Return the ``SamplingParams`` of a call. Raises ``RequestError``."""
     given = sampling.given()
     values: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
     values |= {
@@ -33,7 +33,7 @@ def sampling_params(sampling: SamplingOptions) -> SamplingParams:
 
 
 def native_params(sampling: SamplingOptions) -> dict[str, Any]:
-    """``sampling_params`` of the native API."""
+    """Return the ``sampling_params`` of the native API."""
     given = sampling.given()
     values = {name: given[name] for name in (*_SAME, "stop", "stop_token_ids") if name in given}
     for ours, theirs in (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens")):

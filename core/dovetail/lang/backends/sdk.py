@@ -1,4 +1,4 @@
-"""What OpenAI's and Anthropic's official clients have in common: how they are imported, fail, and take pictures."""
+"""Provide what the backends of OpenAI's and Anthropic's official clients share: imports, errors, and pictures."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NEUTRAL = {
     "top_logprobs_num": 0,
     "return_text_in_logprobs": False,
 }
-"""What changes nothing."""
+"""The values that have no effect."""
 
 
 def client_package(name: str) -> Any:
-    """The official client. Raises ``ImportError`` that says how to install it."""
+    """Import the official client. Raises ``ImportError`` that contains the install command."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -43,7 +43,7 @@ def client_package(name: str) -> Any:
 
 @contextlib.contextmanager
 def translated_errors(package: Any, where: str) -> Iterator[None]:
-    """Failures of the official client, as errors of this house."""
+    """Raise failures of the official client as errors of Dovetail."""
     try:
         yield
     except package.APIStatusError as error:
@@ -51,13 +51,15 @@ def translated_errors(package: Any, where: str) -> Iterator[None]:
         raise refusal(status, f"{where} answered {status}: {error.message}") from error
     except package.APIError as error:
         raise EngineError(f"{where} did not answer: {type(error).__name__}: {error}") from error
-    except RuntimeError as error:  # a client that was closed
+    except RuntimeError as error:  # the client was closed
         raise EngineError(f"{where}: {error}; make a new backend") from error
 
 
 def settings(sampling: SamplingOptions, names: Mapping[str, str], where: str) -> dict[str, Any]:
-    """The values that ``sampling`` sets, under an API's own names. Raises ``RequestError`` for what the API does not have, unless
-    it is set to what changes nothing."""
+    """Return the values that ``sampling`` sets, under an API's own names.
+
+    Raises ``RequestError`` for a setting that the API does not have, unless its value has no effect.
+    """
     given = {name: value for name, value in sampling.given().items() if _NEUTRAL.get(name) != value}
     given.pop("constraint", None)
     unknown = sorted(given.keys() - names.keys())
@@ -67,14 +69,17 @@ def settings(sampling: SamplingOptions, names: Mapping[str, str], where: str) ->
 
 
 def messages_of(conversation: Conversation) -> list[Message]:
-    """The messages to send; text outside of messages alone is what a user says. Raises ``RequestError`` for both."""
+    """Return the messages to send; a prompt that is only text outside of messages becomes a user message.
+
+    Raises ``RequestError`` for a prompt with both.
+    """
     messages = list(conversation.all_messages)
     if messages and conversation.before:
         raise RequestError(
-            f"{conversation.before!r:.60} stands outside of messages, and a chat API takes only messages"
+            f"{conversation.before!r:.60} is outside of messages, but a chat API accepts only messages; put it into one"
         )
     if messages and messages[-1].role == "assistant" and not messages[-1].parts:
-        messages.pop()  # the one that is asked for
+        messages.pop()  # the message to generate
     if not messages:
         parts = (*conversation.pictures, conversation.before)
         messages = [Message("user", tuple(part for part in parts if part))]
@@ -84,8 +89,11 @@ def messages_of(conversation: Conversation) -> list[Message]:
 
 
 def message_body(message: Message, picture: Callable[[str, str], dict[str, Any]]) -> dict[str, Any]:
-    """A message in the form that both APIs have; ``picture`` makes a part of it of a picture's kind and base64, or of ``url`` and
-    its address. Raises ``RequestError``."""
+    """Return a message in the form that both APIs have.
+
+    ``picture`` makes a part of the message from a picture's media type and base64 data, or from ``url`` and its
+    address. Raises ``RequestError``.
+    """
     if not message.images:
         return {"role": message.role, "content": message.text}
     content = [
@@ -116,5 +124,5 @@ def _kind(data: bytes) -> str:
     marks = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
     found = next((kind for mark, kind in marks.items() if data.startswith(mark)), None)
     if found is None:
-        raise RequestError("image(...) has bytes of no known kind; allowed: PNG, JPEG, GIF, WebP")
+        raise RequestError("image(...) has bytes of an unknown format; allowed: PNG, JPEG, GIF, WebP")
     return found
