@@ -100,14 +100,14 @@ class AuthenticationError(AccessError):
 
 
 class PermissionDeniedError(AccessError):
-    """Raised when the key is known and does not permit this route, or when the origin of a browser page is not allowed
+    """Raised when the key is known and does not permit this route, or when the host name or the origin of the request is not allowed
     (403)."""
 
 
 class RateLimitError(DovetailError):
     """Raised when a limit of the tenant is reached (429). ``retry_after`` is the number of seconds until the same
     request could be accepted. ``pause`` is the number of seconds by which the server delays this answer; it is above 0
-    if the tenant causes so many of these answers that they take time from other clients.
+    if these answers are so frequent that they would take time from other clients.
     """
 
     def __init__(self, message: str, retry_after: float, pause: float = 0.0) -> None:

@@ -246,8 +246,8 @@ class SharedPrefixes:
 
     Group g consists of rows ``[starts[g], starts[g + 1])``. The first ``lens[g]`` tokens of these rows are in the same
     pages. A row that shares nothing is a group of one row with ``lens[g] = 0``. The scheduler sets ``starts`` and
-    ``lens``; ``Inputs.prepare`` sets the device tensors. All are int32. The device tensors have one entry per row of
-    the batch, because there may be as many groups as rows; entries behind the last group are empty (no rows, length 0).
+    ``lens``; ``Inputs.prepare`` sets the device tensors. All are int32. The device tensors have space for as many
+    groups as there are rows; groups after the last one are empty (no rows, length 0).
     """
 
     starts: IntArray  # [groups + 1]
@@ -271,8 +271,9 @@ class SharedPrefixes:
 class Batch:
     """Describe the work of one step: rows of requests, extend rows first, then decode or verify rows.
 
-    The scheduler sets the first block of fields, except ``variant`` (the engine) and ``drafts`` (the loop).
-    ``Inputs.prepare`` sets the second block, except ``hidden`` (the model).
+    The scheduler sets the first block of fields, except ``variant`` (set by the engine) and ``drafts`` (set by the
+    loop). ``Inputs.prepare`` sets the second block. The engine sets the third block, except ``hidden`` (set by the
+    model).
     """
 
     reqs: list[Req]
@@ -288,7 +289,7 @@ class Batch:
     drafts: DraftTree | None = None  # set by the loop from Drafter.propose
     rows_version: int = 0  # batches with the same number have the same requests in the same rows; 0 means no number
 
-    # set by Inputs.prepare (device tensors, int32 unless said otherwise)
+    # set by Inputs.prepare (device tensors, int32 unless noted)
     input_ids: torch.Tensor = field(init=False)  # int64 [tokens]
     positions: torch.Tensor = field(init=False)  # int64 [tokens]
     out_loc: torch.Tensor = field(init=False)  # int64 [tokens] page * page_size + offset: where K and V are written
@@ -297,6 +298,8 @@ class Batch:
     page_table: torch.Tensor = field(init=False)  # [rows, >= pages of the longest row]
     tree_mask: torch.Tensor | None = field(init=False, default=None)  # bool, see AttentionBackend.plan
     logit_rows: torch.Tensor | None = field(init=False, default=None)  # int64 tokens that need logits; None: all
+
+    # set by the engine before the forward pass
     last: Batch | None = field(init=False, default=None)  # see ModelArchitecture.forward; its rows are ``logit_rows``
     watch: tuple[int, ...] = field(init=False, default=())  # layers whose hidden states a drafter needs
     hidden: torch.Tensor | None = field(init=False, default=None)  # set by the model: see ModelArchitecture.forward
