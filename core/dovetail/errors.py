@@ -100,8 +100,8 @@ class AuthenticationError(AccessError):
 
 
 class PermissionDeniedError(AccessError):
-    """Raised when the key is known and does not permit this route, or when the host name or the origin of the request is not allowed
-    (403)."""
+    """Raised when the key is known and does not permit this route, or when the host name or the origin of the request is
+    not allowed (403)."""
 
 
 class RateLimitError(DovetailError):

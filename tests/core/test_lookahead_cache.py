@@ -82,7 +82,7 @@ def test_prefixes_are_found_as_far_as_what_follows_is_the_same(page_size, ahead,
     assert sorted(cache.reset()[0].tolist()) == sorted(known.pages.values())
 
 
-def test_what_is_locked_stays_and_rows_that_share_are_told():
+def test_locked_pages_stay_and_shared_prefixes_are_found():
     cache = make(2, 1, groups=2)
     assert isinstance(cache, LookaheadCache)
     pages = np.array([[1, 2, 3], [11, 12, 13]], np.int32)

@@ -113,7 +113,7 @@ def test_one_file_fills_every_parameter_in_the_models_dtype(
     assert_filled(model, tensors)
 
 
-def test_shards_are_found_through_their_index_and_progress_is_told(tmp_path: Path) -> None:
+def test_shards_are_found_through_their_index_and_progress_is_reported(tmp_path: Path) -> None:
     tensors = make_tensors()
     write_shards(tmp_path, *split(tensors))
     model, seen = new_model(), []

@@ -30,7 +30,7 @@ class LosesAPageAtSplit(RadixCache):
 
 
 class IgnoresNamespaces(RadixCache):
-    """Everybody shares one tree."""
+    """All namespaces share one tree."""
 
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
         return super().match(tokens)
@@ -55,7 +55,7 @@ class EvictsWhatIsLocked(RadixCache):
 
 
 class UnlocksTheLastNodeOnly(RadixCache):
-    """Lets go of the last node only when it unlocks."""
+    """Unlocks only the last node of a path."""
 
     def unlock(self, handle: Handle) -> None:
         if handle.length and handle.node is not None:
@@ -138,7 +138,7 @@ class SharesWithAllBelow(RadixCache):
 
 
 class SharesWholeBranches(RadixCache):
-    """Whoever does not share the deepest prefix of a branch is left alone."""
+    """Rows that do not share the deepest prefix of a branch form no group."""
 
     def shared_prefixes(self, handles: Sequence[Handle]) -> list[tuple[list[int], int]]:
         return super().shared_prefixes(handles)[-1:]
@@ -200,7 +200,7 @@ class GivesBackWhatItKeeps(RadixCache):
 
 
 class CountsOneLock(RadixCache):
-    """The first unlock lets go of a path that was locked twice."""
+    """The first unlock releases a path that was locked twice."""
 
     def lock(self, handle: Handle) -> None:
         if handle.node is None or not handle.node.locks:

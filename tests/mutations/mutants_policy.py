@@ -56,7 +56,7 @@ class LastComeFirstServed(Fcfs):
 
 
 class _OneNamespace:
-    """A cache that is asked in the name of nobody."""
+    """A cache that is matched with the empty namespace."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache

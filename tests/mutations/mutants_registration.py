@@ -25,7 +25,7 @@ class Sound(PolicySuite):
 
 
 class Planted(PolicySuite):
-    """A component that nobody installed."""
+    """A component that is not installed."""
 
     name = "twice"
     module: ClassVar[str] = "mutated_twice"

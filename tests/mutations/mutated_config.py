@@ -23,7 +23,7 @@ class TwiceConfig(PluginConfig):
 
 
 class ForgetfulConfig(PluginConfig):
-    """Does not write down what it was told."""
+    """Does not serialize a field that was set."""
 
     kind: Literal["twice"] = "twice"
     patience: int = Field(default=1, exclude=True)

@@ -168,7 +168,7 @@ def test_depth_first_of_nothing_and_of_one():
 
 
 def test_token_ids_are_sorted_as_numbers():
-    """Neighbours in the sorted order must be those that share most, also above 255 and 65535."""
+    """Adjacent prompts in the sorted order must be those that share most, with ids above 255 and 65535 as well."""
     ids = [1, 255, 256, 257, 65535, 65536, 70000, 2**31 - 1]
     prompts = [[token, tail] for token in ids for tail in (0, 1)]
     order = np.random.default_rng(0).permutation(len(prompts)).tolist()

@@ -188,12 +188,12 @@ def test_verify_inputs_fill_a_step_up_with_rows_of_slot_0(seed: int, tree: bool)
 
 
 def test_what_the_host_has_written_is_fetched_with_new_pages() -> None:
-    size, room = 300, 20
-    source = torch.arange(1, size + 2 + 2 * room, dtype=torch.int32)
+    size, capacity = 300, 20
+    source = torch.arange(1, size + 2 + 2 * capacity, dtype=torch.int32)
     source[size] = 2
     source[size + 1 : size + 3] = torch.tensor([7, 11])
-    source[size + 1 + room : size + 3 + room] = torch.tensor([90, 91])
+    source[size + 1 + capacity : size + 3 + capacity] = torch.tensor([90, 91])
     target, table = torch.zeros(size, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
-    fetch(source, target, room, table)
+    fetch(source, target, capacity, table)
     assert torch.equal(target, source[:size])
     assert table.flatten().tolist() == [0] * 7 + [90, 0, 0, 0, 91, 0, 0, 0]

@@ -71,7 +71,7 @@ def verify_batch(engine, prefix, trees, seed):
     slots = rng.permutation(np.arange(1, 9))[:rows].astype(np.int32)
     prefix_lens, extend_lens = np.array(prefix, np.int32), 1 + lens
     inputs, pool = engine.inputs, engine.pool
-    inputs.page_table[1:] = 63  # a page that nobody owns
+    inputs.page_table[1:] = 63  # a page that no row owns
     pages = make_page_table(prefix_lens + extend_lens, 4, 63, seed=seed)
     for row, slot in enumerate(slots):
         own = pages[row][pages[row] > 0]
@@ -139,7 +139,7 @@ def test_a_step_that_is_filled_up_equals_the_ragged_one(engine, attention, tree)
         logits = run_static(engine, step, batch)
         assert not logits.isnan().any()
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        for ours, theirs in zip(in_pool(engine), written, strict=True):  # NaN where nobody wrote
+        for ours, theirs in zip(in_pool(engine), written, strict=True):  # NaN where nothing was written
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
         *columns, mask = fields
         found = batch.input_ids, batch.positions, batch.out_loc, batch.qo_indptr, batch.kv_lens
