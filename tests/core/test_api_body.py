@@ -18,7 +18,7 @@ from dovetail.api import body
 from dovetail.api.problems import problem_of
 from dovetail.bounded import MAX_ENTRIES
 from dovetail.errors import RequestError
-from dovetail_apis.openai.types import ChatRequest, CompletionRequest
+from dovetail_apis.openai.types import ChatCompletionRequest, CompletionRequest
 
 SCOPE = {"type": "http", "method": "POST", "path": "/", "headers": []}
 
@@ -71,7 +71,7 @@ def test_of_a_million_wrong_entries_not_each_is_an_error(monkeypatch: pytest.Mon
         body, "_explain", lambda error, model: found.append(error.error_count()) or RequestError("wrong")
     )
     with pytest.raises(RequestError):
-        body.validate({"model": "m", "messages": [], field: HOSTILE[hostile]}, ChatRequest)
+        body.validate({"model": "m", "messages": [], field: HOSTILE[hostile]}, ChatCompletionRequest)
     assert found == [] or found[0] < 20
 
 
@@ -92,13 +92,13 @@ def test_nor_where_they_are_inside_of_something(monkeypatch: pytest.MonkeyPatch,
         body, "_explain", lambda error, model: found.append(error.error_count()) or RequestError("wrong")
     )
     with contextlib.suppress(RequestError):  # content may be any objects
-        body.validate({"model": "m", **nest(HOSTILE[hostile])}, ChatRequest)
+        body.validate({"model": "m", **nest(HOSTILE[hostile])}, ChatCompletionRequest)
     assert found == [] or found[0] < 20
 
 
 def test_a_body_of_thousands_of_unknown_fields():
     with pytest.raises(RequestError, match="the body is wrong: input should have at most 1024 members"):
-        body.validate({f"k{i}": 0 for i in range(2000)}, ChatRequest)
+        body.validate({f"k{i}": 0 for i in range(2000)}, ChatCompletionRequest)
 
 
 def test_a_large_body_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch):

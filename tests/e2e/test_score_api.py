@@ -14,7 +14,7 @@ from dovetail.errors import ConfigError
 from dovetail.registry import setup
 from dovetail.server.launch import running_server
 from dovetail.tokenizer import Tokenizer
-from dovetail_apis.score.pairs import written
+from dovetail_apis.score.pairs import fill_template
 
 QUERY = "What is the capital of France?"
 DOCUMENTS = ["Bananas are yellow.", "Paris is the capital of France.", "The capital is far away.", "Seven."]
@@ -143,7 +143,7 @@ def test_a_template_asks_the_model(judging, tokenizer, probabilities):
 
 
 def test_braces_in_texts_stand_for_themselves():
-    assert written("{query}|{document}|{other}", "{document}", "{query}") == "{document}|{query}|{other}"
+    assert fill_template("{query}|{document}|{other}", "{document}", "{query}") == "{document}|{query}|{other}"
 
 
 def test_a_template_without_a_place_is_refused():
@@ -161,7 +161,7 @@ LABELLED = {"query": "a", "items": ["b"], "label_token_ids": [1]}
     ("path", "body", "param", "message"),
     [
         ("/v1/score", {}, "query", "give either text_1 and text_2, or query, items and label_token_ids"),
-        ("/v1/score", {**LABELLED, "text_1": "a"}, "query", "text_1 and query do not go together"),
+        ("/v1/score", {**LABELLED, "text_1": "a"}, "query", "text_1 and query cannot be combined"),
         ("/v1/score", {"text_1": "a"}, "text_2", "text_2 is missing"),
         ("/v1/score", {"query": "a", "items": ["b"]}, "label_token_ids", "label_token_ids is missing"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "apply_softmax": True}, "apply_softmax", "needs query"),

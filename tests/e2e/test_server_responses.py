@@ -310,7 +310,7 @@ def test_background(echo: openai.OpenAI):
     made = make(echo, "one two three", background=True, extra_body={"cache_salt": "slow"})
     assert (made.status, made.background, made.usage) == ("in_progress", True, None)
     assert echo.responses.retrieve(made.id).status == "in_progress"
-    with pytest.raises(openai.BadRequestError, match="come to an end"):
+    with pytest.raises(openai.BadRequestError, match="has not finished yet"):
         make(echo, "two", previous_response_id=made.id)
     done = until_done(echo, made.id)
     assert (done.status, done.output_text) == ("incomplete", "user\none two three\nassistant\n")

@@ -16,25 +16,25 @@ from dovetail.testing.api_server import EchoServer
 from dovetail.types import FinishKind, FinishReason
 from dovetail_apis.config import ResponsesConfig
 from dovetail_apis.responses import Responses
-from dovetail_apis.responses.answer import Answer
+from dovetail_apis.responses.builder import ResponseBuilder
 from dovetail_apis.responses.items import chat_messages, read_items
-from dovetail_apis.responses.store import Record, Store
+from dovetail_apis.responses.store import ResponseStore, StoredResponse
 from dovetail_apis.responses.types import ResponsesRequest
 
 USAGE = SimpleNamespace(prompt=3, completion=2, cached=1)
 
 
-def record(rid: str, *, running: bool = False, size: int = 10) -> Record:
+def record(rid: str, *, running: bool = False, size: int = 10) -> StoredResponse:
     host: Any = SimpleNamespace(tokenizer=None, model_name="tiny")
     outputs: Any = SimpleNamespace(rid=rid, usage=USAGE)
-    made = Record(Answer(host, ResponsesRequest(input="x"), outputs), read_items("x" * size))
+    made = StoredResponse(ResponseBuilder(host, ResponsesRequest(input="x"), outputs), read_items("x" * size))
     if not running:
-        made.answer.end(FinishReason(FinishKind.STOP))
-        made.settle()
+        made.builder.end(FinishReason(FinishKind.STOP))
+        made.finish()
     return made
 
 
-def kept(store: Store, owner: str, *rids: str) -> list[bool]:
+def kept(store: ResponseStore, owner: str, *rids: str) -> list[bool]:
     found = []
     for rid in rids:
         try:
@@ -45,7 +45,7 @@ def kept(store: Store, owner: str, *rids: str) -> list[bool]:
 
 
 def test_an_owner_sees_its_own_only():
-    store = Store(ResponsesConfig())
+    store = ResponseStore(ResponsesConfig())
     store.add("ada", record("r1"))
     store.add("bob", record("r2"))
     assert kept(store, "ada", "r1", "r2") == [True, False]
@@ -58,7 +58,7 @@ def test_an_owner_sees_its_own_only():
 
 
 def test_the_oldest_goes_first_and_others_keep_theirs():
-    store = Store(ResponsesConfig(max_responses=2))
+    store = ResponseStore(ResponsesConfig(max_responses=2))
     store.add("bob", record("b"))
     for i in range(4):
         store.add("ada", record(f"r{i}"))
@@ -67,7 +67,7 @@ def test_the_oldest_goes_first_and_others_keep_theirs():
 
 
 def test_what_runs_is_never_forgotten():
-    store = Store(ResponsesConfig(max_responses=1, max_age=0.01))
+    store = ResponseStore(ResponsesConfig(max_responses=1, max_age=0.01))
     store.add("", record("runs", running=True))
     store.add("", record("done"))
     time.sleep(0.02)
@@ -75,19 +75,19 @@ def test_what_runs_is_never_forgotten():
 
 
 def test_memory_is_bounded():
-    store = Store(ResponsesConfig(max_mib=0.5))
+    store = ResponseStore(ResponsesConfig(max_mib=0.5))
     for i in range(8):
         store.add("", record(f"r{i}", size=2**17))
     assert kept(store, "", *(f"r{i}" for i in range(8))) == [False] * 5 + [True] * 3
 
 
 def test_the_background_has_room_for_so_many():
-    store = Store(ResponsesConfig(max_background=1))
-    store.check_room("ada")
+    store = ResponseStore(ResponsesConfig(max_background=1))
+    store.check_capacity("ada")
     store.add("ada", record("r", running=True))
-    store.check_room("bob")
+    store.check_capacity("bob")
     with pytest.raises(QueueFullError, match="max_background"):
-        store.check_room("ada")
+        store.check_capacity("ada")
 
 
 def test_items_become_turns():

@@ -1,4 +1,4 @@
-"""Settings of the APIs; pydantic only."""
+"""Define the config sections of the APIs. Imports pydantic only."""
 
 from __future__ import annotations
 
@@ -10,67 +10,70 @@ from dovetail.config.plugin import PluginConfig
 
 
 class OpenAIConfig(PluginConfig):
-    """OpenAI's API."""
+    """Configure OpenAI's API: chat completions, completions and models."""
 
     kind: Literal["openai"] = "openai"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class NativeConfig(PluginConfig):
-    """SGLang's native API."""
+    """Configure SGLang's native API."""
 
     kind: Literal["native"] = "native"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class ResponsesConfig(PluginConfig):
-    """OpenAI's responses. Those that are kept are in the server's memory; the bounds hold for each tenant."""
+    """Configure OpenAI's responses. Stored responses are kept in the server's memory; the bounds apply to each tenant
+    separately."""
 
     kind: Literal["responses"] = "responses"  # pyright: ignore[reportIncompatibleVariableOverride]
-    max_responses: int = Field(default=1000, ge=0, description="Responses that are kept; the oldest goes first.")
-    max_mib: float = Field(default=64.0, ge=0, description="Memory for those that are kept, in MiB.")
-    max_age: float = Field(default=3600.0, gt=0, description="Seconds for which a response is kept.")
-    max_background: int = Field(default=64, ge=0, description="Responses that may run in the background.")
+    max_responses: int = Field(
+        default=1000, ge=0, description="Maximum number of stored responses; the oldest is deleted first."
+    )
+    max_mib: float = Field(default=64.0, ge=0, description="Maximum memory for stored responses, in MiB.")
+    max_age: float = Field(default=3600.0, gt=0, description="Time for which a response is stored, in seconds.")
+    max_background: int = Field(default=64, ge=0, description="Maximum number of responses that run in the background.")
 
 
 class AnthropicConfig(PluginConfig):
-    """Anthropic's API."""
+    """Configure Anthropic's API."""
 
     kind: Literal["anthropic"] = "anthropic"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class OllamaConfig(PluginConfig):
-    """Ollama's API."""
+    """Configure Ollama's API."""
 
     kind: Literal["ollama"] = "ollama"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class EmbeddingsConfig(PluginConfig):
-    """OpenAI's embeddings."""
+    """Configure OpenAI's embeddings."""
 
     kind: Literal["embeddings"] = "embeddings"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class ScoreConfig(PluginConfig):
-    """Scores of pairs of texts: the cosine of their embeddings, or, for a model that was trained to judge, what it says to a
-    question."""
+    """Configure how pairs of texts are scored: by the cosine of their embeddings, or, for a model that was trained to
+    judge relevance, by its answer to a question."""
 
     kind: Literal["score"] = "score"  # pyright: ignore[reportIncompatibleVariableOverride]
     template: str | None = Field(
         default=None,
-        description="The prompt that asks whether `{document}` answers `{query}`, special tokens spelled out, up to where the model says yes or no. Pairs are scored by the probability of yes; without it by embeddings.",
+        description="The prompt that asks whether `{document}` answers `{query}`, with special tokens written out, up to the point where the model answers yes or no. Pairs are scored by the probability of yes. Without a template they are scored by embeddings.",
     )
-    yes: str = Field(default="yes", description="The one token that says so.")
-    no: str = Field(default="no", description="The one token that denies it.")
+    yes: str = Field(default="yes", description="The text of the answer yes; it must be a single token.")
+    no: str = Field(default="no", description="The text of the answer no; it must be a single token.")
 
     @field_validator("template")
     @classmethod
     def _has_both(cls, template: str | None) -> str | None:
-        missing = [place for place in ("{query}", "{document}") if template is not None and place not in template]
+        missing = [name for name in ("{query}", "{document}") if template is not None and name not in template]
         if missing:
             raise ValueError(f"the template has no {' and no '.join(missing)}")
         return template
 
 
 class TokenizeConfig(PluginConfig):
-    """The tokenizer of the served model."""
+    """Configure the API of the served model's tokenizer."""
 
     kind: Literal["tokenize"] = "tokenize"  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's native shape."""
+"""Serve POST /generate in the format of SGLang's native API."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _NAMES = {"seed": "sampling_seed", "include_stop": "no_stop_trim", "logprobs": "
 
 
 class Native(Api):
-    """SGLang's native API."""
+    """Serve SGLang's native API."""
 
     def routes(self) -> Sequence[Route]:
-        """Generate."""
+        """Return the route of /generate."""
         return (Route(["POST"], "/generate", generate, NativeRequest, answers=("application/json", SSE)),)
 
 
 class NativeSampling(SamplingFields):
-    """``sampling_params`` of /generate. None stands for the default."""
+    """Describe ``sampling_params`` of /generate. None stands for the default."""
 
     max_new_tokens: Int32 | None = None
     min_new_tokens: Int32 | None = None
@@ -48,7 +48,7 @@ class NativeSampling(SamplingFields):
 
 
 class NativeRequest(ApiModel):
-    """POST /generate: one prompt or several, as text or token ids."""
+    """Describe the body of POST /generate: one prompt or several, as text or token ids."""
 
     model_config = examples(
         {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8, "temperature": 0}},
@@ -59,13 +59,15 @@ class NativeRequest(ApiModel):
     text: str | list[str] | None = None
     input_ids: Ids | list[Ids] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = Field(
-        None, description="See `NativeSampling`; a list has one for each prompt."
+        None, description="See `NativeSampling`; a list has one entry for each prompt."
     )
     stream: bool = False
     rid: Rid | None = None
     return_logprob: bool = False
     logprob_start_len: int | None = Field(
-        None, ge=-1, description="0 includes the prompt, more leaves out its beginning; by default the output only."
+        None,
+        ge=-1,
+        description="0 includes the prompt, a larger number leaves out its beginning. By default only the output is included.",
     )
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
@@ -73,10 +75,12 @@ class NativeRequest(ApiModel):
     cache_salt: CacheSalt = None
     group: Rid | None = Field(
         None,
-        description="Requests of one group have a beginning in common: it is computed once and kept for all of them.",
+        description="Requests of one group share a prefix, which is computed once and kept cached for all of them.",
     )
     group_size: Int32 | None = Field(
-        None, ge=1, description="How many outputs the group will have; by default those of this request."
+        None,
+        ge=1,
+        description="Number of outputs that the group will have; by default the number of outputs of this request.",
     )
     session: Session = None
 
@@ -95,7 +99,7 @@ class NativeRequest(ApiModel):
 
 
 async def generate(host: ApiHost, request: Request) -> Response:
-    """The continuation of a prompt; a list where there were several prompts or outputs."""
+    """Return the continuation of a prompt, or a list if there are several prompts or outputs."""
     body = await parse(request, NativeRequest, host.max_body)
     parsed = await _parsed(host, body)
     outputs = host.submit(parsed)
@@ -159,37 +163,37 @@ def _params(body: NativeRequest, given: NativeSampling) -> SamplingParams:
 
 
 class NativeFormat:
-    """The answers to one request. A stream repeats the whole text so far in every event, as SGLang's does."""
+    """Format the answer to one request. Each event of a stream repeats the whole text so far, as in SGLang."""
 
     media_type = SSE
 
     def __init__(self, host: ApiHost, body: NativeRequest, outputs: Generation, single: bool) -> None:
-        """``single`` requests are answered with an object, others with a list."""
+        """Requests that are ``single`` are answered with an object, others with a list."""
         self._outputs = outputs
         self._tokenizer = host.tokenizer
         self._body = body
         self._single = single
 
     def whole(self, outputs: Generation) -> object:
-        """The answer at once."""
+        """Return the complete answer."""
         answers = [self._answer(choice) for choice in outputs.choices]
         return answers[0] if self._single else answers
 
     def head(self) -> bytes:
-        """Nothing."""
+        """Return nothing: the stream begins with the first output."""
         return b""
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """One event for each choice that the step touched."""
+        """Return one event for each choice that the step changed."""
         touched = {delta.choice.index: delta.choice for delta in deltas}
         return b"".join(event(msgspec.json.encode(self._streamed(choice))) for choice in touched.values())
 
     def tail(self) -> bytes:
-        """The end mark."""
+        """Return the end marker."""
         return event(b"[DONE]")
 
     def failed(self, problem: ApiProblem) -> bytes:
-        """The error, as an event."""
+        """Return the error as an event."""
         return event(msgspec.json.encode({"error": {"message": problem.message}}))
 
     def _streamed(self, choice: Choice) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The APIs of the house. Import-light."""
+"""Register the APIs of this distribution. This module imports little, because the registry reads it at every start."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ def _api(name: str, target: str, config: str, summary: str) -> ComponentSpec:
 
 @hookimpl
 def register_apis() -> Sequence[ComponentSpec]:
-    """What this package serves."""
+    """Return the specs of the APIs."""
     return (
-        _api("openai", "openai:OpenAI", "OpenAIConfig", "OpenAI's chat completions, completions and models."),
+        _api("openai", "openai:OpenAIApi", "OpenAIConfig", "OpenAI's chat completions, completions and models."),
         _api("native", "native:Native", "NativeConfig", "SGLang's /generate."),
         _api("responses", "responses:Responses", "ResponsesConfig", "OpenAI's responses."),
-        _api("anthropic", "anthropic:Anthropic", "AnthropicConfig", "Anthropic's messages."),
+        _api("anthropic", "anthropic:AnthropicApi", "AnthropicConfig", "Anthropic's messages."),
         _api("ollama", "ollama:Ollama", "OllamaConfig", "Ollama's chat, generate, embed, tags, show, version and ps."),
         _api("embeddings", "embeddings:Embeddings", "EmbeddingsConfig", "OpenAI's embeddings."),
         _api(
             "score",
             "score:Score",
             "ScoreConfig",
-            "Scores of pairs and of labels, and reranking, as vLLM and SGLang have them.",
+            "Scores of pairs and of labels, and reranking, as in vLLM and SGLang.",
         ),
-        _api(
-            "tokenize", "tokenize:Tokenize", "TokenizeConfig", "Text to token ids and back, as vLLM and SGLang have it."
-        ),
+        _api("tokenize", "tokenize:Tokenize", "TokenizeConfig", "Text to token ids and back, as in vLLM and SGLang."),
     )

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API."""
+"""Serve Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dovetail_apis.anthropic.messages import count_tokens, messages
 from dovetail_apis.anthropic.types import CountRequest, MessagesRequest
 
 
-class Anthropic(Api):
-    """https://platform.claude.com/docs/en/api/messages"""
+class AnthropicApi(Api):
+    """Serve Anthropic's Messages API: https://platform.claude.com/docs/en/api/messages"""
 
     claims = ("/v1/messages",)
 
     def routes(self) -> Sequence[Route]:
-        """Messages, and the counting of their tokens."""
+        """Return the routes that create messages and count their tokens."""
         return (
             Route(["POST"], "/v1/messages", messages, MessagesRequest, answers=("application/json", SSE)),
             Route(["POST"], "/v1/messages/count_tokens", count_tokens, CountRequest),
         )
 
     def error(self, problem: ApiProblem) -> object:
-        """An object with type and message inside of one of type ``error``."""
+        """Return an object of type ``error`` that contains an object with type and message."""
         return error_json(problem)

@@ -1,4 +1,4 @@
-"""Answers in Anthropic's format: content blocks, the events of a stream, token counts, errors."""
+"""Write answers in Anthropic's format: content blocks, the events of a stream, token counts, errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.types import FinishKind
 from dovetail_apis.anthropic.types import MessagesRequest
 
 _SIGNATURE = "unsigned"
-"""Thinking is not signed here; clients expect something."""
+"""Signature of thinking blocks. Thinking is not signed here, but clients expect a signature."""
 
 _ERRORS = {
     401: "authentication_error",
@@ -32,13 +32,13 @@ _ERRORS = {
 
 
 def error_json(problem: ApiProblem, request_id: str | None = None) -> dict[str, Any]:
-    """An error. Those of requests that never began have no id."""
+    """Return an error. Errors of requests that never began have no id."""
     kind = _ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}, "request_id": request_id}
 
 
 def usage_json(usage: Usage) -> dict[str, int]:
-    """Token counts: those read from the cache are not among ``input_tokens``."""
+    """Return the token counts. Tokens that were read from the cache are not included in ``input_tokens``."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
@@ -47,8 +47,8 @@ def usage_json(usage: Usage) -> dict[str, int]:
     }
 
 
-class Piece(NamedTuple):
-    """A piece of one content block; the first of a tool call has its ``id`` and ``name``."""
+class BlockDelta(NamedTuple):
+    """Describe an addition to one content block. The first addition of a tool call has its ``id`` and ``name``."""
 
     kind: str
     text: str
@@ -56,11 +56,11 @@ class Piece(NamedTuple):
     name: str | None = None
 
     def opens(self, before: str | None) -> bool:
-        """Whether it begins a new block after one of kind ``before``."""
+        """Return true if it begins a new block after a block of kind ``before`` (None: there is none)."""
         return self.id is not None or self.kind != before
 
     def block(self) -> dict[str, Any]:
-        """The block that it begins, empty."""
+        """Return the block that it begins, without content."""
         match self.kind:
             case "thinking":
                 return {"type": "thinking", "thinking": "", "signature": ""}
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
 
     def delta(self) -> dict[str, str]:
-        """What it adds to its block."""
+        """Return what it adds to its block."""
         match self.kind:
             case "thinking":
                 return {"type": "thinking_delta", "thinking": self.text}
@@ -78,23 +78,23 @@ class Piece(NamedTuple):
         return {"type": "input_json_delta", "partial_json": self.text}
 
 
-def _pieces(parts: Iterable[ChatDelta], hide_thinking: bool) -> Iterator[Piece]:
+def _block_deltas(parts: Iterable[ChatDelta], hide_thinking: bool) -> Iterator[BlockDelta]:
     for part in parts:
         if part.reasoning:
-            yield Piece("thinking", "" if hide_thinking else part.reasoning)
+            yield BlockDelta("thinking", "" if hide_thinking else part.reasoning)
         if part.content:
-            yield Piece("text", part.content)
+            yield BlockDelta("text", part.content)
         for call in part.calls:
-            yield Piece("tool_use", call.arguments, call.id, call.name)
+            yield BlockDelta("tool_use", call.arguments, call.id, call.name)
 
 
 class MessageFormat:
-    """The answer to one request, whole or as events."""
+    """Format the answer to one request, whole or as events."""
 
     media_type = SSE
 
     def __init__(self, model: str, body: MessagesRequest, outputs: Generation) -> None:
-        """``model`` is the name that the answer has."""
+        """Prepare the answer to ``body``. ``model`` is the model name in the answer."""
         self._outputs = outputs
         self._max_tokens = body.max_tokens
         self._hide_thinking = body.thinking is not None and body.thinking.display == "omitted"
@@ -103,38 +103,38 @@ class MessageFormat:
         self._open: str | None = None
 
     def whole(self, outputs: Generation) -> object:
-        """The answer at once. Raises ``RequestError`` for one that was aborted."""
+        """Return the complete answer. Raises ``RequestError`` if it was aborted."""
         (choice,) = outputs.choices
         reason, sequence = self._stop(choice)
         stop = {"stop_reason": reason, "stop_sequence": sequence}
         return {**self._common, "content": self._content(choice), **stop, "usage": usage_json(outputs.usage)}
 
     def head(self) -> bytes:
-        """The message without its content."""
+        """Return the event that begins the message, without content."""
         stop = {"stop_reason": None, "stop_sequence": None}
         message = {**self._common, "content": [], **stop, "usage": usage_json(self._outputs.usage)}
         return _event("message_start", message=message)
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """What one step added to the content. Raises ``RequestError`` where it was aborted."""
+        """Return the events of what one step added to the content. Raises ``RequestError`` if the request was aborted."""
         data = b""
         for delta in deltas:
             _check_not_aborted(delta.choice)
-            data += b"".join(self._events(piece) for piece in _pieces(delta.parts, self._hide_thinking))
+            data += b"".join(self._events(piece) for piece in _block_deltas(delta.parts, self._hide_thinking))
         return data
 
     def tail(self) -> bytes:
-        """Why it ended, and token counts."""
+        """Return the last events, with the stop reason and token counts."""
         reason, sequence = self._stop(self._outputs.choices[0])
         stop = {"stop_reason": reason, "stop_sequence": sequence}
         usage = usage_json(self._outputs.usage)
         return self._closed() + _event("message_delta", delta=stop, usage=usage) + _event("message_stop")
 
     def failed(self, problem: ApiProblem) -> bytes:
-        """The error, as an event."""
+        """Return the error as an event."""
         return b"event: error\ndata: " + msgspec.json.encode(error_json(problem, self._outputs.rid)) + b"\n\n"
 
-    def _events(self, piece: Piece) -> bytes:
+    def _events(self, piece: BlockDelta) -> bytes:
         data = b""
         if piece.opens(self._open):
             data += self._closed()
@@ -145,7 +145,7 @@ class MessageFormat:
         return data + (_event("content_block_delta", index=self._index, delta=piece.delta()) if piece.text else b"")
 
     def _closed(self) -> bytes:
-        """The end of the open block, if there is one."""
+        """Return the events that end the open block, if there is one."""
         data = b""
         if self._open == "thinking":
             signed = {"type": "signature_delta", "signature": _SIGNATURE}
@@ -158,7 +158,7 @@ class MessageFormat:
     def _content(self, choice: Choice) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []
         texts: list[str] = []
-        for piece in _pieces(choice.parts, self._hide_thinking):
+        for piece in _block_deltas(choice.parts, self._hide_thinking):
             if piece.opens(blocks[-1]["type"] if blocks else None):
                 blocks.append(piece.block())
                 texts.append("")
@@ -166,7 +166,7 @@ class MessageFormat:
         return [_filled(block, text) for block, text in zip(blocks, texts, strict=True)]
 
     def _stop(self, choice: Choice) -> tuple[str, str | None]:
-        """``stop_reason`` and ``stop_sequence``."""
+        """Return ``stop_reason`` and ``stop_sequence``."""
         _check_not_aborted(choice)
         assert choice.finish is not None
         if choice.finish.kind is FinishKind.LENGTH:
@@ -178,7 +178,7 @@ class MessageFormat:
 
 
 def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
-    """The block with its text. Of arguments that break off, there is what was complete."""
+    """Return the block with its text. Arguments that break off are reduced to their complete part."""
     match block["type"]:
         case "thinking":
             return {**block, "thinking": text, "signature": _SIGNATURE}
@@ -188,7 +188,8 @@ def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _complete(arguments: str) -> Any:
-    """What of them is complete: an output may end in their middle, that of an escape (``\\ud83d``) among them."""
+    """Return the complete part of the arguments: an output may end in the middle of them, even in an escape
+    (``\\ud83d``)."""
     for text in (arguments, arguments.rpartition("\\u")[0]):
         with suppress(ValueError):
             return from_json(text or "{}", allow_partial=True)
@@ -196,7 +197,7 @@ def _complete(arguments: str) -> Any:
 
 
 def _check_not_aborted(choice: Choice) -> None:
-    """Anthropic's format has no reason to stop for it."""
+    """Raise ``RequestError`` if the choice was aborted, because Anthropic's format has no stop reason for it."""
     if choice.finish is not None and choice.finish.kind is FinishKind.ABORT:
         raise RequestError(f"the request was aborted: {choice.finish.message}", code="aborted")
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""Handle POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from dovetail.api.requests import grammar_of, new_id, sampling_params
 from dovetail.api.responses import json_response, streamed, whole
 from dovetail.interfaces.api import ApiHost
 from dovetail.sampling_params import GrammarSpec, SamplingParams
-from dovetail_apis.anthropic.conversation import conversation_of
+from dovetail_apis.anthropic.chat_input import chat_input_of
 from dovetail_apis.anthropic.format import MessageFormat
 from dovetail_apis.anthropic.types import CountRequest, MessagesRequest, OutputConfig
-from dovetail_apis.conversation import Envelope, ask
+from dovetail_apis.chat_input import RequestMetadata, plan_within_context
 
 _NAMES = {"max_new_tokens": "max_tokens", "stop": "stop_sequences", "grammar": "output_config"}
 
 
 async def messages(host: ApiHost, request: Request) -> Response:
-    """The assistant's next message."""
+    """Return the assistant's next message."""
     body = await parse(request, MessagesRequest, host.max_body)
     host.check_model(body.model)
-    envelope = Envelope.of(new_id("msg_"), body)
-    asked, _ = await ask(host, conversation_of(body), _params(body), envelope)
-    outputs = host.submit(asked)
+    metadata = RequestMetadata.of(new_id("msg_"), body)
+    api_request, _ = await plan_within_context(host, chat_input_of(body), _params(body), metadata)
+    outputs = host.submit(api_request)
     formatter = MessageFormat(host.model_name, body, outputs)
     if body.stream:
         answer = await streamed(request, outputs, formatter)
     else:
         answer = await whole(request, outputs, formatter.whole)
-    answer.headers["request-id"] = envelope.rid
+    answer.headers["request-id"] = metadata.rid
     return answer
 
 
 async def count_tokens(host: ApiHost, request: Request) -> Response:
-    """How many tokens the prompt of such a message has."""
+    """Return the number of tokens that the prompt of a message has."""
     body = await parse(request, CountRequest, host.max_body)
     host.check_model(body.model)
-    return json_response({"input_tokens": len(await conversation_of(body).tokens(host))})
+    return json_response({"input_tokens": len(await chat_input_of(body).tokens(host))})
 
 
 def _params(body: MessagesRequest) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The request bodies of Anthropic's API that are honoured, and the extra fields that Dovetail adds."""
+"""Define the supported request bodies of Anthropic's API, and the fields that Dovetail adds."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {"container": (), "mcp_servers": ()
 
 
 class MessageParam(ApiModel):
-    """One turn, or a part of one: neighbours of the same role are joined."""
+    """Describe one turn, or a part of one: adjacent messages of the same role are joined."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]] = Field(description="A text, or blocks: text, tool_use, tool_result, thinking.")
 
 
 class ToolParam(ApiModel):
-    """A function that the model may call."""
+    """Describe a function that the model may call."""
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
@@ -45,7 +45,7 @@ class ToolParam(ApiModel):
 
 
 class ToolChoice(ApiModel):
-    """Which calls are wanted."""
+    """Describe which tool calls are allowed or required."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -53,31 +53,35 @@ class ToolChoice(ApiModel):
 
 
 class Thinking(ApiModel):
-    """Whether the model reasons before it answers. ``adaptive`` is ``enabled``."""
+    """Set whether the model reasons before it answers. ``adaptive`` is the same as ``enabled``."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Int32 | None = Field(None, ge=1, description="Accepted; only max_tokens bounds the reasoning.")
-    display: Literal["summarized", "omitted"] | None = Field(None, description="There are no summaries: all is shown.")
+    budget_tokens: Int32 | None = Field(
+        None, ge=1, description="Accepted, but not enforced: only max_tokens bounds the reasoning."
+    )
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="`omitted` leaves the reasoning out. There are no summaries: `summarized` shows all of it."
+    )
 
 
 class JsonFormat(ApiModel):
-    """The JSON schema that the answer honours."""
+    """Describe the JSON schema that the answer must satisfy."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(ApiModel):
-    """How the answer is made."""
+    """Configure the answer: the reasoning effort and the format."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="Handed to the chat template as `reasoning_effort`."
+        None, description="Passed to the chat template as `reasoning_effort`."
     )
     format: JsonFormat | None = None
 
 
 class CountRequest(ApiModel):
-    """POST /v1/messages/count_tokens."""
+    """Describe the body of POST /v1/messages/count_tokens."""
 
     model_config = examples(
         {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "system": "Be brief."}
@@ -96,7 +100,7 @@ class CountRequest(ApiModel):
 
 
 class MessagesRequest(CountRequest):
-    """POST /v1/messages."""
+    """Describe the body of POST /v1/messages."""
 
     model_config = examples(
         {
@@ -108,7 +112,7 @@ class MessagesRequest(CountRequest):
         {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}], "stream": True},
     )
 
-    max_tokens: Int32 = Field(ge=0, description="0 computes and caches the prompt.")
+    max_tokens: Int32 = Field(ge=0, description="0 only computes and caches the prompt.")
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -123,7 +127,7 @@ class MessagesRequest(CountRequest):
 
 
 class TextBlock(ApiModel):
-    """Text of any role."""
+    """Describe a text of any role."""
 
     type: Literal["text"]
     text: str
@@ -132,7 +136,7 @@ class TextBlock(ApiModel):
 
 
 class ThinkingBlock(ApiModel):
-    """What the model reasoned in an earlier turn."""
+    """Describe the model's reasoning of an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
@@ -141,7 +145,7 @@ class ThinkingBlock(ApiModel):
 
 
 class ToolUseBlock(ApiModel):
-    """A call that the model made in an earlier turn."""
+    """Describe a tool call that the model made in an earlier turn."""
 
     type: Literal["tool_use"]
     id: str
@@ -152,12 +156,12 @@ class ToolUseBlock(ApiModel):
 
 
 class ToolResultBlock(ApiModel):
-    """What came of a call."""
+    """Describe the result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[dict[str, Any]] | None = None
-    is_error: bool | None = Field(None, description="Handed to the chat template.")
+    is_error: bool | None = Field(None, description="Passed to the chat template.")
 
     ignored = frozenset({"cache_control", "toolset_name"})
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: OpenAI's shape."""
+"""Serve POST /v1/embeddings in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from dovetail_apis.openai.format import error_json
 
 
 class EmbeddingsRequest(ApiModel):
-    """POST /v1/embeddings."""
+    """Describe the body of POST /v1/embeddings."""
 
     model_config = examples({"model": "tiny", "input": ["A text", "Another one"]}, {"input": "A text", "dimensions": 4})
 
     input: str | Texts | Ids | list[Ids] = Field(description="A text, token ids, or several of either.")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="`base64`: the bytes of the numbers as little-endian float32, a quarter of the size."
+        None, description="`base64` encodes the numbers as little-endian float32, which takes a quarter of the size."
     )
     dimensions: Int32 | None = Field(
-        None, description="Keep so many numbers of each vector, and bring it to length 1 again."
+        None, description="Keep only the first `dimensions` numbers of each vector, and scale it to length 1 again."
     )
     # beyond OpenAI's API
     pooling: Literal["last", "mean"] | None = Field(
         None,
-        description="The hidden state of the last token, or the mean over all tokens; by default as the model says.",
+        description="Use the hidden state of the last token, or the mean over all tokens. The default is set by the model.",
     )
-    normalize: bool = Field(True, description="Bring vectors to length 1.")
-    add_special_tokens: bool = Field(True, description="Let the tokenizer add its own to texts.")
+    normalize: bool = Field(True, description="Scale vectors to length 1.")
+    add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens to texts.")
     priority: Int32 | None = None
     cache_salt: CacheSalt = None
     rid: Rid | None = None
@@ -49,21 +49,21 @@ class EmbeddingsRequest(ApiModel):
 
 
 class Embeddings(Api):
-    """https://platform.openai.com/docs/api-reference/embeddings"""
+    """Serve OpenAI's embeddings: https://platform.openai.com/docs/api-reference/embeddings"""
 
     claims = ("/v1/embeddings",)
 
     def routes(self) -> Sequence[Route]:
-        """Embeddings."""
+        """Return the route of embeddings."""
         return (Route(["POST"], "/v1/embeddings", embeddings, EmbeddingsRequest),)
 
     def error(self, problem: ApiProblem) -> object:
-        """As OpenAI says it."""
+        """Return the error in OpenAI's format."""
         return error_json(problem)
 
 
 async def embeddings(host: ApiHost, request: Request) -> Response:
-    """A vector for each text, made of the model's last hidden states."""
+    """Return a vector for each text, computed from the model's last hidden states."""
     body = await parse(request, EmbeddingsRequest, host.max_body)
     host.check_model(body.model)
     params = pooling_params(pooling_kind(body.pooling, host.embedding))
@@ -71,8 +71,8 @@ async def embeddings(host: ApiHost, request: Request) -> Response:
     check_dimensions(body.dimensions, host.embedding["size"])
     prompts = await as_prompts(host, _inputs(body), params, "input", add_special_tokens=body.add_special_tokens)
     salt, priority = body.cache_salt or "", body.priority or 0
-    asked = ApiRequest(body.rid or new_id("embd-"), tuple(prompts), True, salt, priority)
-    return await whole(request, host.submit(asked), lambda outputs: _answer(host, body, outputs))
+    api_request = ApiRequest(body.rid or new_id("embd-"), tuple(prompts), True, salt, priority)
+    return await whole(request, host.submit(api_request), lambda outputs: _answer(host, body, outputs))
 
 
 def _inputs(body: EmbeddingsRequest) -> Sequence[str | list[int]]:

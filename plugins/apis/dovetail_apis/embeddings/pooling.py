@@ -1,4 +1,4 @@
-"""Prompts that are made into vectors instead of being continued."""
+"""Build prompts that are pooled into vectors instead of being continued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.types import FloatArray
 
 
 def pooling_params(kind: PoolingKind, token_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """Parameters of such a prompt. Raises ``RequestError``."""
+    """Return the parameters of a prompt that is pooled. Raises ``RequestError``."""
     return SamplingParams(max_new_tokens=0, pooling=Pooling(kind, token_ids))
 
 
@@ -27,8 +27,8 @@ async def as_prompts(
     *,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
-    """Texts, or token ids, as prompts. Raises ``RequestError`` that names ``param`` for one without a token, and for
-    ids that are none."""
+    """Return prompts of texts or token ids. Raises a ``RequestError`` that names ``param`` for a text without tokens
+    and for invalid token ids."""
     check_count(host, len(texts), param)
     prompts: list[Prompt] = []
     for text in texts:
@@ -37,12 +37,12 @@ async def as_prompts(
             raise RequestError(f"{param} has an empty text; give at least one token", param=param, code="empty_prompt")
         check_token_ids(param, ids, host.vocab_size)
         prompts.append(Prompt(ids, params))
-        await asyncio.sleep(0)  # there may be thousands; other streams go on meanwhile
+        await asyncio.sleep(0)  # there may be thousands of texts; let other streams continue meanwhile
     return prompts
 
 
 def pooled(choice: Choice) -> FloatArray:
-    """The vector of a finished prompt. Raises ``RequestError`` where it was aborted before."""
+    """Return the vector of a finished prompt. Raises ``RequestError`` if the prompt was aborted."""
     if choice.pooled is None:
         message = choice.finish.message if choice.finish is not None else None
         raise RequestError(f"the request was aborted: {message}", code="aborted")
@@ -50,6 +50,6 @@ def pooled(choice: Choice) -> FloatArray:
 
 
 def input_usage(usage: Usage) -> dict[str, Any]:
-    """Token counts where nothing is generated, in OpenAI's names."""
+    """Return the token counts of a request that generates nothing, with OpenAI's names."""
     details = {"cached_tokens": usage.cached}
     return {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt, "prompt_tokens_details": details}

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate."""
+"""Handle POST /api/chat and /api/generate."""
 
 from __future__ import annotations
 
@@ -15,63 +15,70 @@ from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiRequest, Prompt
 from dovetail.sampling_params import GrammarSpec, SamplingParams
-from dovetail_apis.conversation import Conversation, Envelope, ask, past_call, thinking, within_context
-from dovetail_apis.ollama.format import AnswerFormat, Clock, Said, Shape, common
+from dovetail_apis.chat_input import (
+    ChatInput,
+    RequestMetadata,
+    past_call,
+    plan_within_context,
+    thinking,
+    within_context,
+)
+from dovetail_apis.ollama.format import AnswerFormat, OutputParts, RequestTimes, Shape, common
 from dovetail_apis.ollama.model import check_model, check_options, refuse_unload
-from dovetail_apis.ollama.types import AskFields, ChatRequest, GenerateRequest, Message
+from dovetail_apis.ollama.types import GenerateRequest, OllamaChatRequest, OllamaMessage, TextRequestFields
 
 _NAMES = {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
 
 
 async def chat(host: ApiHost, request: Request) -> Response:
-    """The assistant's next message."""
-    clock = Clock()
-    body = await parse(request, ChatRequest, host.max_body)
+    """Return the assistant's next message."""
+    times = RequestTimes()
+    body = await parse(request, OllamaChatRequest, host.max_body)
     check_model(host, body.model)
     if not body.messages:
-        return _loaded(body, Said.as_chat)
+        return _loaded(body, OutputParts.as_chat)
     calls = calls_wanted(body.tools or (), None, True)
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-    conversation = Conversation(messages, shown_tools(body.tools or ()), calls, _variables(body))
-    asked, _ = await ask(host, conversation, _params(host, body), _envelope(body))
-    return await _answered(host, request, body, asked, clock, Said.as_chat)
+    chat_input = ChatInput(messages, shown_tools(body.tools or ()), calls, _variables(body))
+    api_request, _ = await plan_within_context(host, chat_input, _params(host, body), _metadata(body))
+    return await _answered(host, request, body, api_request, times, OutputParts.as_chat)
 
 
 async def generate(host: ApiHost, request: Request) -> Response:
-    """What follows a prompt: the answer to it, or with `raw` its continuation."""
-    clock = Clock()
+    """Return the answer to a prompt, or its continuation if `raw` is set."""
+    times = RequestTimes()
     body = await parse(request, GenerateRequest, host.max_body)
     check_model(host, body.model)
     if not body.prompt:
-        return _loaded(body, Said.as_text)
-    asked = await (_continued(host, body, body.prompt) if body.raw else _replied(host, body, body.prompt))
-    return await _answered(host, request, body, asked, clock, Said.as_text)
+        return _loaded(body, OutputParts.as_text)
+    api_request = await (_continued(host, body, body.prompt) if body.raw else _replied(host, body, body.prompt))
+    return await _answered(host, request, body, api_request, times, OutputParts.as_text)
 
 
 async def _continued(host: ApiHost, body: GenerateRequest, prompt: str) -> ApiRequest:
     for name in ("system", "think"):
         if getattr(body, name):
-            raise RequestError(f"{name} needs the chat template, which raw leaves out; give one of them", param=name)
-    envelope, params = _envelope(body), _params(host, body)
+            raise RequestError(f"{name} needs the chat template, which raw does not use; give one of them", param=name)
+    metadata, params = _metadata(body), _params(host, body)
     ids = await host.encode(prompt, add_special_tokens=True)
     prompts = (Prompt(ids, within_context(host, ids, params)),)
-    return ApiRequest(envelope.rid, prompts, True, envelope.namespace, envelope.priority, session=envelope.session)
+    return ApiRequest(metadata.rid, prompts, True, metadata.namespace, metadata.priority, session=metadata.session)
 
 
 async def _replied(host: ApiHost, body: GenerateRequest, prompt: str) -> ApiRequest:
     system = [{"role": "system", "content": body.system}] if body.system else []
-    conversation = Conversation([*system, {"role": "user", "content": prompt}], variables=_variables(body))
-    asked, _ = await ask(host, conversation, _params(host, body), _envelope(body))
-    return asked
+    chat_input = ChatInput([*system, {"role": "user", "content": prompt}], variables=_variables(body))
+    api_request, _ = await plan_within_context(host, chat_input, _params(host, body), _metadata(body))
+    return api_request
 
 
 async def _answered(
-    host: ApiHost, request: Request, body: AskFields, asked: ApiRequest, clock: Clock, shape: Shape
+    host: ApiHost, request: Request, body: TextRequestFields, api_request: ApiRequest, times: RequestTimes, shape: Shape
 ) -> Response:
-    clock.submitted = time.perf_counter_ns()
-    outputs = host.submit(asked)
-    formatter = AnswerFormat(body.model, host.tokenizer, outputs, clock, shape, raw=asked.reader is None)
+    times.submitted = time.perf_counter_ns()
+    outputs = host.submit(api_request)
+    formatter = AnswerFormat(body.model, host.tokenizer, outputs, times, shape, raw=api_request.reader is None)
     if body.stream is not False:
         return await streamed(request, outputs, formatter)
     with outputs:
@@ -79,25 +86,25 @@ async def _answered(
         return json_response(formatter.whole(outputs))
 
 
-def _loaded(body: AskFields, shape: Shape) -> Response:
-    """The answer to who wants the model loaded, which it is."""
+def _loaded(body: TextRequestFields, shape: Shape) -> Response:
+    """Return the answer to a request that only loads the model, which is always loaded."""
     refuse_unload(body.keep_alive)
-    return json_response({**common(body.model), **shape(Said()), "done": True, "done_reason": "load"})
+    return json_response({**common(body.model), **shape(OutputParts()), "done": True, "done_reason": "load"})
 
 
-def _envelope(body: AskFields) -> Envelope:
-    return Envelope.of(new_id("ollama-"), body)
+def _metadata(body: TextRequestFields) -> RequestMetadata:
+    return RequestMetadata.of(new_id("ollama-"), body)
 
 
-def _variables(body: AskFields) -> dict[str, Any]:
-    """Those of the chat template."""
+def _variables(body: TextRequestFields) -> dict[str, Any]:
+    """Return the variables of the chat template."""
     if body.think is None:
         return {}
     return thinking(bool(body.think), body.think if isinstance(body.think, str) else None)
 
 
-def _plain(message: Message, index: int) -> dict[str, Any]:
-    """As chat templates expect it."""
+def _plain(message: OllamaMessage, index: int) -> dict[str, Any]:
+    """Return the message as chat templates expect it."""
     calls = [_past(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message.tool_calls or ())]
     given = {
         "role": message.role,
@@ -124,7 +131,7 @@ def _past(call: dict[str, Any], where: str) -> dict[str, Any]:
     return past_call(function["name"], function["arguments"], call_id)
 
 
-def _params(host: ApiHost, body: AskFields) -> SamplingParams:
+def _params(host: ApiHost, body: TextRequestFields) -> SamplingParams:
     given = check_options(host, body.options)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")

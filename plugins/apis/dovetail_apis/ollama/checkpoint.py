@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say of it, without reading its weights."""
+"""Describe a checkpoint by its files, without reading its weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from dovetail.config.checkpoint import locate, read_json
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``size`` is that of the weights in bytes, ``parameters`` the number of their elements, ``dtype`` that of most of them.
-    ``digest`` tells checkpoints apart by config.json and the names and sizes of the weights."""
+    """Describe a checkpoint.
+
+    ``size`` is the size of the weights in bytes, ``parameters`` the number of their elements, and ``dtype`` the most
+    frequent dtype of the elements. ``digest`` is a hash of config.json and the names and sizes of the weights.
+    """
 
     config: dict[str, Any]
     family: str
@@ -30,7 +33,7 @@ class Checkpoint:
     modified_at: str
 
     def details(self) -> dict[str, Any]:
-        """As Ollama's API has them."""
+        """Return the ``details`` of Ollama's API."""
         return {
             "parent_model": "",
             "format": "safetensors",
@@ -43,7 +46,7 @@ class Checkpoint:
 
 @functools.cache
 def read_checkpoint(path: str) -> Checkpoint:
-    """That of ``model.path``, read once. Raises ``ConfigError``."""
+    """Return the description of the checkpoint ``model.path``, which is read once. Raises ``ConfigError``."""
     directory = locate(path)
     config = read_json(directory, "config.json")
     config = {**config, **(config.get("text_config") or {})}
@@ -65,7 +68,8 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _weights(directory: Path) -> list[Path]:
-    """One file, or the shards that the index names, as the engine reads them; none where the weights are made up."""
+    """Return the weight files that the engine reads: one file, or the shards that the index names. The list is empty if
+    the weights are dummies."""
     single, index = directory / "model.safetensors", "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -75,7 +79,8 @@ def _weights(directory: Path) -> list[Path]:
 
 
 def _elements(file: Path) -> Counter[str]:
-    """By dtype. A safetensors file begins with the length of its header, in 8 bytes, and the header, in JSON."""
+    """Count the elements by dtype. A safetensors file begins with the length of its header in 8 bytes, followed by the
+    header in JSON."""
     with file.open("rb") as stream:
         header = msgspec.json.decode(stream.read(int.from_bytes(stream.read(8), "little")))
     found: Counter[str] = Counter()

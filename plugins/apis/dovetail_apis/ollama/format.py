@@ -1,4 +1,4 @@
-"""Answers in Ollama's format: one object, or a line for each step."""
+"""Write answers in Ollama's format: one object, or a line for each step."""
 
 from __future__ import annotations
 
@@ -18,51 +18,56 @@ from dovetail.types import TokenLogprob
 from dovetail_apis.openai.format import chat_logprobs
 
 
-class Said(NamedTuple):
-    """What an output, or a step of it, says."""
+class OutputParts(NamedTuple):
+    """Hold the content, the reasoning and the tool calls of an output or of one step."""
 
     content: str = ""
     thinking: str = ""
     calls: Sequence[dict[str, Any]] = ()
 
     def as_chat(self) -> dict[str, Any]:
-        """The fields of an answer of /api/chat."""
+        """Return the fields of an answer of /api/chat."""
         thinking = {"thinking": self.thinking} if self.thinking else {}
         calls = {"tool_calls": self.calls} if self.calls else {}
         return {"message": {"role": "assistant", "content": self.content, **thinking, **calls}}
 
     def as_text(self) -> dict[str, Any]:
-        """The fields of an answer of /api/generate."""
+        """Return the fields of an answer of /api/generate."""
         return {"response": self.content, **({"thinking": self.thinking} if self.thinking else {})}
 
 
-Shape = Callable[[Said], dict[str, Any]]
-"""The fields that say what was said."""
+Shape = Callable[[OutputParts], dict[str, Any]]
+"""Converts output parts to the fields of an answer."""
 
 
 @dataclass(slots=True)
-class Clock:
-    """When things happened to one request, in nanoseconds of ``time.perf_counter_ns``."""
+class RequestTimes:
+    """Record when one request arrived, was submitted, and received its first and last tokens, in nanoseconds of
+    ``time.perf_counter_ns``."""
 
     arrived: int = field(default_factory=time.perf_counter_ns)
     submitted: int = 0
     first: int = 0
     last: int = 0
 
-    def step(self) -> None:
-        """The engine has made tokens."""
+    def record_step(self) -> None:
+        """Record that the engine has just generated tokens."""
         self.last = time.perf_counter_ns()
         self.first = self.first or self.last
 
-    def passed(self) -> int:
-        """Nanoseconds since the request arrived."""
+    def elapsed(self) -> int:
+        """Return the nanoseconds since the request arrived."""
         return time.perf_counter_ns() - self.arrived
 
     def durations(self, prompt: int, output: int) -> dict[str, int]:
-        """The times of an answer in nanoseconds, and its token counts. The time of the prompt is that to the first token, with
-        the wait for other requests; the output's is that of the others. The model was loaded before."""
+        """Return the times of an answer in nanoseconds, and its token counts ``prompt`` and ``output``.
+
+        ``prompt_eval_duration`` is the time to the first token, including the wait for other requests.
+        ``eval_duration`` is the time from the first token to the last. ``load_duration`` is 0, because the model was
+        loaded before.
+        """
         return {
-            "total_duration": self.passed(),
+            "total_duration": self.elapsed(),
             "load_duration": 0,
             "prompt_eval_count": prompt,
             "prompt_eval_duration": self.first - self.submitted,
@@ -72,90 +77,97 @@ class Clock:
 
 
 def common(model: str) -> dict[str, Any]:
-    """What every answer has."""
+    """Return the fields that every answer has."""
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
 class AnswerFormat:
-    """The answer to one request, whole or in lines."""
+    """Format the answer to one request, whole or in lines."""
 
     media_type = NDJSON
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, outputs: Generation, clock: Clock, shape: Shape, raw: bool = False
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        outputs: Generation,
+        times: RequestTimes,
+        shape: Shape,
+        raw: bool = False,
     ) -> None:
-        """``model`` is the name that the client used. The text of ``raw`` outputs is nothing but content."""
+        """Prepare the answer. ``model`` is the model name that the client used. ``raw`` outputs are not parsed: all of
+        their text is content."""
         self._model = model
         self._tokenizer = tokenizer
         self._outputs = outputs
-        self._clock = clock
+        self._times = times
         self._shape = shape
         self._raw = raw
         self._calls = _Calls()
 
     def whole(self, outputs: Generation) -> object:
-        """The answer at once."""
+        """Return the complete answer."""
         (choice,) = outputs.choices
-        said = Said(choice.text) if self._raw else _joined(choice.parts)
+        output = OutputParts(choice.text) if self._raw else _joined(choice.parts)
         calls = self._calls.add(choice.parts) + self._calls.finish()
         return {
             **common(self._model),
-            **self._shape(said._replace(calls=calls)),
+            **self._shape(output._replace(calls=calls)),
             **self._logprobs(choice.visible_logprobs),
             **self._done(choice),
         }
 
     async def run(self) -> None:
-        """Until the output has ended."""
+        """Wait until the output has ended, and record the times of its steps."""
         async for _ in self._outputs:
-            self._clock.step()
+            self._times.record_step()
 
     def head(self) -> bytes:
-        """Nothing."""
+        """Return nothing: the stream begins with the first output."""
         return b""
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """One line for each step that says something."""
-        self._clock.step()
+        """Return one line for each delta that adds something to the answer."""
+        self._times.record_step()
         return b"".join(self._delta(delta) for delta in deltas)
 
     def tail(self) -> bytes:
-        """Why it ended, token counts and times."""
-        return self._line(Said(), self._done(self._outputs.choices[0]))
+        """Return the last line, with the finish reason, token counts and times."""
+        return self._line(OutputParts(), self._done(self._outputs.choices[0]))
 
     def failed(self, problem: ApiProblem) -> bytes:
-        """The error, as a line."""
+        """Return the error as a line."""
         return msgspec.json.encode({"error": problem.message}) + b"\n"
 
     def _delta(self, delta: Delta) -> bytes:
-        said = Said(delta.text) if self._raw else _joined(delta.parts)
+        output = OutputParts(delta.text) if self._raw else _joined(delta.parts)
         calls = self._calls.add(delta.parts)
         if delta.finish is not None:
             calls += self._calls.finish()
-        said, logprobs = said._replace(calls=calls), self._logprobs(delta.logprobs)
-        return self._line(said, {**logprobs, "done": False}) if any(said) or logprobs else b""
+        output, logprobs = output._replace(calls=calls), self._logprobs(delta.logprobs)
+        return self._line(output, {**logprobs, "done": False}) if any(output) or logprobs else b""
 
-    def _line(self, said: Said, more: dict[str, Any]) -> bytes:
-        return msgspec.json.encode({**common(self._model), **self._shape(said), **more}) + b"\n"
+    def _line(self, output: OutputParts, more: dict[str, Any]) -> bytes:
+        return msgspec.json.encode({**common(self._model), **self._shape(output), **more}) + b"\n"
 
     def _done(self, choice: Choice) -> dict[str, Any]:
         assert choice.finish is not None
         usage = self._outputs.usage
         reason = choice.finish.kind.value
-        return {"done": True, "done_reason": reason, **self._clock.durations(usage.prompt, usage.completion)}
+        return {"done": True, "done_reason": reason, **self._times.durations(usage.prompt, usage.completion)}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"logprobs": chat_logprobs(self._tokenizer, entries)["content"]} if entries else {}
 
 
 class _Calls:
-    """Tool calls, which are told whole."""
+    """Collect tool calls, which Ollama's format sends only when they are complete."""
 
     def __init__(self) -> None:
         self._open: CallDelta | None = None
 
     def add(self, parts: Iterable[ChatDelta]) -> list[dict[str, Any]]:
-        """The calls that have ended before the last of ``parts``."""
+        """Add ``parts``, and return the calls that have ended before the last of them."""
         done: list[dict[str, Any]] = []
         for part in parts:
             if not part.calls:
@@ -170,7 +182,8 @@ class _Calls:
         return done
 
     def finish(self) -> list[dict[str, Any]]:
-        """The last call, if it is whole: one that broke off has no arguments that could be an object."""
+        """Return the last call if it is complete. The arguments of a call that broke off cannot be written as an
+        object, so it is left out."""
         call, self._open = self._open, None
         if call is None:
             return []
@@ -181,7 +194,7 @@ class _Calls:
         return [{"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}]
 
 
-def _joined(parts: Iterable[ChatDelta]) -> Said:
-    """Without calls."""
+def _joined(parts: Iterable[ChatDelta]) -> OutputParts:
+    """Return the content and the reasoning of ``parts``, without calls."""
     parts = list(parts)
-    return Said("".join(part.content for part in parts), "".join(part.reasoning for part in parts))
+    return OutputParts("".join(part.content for part in parts), "".join(part.reasoning for part in parts))

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: the one model that is served."""
+"""Describe the served model: GET /api/tags, /api/ps and /api/version, POST /api/show."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dovetail.sampling_params import SamplingParams
 from dovetail_apis.ollama.checkpoint import Checkpoint, read_checkpoint
 from dovetail_apis.ollama.types import Options, ShowRequest
 
-SPOKEN = "0.12.11"
-"""The version of Ollama whose API this is: clients look at it to see what they may send."""
+OLLAMA_VERSION = "0.12.11"
+"""The version of Ollama whose API is implemented. Clients check it to see what they may send."""
 
-_AT_ONCE = re.compile(r"[+-]?0+(\.0+)?(ns|us|µs|ms|s|m|h)?")
+_ZERO_DURATION = re.compile(r"[+-]?0+(\.0+)?(ns|us|µs|ms|s|m|h)?")
 _NEVER = "9999-12-31T23:59:59Z"
 _SHAPE = {
     "embedding_length": "hidden_size",
@@ -31,25 +31,25 @@ _SHAPE = {
     "attention.head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
-"""What Ollama calls the fields of config.json."""
+"""Maps Ollama's names to the fields of config.json."""
 
 
 def check_model(host: ApiHost, name: str) -> None:
-    """As ``ApiHost.check_model``; a name may end with ``:latest``."""
+    """Check the name like ``ApiHost.check_model``, but allow the suffix ``:latest``."""
     host.check_model(name if name == host.model_name else name.removesuffix(":latest"))
 
 
 def refuse_unload(keep_alive: float | str | None) -> None:
-    """For a request that has nothing to answer: raises ``RequestError`` where it asks for the model to be unloaded."""
-    if keep_alive is not None and _AT_ONCE.fullmatch(str(keep_alive)):
+    """Raise ``RequestError`` if a request without a prompt asks to unload the model."""
+    if keep_alive is not None and _ZERO_DURATION.fullmatch(str(keep_alive)):
         raise RequestError(
-            "keep_alive is 0 and there is nothing to answer, which asks for the model to be unloaded: this server keeps it",
+            "keep_alive is 0 and there is no prompt, which asks for the model to be unloaded; this server keeps it loaded",
             param="keep_alive",
         )
 
 
 def check_options(host: ApiHost, given: dict[str, Any] | None) -> Options:
-    """``options``, validated. Raises ``RequestError``."""
+    """Return the validated ``options``. Raises ``RequestError``."""
     options = validate(given or {}, Options)
     if options.num_ctx is not None and options.num_ctx > host.context_len:
         raise RequestError(
@@ -60,24 +60,24 @@ def check_options(host: ApiHost, given: dict[str, Any] | None) -> Options:
 
 
 async def version(host: ApiHost, request: Request) -> Response:
-    """The version of Ollama whose API this is, and that of Dovetail."""
-    return json_response({"version": SPOKEN, "dovetail": host.version})
+    """Return the version of Ollama's API that is implemented, and the version of Dovetail."""
+    return json_response({"version": OLLAMA_VERSION, "dovetail": host.version})
 
 
 async def tags(host: ApiHost, request: Request) -> Response:
-    """The model, as a list."""
+    """Return the served model as a list."""
     checkpoint = await _checkpoint(host)
     return json_response({"models": [{**_entry(host, checkpoint), "modified_at": checkpoint.modified_at}]})
 
 
 async def ps(host: ApiHost, request: Request) -> Response:
-    """The model, which is always loaded."""
+    """Return the loaded models: the served model."""
     entry = _entry(host, await _checkpoint(host))
     return json_response({"models": [{**entry, "expires_at": _NEVER, "context_length": host.context_len}]})
 
 
 async def show(host: ApiHost, request: Request) -> Response:
-    """What is known of the model."""
+    """Return a description of the served model."""
     body = await parse(request, ShowRequest, host.max_body)
     name = body.model or body.name
     if not name:

@@ -1,4 +1,4 @@
-"""The request bodies of Ollama's API that are honoured, and the extra fields that Dovetail adds."""
+"""Define the supported request bodies of Ollama's API, and the fields that Dovetail adds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dovetail.chat.requests import ToolSpec
 
 
 class Options(ApiModel):
-    """``options``: how tokens are chosen. None stands for the default."""
+    """Describe ``options``, which control how tokens are sampled. None stands for the default."""
 
     temperature: float | None = None
     top_k: Int32 | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int | None = Field(None, ge=-1, description="-1 is none.")
-    num_predict: Int32 | None = Field(None, ge=-2, description="Up to 0: until the context is full.")
-    num_ctx: Int32 | None = Field(None, ge=1, description="At most the context that is served.")
+    seed: int | None = Field(None, ge=-1, description="-1 stands for no seed.")
+    num_predict: Int32 | None = Field(None, ge=-2, description="0 or less: generate until the context is full.")
+    num_ctx: Int32 | None = Field(None, ge=1, description="At most the context length of this server.")
     stop: str | list[str] | None = None
-    repeat_penalty: float | None = Field(None, description="Over the prompt and the whole output.")
+    repeat_penalty: float | None = Field(None, description="Applies to the prompt and the whole output.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -54,17 +54,17 @@ class Options(ApiModel):
     }
 
 
-class AskFields(ApiModel):
-    """What /api/chat and /api/generate have in common. None stands for the default."""
+class TextRequestFields(ApiModel):
+    """Describe the common fields of /api/chat and /api/generate. None stands for the default."""
 
     model: str = Field(min_length=1)
     stream: bool | None = Field(None, description="True by default.")
     format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="`json`, or a JSON schema.")
     options: dict[str, Any] | None = Field(None, description="See `Options`.")
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(
-        None, description="Switches the model's reasoning on or off; by default as its chat template does."
+        None, description="Switch the model's reasoning on or off. By default the chat template decides."
     )
-    keep_alive: float | str | None = Field(None, description="Accepted: the model stays loaded.")
+    keep_alive: float | str | None = Field(None, description="Accepted, but has no effect: the model stays loaded.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # beyond Ollama's API
@@ -75,21 +75,24 @@ class AskFields(ApiModel):
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncate": (False,), "shift": (False,)}
 
 
-class Message(ApiModel):
-    """One message. ``thinking``, ``tool_name`` (once ``name``) and ``tool_call_id`` are for the chat template."""
+class OllamaMessage(ApiModel):
+    """Describe one message. ``thinking``, ``tool_name`` (formerly ``name``) and ``tool_call_id`` are passed to the chat
+    template."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = Field(None, max_length=0, description="None: this server reads text.")
+    images: list[Any] | None = Field(
+        None, max_length=0, description="Must be empty or null: this server supports only text."
+    )
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
 
 
-class ChatRequest(AskFields):
-    """POST /api/chat. Without messages, it asks for the model to be loaded."""
+class OllamaChatRequest(TextRequestFields):
+    """Describe the body of POST /api/chat. Without messages, it is a request to load the model."""
 
     model_config = examples(
         {
@@ -101,12 +104,12 @@ class ChatRequest(AskFields):
         {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "options": {"num_predict": 8}},
     )
 
-    messages: list[Message] | None = Field(None, max_length=4096)
+    messages: list[OllamaMessage] | None = Field(None, max_length=4096)
     tools: list[ToolSpec] | None = Field(None, max_length=256)
 
 
-class GenerateRequest(AskFields):
-    """POST /api/generate. Without a prompt, it asks for the model to be loaded."""
+class GenerateRequest(TextRequestFields):
+    """Describe the body of POST /api/generate. Without a prompt, it is a request to load the model."""
 
     model_config = examples(
         {
@@ -121,10 +124,10 @@ class GenerateRequest(AskFields):
 
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = Field(None, description="True: the prompt is continued as it is, without the chat template.")
+    raw: bool | None = Field(None, description="If true, the prompt is continued as it is, without the chat template.")
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **AskFields.refused,
+        **TextRequestFields.refused,
         "suffix": ("",),
         "template": ("",),
         "context": (),
@@ -136,28 +139,28 @@ class GenerateRequest(AskFields):
 
 
 class EmbedFields(ApiModel):
-    """What /api/embed and /api/embeddings have in common."""
+    """Describe the common fields of /api/embed and /api/embeddings."""
 
     model: str = Field(min_length=1)
     options: dict[str, Any] | None = Field(None, description="See `Options`; nothing is sampled.")
-    keep_alive: float | str | None = Field(None, description="Accepted: the model stays loaded.")
+    keep_alive: float | str | None = Field(None, description="Accepted, but has no effect: the model stays loaded.")
     # beyond Ollama's API
     priority: Int32 | None = None
     cache_salt: CacheSalt = None
 
 
 class EmbedRequest(EmbedFields):
-    """POST /api/embed. Without a text, it asks for the model to be loaded."""
+    """Describe the body of POST /api/embed. Without a text, it is a request to load the model."""
 
     model_config = examples({"model": "tiny", "input": ["A text", "Another one"]})
 
     input: str | list[str] = ""
-    truncate: bool | None = Field(None, description="Leave out the end of texts that are too long; true by default.")
-    dimensions: Int32 | None = Field(None, description="Keep so many numbers of each vector.")
+    truncate: bool | None = Field(None, description="Cut off the end of texts that are too long; true by default.")
+    dimensions: Int32 | None = Field(None, description="Keep only the first `dimensions` numbers of each vector.")
 
 
-class EmbeddingsRequest(EmbedFields):
-    """POST /api/embeddings, the old form of /api/embed."""
+class OllamaEmbeddingsRequest(EmbedFields):
+    """Describe the body of POST /api/embeddings, the old form of /api/embed."""
 
     model_config = examples({"model": "tiny", "prompt": "A text"})
 
@@ -165,7 +168,7 @@ class EmbeddingsRequest(EmbedFields):
 
 
 class ShowRequest(ApiModel):
-    """POST /api/show."""
+    """Describe the body of POST /api/show."""
 
     model_config = examples({"model": "tiny"})
 

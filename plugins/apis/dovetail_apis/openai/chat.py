@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Handle POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dovetail.chat.calls import call_json, whole_calls
 from dovetail.chat.requests import calls_wanted, plain_message, shown_tools
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiProblem, ApiRequest, ChatDelta, ChatPlan, Choice, Delta, Generation
-from dovetail_apis.conversation import Conversation, Envelope, plan
+from dovetail_apis.chat_input import ChatInput, RequestMetadata, plan
 from dovetail_apis.openai.format import chat_logprobs, error_json, finish_name, usage_json
-from dovetail_apis.openai.types import ChatRequest
+from dovetail_apis.openai.types import ChatCompletionRequest
 
 
 async def chat_completions(host: ApiHost, request: Request) -> Response:
-    """The next message of a conversation."""
-    body = await parse(request, ChatRequest, host.max_body)
+    """Return the next message of a conversation."""
+    body = await parse(request, ChatCompletionRequest, host.max_body)
     host.check_model(body.model)
     parsed, how = await _parsed(host, body)
     outputs = host.submit(parsed)
@@ -34,7 +34,7 @@ async def chat_completions(host: ApiHost, request: Request) -> Response:
     return await whole(request, outputs, formatter.whole)
 
 
-async def _parsed(host: ApiHost, body: ChatRequest) -> tuple[ApiRequest, ChatPlan]:
+async def _parsed(host: ApiHost, body: ChatCompletionRequest) -> tuple[ApiRequest, ChatPlan]:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     params = body.params(
@@ -42,15 +42,17 @@ async def _parsed(host: ApiHost, body: ChatRequest) -> tuple[ApiRequest, ChatPla
     )
     messages = [plain_message(message.model_dump(), i) for i, message in enumerate(body.messages)]
     calls = calls_wanted(body.tools or (), body.tool_choice, body.parallel_tool_calls is not False)
-    conversation = Conversation(messages, shown_tools(body.tools or ()), calls, body.chat_template_kwargs or {})
-    envelope = Envelope.of(body.rid or new_id("chatcmpl-"), body)
-    return await plan(host, conversation, params, envelope, separate_reasoning=body.separate_reasoning is not False)
+    chat_input = ChatInput(messages, shown_tools(body.tools or ()), calls, body.chat_template_kwargs or {})
+    metadata = RequestMetadata.of(body.rid or new_id("chatcmpl-"), body)
+    return await plan(host, chat_input, params, metadata, separate_reasoning=body.separate_reasoning is not False)
 
 
-def _max_tokens(body: ChatRequest) -> int | None:
+def _max_tokens(body: ChatCompletionRequest) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise RequestError(f"max_tokens is {old} and max_completion_tokens {new}; give one", param="max_tokens")
+        raise RequestError(
+            f"max_tokens is {old} and max_completion_tokens is {new}; give one of them", param="max_tokens"
+        )
     given = new if new is not None else old
     if given == 0:
         name = "max_tokens" if new is None else "max_completion_tokens"
@@ -59,11 +61,11 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 
 class ChatFormat:
-    """The answers to one chat request, whole or in chunks."""
+    """Format the answers to one chat request, whole or in chunks."""
 
     media_type = SSE
 
-    def __init__(self, host: ApiHost, body: ChatRequest, outputs: Generation, plan: ChatPlan) -> None:
+    def __init__(self, host: ApiHost, body: ChatCompletionRequest, outputs: Generation, plan: ChatPlan) -> None:
         self._outputs = outputs
         self._plan = plan
         self._tokenizer = host.tokenizer
@@ -75,7 +77,7 @@ class ChatFormat:
         self._after = b"}]" + (b',"usage":null' if body.include_usage else b"") + b"}\n\n"
 
     def whole(self, outputs: Generation) -> object:
-        """The answer at once."""
+        """Return the complete answer."""
         choices = [
             {
                 "index": choice.index,
@@ -100,17 +102,18 @@ class ChatFormat:
         }
 
     def head(self) -> bytes:
-        """The roles. Where there may be calls, there need not be content."""
+        """Return chunks with the role. ``content`` is null if there may be tool calls, since there may be no content
+        then."""
         content = b"null" if self._plan.tools else b'""'
         role = b'{"role":"assistant","content":%b,"refusal":null}' % content
         return b"".join(self._chunk(choice.index, role, b"null", b"null") for choice in self._outputs.choices)
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """The chunks of one step."""
+        """Return the chunks of one step."""
         return b"".join(self._delta(delta) for delta in deltas)
 
     def tail(self) -> bytes:
-        """Token counts, where asked for, and the end mark."""
+        """Return the token counts, if the client requests them, and the end marker."""
         usage = b""
         if self._include_usage:
             last = {"object": "chat.completion.chunk", "choices": [], "usage": usage_json(self._outputs.usage)}
@@ -118,7 +121,7 @@ class ChatFormat:
         return usage + event(b"[DONE]")
 
     def failed(self, problem: ApiProblem) -> bytes:
-        """The error, as an event."""
+        """Return the error as an event."""
         return event(msgspec.json.encode(error_json(problem)))
 
     def _delta(self, delta: Delta) -> bytes:
@@ -129,7 +132,7 @@ class ChatFormat:
         if not fields and logprobs != b"null":
             fields = [{"content": ""}]
         data = b""
-        for field in fields:  # the logprobs of all of a step's tokens are in its first chunk
+        for field in fields:  # the first chunk of a step has the logprobs of all its tokens
             data += self._chunk(index, msgspec.json.encode(field), logprobs, b"null")
             logprobs = b"null"
         if delta.finish is not None:
@@ -144,7 +147,7 @@ class ChatFormat:
 
 
 def _fields(parts: Sequence[ChatDelta]) -> Iterator[dict[str, Any]]:
-    """What a step's text turned out to be, as the fields of chunks."""
+    """Yield the parsed text of a step as the fields of chunks."""
     for part in parts:
         if part.reasoning:
             yield {"reasoning_content": part.reasoning}

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Handle POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 async def completions(host: ApiHost, request: Request) -> Response:
-    """The continuation of a prompt, or of several."""
+    """Return the continuation of one prompt or of several prompts."""
     body = await parse(request, CompletionRequest, host.max_body)
     host.check_model(body.model)
     texts = body.prompt if _many(body.prompt) else [body.prompt]
@@ -39,12 +39,12 @@ async def completions(host: ApiHost, request: Request) -> Response:
 
 
 def _many(prompt: object) -> bool:
-    """True for a list of prompts, false for one (a string, or a list of token ids)."""
+    """Return true for a list of prompts, and false for one prompt (a string, or a list of token ids)."""
     return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
 
 
 async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) -> ApiRequest:
-    params = _with_rivals(body, body.params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None, {}))
+    params = _with_best_of(body, body.params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None, {}))
     prompts: list[Prompt] = []
     for text in texts:
         if not text:
@@ -55,22 +55,23 @@ async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) 
     return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0, session=body.session or "")
 
 
-def _with_rivals(body: CompletionRequest, params: SamplingParams) -> SamplingParams:
-    """``params`` that make ``best_of`` outputs and tell how likely they are. Raises ``RequestError``."""
+def _with_best_of(body: CompletionRequest, params: SamplingParams) -> SamplingParams:
+    """Return ``params`` that generate ``best_of`` outputs with log-probabilities. Raises ``RequestError``."""
     if body.best_of is None or body.best_of == params.n:
         return params
     if body.best_of < params.n:
-        raise RequestError(f"best_of is {body.best_of} and n {params.n}; allowed: at least n", param="best_of")
+        raise RequestError(f"best_of is {body.best_of} and n is {params.n}; allowed: at least n", param="best_of")
     if body.stream:
         raise RequestError(
-            f"best_of is {body.best_of} and stream true: which are the best is known at the end; give best_of: {params.n}",
+            f"best_of is {body.best_of} and stream is true, but the best outputs are known only at the end; give best_of: "
+            f"{params.n}",
             param="best_of",
         )
     return replace(params, n=body.best_of, logprobs=params.logprobs or 0)
 
 
 def best(choices: Sequence[Choice], n: int) -> list[Choice]:
-    """The ``n`` whose tokens have the highest log-probability on the average, the best first."""
+    """Return the ``n`` choices whose tokens have the highest average log-probability, the best first."""
 
     def unlikely(choice: Choice) -> float:
         return -fmean(one.logprob or 0.0 for one in choice.logprobs) if choice.logprobs else 0.0
@@ -79,7 +80,7 @@ def best(choices: Sequence[Choice], n: int) -> list[Choice]:
 
 
 class CompletionFormat:
-    """The answers to one completion request, whole or in chunks."""
+    """Format the answers to one completion request, whole or in chunks."""
 
     media_type = SSE
 
@@ -103,7 +104,7 @@ class CompletionFormat:
         self._after = b"}]" + (b',"usage":null' if body.include_usage else b"") + b"}\n\n"
 
     def whole(self, outputs: Generation) -> object:
-        """The answer at once."""
+        """Return the complete answer."""
         choices = [
             {
                 "index": index,
@@ -123,15 +124,15 @@ class CompletionFormat:
         ]
 
     def head(self) -> bytes:
-        """Nothing: the prompt comes with the first token, whose step knows its logprobs."""
+        """Return nothing: the prompt is sent with the first token, because its logprobs are known only then."""
         return b""
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """The chunks of one step."""
+        """Return the chunks of one step."""
         return b"".join(self._delta(delta) for delta in deltas)
 
     def tail(self) -> bytes:
-        """Token counts, where asked for, and the end mark."""
+        """Return the token counts, if the client requests them, and the end marker."""
         usage = b""
         if self._include_usage:
             usage = event(
@@ -140,7 +141,7 @@ class CompletionFormat:
         return usage + event(b"[DONE]")
 
     def failed(self, problem: ApiProblem) -> bytes:
-        """The error, as an event."""
+        """Return the error as an event."""
         return event(msgspec.json.encode(error_json(problem)))
 
     def _delta(self, delta: Delta) -> bytes:

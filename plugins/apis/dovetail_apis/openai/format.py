@@ -1,4 +1,4 @@
-"""Pieces that OpenAI's APIs answer with."""
+"""Write the parts that answers of OpenAI's APIs have in common."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Token counts, with what the prefix cache held and, where there were drafts, what came of them. Rejected drafts are in no
-    other count."""
+    """Return the token counts, including the tokens found in the prefix cache, and the numbers of drafted and accepted
+    tokens if there were drafts. Rejected draft tokens are not included in any other count."""
     counts: dict[str, Any] = {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -39,21 +39,22 @@ _KINDS = {403: "permission_error", 429: "rate_limit_error", 503: "service_unavai
 
 
 def error_json(problem: ApiProblem) -> dict[str, Any]:
-    """An error in OpenAI's format."""
+    """Return an error in OpenAI's format."""
     status = problem.status
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
 def finish_name(finish: FinishReason | None, calls: int = 0) -> str | None:
-    """``stop``, ``length`` or ``abort``; ``tool_calls`` for an output that stopped after some."""
+    """Return ``stop``, ``length`` or ``abort``, or ``tool_calls`` for an output with ``calls`` that stopped. None: it
+    has not finished."""
     if finish is None:
         return None
     return "tool_calls" if calls and finish.kind is FinishKind.STOP else finish.kind.value
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """The chat format: every token with its bytes, and the likeliest at its place."""
+    """Return log-probabilities in the chat format: every token with its bytes and the likeliest alternatives."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         data = tokenizer.bytes_of(token_id)
@@ -67,14 +68,15 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
 
 
 class CompletionLogprobs:
-    """The completions format: parallel lists, where ``text_offset`` counts characters of the choice's text."""
+    """Write log-probabilities in the completions format: parallel lists, where ``text_offset`` counts the characters of
+    the choice's text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._offset = 0
 
     def add(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The lists for the next tokens."""
+        """Return the lists for the next tokens."""
         tokens = [self._name(item.token_id) for item in entries]
         offsets: list[int] = []
         for item in entries:
@@ -88,13 +90,14 @@ class CompletionLogprobs:
         }
 
     def _top(self, item: TokenLogprob) -> dict[str, float] | None:
-        """None for the first token of a prompt, which nothing predicts."""
+        """Return the likeliest tokens, or None for the first token of a prompt, which is not predicted."""
         if item.logprob is None:
             return None
         return {self._name(token): value for token, value in item.top}
 
     def _name(self, token_id: int) -> str:
-        """The token's text; bytes that are no text by themselves as ``bytes:\\xe2``, so that names do not collide."""
+        """Return the token's text. Bytes that are not valid text alone are written like ``bytes:\\xe2``, so that names
+        do not collide."""
         data = self._tokenizer.bytes_of(token_id)
         try:
             return data.decode()

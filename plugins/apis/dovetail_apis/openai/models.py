@@ -1,4 +1,4 @@
-"""GET /v1/models."""
+"""Handle GET /v1/models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dovetail.interfaces.api import ApiHost
 
 
 async def models(host: ApiHost, request: Request) -> Response:
-    """The one model that is served."""
+    """Return the served model as a list."""
     return json_response({"object": "list", "data": [_card(host)]})
 
 
 async def model(host: ApiHost, request: Request) -> Response:
-    """The model by its name."""
+    """Return the served model by its name."""
     host.check_model(request.path_params["name"])
     return json_response(_card(host))
 

@@ -1,4 +1,4 @@
-"""The request bodies of OpenAI's API that are honoured, and the extra fields that Dovetail adds."""
+"""Define the supported request bodies of OpenAI's API, and the fields that Dovetail adds."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _IGNORED = frozenset(
 
 
 class StreamOptions(ApiModel):
-    """What a stream says beside its text."""
+    """Configure what a stream contains in addition to its text."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = Field(None, description="Accepted; nothing is obfuscated here.")
+    include_obfuscation: bool | None = Field(None, description="Accepted, but has no effect: nothing is obfuscated.")
 
 
 class OpenAIFields(SamplingFields):
-    """What /v1/completions and /v1/chat/completions have in common. None stands for the default."""
+    """Describe the common fields of /v1/completions and /v1/chat/completions. None stands for the default."""
 
     constraints = ("response_format", *CONSTRAINTS)
 
@@ -57,19 +57,20 @@ class OpenAIFields(SamplingFields):
     priority: Int32 | None = None
     cache_salt: CacheSalt = None
     session: Session = None
-    rid: Rid | None = Field(None, description="Id for /abort_request; also the answer's id.")
+    rid: Rid | None = Field(None, description="Id of the request for /abort_request; also the id of the answer.")
 
     ignored = _IGNORED
 
     @property
     def include_usage(self) -> bool:
-        """True if a stream ends with token counts."""
+        """Return true if a stream ends with token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, names: Mapping[str, str]
     ) -> SamplingParams:
-        """Raises ``RequestError``, with this API's field names; ``names`` adds to them."""
+        """Return the sampling parameters. Raises a ``RequestError`` that uses this API's field names; ``names`` adds to
+        them."""
         given = {
             **self.sampling(),
             "max_new_tokens": max_tokens,
@@ -82,7 +83,7 @@ class OpenAIFields(SamplingFields):
 
 
 class CompletionRequest(OpenAIFields):
-    """POST /v1/completions."""
+    """Describe the body of POST /v1/completions."""
 
     model_config = examples(
         {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
@@ -96,14 +97,15 @@ class CompletionRequest(OpenAIFields):
     best_of: int | None = Field(
         None,
         ge=1,
-        description="Make so many outputs, and answer with the `n` whose tokens are the likeliest on the average.",
+        description="Number of outputs that are generated. The answer contains the `n` outputs whose tokens have the highest "
+        "average log-probability.",
     )
 
     refused: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": ("",)}
 
 
 class ChatMessage(ApiModel):
-    """One message. Fields beyond these are handed to the chat template."""
+    """Describe one message. Additional fields are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -111,8 +113,8 @@ class ChatMessage(ApiModel):
     content: str | list[dict[str, Any]] | None = None
 
 
-class ChatRequest(OpenAIFields):
-    """POST /v1/chat/completions."""
+class ChatCompletionRequest(OpenAIFields):
+    """Describe the body of POST /v1/chat/completions."""
 
     model_config = examples(
         {
@@ -129,13 +131,13 @@ class ChatRequest(OpenAIFields):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables for the chat template.")
 
     tools: list[ToolSpec] | None = Field(None, max_length=256)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = Field(
-        None, description="False leaves the model's reasoning in `content`, with its marks."
+        None, description="If false, the model's reasoning stays in `content`, with its markers."
     )
 
     ignored = _IGNORED - {"parallel_tool_calls"}

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: answers that are kept, gone on from, or made in the background."""
+"""Serve OpenAI's /v1/responses: responses that can be stored, continued, or generated in the background."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dovetail.api.responses import SSE, json_response, streamed, until_disconnec
 from dovetail.chat.requests import plain_message, shown_tools
 from dovetail.errors import DovetailError, RequestError
 from dovetail.interfaces.api import Api, ApiHost, ApiProblem, ApiRequest, Delta, Generation, Route
+from dovetail_apis.chat_input import ChatInput, RequestMetadata, plan_within_context
 from dovetail_apis.config import ResponsesConfig
-from dovetail_apis.conversation import Conversation, Envelope, ask
 from dovetail_apis.openai.format import error_json
-from dovetail_apis.responses.answer import Answer, event_bytes
+from dovetail_apis.responses.builder import ResponseBuilder, event_bytes
 from dovetail_apis.responses.items import ItemDict, chat_messages, read_items
 from dovetail_apis.responses.paging import GetQuery, ItemsQuery, page_of
-from dovetail_apis.responses.store import Record, Store
-from dovetail_apis.responses.tools import read_tools, wanted
+from dovetail_apis.responses.store import ResponseStore, StoredResponse
+from dovetail_apis.responses.tools import read_tools, requested_calls
 from dovetail_apis.responses.types import ResponsesRequest
 
 logger = logging.getLogger("dovetail.server")
@@ -33,16 +33,16 @@ _ANSWERS = ("application/json", SSE)
 
 
 class Responses(Api):
-    """https://platform.openai.com/docs/api-reference/responses"""
+    """Serve OpenAI's responses: https://platform.openai.com/docs/api-reference/responses"""
 
     claims = ("/v1/responses",)
 
     def __init__(self, config: ResponsesConfig) -> None:
         super().__init__(config)
-        self._store = Store(config)
+        self._store = ResponseStore(config)
 
     def routes(self) -> Sequence[Route]:
-        """Make, fetch, cancel and delete responses; list what they were made from."""
+        """Return the routes that create, fetch, cancel and delete responses, and list their input items."""
         return (
             Route(["POST"], "/v1/responses", self.create, ResponsesRequest, answers=_ANSWERS),
             Route(["GET"], "/v1/responses/{response_id}", self.get, query=GetQuery, answers=_ANSWERS),
@@ -52,69 +52,69 @@ class Responses(Api):
         )
 
     def error(self, problem: ApiProblem) -> object:
-        """As OpenAI's other APIs."""
+        """Return the error in the format of OpenAI's other APIs."""
         return error_json(problem)
 
     async def create(self, host: ApiHost, request: Request) -> Response:
-        """Make a response: at once, as a stream, or in the background."""
+        """Create a response, which is returned at once, as a stream, or generated in the background."""
         body = await parse(request, ResponsesRequest, host.max_body)
         body.check()
         host.check_model(body.model)
-        items = [*self._before(host, body.previous_response_id), *read_items(body.input)]
-        asked = await _asked(host, body, items)
-        if body.background:  # nothing is waited for until it is counted
-            self._store.check_room(host.owner)
-        outputs = host.submit(asked)
-        record = Record(Answer(host, body, outputs), items, bool(body.background and body.stream))
+        items = [*self._earlier_items(host, body.previous_response_id), *read_items(body.input)]
+        api_request = await _api_request(host, body, items)
+        if body.background:  # no await from here until the response is counted
+            self._store.check_capacity(host.owner)
+        outputs = host.submit(api_request)
+        record = StoredResponse(ResponseBuilder(host, body, outputs), items, bool(body.background and body.stream))
         if body.background:
             return self._in_background(host.owner, record, outputs)
-        maker = Maker(record, outputs, self._store if body.stored else None, host.owner)
+        writer = ResponseWriter(record, outputs, self._store if body.stored else None, host.owner)
         if body.stream:
-            return await streamed(request, outputs, maker)
+            return await streamed(request, outputs, writer)
         with outputs:
-            await until_disconnect(request.receive, maker.make())
+            await until_disconnect(request.receive, writer.run())
         return json_response(record.response)
 
     async def get(self, host: ApiHost, request: Request) -> Response:
-        """A response as it is now, or the events of one that was made in the background as a stream."""
+        """Return a response, or stream the events of a response that was created in the background."""
         query = parse_query(request, GetQuery)
         record = self._record(host, request)
         if not query.stream:
             return json_response(record.response)
         if not record.logged:
             raise RequestError(
-                f"{record.id} has no events; only responses made with background: true and stream: true do",
+                f"{record.id} has no events; only responses created with background: true and stream: true have them",
                 param="stream",
             )
-        return _followed(record, query.starting_after + 1)
+        return _event_stream(record, query.starting_after + 1)
 
     async def cancel(self, host: ApiHost, request: Request) -> Response:
-        """End a response that runs in the background."""
+        """Cancel a response that runs in the background."""
         record = self._record(host, request)
         if record.task is None:
             raise RequestError(
-                f"{record.id} was not made with background: true; others end when their client leaves",
+                f"{record.id} was not created with background: true; other responses end when their client disconnects",
                 param="response_id",
             )
         await record.cancel()
         return json_response(record.response)
 
     async def delete(self, host: ApiHost, request: Request) -> Response:
-        """Forget a response, which ends if it runs."""
+        """Delete a response, and end it if it is running."""
         record = self._store.remove(host.owner, request.path_params["response_id"])
         await record.cancel()
         return json_response({"id": record.id, "object": "response", "deleted": True})
 
     async def input_items(self, host: ApiHost, request: Request) -> Response:
-        """What a response was made from, with the turns before it."""
+        """List the input items of a response, including those of earlier turns."""
         query = parse_query(request, ItemsQuery)
         return json_response(page_of(self._record(host, request).given, query))
 
-    def _record(self, host: ApiHost, request: Request) -> Record:
+    def _record(self, host: ApiHost, request: Request) -> StoredResponse:
         return self._store.get(host.owner, request.path_params["response_id"])
 
-    def _before(self, host: ApiHost, rid: str | None) -> list[ItemDict]:
-        """The conversation that is gone on with."""
+    def _earlier_items(self, host: ApiHost, rid: str | None) -> list[ItemDict]:
+        """Return the items of the conversation that is continued."""
         if rid is None:
             return []
         try:
@@ -123,86 +123,87 @@ class Responses(Api):
             code = "previous_response_not_found"
             raise NotFoundError(str(error), param="previous_response_id", code=code) from None
         if record.running:
-            raise RequestError(f"{rid} has not come to an end yet", param="previous_response_id")
+            raise RequestError(f"{rid} has not finished yet", param="previous_response_id")
         return record.conversation
 
-    def _in_background(self, owner: str, record: Record, outputs: Generation) -> Response:
-        maker = Maker(record, outputs, None, owner)
-        maker.head()
-        record.measure()  # what cannot be forgotten while it runs
+    def _in_background(self, owner: str, record: StoredResponse, outputs: Generation) -> Response:
+        writer = ResponseWriter(record, outputs, None, owner)
+        writer.head()
+        record.measure()  # a running response cannot be deleted, so its size counts from now on
         self._store.add(owner, record)
-        record.task = asyncio.create_task(self._run(maker, owner))
+        record.task = asyncio.create_task(self._run(writer, owner))
         record.stop = outputs.close
-        return _followed(record, 0) if record.logged else json_response(record.response)
+        return _event_stream(record, 0) if record.logged else json_response(record.response)
 
-    async def _run(self, maker: Maker, owner: str) -> None:
+    async def _run(self, writer: ResponseWriter, owner: str) -> None:
         try:
-            await maker.make()
+            await writer.run()
         except Exception as error:
             if not isinstance(error, DovetailError):
-                logger.exception("%s failed", maker.record.id)
-            maker.failed(problem_of(error))
+                logger.exception("%s failed", writer.record.id)
+            writer.failed(problem_of(error))
         finally:
             self._store.shrink(owner)
 
 
-class Maker:
-    """Grows one response, and says so as a stream does: a ``Formatter``. In the end it is kept, where there is a ``store``."""
+class ResponseWriter:
+    """Generate one response and format its events (a ``Formatter``). A finished response is added to ``store``, if
+    there is one."""
 
     media_type = SSE
 
-    def __init__(self, record: Record, outputs: Generation, store: Store | None, owner: str) -> None:
+    def __init__(self, record: StoredResponse, outputs: Generation, store: ResponseStore | None, owner: str) -> None:
         self.record = record
         self._outputs = outputs
         self._store = store
         self._owner = owner
 
-    async def make(self) -> None:
-        """From the first token to the last, whoever follows."""
+    async def run(self) -> None:
+        """Generate the response from the first token to the last, whether or not a client follows its events."""
         with self._outputs:
             async for deltas in self._outputs:
                 self.deltas(deltas)
         self.tail()
 
     def head(self) -> bytes:
-        """That it has begun."""
-        return self._tell(self.record.answer.start())
+        """Return the events that begin the response."""
+        return self._emit(self.record.builder.start())
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """What one engine step added."""
-        return self._tell(self.record.answer.take(deltas))
+        """Return the events of what one engine step added."""
+        return self._emit(self.record.builder.take(deltas))
 
     def tail(self) -> bytes:
-        """How it has ended. An output without an end was given up by its client."""
-        finish, answer = self._outputs.choices[0].finish, self.record.answer
-        return self._settled(self._tell(answer.cancel() if finish is None else answer.end(finish)))
+        """Return the events that end the response. The client has abandoned an output without a finish reason."""
+        finish, builder = self._outputs.choices[0].finish, self.record.builder
+        return self._finished(self._emit(builder.cancel() if finish is None else builder.end(finish)))
 
     def failed(self, problem: ApiProblem) -> bytes:
-        """What went wrong."""
-        return self._settled(self._tell(self.record.answer.fail(problem)))
+        """Return the events that end the response with an error."""
+        return self._finished(self._emit(self.record.builder.fail(problem)))
 
-    def _tell(self, events: Sequence[dict[str, Any]]) -> bytes:
+    def _emit(self, events: Sequence[dict[str, Any]]) -> bytes:
         self.record.log(events)
         return event_bytes(events)
 
-    def _settled(self, data: bytes) -> bytes:
-        self.record.settle()
+    def _finished(self, data: bytes) -> bytes:
+        self.record.finish()
         if self._store is not None:
             self._store.add(self._owner, self.record)
         return data
 
 
-def _followed(record: Record, start: int) -> Response:
-    """A stream of the events of a response that runs whether or not anybody follows."""
+def _event_stream(record: StoredResponse, start: int) -> Response:
+    """Return a stream of the events of a response. The response runs whether or not a client reads the stream."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(record.follow(start), headers=headers, media_type=SSE)
 
 
-async def _asked(host: ApiHost, body: ResponsesRequest, items: Sequence[ItemDict]) -> ApiRequest:
-    """The internal request: a chat."""
+async def _api_request(host: ApiHost, body: ResponsesRequest, items: Sequence[ItemDict]) -> ApiRequest:
+    """Return the internal request, which is a chat."""
     messages = [plain_message(message, i) for i, message in enumerate(chat_messages(body.instructions, items))]
     tools = read_tools(body.tools or ())
-    calls = wanted(tools, body.tool_choice, body.parallel_tool_calls is not False)
-    conversation = Conversation(messages, shown_tools(tools), calls, body.template_variables())
-    envelope = Envelope.of(new_id("resp_"), body)
-    return (await ask(host, conversation, body.params(), envelope))[0]
+    calls = requested_calls(tools, body.tool_choice, body.parallel_tool_calls is not False)
+    chat_input = ChatInput(messages, shown_tools(tools), calls, body.template_variables())
+    metadata = RequestMetadata.of(new_id("resp_"), body)
+    return (await plan_within_context(host, chat_input, body.params(), metadata))[0]

@@ -1,4 +1,4 @@
-"""The items that a response is made from: read, kept, and shown to the model as a chat's messages."""
+"""Read the input items of a response, convert them to their stored form, and to the messages of a chat for the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.api.requests import new_id
 from dovetail.errors import RequestError
 
 ItemDict = dict[str, Any]
-"""One item in the form in which it is kept and listed: with an id, its content as parts."""
+"""Type of one item in the form in which it is stored and listed: with an id, and with its content as parts."""
 
 _NOTES = frozenset(["status", "phase", "caller", "namespace", "async", "created_by", "parsed_arguments"])
 _CONTENT = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -61,7 +61,7 @@ _KINDS: Mapping[str, type[_Item]] = {
 
 
 def read_items(given: str | Sequence[Mapping[str, Any]]) -> list[ItemDict]:
-    """``input`` in the form in which items are kept. Raises ``RequestError`` that names the item at fault."""
+    """Return the items of ``input`` in their stored form. Raises a ``RequestError`` that names the invalid item."""
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
     return [_read(item, f"input.{i}") for i, item in enumerate(given)]
@@ -117,7 +117,7 @@ def _part(part: object, mine: bool, where: str) -> dict[str, Any]:
 
 
 def output_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    """A part of the assistant's message."""
+    """Return a text part of the assistant's message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
@@ -131,7 +131,7 @@ def _call(item: _Call, where: str) -> ItemDict:
 
 
 def is_whole(item: ItemDict) -> bool:
-    """False for a call whose arguments are no JSON."""
+    """Return false for a call whose arguments are not valid JSON."""
     try:
         return item["type"] != "function_call" or msgspec.json.decode(item["arguments"]) is not None
     except (msgspec.DecodeError, RecursionError):
@@ -149,7 +149,7 @@ def _call_output(item: _CallOutput, where: str) -> ItemDict:
 def _reasoning(item: _Reasoning, where: str) -> ItemDict:
     if item.encrypted_content and not item.content:
         raise RequestError(
-            f"{where}.encrypted_content was not made here and cannot be read; give content, or leave the item out",
+            f"{where}.encrypted_content was not created by this server and cannot be read; give content, or leave the item out",
             param="input",
         )
     texts = [_reasoning_text(part, f"{where}.content.{i}") for i, part in enumerate(item.content or ())]
@@ -167,8 +167,8 @@ def _reasoning_text(part: Mapping[str, Any], where: str) -> str:
 
 
 def chat_messages(instructions: str | None, items: Iterable[ItemDict]) -> list[dict[str, Any]]:
-    """The conversation as a chat's messages: what the assistant reasoned, said and called in one go is one of them. Raises
-    ``RequestError`` for the result of a call that was never made."""
+    """Return the conversation as the messages of a chat. Consecutive reasoning, content and calls of the assistant
+    become one message. Raises ``RequestError`` for the result of a call that is not in the conversation."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -190,7 +190,7 @@ def chat_messages(instructions: str | None, items: Iterable[ItemDict]) -> list[d
 
 
 def _turn(messages: list[dict[str, Any]], ended_by: Sequence[str]) -> dict[str, Any]:
-    """The assistant's message that goes on, unless it has one of the fields ``ended_by`` already; else a new one."""
+    """Return the last message if it is the assistant's and has none of the fields ``ended_by``, else append a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(field in last for field in ended_by):
         messages.append({"role": "assistant"})

@@ -1,4 +1,4 @@
-"""Tools and the choice among them, as the kit's chat has them."""
+"""Convert tools and ``tool_choice`` to the form of ``dovetail.chat``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from dovetail_apis.responses.types import AllowedTools, FunctionChoice, Function
 
 
 def read_tools(given: Sequence[Mapping[str, Any]]) -> list[ToolSpec]:
-    """The functions among ``tools``, as chat templates know them. Raises ``RequestError`` for hosted tools."""
+    """Return ``tools``, all of which must be functions, as chat templates expect them. Raises ``RequestError`` for
+    hosted tools."""
     return [_tool(tool, i) for i, tool in enumerate(given)]
 
 
 def _tool(given: Mapping[str, Any], index: int) -> ToolSpec:
     if given.get("type") != "function":
         raise RequestError(
-            f"tools.{index} is of type {given.get('type')!r:.80}, which this server does not host; allowed: 'function', which "
-            "the client runs itself",
+            f"tools.{index} is of type {given.get('type')!r:.80}, which this server does not host; allowed: 'function', which the "
+            "client runs",
             param="tools",
             code="unsupported_parameter",
         )
@@ -38,8 +39,8 @@ def _tool(given: Mapping[str, Any], index: int) -> ToolSpec:
         raise RequestError(f"tools.{index}.name is {problem['input']!r:.80}: {problem['msg']}", param="tools") from None
 
 
-def wanted(tools: Sequence[ToolSpec], choice: ToolChoice | None, parallel: bool) -> ToolRequest | None:
-    """The calls that are asked for; None where there are to be none. Raises ``RequestError``."""
+def requested_calls(tools: Sequence[ToolSpec], choice: ToolChoice | None, parallel: bool) -> ToolRequest | None:
+    """Return the tool calls that are allowed or required, or None if there must be none. Raises ``RequestError``."""
     match choice:
         case FunctionChoice(name=name):
             named = NamedTool(type="function", function=FunctionName(name=name))
@@ -54,7 +55,7 @@ def _allowed(tools: Sequence[ToolSpec], choice: AllowedTools) -> list[ToolSpec]:
     known = {tool.function.name for tool in tools}
     if names - known:
         raise RequestError(
-            f"tool_choice allows {sorted(names - known)[0]!r:.80}, which is none of the tools: {', '.join(sorted(known))}",
+            f"tool_choice allows {sorted(names - known)[0]!r:.80}, which is not one of the tools: {', '.join(sorted(known))}",
             param="tool_choice",
         )
     return [tool for tool in tools if tool.function.name in names]

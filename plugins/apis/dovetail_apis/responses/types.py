@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses."""
+"""Define the body of POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from dovetail.api.body import ApiModel, CacheSalt, Int32, Session, examples
 from dovetail.api.requests import grammar_of, sampling_params
 from dovetail.errors import RequestError
 from dovetail.sampling_params import GrammarSpec, SamplingParams
-from dovetail_apis.conversation import thinking
+from dovetail_apis.chat_input import thinking
 
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-"""What an answer may hold in addition. Reasoning is in the clear here, so that the second adds nothing."""
+"""Additional contents of an answer. Reasoning is not encrypted here, so ``reasoning.encrypted_content`` adds nothing.
+"""
 
 
 class FunctionTool(ApiModel):
-    """A function that the model may call. ``strict`` calls are as ``parameters`` say; null leaves that to the model."""
+    """Describe a function that the model may call. If ``strict`` is true, arguments are forced to satisfy
+    ``parameters``; if it is null or false, they are not."""
 
     type: Literal["function"]
     name: str
@@ -35,14 +37,14 @@ class FunctionTool(ApiModel):
 
 
 class FunctionChoice(ApiModel):
-    """``tool_choice`` where it is one function."""
+    """Describe a ``tool_choice`` that is one function."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedTools(ApiModel):
-    """``tool_choice`` where it is some of the tools."""
+    """Describe a ``tool_choice`` that is a subset of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -50,23 +52,23 @@ class AllowedTools(ApiModel):
 
 
 ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedTools
-"""Which calls are wanted; None is ``auto``."""
+"""Type of ``tool_choice``, which determines the tool calls that are allowed or required; None stands for ``auto``."""
 
 
 class TextFormat(ApiModel):
-    """Text as it comes."""
+    """Describe text without a constraint."""
 
     type: Literal["text"] = "text"
 
 
 class JsonObjectFormat(ApiModel):
-    """A JSON object."""
+    """Describe text that is a JSON object."""
 
     type: Literal["json_object"]
 
 
 class JsonSchemaFormat(ApiModel):
-    """JSON as a schema says. It is enforced, whether ``strict`` or not."""
+    """Describe text that is JSON under a schema. The schema is always enforced, whatever ``strict`` is."""
 
     type: Literal["json_schema"]
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -76,13 +78,15 @@ class JsonSchemaFormat(ApiModel):
 
 
 class TextConfig(ApiModel):
-    """What the text of the answer must be."""
+    """Configure the format of the answer's text."""
 
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = Field(None, description="Not supported; medium is neutral.")
+    verbosity: Literal["medium"] | None = Field(
+        None, description="Not supported: only the default `medium` is allowed."
+    )
 
     def grammar(self) -> GrammarSpec | None:
-        """The constraint that it stands for."""
+        """Return the constraint of the format, or None."""
         match self.format:
             case JsonSchemaFormat(schema_=schema):
                 return grammar_of({"json_schema": schema})
@@ -92,17 +96,20 @@ class TextConfig(ApiModel):
 
 
 class Reasoning(ApiModel):
-    """Handed to the chat template as ``enable_thinking`` (any effort but ``none``) and ``reasoning_effort``."""
+    """Configure reasoning. The chat template receives it as ``enable_thinking`` (true for every effort except ``none``)
+    and ``reasoning_effort``."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto"] | None = Field(None, description="The reasoning itself is told; there are no summaries.")
+    summary: Literal["auto"] | None = Field(
+        None, description="The reasoning itself is returned; there are no summaries."
+    )
     generate_summary: Literal["auto"] | None = None
 
 
-class StreamOptions(ApiModel):
-    """What a stream says beside its events."""
+class ResponsesStreamOptions(ApiModel):
+    """Configure what a stream contains in addition to its events."""
 
-    include_obfuscation: bool | None = Field(None, description="Accepted; nothing is obfuscated here.")
+    include_obfuscation: bool | None = Field(None, description="Accepted, but has no effect: nothing is obfuscated.")
 
 
 _ITEM = {
@@ -110,13 +117,13 @@ _ITEM = {
     "description": "A message (input_text, output_text or text), function_call, function_call_output or reasoning.",
 }
 Item = Annotated[dict[str, Any], WithJsonSchema(_ITEM)]
-"""One of ``input``, which ``items.read_items`` validates."""
+"""Type of one item of ``input``, which ``items.read_items`` validates."""
 ToolObject = Annotated[dict[str, Any], WithJsonSchema(FunctionTool.model_json_schema())]
-"""One of ``tools``, which ``tools.read_tools`` validates, so that those of other types are refused by name."""
+"""Type of one of ``tools``. ``tools.read_tools`` validates them, so that tools of other types are refused by name."""
 
 
 class ResponsesRequest(ApiModel):
-    """POST /v1/responses."""
+    """Describe the body of POST /v1/responses."""
 
     model_config = examples(
         {"model": "tiny", "input": "What is the capital of France?", "max_output_tokens": 16, "temperature": 0},
@@ -131,7 +138,7 @@ class ResponsesRequest(ApiModel):
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     include: list[Include] | None = None
     max_output_tokens: Int32 | None = Field(None, ge=1)
     temperature: float | None = None
@@ -142,13 +149,17 @@ class ResponsesRequest(ApiModel):
     tools: list[ToolObject] | None = Field(None, max_length=256)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: Int32 | None = Field(None, description="Of hosted tools, of which there are none.")
-    truncation: Literal["disabled"] | None = Field(None, description="An input that is too long is an error.")
+    max_tool_calls: Int32 | None = Field(
+        None, description="Accepted, but has no effect: it limits hosted tools, which this server does not have."
+    )
+    truncation: Literal["disabled"] | None = Field(
+        None, description="Only `disabled`: an input that is too long is an error."
+    )
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     user: str | None = Field(None, max_length=1024)
     # beyond OpenAI's API
     seed: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Additional variables for the chat template.")
     priority: Int32 | None = None
     cache_salt: CacheSalt = None
     session: Session = None
@@ -167,17 +178,18 @@ class ResponsesRequest(ApiModel):
 
     @property
     def stored(self) -> bool:
-        """True if the answer is kept."""
+        """Return true if the response is stored."""
         return self.store is not False
 
     @property
     def logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told at each place; None: nothing."""
-        asked = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
-        return (self.top_logprobs or 0) if asked else None
+        """Return the number of likeliest tokens that are reported at each position, or None if no log-probabilities are
+        requested."""
+        requested = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
+        return (self.top_logprobs or 0) if requested else None
 
     def params(self) -> SamplingParams:
-        """Raises ``RequestError``, with this API's field names."""
+        """Return the sampling parameters. Raises a ``RequestError`` that uses this API's field names."""
         given = {
             "max_new_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -189,14 +201,14 @@ class ResponsesRequest(ApiModel):
         return sampling_params(given, {"max_new_tokens": "max_output_tokens", "logprobs": "top_logprobs"})
 
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is told beside the conversation."""
+        """Return the variables of the chat template."""
         effort = self.reasoning and self.reasoning.effort
-        asked = thinking(effort != "none", effort) if effort else {}
-        return {**asked, **(self.chat_template_kwargs or {})}
+        variables = thinking(effort != "none", effort) if effort else {}
+        return {**variables, **(self.chat_template_kwargs or {})}
 
     def check(self) -> None:
-        """Raises ``RequestError`` for fields that do not go together."""
+        """Raise ``RequestError`` for fields that cannot be combined."""
         if self.background and not self.stored:
             raise RequestError(
-                "background: true needs store: true, since the answer is fetched later", param="background"
+                "background: true needs store: true, because the response is fetched later", param="background"
             )

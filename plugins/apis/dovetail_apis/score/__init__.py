@@ -1,4 +1,4 @@
-"""/v1/score in vLLM's and SGLang's meanings, and /v1/rerank."""
+"""Serve /v1/score with the meanings of vLLM and SGLang, and /v1/rerank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.sampling_params import PoolingKind
 from dovetail_apis.config import ScoreConfig
 from dovetail_apis.embeddings.pooling import as_prompts, input_usage, pooled, pooling_params
 from dovetail_apis.openai.format import error_json
-from dovetail_apis.score.pairs import Pair, Scoring, asked, label_probabilities, score_pairs
+from dovetail_apis.score.pairs import Pair, Scoring, api_request, label_probabilities, score_pairs
 from dovetail_apis.score.types import RerankRequest, ScoreRequest
 
 _PAIRS = ("text_1", "text_2")
@@ -25,7 +25,7 @@ _LABELS = ("query", "items", "label_token_ids")
 
 
 class Score(Api):
-    """Scores of texts; ``config.template`` says how pairs are scored."""
+    """Serve scores of texts. Pairs are scored with ``config.template`` if it is set, else by embeddings."""
 
     claims = ("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
 
@@ -33,26 +33,26 @@ class Score(Api):
         self._config = config
 
     def routes(self) -> Sequence[Route]:
-        """Each under the paths that clients of vLLM, SGLang, Jina and Cohere know."""
+        """Return each route under all paths that clients of vLLM, SGLang, Jina and Cohere use."""
         score = [Route(["POST"], path, self.score, ScoreRequest) for path in ("/v1/score", "/score")]
         paths = ("/v1/rerank", "/v2/rerank", "/rerank")
         return (*score, *(Route(["POST"], path, self.rerank, RerankRequest) for path in paths))
 
     def error(self, problem: ApiProblem) -> object:
-        """As OpenAI says it."""
+        """Return the error in OpenAI's format."""
         return error_json(problem)
 
     async def score(self, host: ApiHost, request: Request) -> Response:
-        """How well pairs of texts go together, or how likely labels are after each item."""
+        """Return how well pairs of texts match, or how likely each label is after each item."""
         body = await parse(request, ScoreRequest, host.max_body)
         host.check_model(body.model)
-        if _asks_for_labels(body):
+        if _has_labels(body):
             return await _score_labels(host, request, body)
         scoring = await score_pairs(host, self._config, _pairs(body), body, "text_1")
         return await whole(request, host.submit(scoring.request), lambda outputs: _score_answer(host, scoring, outputs))
 
     async def rerank(self, host: ApiHost, request: Request) -> Response:
-        """Documents in the order of their relevance to the query."""
+        """Return documents in the order of their relevance to the query."""
         body = await parse(request, RerankRequest, host.max_body)
         host.check_model(body.model)
         if not body.documents:
@@ -66,12 +66,13 @@ class Score(Api):
         )
 
 
-def _asks_for_labels(body: ScoreRequest) -> bool:
-    """Which of the two meanings the request has. Raises ``RequestError`` where it has parts of both, or not all of one."""
+def _has_labels(body: ScoreRequest) -> bool:
+    """Return true if the request scores labels, and false if it scores pairs. Raises ``RequestError`` if it has fields
+    of both, or not all fields of one."""
     pairs, labels = ([name for name in names if getattr(body, name) is not None] for names in (_PAIRS, _LABELS))
     allowed = "either text_1 and text_2, or query, items and label_token_ids"
     if pairs and labels:
-        raise RequestError(f"{pairs[0]} and {labels[0]} do not go together; give {allowed}", param=labels[0])
+        raise RequestError(f"{pairs[0]} and {labels[0]} cannot be combined; give {allowed}", param=labels[0])
     missing = [name for name in (_PAIRS if pairs else _LABELS) if name not in pairs + labels]
     if missing:
         raise RequestError(f"{missing[0]} is missing; give {allowed}", param=missing[0], code="missing_field")
@@ -99,12 +100,12 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
 async def _score_labels(host: ApiHost, request: Request, body: ScoreRequest) -> Response:
     params = pooling_params(PoolingKind.LABELS, tuple(body.label_token_ids or ()))
     prompts = await as_prompts(host, _joined(body), params, "items")
-    outputs = host.submit(asked(body, prompts, together=not body.item_first))
+    outputs = host.submit(api_request(body, prompts, together=not body.item_first))
     return await whole(request, outputs, lambda outputs: _label_answer(host, body, outputs))
 
 
 def _joined(body: ScoreRequest) -> list[str] | list[list[int]]:
-    """Query and item in one, for each item: texts are joined before they become tokens."""
+    """Return query and item joined, for each item. Texts are joined before they are tokenized."""
     query: Any = body.query
     items: Any = [body.items] if isinstance(body.items, str) else body.items
     if not items:

@@ -1,4 +1,4 @@
-"""How well pairs of texts go together: by the angle between their embeddings, or by what the model says to a question."""
+"""Score how well pairs of texts match, by the angle between their embeddings or by the model's answer to a question."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dovetail_apis.embeddings.pooling import as_prompts, pooled, pooling_params
 from dovetail_apis.score.types import ScoreFields
 
 Pair = tuple[str, str]
-"""A query, and what may answer it."""
+"""Type of a pair: a query, and a text that may answer it."""
 
 
 class Scoring(NamedTuple):
-    """A request to the engine, and the scores that its outputs stand for, in the order of the pairs."""
+    """Hold a request to the engine, and the function that reads the scores of its outputs in the order of the pairs."""
 
     request: ApiRequest
     read: Callable[[Generation], list[float]]
@@ -31,8 +31,8 @@ class Scoring(NamedTuple):
 async def score_pairs(
     host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, param: str
 ) -> Scoring:
-    """By the template, where config has one; else by embeddings. ``param`` is the field that errors name. Raises
-    ``RequestError``."""
+    """Score pairs by the template of ``config``, or by embeddings if there is none. ``param`` is the field that errors
+    name. Raises ``RequestError``."""
     check_count(host, len(pairs), param)
     by = by_embeddings if config.template is None else by_template
     return await by(host, config, pairs, body, param)
@@ -41,51 +41,53 @@ async def score_pairs(
 async def by_embeddings(
     host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, param: str
 ) -> Scoring:
-    """The cosine of the embeddings, -1 to 1. Each text is embedded once, however many pairs it is in."""
+    """Score pairs by the cosine of the embeddings, from -1 to 1. Each text is embedded once, even if it is in several
+    pairs."""
     params = pooling_params(pooling_kind(body.pooling, host.embedding))
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     prompts = await as_prompts(host, texts, params, param)
-    place = {text: i for i, text in enumerate(texts)}
+    index = {text: i for i, text in enumerate(texts)}
 
     def read(outputs: Generation) -> list[float]:
         vectors = [pooled(choice) for choice in outputs.choices]
-        return [cosine(vectors[place[a]], vectors[place[b]]) for a, b in pairs]
+        return [cosine(vectors[index[a]], vectors[index[b]]) for a, b in pairs]
 
-    return Scoring(asked(body, prompts), read)
+    return Scoring(api_request(body, prompts), read)
 
 
 async def by_template(
     host: ApiHost, config: ScoreConfig, pairs: Sequence[Pair], body: ScoreFields, param: str
 ) -> Scoring:
-    """The probability of ``config.yes`` against ``config.no`` as the token after the template, 0 to 1. What the prompts have in
-    common is computed once."""
+    """Score pairs by the probability of ``config.yes`` against ``config.no`` as the token after the template, from 0 to
+    1. The common prefix of the prompts is computed once."""
     assert config.template is not None
     params = pooling_params(PoolingKind.LABELS, (_token(host, config.yes), _token(host, config.no)))
-    texts = [written(config.template, *pair) for pair in pairs]
+    texts = [fill_template(config.template, *pair) for pair in pairs]
     prompts = await as_prompts(host, texts, params, param, add_special_tokens=False)
 
     def read(outputs: Generation) -> list[float]:
         return [label_probabilities(pooled(choice), among_labels=True)[0] for choice in outputs.choices]
 
-    return Scoring(asked(body, prompts, together=True), read)
+    return Scoring(api_request(body, prompts, together=True), read)
 
 
-def written(template: str, query: str, document: str) -> str:
-    """``template`` with the texts in their places; braces in the texts stand for themselves."""
+def fill_template(template: str, query: str, document: str) -> str:
+    """Return ``template`` with the texts inserted. Braces in the texts have no special meaning."""
     texts = {"query": query, "document": document}
     return re.sub(r"\{(query|document)\}", lambda found: texts[found[1]], template)
 
 
 def label_probabilities(logprobs: np.ndarray, *, among_labels: bool) -> list[float]:
-    """Probabilities of log-probabilities: of the whole vocabulary, or ``among_labels`` alone."""
+    """Convert log-probabilities to probabilities: relative to the whole vocabulary, or, with ``among_labels``, relative
+    to the labels only."""
     values = logprobs.astype(np.float64)
     if among_labels:
         values = values - np.logaddexp.reduce(values)
     return np.exp(values).tolist()
 
 
-def asked(body: ScoreFields, prompts: Sequence[Prompt], *, together: bool = False) -> ApiRequest:
-    """The request for prompts; ``together`` if they begin alike."""
+def api_request(body: ScoreFields, prompts: Sequence[Prompt], *, together: bool = False) -> ApiRequest:
+    """Return the request for prompts. With ``together``, they form a group, because they share a prefix."""
     rid = body.rid or new_id("score-")
     group = rid if together else ""
     return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0, group=group)

@@ -1,4 +1,4 @@
-"""The bodies of /v1/score and /v1/rerank."""
+"""Define the bodies of /v1/score and /v1/rerank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Texts, examp
 
 
 class ScoreFields(ApiModel):
-    """What both have in common."""
+    """Describe the common fields of both bodies."""
 
     model: str | None = None
     pooling: Literal["last", "mean"] | None = Field(
-        None, description="How texts are embedded, where pairs are scored by embeddings; by default as the model says."
+        None, description="How texts are embedded if pairs are scored by embeddings. The default is set by the model."
     )
     priority: Int32 | None = None
     cache_salt: CacheSalt = None
@@ -24,36 +24,41 @@ class ScoreFields(ApiModel):
 
 
 class ScoreRequest(ScoreFields):
-    """POST /v1/score: pairs of texts, or items with label tokens. Not both."""
+    """Describe the body of POST /v1/score: pairs of texts, or items with label tokens, but not both."""
 
     model_config = examples(
         {"model": "tiny", "text_1": "A question", "text_2": ["An answer", "Another one"]},
         {"query": "Is it so? ", "items": ["Yes", "No"], "label_token_ids": [5, 6], "apply_softmax": True},
     )
 
-    text_1: str | list[str] | None = Field(None, description="One text, or as many as `text_2`.")
+    text_1: str | list[str] | None = Field(None, description="One text, or as many texts as `text_2` has.")
     text_2: str | list[str] | None = None
-    query: str | list[int] | None = Field(None, description="What comes before each item.")
+    query: str | list[int] | None = Field(None, description="Text or token ids before each item.")
     items: str | Texts | list[Ids] | None = None
     label_token_ids: list[int] | None = Field(
-        None, description="The probability of each as the token after query and item is the answer."
+        None,
+        description="The answer contains the probability of each of these tokens as the next one after query and item.",
     )
-    apply_softmax: bool = Field(False, description="Probabilities among the labels alone, which add up to 1.")
-    item_first: bool = Field(False, description="Items come before the query.")
+    apply_softmax: bool = Field(
+        False, description="Return probabilities relative to the labels only, which add up to 1."
+    )
+    item_first: bool = Field(False, description="Put items before the query.")
 
 
-class Document(ApiModel):
-    """A document that is an object."""
+class ScoreDocument(ApiModel):
+    """Describe a document that is an object."""
 
     text: str
 
 
 class RerankRequest(ScoreFields):
-    """POST /v1/rerank: documents in the order of their relevance to a query."""
+    """Describe the body of POST /v1/rerank, which sorts documents by their relevance to a query."""
 
     model_config = examples({"model": "tiny", "query": "A question", "documents": ["An answer", "Another one"]})
 
     query: str
-    documents: list[str | Document]
-    top_n: Int32 | None = Field(None, description="Answer with so many of the most relevant; by default all.")
+    documents: list[str | ScoreDocument]
+    top_n: Int32 | None = Field(
+        None, description="Number of the most relevant documents that are returned; by default all."
+    )
     return_documents: bool = True

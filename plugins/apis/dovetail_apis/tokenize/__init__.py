@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what vLLM and SGLang have in common, and the fields of either."""
+"""Serve /tokenize and /detokenize with the fields of both vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dovetail_apis.openai.types import ChatMessage
 
 
 class TokenizeRequest(ApiModel):
-    """POST /tokenize: a text, several, or a conversation."""
+    """Describe the body of POST /tokenize: one text, several texts, or a conversation."""
 
     model_config = examples(
         {"model": "tiny", "prompt": "The capital of France"}, {"messages": [{"role": "user", "content": "Hello"}]}
@@ -31,10 +31,11 @@ class TokenizeRequest(ApiModel):
     prompt: str | list[str] | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
     tools: list[ToolSpec] | None = None
-    add_generation_prompt: bool = Field(True, description="The assistant's turn is opened behind `messages`.")
+    add_generation_prompt: bool = Field(True, description="Begin the assistant's turn after `messages`.")
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = Field(
-        None, description="Let the tokenizer add its own; by default yes for `prompt`, and no for `messages`."
+        None,
+        description="Let the tokenizer add its special tokens. The default is true for `prompt` and false for `messages`.",
     )
     return_token_strs: bool = False
 
@@ -42,34 +43,36 @@ class TokenizeRequest(ApiModel):
 
 
 class DetokenizeRequest(ApiModel):
-    """POST /detokenize: token ids, or several lists of them."""
+    """Describe the body of POST /detokenize: one list of token ids, or several lists."""
 
     model_config = examples({"model": "tiny", "tokens": [5, 6, 7]})
 
     model: str | None = None
     tokens: Ids | list[Ids]
-    skip_special_tokens: bool = Field(True, description="Of `text`; `prompt` has them always.")
+    skip_special_tokens: bool = Field(
+        True, description="Leave special tokens out of `text`; `prompt` always contains them."
+    )
 
 
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 
 class Tokenize(Api):
-    """The tokenizer of the served model."""
+    """Serve the tokenizer of the model."""
 
     def __init__(self, config: BaseModel) -> None:
         super().__init__(config)
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def routes(self) -> Sequence[Route]:
-        """Both directions, below /v1 too."""
+        """Return the routes of both directions, each also below /v1."""
         return (
             *(Route(["POST"], path, self.tokenize, TokenizeRequest) for path in ("/tokenize", "/v1/tokenize")),
             *(Route(["POST"], path, self.detokenize, DetokenizeRequest) for path in ("/detokenize", "/v1/detokenize")),
         )
 
     async def tokenize(self, host: ApiHost, request: Request) -> Response:
-        """Token ids of texts, or of a conversation as the model sees it."""
+        """Return the token ids of texts, or of a conversation as the model receives it."""
         body = await parse(request, TokenizeRequest, host.max_body)
         host.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -77,7 +80,7 @@ class Tokenize(Api):
         return await self._in_turn(host, request, _tokenized, body)
 
     async def detokenize(self, host: ApiHost, request: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         body = await parse(request, DetokenizeRequest, host.max_body)
         host.check_model(body.model)
         return await self._in_turn(host, request, _detokenized, body)
@@ -85,9 +88,9 @@ class Tokenize(Api):
     async def _in_turn(
         self, host: ApiHost, request: Request, work: Callable[[ApiHost, Body], dict[str, Any]], body: Body
     ) -> Response:
-        """One request of a tenant at a time: a text of megabytes takes a thread for seconds, and no limit of tokens holds for
-        it. Raises ``ClientDisconnect`` for a client that has left meanwhile."""
-        async with self._turns[host.owner]:
+        """Run one request of a tenant at a time, because a text of megabytes occupies a thread for seconds and no token
+        limit applies to it. Raises ``ClientDisconnect`` if the client has disconnected meanwhile."""
+        async with self._locks[host.owner]:
             if await request.is_disconnected():
                 raise ClientDisconnect
             return json_response(await asyncio.to_thread(work, host, body))

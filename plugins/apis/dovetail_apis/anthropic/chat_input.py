@@ -1,4 +1,4 @@
-"""From Anthropic's messages, blocks and tools to a conversation as chat templates expect it."""
+"""Convert Anthropic's messages, blocks and tools to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail_apis.anthropic.types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from dovetail_apis.conversation import Conversation, past_call, thinking
+from dovetail_apis.chat_input import ChatInput, past_call, thinking
 
 _TEXT: Mapping[str, type[Block]] = {"text": TextBlock}
 _BLOCKS: Mapping[str, Mapping[str, type[Block]]] = {
@@ -33,8 +33,8 @@ _MOST_BLOCKS = 16_384
 Part = TypeVar("Part", bound=ApiModel)
 
 
-def conversation_of(body: CountRequest) -> Conversation:
-    """Raises ``RequestError``."""
+def chat_input_of(body: CountRequest) -> ChatInput:
+    """Return the chat input of a request body. Raises ``RequestError``."""
     _check_blocks(body)
     turns = _Turns()
     for block in _blocks(body.system or [], "system", _TEXT):
@@ -47,11 +47,12 @@ def conversation_of(body: CountRequest) -> Conversation:
     reasons = body.thinking is not None and body.thinking.type != "disabled"
     opening = turns.opening(body, reasons)
     variables = thinking(reasons, body.output_config and body.output_config.effort)
-    return Conversation(turns.plain, [_shown(tool) for tool in tools], _calls(tools, body), variables, opening)
+    return ChatInput(turns.plain, [_shown(tool) for tool in tools], _calls(tools, body), variables, opening)
 
 
 def _check_blocks(body: CountRequest) -> None:
-    """Each is validated by itself, which holds up other requests."""
+    """Limit the number of blocks, because each is validated separately, which delays other requests. Raises
+    ``RequestError``."""
     contents = (body.system, *(message.content for message in body.messages))
     count = sum(len(content) for content in contents if isinstance(content, list))
     if count > _MOST_BLOCKS:
@@ -61,14 +62,14 @@ def _check_blocks(body: CountRequest) -> None:
 
 
 class _Turns:
-    """The messages as chat templates expect them, as they come together out of blocks."""
+    """Assemble blocks into the messages that chat templates expect."""
 
     def __init__(self) -> None:
         self.plain: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
 
     def add(self, role: str, block: Block, where: str) -> None:
-        """The next block."""
+        """Add the next block."""
         match block:
             case TextBlock(text=text):
                 turn = self._turn(role)
@@ -84,27 +85,28 @@ class _Turns:
                 self.plain.append(self._result(block, where))
 
     def opening(self, body: CountRequest, reasons: bool) -> str:
-        """The text of an assistant's turn at the end, which the answer continues; takes that turn out."""
+        """Remove a final assistant's turn, and return its text, which the answer continues. Raises ``RequestError`` if
+        it cannot be continued."""
         if not self.plain or self.plain[-1]["role"] != "assistant":
             return ""
         turn = self.plain.pop()
         if turn.keys() > {"role", "content"}:
             raise RequestError(
-                "the last message is the assistant's and has tool_use or thinking; allowed there: text, which the answer "
-                "continues. A tool_use is followed by a user message with its tool_result",
+                "the last message has the role assistant and contains tool_use or thinking; allowed there: text, which the "
+                "answer continues. Send a user message with a tool_result after a tool_use",
                 param="messages",
             )
-        for held, name in ((reasons, "thinking"), (body.output_config and body.output_config.format, "output_config")):
-            if turn["content"] and held:
+        for used, name in ((reasons, "thinking"), (body.output_config and body.output_config.format, "output_config")):
+            if turn["content"] and used:
                 raise RequestError(
-                    f"{name} needs an answer from its beginning, and the last message is the assistant's, which the answer "
-                    "would continue; end with a user message",
+                    f"{name} applies from the beginning of an answer, but the last message has the role assistant, so the "
+                    "answer would continue it; end with a user message",
                     param=name,
                 )
         return turn["content"]
 
     def _turn(self, role: str) -> dict[str, Any]:
-        """The last turn, where it is that of ``role``, else a new one."""
+        """Return the last turn if it has the role ``role``, else a new one."""
         if not self.plain or self.plain[-1]["role"] != role:
             self.plain.append({"role": role, "content": ""})
         return self.plain[-1]
@@ -113,7 +115,7 @@ class _Turns:
         name = self._names.get(block.tool_use_id)
         if name is None:
             raise RequestError(
-                f"{where} has a tool_result for {block.tool_use_id!r:.80}, which is the id of no tool_use before it",
+                f"{where} has a tool_result for {block.tool_use_id!r:.80}, which is not the id of an earlier tool_use",
                 param="messages",
             )
         inner = f"{where}.tool_result.content"
@@ -124,7 +126,7 @@ class _Turns:
 
 
 def _blocks(content: str | list[dict[str, Any]], where: str, allowed: Mapping[str, type[Block]]) -> Iterator[Block]:
-    """Validated. Raises ``RequestError`` that says where."""
+    """Yield validated blocks. Raises a ``RequestError`` that names the position of an invalid block."""
     if isinstance(content, str):
         yield TextBlock(type="text", text=content)
         return
@@ -133,7 +135,7 @@ def _blocks(content: str | list[dict[str, Any]], where: str, allowed: Mapping[st
         model = allowed.get(kind) if isinstance(kind, str) else None
         if model is None:
             raise RequestError(
-                f"{where}.{i} is a block of type {kind!r:.80}, which this server does not read there; allowed: "
+                f"{where}.{i} is a block of type {kind!r:.80}, which this server does not support there; allowed: "
                 f"{', '.join(allowed)}",
                 param=where.partition(".")[0],
                 code="unsupported_block",
@@ -160,7 +162,7 @@ def _tool(where: str, raw: dict[str, Any]) -> ToolParam:
 
 
 def _shown(tool: ToolParam) -> dict[str, Any]:
-    """As chat templates expect it."""
+    """Return the tool as chat templates expect it."""
     described = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
@@ -169,6 +171,6 @@ def _calls(tools: list[ToolParam], body: CountRequest) -> ToolRequest | None:
     found = [Tool(tool.name, tool.input_schema, bool(tool.strict)) for tool in tools]
     choice = body.tool_choice or ToolChoice(type="auto")
     if (choice.name is not None) != (choice.type == "tool"):
-        raise RequestError("tool_choice has a name where its type is 'tool', and only there", param="tool_choice")
+        raise RequestError("tool_choice must have a name if its type is 'tool', and only then", param="tool_choice")
     kinds = {"any": "required", "none": "none", "auto": "auto"}
     return tool_request(found, kinds.get(choice.type), choice.name, not choice.disable_parallel_tool_use)

@@ -1,4 +1,4 @@
-"""A response as it grows: its output items, and the events that tell of them."""
+"""Build a response while its output grows: its output items, and the events that report them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dovetail_apis.responses.items import ItemDict, output_text
 from dovetail_apis.responses.types import ResponsesRequest
 
 Event = dict[str, Any]
-"""One event of the stream; ``type`` is its name."""
+"""Type of one event of the stream; its ``type`` is its name."""
 
 
-class Answer:
-    """One response. Each method that changes it returns the events which say so, numbered from 0."""
+class ResponseBuilder:
+    """Build one response. Each method that changes it returns the events that report the change, numbered from 0."""
 
     def __init__(self, host: ApiHost, body: ResponsesRequest, outputs: Generation) -> None:
         self.id = outputs.rid
@@ -40,11 +40,11 @@ class Answer:
 
     @property
     def items(self) -> Sequence[ItemDict]:
-        """The output so far."""
+        """Return the output items so far."""
         return self._items
 
     def response(self) -> dict[str, Any]:
-        """It as it is now."""
+        """Return the response in its present state."""
         incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
             "id": self.id,
@@ -59,11 +59,11 @@ class Answer:
         }
 
     def start(self) -> list[Event]:
-        """The first events."""
+        """Return the first events."""
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def take(self, deltas: Sequence[Delta]) -> list[Event]:
-        """Add what the engine's steps made."""
+        """Add the output of engine steps, and return the events that report it."""
         events: list[Event] = []
         for delta in deltas:
             if self._with_logprobs:
@@ -74,24 +74,25 @@ class Answer:
         return events
 
     def end(self, finish: FinishReason) -> list[Event]:
-        """The last events, where the output has come to an end."""
+        """End the response because its output has finished, and return the last events."""
         if finish.kind is FinishKind.ABORT:
             return self.fail(ApiProblem(500, f"the response was ended: {finish.message or 'aborted'}"))
         cut = finish.kind is FinishKind.LENGTH
         events = self._close("incomplete" if cut else "completed")
-        return [*events, self._settle("incomplete" if cut else "completed")]
+        return [*events, self._finish("incomplete" if cut else "completed")]
 
     def fail(self, problem: ApiProblem) -> list[Event]:
-        """The last events, where something went wrong."""
+        """End the response with an error, and return the last events."""
         kind = "server_error" if problem.status >= 500 else "invalid_prompt"
         self._error = {"code": kind, "message": problem.message}
-        return [*self._close("incomplete"), self._settle("failed")]
+        return [*self._close("incomplete"), self._finish("failed")]
 
     def cancel(self) -> list[Event]:
-        """The last events, where its client wants no more of it; there is none of that name."""
-        return [*self._close("incomplete"), self._settle("cancelled", "incomplete")]
+        """End the response because its client has cancelled it, and return the last events. There is no event
+        "cancelled", so the last one is "incomplete"."""
+        return [*self._close("incomplete"), self._finish("cancelled", "incomplete")]
 
-    def _settle(self, status: str, event: str | None = None) -> Event:
+    def _finish(self, status: str, event: str | None = None) -> Event:
         self._status = status
         self._completed_at = int(time.time()) if status == "completed" else None
         return self._lifecycle(event or status)
@@ -147,7 +148,7 @@ class Answer:
         return self._event("output_item.added", output_index=len(self._items) - 1, item=_copy(item))
 
     def _close(self, status: str) -> list[Event]:
-        """The last item has ended."""
+        """End the last item if it is in progress, and return its last events."""
         if not (self._items and self._items[-1]["status"] == "in_progress"):
             return []
         item = self._items[-1]
@@ -168,7 +169,7 @@ class Answer:
         return [done, self._of_content("content_part.done", part=_copy(part))]
 
     def _count(self, delta: Delta) -> None:
-        """Tokens that came before the answer began are the reasoning's, where there is any."""
+        """Count the tokens of ``delta`` as reasoning if the answer has not begun before them."""
         if not self._answering:
             self._answering = any(part.content or part.calls for part in delta.parts)
             if not self._answering or any(part.reasoning for part in delta.parts):
@@ -200,21 +201,21 @@ class Answer:
 
 
 def event_bytes(events: Sequence[Event]) -> bytes:
-    """As server-sent events that have names."""
+    """Return the events as server-sent events with names."""
     return b"".join(
         b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
     )
 
 
 def _copy(value: Any) -> Any:
-    """Dictionaries and lists that no longer change with the answer."""
+    """Return a deep copy of dictionaries and lists, which does not change when the response grows."""
     if isinstance(value, Mapping):
         return {key: _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _fields(host: ApiHost, body: ResponsesRequest) -> dict[str, Any]:
-    """What the response repeats of its request, with the defaults that hold."""
+    """Return the fields that the response repeats from its request, with the defaults that apply."""
     tools = [
         {"type": "function", "description": None, "parameters": None, "strict": None, **t} for t in body.tools or ()
     ]

@@ -1,0 +1,121 @@
+"""Convert the conversation of a chat, independently of its API, to the request for the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from dovetail.chat.requests import Arguments
+from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan, Prompt
+from dovetail.interfaces.parsers import ToolRequest
+from dovetail.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """Hold what the chat template and the output reader need of one request.
+
+    ``messages`` and ``tools`` have the form that chat templates expect. ``variables`` are further variables of the
+    template. ``calls`` describes the tool calls that are allowed or required; None if there must be none. The answer
+    continues ``opening``, which is the beginning of the assistant's turn.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    calls: ToolRequest | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    opening: str = ""
+
+    async def prompt(self, host: ApiHost) -> str:
+        """Return the text of the prompt. Raises ``RequestError`` if the chat template refuses the conversation."""
+        shown = self.tools if self.calls is not None else ()
+        return await host.render_chat(self.messages, shown, self.variables) + self.opening
+
+    async def tokens(self, host: ApiHost) -> list[int]:
+        """Return the token ids of the prompt. Raises ``RequestError``."""
+        return await host.encode(await self.prompt(host), add_special_tokens=False)
+
+
+class PlacementFields(Protocol):
+    """Declare the fields of a body that determine how its request is scheduled and cached."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Return the namespace of its cached prefixes."""
+        ...
+
+    @property
+    def priority(self) -> int | None:
+        """Return its scheduling priority."""
+        ...
+
+    @property
+    def session(self) -> str | None:
+        """Return the id of the conversation that it is a turn of."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetadata:
+    """Hold the public id of a request, and its namespace, priority and session (see ``ApiRequest``)."""
+
+    rid: str
+    namespace: str = ""
+    priority: int = 0
+    session: str = ""
+
+    @classmethod
+    def of(cls, rid: str, body: PlacementFields) -> RequestMetadata:
+        """Build the metadata of a request with the public id ``rid`` from its body."""
+        return cls(rid, body.cache_salt or "", body.priority or 0, body.session or "")
+
+
+async def plan(
+    host: ApiHost,
+    chat_input: ChatInput,
+    params: SamplingParams,
+    metadata: RequestMetadata,
+    *,
+    separate_reasoning: bool = True,
+) -> tuple[ApiRequest, ChatPlan]:
+    """Return the request for the next turn, and the plan of how its output is read. Raises ``RequestError``."""
+    text = await chat_input.prompt(host)
+    how = host.plan_chat(params, text, chat_input.calls, separate_reasoning)
+    prompt = Prompt(await host.encode(text, add_special_tokens=False), how.params)
+    continues = bool(chat_input.opening)
+    request = ApiRequest(
+        metadata.rid, (prompt,), continues, metadata.namespace, metadata.priority, how.reader, session=metadata.session
+    )
+    return request, how
+
+
+async def plan_within_context(
+    host: ApiHost, chat_input: ChatInput, params: SamplingParams, metadata: RequestMetadata
+) -> tuple[ApiRequest, ChatPlan]:
+    """Do the same as ``plan``, but treat ``params.max_new_tokens`` as an upper bound: it is reduced to what fits into
+    the context."""
+    api_request, how = await plan(host, chat_input, params, metadata)
+    (prompt,) = api_request.prompts
+    return replace(api_request, prompts=(Prompt(prompt.ids, within_context(host, prompt.ids, prompt.params)),)), how
+
+
+def within_context(host: ApiHost, ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+    """Return ``params`` with ``max_new_tokens`` reduced to what fits into the context after ``ids``."""
+    most = params.max_new_tokens
+    return replace(params, max_new_tokens=host.output_limit(ids, most)) if most else params
+
+
+def thinking(on: bool, effort: str | None = None) -> dict[str, Any]:
+    """Return the template variables that switch reasoning on or off: ``enable_thinking`` in most templates,
+    ``thinking`` in others, and ``reasoning_effort`` if ``effort`` is given."""
+    return {"enable_thinking": on, "thinking": on, **({"reasoning_effort": effort} if effort else {})}
+
+
+def past_call(name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> dict[str, Any]:
+    """Return a tool call of an earlier turn as chat templates expect it. Its JSON has the spaces that models are
+    trained to write."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": Arguments(dict(arguments), text)}
+    return {**({"id": call_id} if call_id else {}), "type": "function", "function": function}
