@@ -362,7 +362,10 @@ def test_a_kind_that_a_backend_does_not_offer_is_passed_over_and_an_unknown_name
     ]
     service = GrammarService(ThreadCompiler(engines, 10))
     lark = GrammarSpec(GrammarKind.LARK, "start: A")
-    with pytest.raises(GrammarError, match=r"a does not support 'lark' \(it takes no lark\)\. Could do it: b"):
+    with pytest.raises(
+        GrammarError,
+        match=r"a does not support 'lark' \(it does not support constraints of kind lark\)\. Could do it: b",
+    ):
         backend_of(service, lark)
     assert backend_of(service, GrammarSpec(GrammarKind.LARK, "start: A", "b")) == "b"
     with pytest.raises(GrammarError, match="grammar_backend is 'c'; this server has: a, b"):

@@ -1,4 +1,4 @@
-"""Compiled grammars that are kept, the least recently used ones given up first."""
+"""Cache compiled constraints, and the refusals of constraints, by their text; evict the least recently used first."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from dovetail.interfaces.grammar import CompiledGrammar
 
 _PER_ENTRY = 4096
-"""What an entry is counted for at least: its key, its objects, and what the backend does not report."""
+"""The least number of bytes that an entry counts: for its key, its objects, and memory that the backend does not report."""
 REFUSAL_SECONDS = 60.0
-"""How long a refusal is remembered: what was refused for its cost is not tried again at once."""
+"""The seconds for which a refusal is kept, so that a constraint that was refused for its cost is not compiled again at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A constraint as ``backend`` has compiled it."""
+    """Hold a constraint as ``backend`` has compiled it."""
 
     backend: str
     grammar: CompiledGrammar
@@ -30,7 +30,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A constraint that was refused, until ``expires`` on the monotonic clock."""
+    """Hold the error of a constraint that is refused until ``expires``, in seconds of the monotonic clock."""
 
     error: RequestError
     expires: float
@@ -40,9 +40,10 @@ Outcome = Compiled | Refused
 
 
 class GrammarCache:
-    """Outcomes by constraint, at most ``max_bytes`` of them. Not thread-safe.
+    """Keep the outcomes of compilations by constraint, in at most ``max_bytes``. Not thread-safe.
 
-    A grammar is kept once, under the backend that compiled it; for a constraint that names none, that backend's name is.
+    A compiled constraint is kept once, under the constraint with the name of the backend that compiled it. A constraint that
+    names no backend has an entry that holds that name.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -52,7 +53,7 @@ class GrammarCache:
         self._entries: OrderedDict[GrammarSpec, tuple[Outcome | str, int]] = OrderedDict()
 
     def get(self, spec: GrammarSpec) -> Outcome | None:
-        """What became of ``spec``, which is now the most recently used."""
+        """Return the outcome of ``spec``, None if there is none, and mark it as the most recently used."""
         found, _ = self._entries.get(spec, (None, 0))
         if isinstance(found, Refused) and found.expires <= time.monotonic():
             self._drop(spec)
@@ -62,19 +63,19 @@ class GrammarCache:
         return self.get(named(spec, found)) if isinstance(found, str) else found
 
     def keep(self, spec: GrammarSpec, compiled: Compiled) -> None:
-        """Remember a grammar, if it fits."""
+        """Keep a compiled constraint, if it fits into ``max_bytes``."""
         kept = self._put(named(spec, compiled.backend), compiled, max(compiled.grammar.num_bytes, 0))
         if kept and spec.backend is None:
             self._put(spec, compiled.backend, 0)
 
     def refuse(self, spec: GrammarSpec, error: RequestError) -> Refused:
-        """Remember a refusal for a while."""
+        """Keep a refusal for ``REFUSAL_SECONDS``, and return it."""
         refused = Refused(error, time.monotonic() + REFUSAL_SECONDS)
         self._put(spec, refused, len(str(error)))
         return refused
 
     def _put(self, spec: GrammarSpec, value: Outcome | str, size: int) -> bool:
-        """False if it does not fit."""
+        """Keep an entry of ``size`` bytes and evict others to make it fit. Return False if it does not fit at all."""
         self._drop(spec)
         size += 4 * len(spec.text) + _PER_ENTRY
         if size > self.max_bytes:
@@ -92,5 +93,5 @@ class GrammarCache:
 
 
 def named(spec: GrammarSpec, backend: str) -> GrammarSpec:
-    """The constraint, for this backend."""
+    """Return the constraint with ``backend`` as its backend."""
     return dataclasses.replace(spec, backend=backend)

@@ -1,4 +1,4 @@
-"""Which grammar backend honours a constraint: the one that was asked for, or the first that can."""
+"""Choose the grammar backend of a constraint: the one that the request names, or the first that supports the constraint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GrammarRecipe:
-    """How a grammar backend is built, in this process or in another. ``automatic`` ones serve requests that name none."""
+    """Describe how a grammar backend is built, in this process or in another. If ``automatic`` is true, the backend also
+    serves requests that name none."""
 
     name: str
     label: str
@@ -34,7 +35,7 @@ class GrammarRecipe:
     automatic: bool = True
 
     def engine(self, context: GrammarContext) -> GrammarEngine:
-        """An engine that builds it when it is first needed."""
+        """Return an engine that builds the backend when it is first needed."""
 
         def build() -> GrammarBackend:
             return load_attribute(self.target, self.label)(self.config, context)
@@ -43,7 +44,7 @@ class GrammarRecipe:
 
 
 class GrammarEngine:
-    """A grammar backend by its name, built when it is first needed. Thread-safe."""
+    """Build a grammar backend when it is first needed, and hold it. Thread-safe."""
 
     def __init__(
         self, name: str, offers: frozenset[Feature], build: Callable[[], GrammarBackend], *, automatic: bool = True
@@ -58,12 +59,12 @@ class GrammarEngine:
 
     @property
     def built(self) -> bool:
-        """True if ``backend`` costs nothing."""
+        """True if the backend has been built, so that ``backend`` returns at once."""
         return self._backend is not None
 
     @property
     def backend(self) -> GrammarBackend:
-        """The backend. Raises ``EngineError`` if it cannot be built, which is tried once."""
+        """The backend. Raises ``EngineError`` if it cannot be built; building is tried once."""
         with self._lock:
             if self._backend is None and not self._failure:
                 self._try_to_build()
@@ -79,28 +80,32 @@ class GrammarEngine:
             self._failure = f"{type(error).__name__}: {error}"
 
     def offers_kind(self, spec: GrammarSpec) -> bool:
-        """True if it takes constraints of this kind at all."""
+        """Return True if the backend supports constraints of the kind of ``spec`` at all."""
         return f"grammar.{spec.kind}" in self.offers
 
     def check(self, spec: GrammarSpec) -> None:
-        """Raise the ``GrammarError`` of what it is known not to support, in milliseconds."""
+        """Raise ``GrammarError`` if the backend is known not to support ``spec``. Takes milliseconds, because nothing is
+        compiled."""
         if not self.offers_kind(spec):
-            raise GrammarError(f"it takes no {spec.kind}", param=spec.kind, keyword=str(spec.kind))
+            raise GrammarError(
+                f"it does not support constraints of kind {spec.kind}", param=spec.kind, keyword=str(spec.kind)
+            )
         self.backend.check(spec)
 
 
 class CompileWatch(Protocol):
-    """Is told what goes on, so that compiling can be bounded and building is not counted."""
+    """Receive the progress of a compilation, so that compiling can be bounded in time and building backends is not counted."""
 
     def building(self) -> None:
-        """A backend is about to be built, which takes seconds."""
+        """Note that a backend is about to be built, which takes seconds."""
 
     def compiling(self) -> None:
-        """The constraint is about to be read."""
+        """Note that the backend is about to read the constraint."""
 
 
 def candidates(engines: Sequence[GrammarEngine], spec: GrammarSpec) -> list[GrammarEngine]:
-    """Who may compile ``spec``, best first: the engine it names, else the automatic ones. Raises ``GrammarError``."""
+    """Return the engines that may compile ``spec``, best first: the one it names, else the automatic ones. Raises
+    ``GrammarError`` if it names one that this server does not have."""
     if spec.backend is None:
         return [engine for engine in engines if engine.automatic]
     named = [engine for engine in engines if engine.name == spec.backend]
@@ -115,8 +120,11 @@ def candidates(engines: Sequence[GrammarEngine], spec: GrammarSpec) -> list[Gram
 def choose(
     engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWatch, probe: Probe | None = None
 ) -> tuple[GrammarEngine, CompiledGrammar]:
-    """Compile with the first candidate that honours ``spec`` whole, at a cost that ``probe`` admits. Raises ``GrammarError``:
-    at once where the constraint is wrong for every backend, else with what each of them lacks."""
+    """Compile ``spec`` with the first candidate that supports all of it, at a cost that ``probe`` admits.
+
+    Raises ``GrammarError``: at once if the constraint is wrong for every backend, else with what each candidate does not
+    support.
+    """
     check_nesting(spec)
     refusals: dict[str, GrammarError] = {}
     for engine in candidates(engines, spec):
@@ -153,7 +161,7 @@ def _prepare(engine: GrammarEngine, spec: GrammarSpec, watch: CompileWatch) -> N
 
 
 def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWatch) -> Iterator[GrammarEngine]:
-    """Those that would not refuse ``spec`` as far as they can tell without compiling."""
+    """Yield the engines that do not refuse ``spec`` as far as they can check without compiling."""
     for engine in engines:
         try:
             _prepare(engine, spec, watch)
@@ -164,17 +172,18 @@ def _able(engines: Sequence[GrammarEngine], spec: GrammarSpec, watch: CompileWat
 
 
 def refusal(spec: GrammarSpec, refusals: Mapping[str, GrammarError], able: Sequence[str]) -> GrammarError:
-    """What to tell a client whose constraint was refused: what each engine lacks, and who could."""
+    """Return the error for a client whose constraint was refused: what each engine does not support, and which engines
+    (``able``) may support the constraint."""
     alike: dict[str, list[str]] = {}
     for name, error in refusals.items():
         alike.setdefault(f"not support {error.keyword!r} ({error})", []).append(name)
     reasons = "; ".join(f"{' and '.join(names)} do{'' if names[1:] else 'es'} {lack}" for lack, names in alike.items())
-    who = f"the grammar backend {spec.backend!r}" if spec.backend else "any grammar backend that was tried"
+    tried = f"the grammar backend {spec.backend!r}" if spec.backend else "any grammar backend that was tried"
     way_out = (
         f"could do it: {', '.join(able)} (grammar_backend names one)"
         if able
         else "no other grammar backend of this server could; leave that out of the constraint"
     )
-    text = f"this {spec.kind} cannot be honoured whole by {who}: {reasons}. {way_out[0].upper()}{way_out[1:]}"
+    text = f"this {spec.kind} cannot be honoured whole by {tried}: {reasons}. {way_out[0].upper()}{way_out[1:]}"
     keyword = next((error.keyword for error in refusals.values()), None)
     return GrammarError(text, param=spec.kind, keyword=keyword)

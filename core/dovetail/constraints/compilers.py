@@ -1,4 +1,4 @@
-"""The two ways to compile a constraint: on a thread of this process, or in a process that can be ended."""
+"""Compile constraints, in one of two ways: on a thread of this process, or in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ log = logging.getLogger(__name__)
 
 
 class Compiler(Protocol):
-    """Compiles for the service, on its threads."""
+    """Compile constraints for the service, on the threads of the service."""
 
     engines: Sequence[GrammarEngine]
     seconds: float  # time limit of one constraint
 
     def compile(self, job: CompileJob) -> Compiled:
-        """Compile ``job.spec``. Raises ``GrammarError`` for what is refused or too much, ``Abandoned`` where nobody waits
-        any more, and ``EngineError`` where something else than the constraint is wrong."""
+        """Compile ``job.spec``. Raises ``GrammarError`` if the constraint is refused or costs too much, ``Abandoned`` if no
+        request waits for it any more, and ``EngineError`` if the fault is not in the constraint."""
         ...
 
     def close(self) -> None:
-        """Free what it holds. Called once; compilations may be running, and end by themselves."""
+        """Free processes and memory. The service calls this once; compilations that are running end by themselves."""
         ...
 
 
 class ThreadCompiler:
-    """Compiles on the calling thread. A compilation that outlives its time limit fails its requests and keeps its thread."""
+    """Compile on the calling thread. A compilation that exceeds its time limit fails its requests and occupies its thread
+    until it ends."""
 
     def __init__(self, engines: Sequence[GrammarEngine], seconds: float) -> None:
         self.engines: Sequence[GrammarEngine] = engines
@@ -58,8 +59,11 @@ class ThreadCompiler:
 
 
 class ProcessCompiler:
-    """Compiles in processes, each started when it is first needed. What it compiles comes back as bytes from backends that
-    offer ``grammar.portable``; for others the process has shown that the constraint is harmless, and it is compiled again."""
+    """Compile in worker processes, which are started when they are first needed.
+
+    Backends that offer ``grammar.portable`` return the compiled constraint as bytes. For the other backends the process has
+    shown that the constraint can be compiled within its bounds, and it is compiled again in this process.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,8 @@ class ProcessCompiler:
         memory: int,
         budget: MaskBudget = DEFAULT_MASK_BUDGET,
     ) -> None:
-        """``seconds`` and ``memory`` (bytes) are the bounds of one constraint; masks that do not keep ``pace`` are refused."""
+        """``seconds`` and ``memory`` (bytes) are the bounds of one constraint. Constraints whose masks exceed ``budget`` are
+        refused."""
         self.engines: Sequence[GrammarEngine] = [recipe.engine(context) for recipe in recipes]
         self.seconds = seconds
         self._setup = worker.Setup(tuple(recipes), context, memory, seconds, budget)
@@ -94,19 +99,20 @@ class ProcessCompiler:
         raise EngineError(answer.message)
 
     def _build_meanwhile(self, engine: GrammarEngine) -> None:
-        """Import the likely backend here while the process imports it there."""
+        """Import the backend that is likely to be chosen in this process while the worker process imports it too."""
 
         def build() -> None:
             try:
                 _ = engine.backend
             except EngineError:
-                return  # told to whoever needs it
+                return  # raised again for each request that needs this backend
 
         if not engine.built:
             threading.Thread(target=build, name=f"dovetail-build-{engine.name}").start()
 
     def _ask(self, job: CompileJob) -> worker.Event:
-        """The answer of a process. One that was killed from outside says nothing of the constraint: another is asked, once."""
+        """Return the answer of a worker process. If a process is killed from outside, the constraint is not at fault: it is
+        given to another process, once."""
         killed = False
         while True:
             process, fresh = self._take()
@@ -132,25 +138,26 @@ class ProcessCompiler:
             return answer
 
     def _verdict(self, spec: GrammarSpec, error: Ended) -> EngineError | GrammarError:
-        """What an end says: of the constraint, or of the server."""
+        """Return the error for a process that has ended: ``GrammarError`` if the constraint is at fault, else ``EngineError``."""
         if error.killed:
             return EngineError(
                 f"the processes that compile grammars were killed from outside ({error}), twice for this {spec.kind}: by an "
-                "operator, or by the system for want of memory (lower `grammar.memory_mib` or `grammar.workers`); retry later"
+                "operator, or by the system because it ran out of memory (lower `grammar.memory_mib` or `grammar.workers`); "
+                "retry later"
             )
         if not error.compiling:
             return EngineError(f"the grammar worker ended ({error}) before it could compile")
         return too_slow(spec, self.seconds) if error.overtime else self._too_large(spec, str(error))
 
     def _replace(self) -> None:
-        """Start another process for the one that was ended, with the imports that are likely to be needed."""
+        """Start another process in place of the one that was ended, with the backends that are likely to be needed."""
 
         def start() -> None:
             process = WorkerProcess(self._setup)
             try:
                 process.prepare([engine.name for engine in self.engines if engine.built])
             except OSError:
-                return  # told to whoever needs it: the next one is started for a constraint
+                return  # the next constraint starts another process, and reports if that fails too
             self._put_back(process)
 
         threading.Thread(target=start, name="dovetail-grammar-start").start()
@@ -163,7 +170,7 @@ class ProcessCompiler:
         return GrammarError(text, param=spec.kind)
 
     def _take(self) -> tuple[WorkerProcess, bool]:
-        """An idle process, or a fresh one (True)."""
+        """Return a process, and whether it is a new one; an idle one is preferred."""
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False

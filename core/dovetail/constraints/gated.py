@@ -1,4 +1,5 @@
-"""Constraints that begin later: a matcher that lets the first part of an output pass and forces what leads to the rest."""
+"""Begin constraints after the first part of an output: a matcher that leaves that part free and forces the tokens that lead to the
+constrained part."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _STAND_IN = re.compile(r"[\x0e-\x1f]")
 
 
 class _Phase(enum.Enum):
-    CHOICE = enum.auto()  # an optional lead may begin
+    CHOICE = enum.auto()  # the optional lead may begin
     LEAD = enum.auto()
     FREE = enum.auto()
     PREFIX = enum.auto()
@@ -30,7 +31,7 @@ class _Phase(enum.Enum):
 
 
 class FreeTokens:
-    """The tokens of a part that is not constrained: all but those that end an output."""
+    """Hold the bitmask rows of a part that is not constrained: of all tokens, and of all but those that end an output."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self.eos = frozenset(eos_token_ids)
@@ -39,12 +40,12 @@ class FreeTokens:
 
 
 def gated(matcher: Matcher, gate: GrammarGate | None, free: FreeTokens) -> Matcher:
-    """``matcher``, which begins where ``gate`` lets it."""
+    """Return ``matcher`` such that its constraint begins where ``gate`` ends; ``matcher`` itself if there is no gate."""
     return matcher if gate is None else GatedMatcher(matcher, gate, free)
 
 
 class GatedMatcher(Matcher):
-    """Lead, free part, prefix, then the inner matcher; ``dovetail.interfaces.parsers.ConstraintGate`` has the rules."""
+    """Match lead, free part and prefix of a gate, and then the inner matcher. See ``interfaces.parsers.ConstraintGate``."""
 
     def __init__(self, inner: Matcher, gate: GrammarGate, free: FreeTokens) -> None:
         self._inner = inner
@@ -55,11 +56,11 @@ class GatedMatcher(Matcher):
         self._place: tuple[_Phase, int] = self._after_lead()
         if gate.lead:
             self._place = (_Phase.CHOICE if gate.optional else _Phase.LEAD, 0)
-        self._path: list[tuple[_Phase, int, bool]] = []  # places before each token, and whether the inner one took it
+        self._path: list[tuple[_Phase, int, bool]] = []  # the place before each token, and whether inner took it
 
     @property
     def inner(self) -> Matcher | None:
-        """The matcher that alone decides about the next token, where the constraint has begun and has no marks."""
+        """The matcher that alone decides about the next token, if the constraint has begun and has no marks; else None."""
         return self._inner if self._place[0] is _Phase.GRAMMAR and not self._stand_ins else None
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
@@ -79,7 +80,7 @@ class GatedMatcher(Matcher):
                 _allow(bitmask, row, token)
 
     def _fill_begin(self, bitmask: IntArray, row: int) -> None:
-        """The first token of prefix or grammar."""
+        """Allow the first token of the prefix, or of the grammar if there is no prefix."""
         if not self._gate.prefix:
             self._fill_inner(bitmask, row)
             return
@@ -87,7 +88,7 @@ class GatedMatcher(Matcher):
         _allow(bitmask, row, self._gate.prefix[0])
 
     def _fill_inner(self, bitmask: IntArray, row: int) -> None:
-        """What the grammar allows, marks in the place of their stand-ins."""
+        """Allow what the grammar allows, with each mark in place of the token that stands for it in the grammar."""
         self._inner.fill_bitmask(bitmask, row)
         for mark, stand_in in self._gate.marks:
             if _forbid(bitmask, row, stand_in):
@@ -107,7 +108,7 @@ class GatedMatcher(Matcher):
         return True
 
     def _next(self, token: int) -> tuple[tuple[_Phase, int], bool] | None:
-        """Where ``token`` leads, and whether the inner matcher took it; None if it is forbidden."""
+        """Return the place that ``token`` leads to, and whether the inner matcher took it; None if it is forbidden."""
         gate = self._gate
         phase, at = self._place
         if phase is _Phase.CHOICE:
@@ -173,7 +174,7 @@ def _allow(bitmask: IntArray, row: int, token: int) -> None:
 
 
 def _forbid(bitmask: IntArray, row: int, token: int) -> bool:
-    """Take ``token`` out; true if it was allowed."""
+    """Forbid ``token``, and return True if it was allowed."""
     words, bit = bitmask.view(np.uint32), np.uint32(1 << (token % 32))
     allowed = bool(words[row, token // 32] & bit)
     words[row, token // 32] &= ~bit

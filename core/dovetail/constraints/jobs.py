@@ -1,4 +1,4 @@
-"""A constraint on its way to a matcher."""
+"""Track the compilation of a constraint, and the requests that wait for it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ if TYPE_CHECKING:
     from dovetail.interfaces.grammar import Matcher
     from dovetail.sampling_params import GrammarSpec
 
-PATIENCE = 6
-"""How many time limits a constraint waits for its turn."""
+MAX_WAIT = 6
+"""How long a constraint waits for a free compiler thread, in multiples of its time limit."""
 
 
 class CompileJob:
-    """One compilation, which any number of tickets wait for. Thread-safe.
+    """Hold the state of one compilation, which any number of tickets wait for. Thread-safe.
 
-    It is also the ``CompileWatch`` of a compilation on a thread, which cannot be ended: past ``deadline`` nobody waits for it.
+    A job is also the ``CompileWatch`` of a compilation on a thread. Such a compilation cannot be ended, but once ``deadline``
+    has passed its tickets stop waiting.
     """
 
     def __init__(self, spec: GrammarSpec, seconds: float, outcome: Outcome | None = None) -> None:
-        """``seconds`` is the time limit; ``outcome`` is set where there is nothing to do."""
+        """``seconds`` is the time limit. ``outcome`` is given if the constraint need not be compiled."""
         self.spec = spec
         self.seconds = seconds
         self.outcome = outcome
-        self.error: Exception | None = None  # what broke, where the constraint was not judged
+        self.error: Exception | None = None  # the failure, if it does not come from the constraint
         self.started = outcome is not None
         self.deadline: float | None = None
         self._waiting = 0
@@ -36,17 +37,17 @@ class CompileJob:
         self._lock = threading.Lock()
 
     def join(self) -> None:
-        """One more waits."""
+        """Count one more waiting ticket."""
         with self._lock:
             self._waiting += 1
 
     def leave(self) -> None:
-        """One fewer waits."""
+        """Count one fewer waiting ticket."""
         with self._lock:
             self._waiting -= 1
 
     def close(self) -> None:
-        """Nobody waits for it from now on."""
+        """End the job without an outcome; no ticket waits for it from now on."""
         self._closed = True
 
     @property
@@ -56,12 +57,12 @@ class CompileJob:
 
     @property
     def done(self) -> bool:
-        """True once there is an answer, or there will be none."""
+        """True once there is an outcome or an error, or the job was closed."""
         return self.outcome is not None or self.error is not None or self._closed
 
     @property
     def overdue(self) -> bool:
-        """True if it is past its deadline."""
+        """True if the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def building(self) -> None:
@@ -75,27 +76,27 @@ class CompileJob:
 
 
 def too_slow(spec: GrammarSpec, seconds: float) -> GrammarError:
-    """What to tell a client whose constraint takes too long."""
+    """Return the error for a client whose constraint takes too long to compile."""
     return GrammarError(f"the {spec.kind} took longer than {seconds:g} s to compile; make it smaller", param=spec.kind)
 
 
 class GrammarTicket:
-    """A constraint on its way to a matcher. ``ready`` and ``matcher`` never block."""
+    """Represent one request that waits for its constraint to be compiled. ``ready`` and ``matcher`` never block."""
 
     def __init__(self, job: CompileJob) -> None:
         self._job = job
         self._kind = job.spec.kind
-        self._patience = time.monotonic() + PATIENCE * job.seconds
+        self._wait_until = time.monotonic() + MAX_WAIT * job.seconds
         self._cancelled = False
 
     @property
     def ready(self) -> bool:
-        """True once ``matcher`` has an answer: compiled, refused, timed out or cancelled."""
-        return self._cancelled or self._job.done or self._job.overdue or self._out_of_patience
+        """True once ``matcher`` may be called: the constraint was compiled, refused, timed out or cancelled."""
+        return self._cancelled or self._job.done or self._job.overdue or self._waited_too_long
 
     @property
-    def _out_of_patience(self) -> bool:
-        return not self._job.started and time.monotonic() >= self._patience
+    def _waited_too_long(self) -> bool:
+        return not self._job.started and time.monotonic() >= self._wait_until
 
     @property
     def spec(self) -> GrammarSpec:
@@ -104,13 +105,13 @@ class GrammarTicket:
 
     @property
     def backend(self) -> str:
-        """The name of the grammar backend that compiled it; only after ``matcher``."""
+        """The name of the grammar backend that compiled the constraint; to be read only after ``matcher`` has returned."""
         assert isinstance(self._job.outcome, Compiled)
         return self._job.outcome.backend
 
     def matcher(self) -> Matcher:
-        """A fresh matcher of this ticket's own; only if ``ready``. Raises ``GrammarError``, ``QueueFullError`` if it has not
-        had its turn for too long, and what a broken backend raised."""
+        """Return a new matcher; to be called only if ``ready``. Raises ``GrammarError``, ``QueueFullError`` if no compiler
+        thread was free in time, and what a broken backend raised."""
         outcome = self._job.outcome
         if isinstance(outcome, Compiled) and not self._cancelled:
             return outcome.grammar.matcher()
@@ -123,16 +124,16 @@ class GrammarTicket:
     def _given_up(self) -> GrammarError | QueueFullError:
         if self._cancelled or self._job.done:
             return GrammarError(f"the {self._kind} was cancelled before it was compiled", param=self._kind)
-        assert self._job.overdue or self._out_of_patience, "ask `ready` first"
+        assert self._job.overdue or self._waited_too_long, "`matcher` was called before the ticket was ready"
         overdue = self._job.overdue
         self.cancel()
         if overdue:
             return too_slow(self._job.spec, self._job.seconds)
-        waited = PATIENCE * self._job.seconds
+        waited = MAX_WAIT * self._job.seconds
         return QueueFullError(f"the {self._kind} waited {waited:g} s for others to be compiled; retry later")
 
     def cancel(self) -> None:
-        """Give the ticket up. A compilation that nobody waits for any more is not started, or ended."""
+        """Stop waiting. A compilation that no ticket waits for any more is not started, or is ended."""
         if not self._cancelled:
             self._cancelled = True
             self._job.leave()

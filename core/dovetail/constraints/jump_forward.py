@@ -1,10 +1,10 @@
-"""Jump-forward decoding: text that a grammar forces is written without a forward pass for each of its tokens.
+"""Jump forward: append text that a grammar forces without a forward pass for each of its tokens.
 
     output   ... {"na|me|":|          known tokens, the last of them sampled just now
-    forced              "Bel          what the grammar says must follow
-    jump                |_"|          how the tokenizer writes it, as far as nothing that may follow can change that
+    forced              "Bel          the text that must follow, by the grammar
+    jump                |_"|          its tokens, up to the first that depends on what may follow the forced text
 
-The tokens of a jump enter the next forward pass together, as a chunk of a prompt would; the next token is sampled after them.
+The tokens of a jump enter the next forward pass together, like a chunk of a prompt; the next token is sampled after them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from dovetail.types import Req
 
 TAIL = 4
-"""Most tokens before the forced text that it is tokenised together with."""
+"""The most tokens before the forced text that are tokenised together with it."""
 
 PROBES = ("a", "s", "A", "1", " ", " a", '"', '",', ".", ",", ":", "}", "]", "[", "{", "/", "-", "_", "\n", "é", "字")
-"""What may follow a forced text: tokens that are others before one of these are left to the model."""
+"""Texts that may follow a forced text: tokens that change if one of these follows are left to the model."""
 
 
 class JumpForward:
-    """Writes forced text in tokens. Spans are remembered: requests under one schema come to the same ones."""
+    """Tokenise forced text. Results are cached, because requests with one schema have the same forced texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._remembered = lru_cache(4096)(self._tokens)
 
     def forced_tokens(self, req: Req) -> list[int]:
-        """The tokens that must follow those of ``req``, no more than it has room for; empty if there is a choice, if the text
-        has no stable tokens, or if the request asks for log-probabilities or biases tokens."""
+        """Return the tokens that must follow those of ``req``, at most as many as it may still get. The list is empty if there
+        is a choice, if the text has no stable tokens, or if the request has log-probabilities or a logit bias."""
         if req.matcher is None or req.params.logprobs is not None or req.params.logit_bias:
             return []
         text = req.matcher.jump_forward()
@@ -47,7 +47,7 @@ class JumpForward:
         return next((found for k in range(len(tail)) if (found := self._after(tail[k:], text)) is not None), [])
 
     def _after(self, tail: Sequence[int], text: str) -> list[int] | None:
-        """The tokens of ``text`` after ``tail``; None if the tokenizer would write that tail otherwise."""
+        """Return the stable tokens of ``text`` after ``tail``; None if the tokenizer would write that tail with other tokens."""
         before = self._bytes(tail)
         if before is None:
             return None
@@ -58,14 +58,14 @@ class JumpForward:
         ids = self._tokenizer.encode(whole, add_special_tokens=False)
         if ids[: len(tail)] != list(tail) or self._bytes(ids) != whole.encode():
             return None
-        stable = len(ids) - 1  # the last one may merge with whatever comes
+        stable = len(ids) - 1  # the last token may merge with the text that follows
         for probe in PROBES:
             other = self._tokenizer.encode(whole + probe, add_special_tokens=False)
             stable = next((i for i in range(stable) if ids[i : i + 1] != other[i : i + 1]), stable)
         return ids[len(tail) : stable]
 
     def _bytes(self, ids: Sequence[int]) -> bytes | None:
-        """The text of ``ids``; None if one of them is no text."""
+        """Return the text of ``ids`` in bytes; None if one of them has no text."""
         vocabulary = self._tokenizer.token_bytes
         parts = [vocabulary[token] if token < len(vocabulary) else None for token in ids]
         return b"".join(part for part in parts if part is not None) if None not in parts else None

@@ -1,4 +1,4 @@
-"""Bounds on the text of a constraint, held before any backend reads it."""
+"""Check the size and the nesting of the text of a constraint before any backend reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.sampling_params import GrammarKind, GrammarSpec
 
 MAX_TEXT_BYTES = 256 * 1024
 MAX_NESTING = 200
-"""Brackets inside brackets. Schemas of real use stay below 40; parsers that recurse lose their stack at some thousands."""
+"""The deepest nesting of brackets. Schemas in real use stay below 40; recursive parsers overflow their stack at some thousands."""
 
 # Every alternative ends at the end of the text at the latest, so that no text is scanned twice.
 _JSON = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
@@ -21,21 +21,22 @@ _BRACKETS = {GrammarKind.REGEX: _REGEX, GrammarKind.EBNF: _GBNF, GrammarKind.LAR
 
 
 def check_size(spec: GrammarSpec) -> None:
-    """Raises ``GrammarError`` for a text of more than ``MAX_TEXT_BYTES`` in UTF-8."""
+    """Raise ``GrammarError`` for a text of more than ``MAX_TEXT_BYTES`` in UTF-8."""
     size = len(spec.text) if spec.text.isascii() else len(spec.text.encode("utf-8", "surrogatepass"))
     if size > MAX_TEXT_BYTES:
         raise GrammarError(f"the {spec.kind} has {size} bytes; allowed: {MAX_TEXT_BYTES}", param=spec.kind)
 
 
 def check_nesting(spec: GrammarSpec) -> None:
-    """Raises ``GrammarError`` for brackets more than ``MAX_NESTING`` deep. Linear in the text; needs no valid one."""
+    """Raise ``GrammarError`` for brackets that are nested more than ``MAX_NESTING`` deep. The time is linear in the text, which
+    need not be valid."""
     depth = nesting(spec)
     if depth > MAX_NESTING:
         raise GrammarError(f"the {spec.kind} is nested {depth} deep; allowed: {MAX_NESTING}", param=spec.kind)
 
 
 def nesting(spec: GrammarSpec) -> int:
-    """The deepest nesting of brackets outside of strings and character classes."""
+    """Return the deepest nesting of brackets outside of strings and character classes."""
     found = _BRACKETS.get(spec.kind, _JSON).finditer(spec.text)
     steps = (1 if match[1] else -1 for match in found if match[1] or match[2])
     return max(accumulate(steps, lambda depth, step: max(depth + step, 0)), default=0)

@@ -1,6 +1,7 @@
-"""How long the matcher of a request may take: so much for each token, and so much at once; beyond that the request ends.
+"""Bound the time that the matcher of a request may take: on average for each token, and beyond that in total.
 
-Matchers run where every request waits for them, and few libraries bound a step: some constraints cost more with each token.
+Every request of a batch waits for the matchers, and few libraries bound the time of one step: with some constraints each token
+takes longer than the one before. A request whose matcher exceeds the budget ends with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class MaskBudget:
-    """Seconds of a matcher: ``per_token`` on the average, ``ahead`` is how far it may be beyond that."""
+    """Describe the time that a matcher may take, in seconds: ``per_token`` on average, and up to ``ahead`` more than that in
+    total."""
 
     per_token: float = 0.02
     ahead: float = 1.0
@@ -32,10 +34,10 @@ DEFAULT_MASK_BUDGET = MaskBudget()
 
 
 class Meter:
-    """The time that the matcher of one request has taken, less what its tokens allow.
+    """Measure the time that the matcher of one request has taken, less the time that its tokens allow.
 
-    ``alone`` is whether its masks are to be filled apart from others': so where a call for several was slow, and nobody
-    knows whose fault it was. ``over`` is told once, when it has gone too far.
+    ``alone`` is true if the masks of the request are filled in a call for this request only: a call for several requests was
+    slow, and it is not known which of them is the cause. ``over`` is called once, when the budget is exceeded.
     """
 
     def __init__(
@@ -51,12 +53,13 @@ class Meter:
         self._tokens = 0
 
     def allow_token(self) -> None:
-        """The text has grown by a token."""
+        """Add the time that one more token allows."""
         self._tokens += 1
         self._ahead = max(self._ahead - self._budget.per_token, 0.0)
 
     def charge(self, seconds: float) -> None:
-        """So long has it taken. Raises ``GrammarError`` where that is too long, and always from then on."""
+        """Add the time that the matcher has taken. Raises ``GrammarError`` if the budget is exceeded, and on every call after
+        that."""
         self._ahead += seconds
         if self.error is None and self._ahead > self._budget.ahead:
             self.error = self._excess(seconds)
@@ -76,9 +79,9 @@ class Meter:
 
 
 class MeteredMatcher(Matcher):
-    """A matcher whose time counts. Every call may raise the ``GrammarError`` of ``Meter.charge``.
+    """Measure the time of each call of a matcher. Every call may raise the ``GrammarError`` of ``Meter.charge``.
 
-    Masks that ``inner`` fills are charged by whoever has it fill them.
+    The time of masks that ``inner`` fills is charged by the caller that has it fill them.
     """
 
     def __init__(self, matcher: Matcher, meter: Meter) -> None:

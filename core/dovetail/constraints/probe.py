@@ -1,4 +1,4 @@
-"""What masks will cost: a walk through texts of a grammar that was just compiled, before any request depends on it."""
+"""Measure the cost of a grammar's masks by walking through random texts of it, before any request depends on it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WALKS = 2
-"""One over tokens of one byte where there are any, which stay longest; then one over any tokens."""
+"""The number of walks: the first prefers tokens of one byte, with which a text takes the most steps; the second takes any
+token."""
 STEPS = 96
-"""Tokens of a walk: what grows with the text shows by then; what grows later is found while it is generated."""
+"""The tokens of a walk. A cost that grows with the text is found within that number; one that grows later is found while a
+request generates."""
 
 
 class Probe:
-    """Walks at random, always the same for one constraint. Not thread-safe."""
+    """Walk through texts of a grammar at random; the walks of one constraint are always the same. Not thread-safe."""
 
     def __init__(self, context: GrammarContext, budget: MaskBudget) -> None:
         self._budget = budget
@@ -44,8 +46,10 @@ class Probe:
         return np.packbits(flags, bitorder="little").view(np.int32)
 
     def try_out(self, grammar: CompiledGrammar, spec: GrammarSpec, backend: str) -> None:
-        """Raises ``GrammarError`` where masks take longer than the pace allows, or allow what is not accepted, or the backend
-        gives up. In bounded time: it goes no further once it has taken four times what a matcher may be ahead."""
+        """Raise ``GrammarError`` if masks exceed the budget or allow a token that is not accepted, or if the backend gives up.
+
+        The time is bounded: the walks stop once they have taken four times ``MaskBudget.ahead``.
+        """
         found: list[GrammarError] = []
         source = random.Random(spec.text)
         end = time.perf_counter() + 4 * self._budget.ahead
@@ -60,7 +64,7 @@ class Probe:
                 raise GrammarError(text, param=spec.kind, keyword=error.keyword or "size") from error
             except Exception:
                 log.exception("grammar backend %s failed in a text of a %s", backend, spec.kind)
-                return  # a request whose text comes there ends; others may not come there
+                return  # a request ends if its text reaches this failure; other texts may not reach it
 
     def _walk(self, matcher: Matcher, source: random.Random, end: float, *, short: bool) -> None:
         for _ in range(STEPS):
@@ -76,7 +80,7 @@ class Probe:
                 return
 
     def _token(self, source: random.Random, *, short: bool) -> int | None:
-        """One that the mask allows and that does not end the text; None if there is none."""
+        """Return a token that the mask allows and that does not end the text; None if there is none."""
         allowed = self._row[0] & ~self._ends
         words = allowed & self._bytes if short and (allowed & self._bytes).any() else allowed
         filled = np.flatnonzero(words)

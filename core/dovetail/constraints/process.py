@@ -1,4 +1,5 @@
-"""Compiling in processes: a constraint that takes too long or too much ends its process, and nothing else."""
+"""Run the worker processes that compile constraints, from the engine's side. A constraint that takes too much time or memory ends
+its worker process and nothing else."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
     from dovetail.sampling_params import GrammarSpec
 
 BUILD_SECONDS = 120.0
-"""Time limit of a process's start and of each backend's imports."""
+"""The time limit, in seconds, of the start of a process and of the imports of each backend."""
 GRACE_SECONDS = 1.0
-"""A compilation that nobody waits for any more goes on for so long: most end, and another process need not be started."""
+"""The seconds for which a compilation goes on after the last request has stopped waiting for it. Most compilations end within
+them, so that no other process has to be started."""
 _TICK_SECONDS = 0.02
 _SENT_BY_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-"""Signals that neither a crash nor a limit of the process itself brings: its processor time ends with SIGXCPU, its memory with an
-error or SIGABRT."""
+"""Signals that come from outside of the process: a process that exceeds its processor time gets SIGXCPU, and one that exceeds its
+memory ends with an error or SIGABRT."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from dovetail.constraints.worker import main; main(int(sys.argv[1]))"
@@ -34,12 +36,15 @@ _BOOT = (
 
 
 class Abandoned(Exception):
-    """Nobody waits for the grammar any more."""
+    """Raised when no request waits for the constraint any more."""
 
 
 class Ended(Exception):
-    """The process has ended before it answered; ``compiling``: while it read the constraint. ``killed``: by somebody else,
-    an operator or the system when it ran out of memory. ``overtime``: by its limit of processor time."""
+    """Raised when the process has ended before it answered.
+
+    ``compiling`` is true if it ended while it read the constraint, ``killed`` if it was killed from outside (by an operator, or
+    by the system when that ran out of memory), ``overtime`` if it exceeded its limit of processor time.
+    """
 
     def __init__(self, code: int, compiling: bool) -> None:
         super().__init__(f"signal {-code}" if code < 0 else f"exit code {code}")
@@ -49,7 +54,7 @@ class Ended(Exception):
 
 
 class TimedOut(Exception):
-    """The process was ended, as it took too long; ``building``: to build a backend."""
+    """Raised when the process was killed because it took too long; ``building`` is true if it was building a backend."""
 
     def __init__(self, building: bool) -> None:
         super().__init__()
@@ -57,7 +62,8 @@ class TimedOut(Exception):
 
 
 class WorkerProcess:
-    """One process that compiles. Used by one thread at a time; ends when it is collected, or when this process does."""
+    """Run one process that compiles. One thread uses it at a time. The process ends when this object is garbage-collected, and
+    when the engine process ends."""
 
     def __init__(self, setup: worker.Setup) -> None:
         self._setup: worker.Setup | None = setup
@@ -69,13 +75,14 @@ class WorkerProcess:
             stdout=subprocess.DEVNULL,
             env=env,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # an interrupt at the terminal is for the engine, which then ends its workers
+            start_new_session=True,  # Ctrl-C goes to the engine alone, which then ends its workers
         )
         theirs.close()
         self._end = weakref.finalize(self, _end, self._process, self._conn)
 
     def ask(self, spec: GrammarSpec, seconds: float, wanted: Callable[[], bool]) -> worker.Event:
-        """The answer to ``spec``. Raises ``Ended``, ``TimedOut`` or ``Abandoned``; the process has then ended."""
+        """Return the answer for ``spec``, compiled within ``seconds`` while ``wanted`` returns True. Raises ``Ended``, ``TimedOut``
+        or ``Abandoned``; the process has then ended."""
         clock = _Clock(seconds)
         try:
             self.prepare(())
@@ -88,7 +95,7 @@ class WorkerProcess:
             raise
 
     def prepare(self, names: Sequence[str]) -> None:
-        """Tell a fresh process what it is for, and to build the backends of these names. Raises ``OSError`` if it has
+        """Send a new process its setup, and have it build the backends of these names. Raises ``OSError`` if the process has
         ended."""
         if self._setup is not None:
             self._conn.send((self._setup, tuple(names)))
@@ -108,7 +115,7 @@ class WorkerProcess:
                 raise Abandoned
 
     def _reap(self) -> int:
-        """The exit code of a process whose pipe is closed."""
+        """Return the exit code of a process whose pipe is closed."""
         try:
             return self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -118,16 +125,16 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """The process id."""
         return self._process.pid
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process now."""
         self._end()
 
 
 class _Clock:
-    """The time limit of one constraint, which stands still while a backend is built."""
+    """Measure the time limit of one constraint; the clock stops while a backend is built."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds

@@ -1,4 +1,4 @@
-"""The compile service: constraints become matchers on worker threads, never on the loop's."""
+"""Compile constraints into matchers on worker threads, so that the loop never waits for a compilation."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ __all__ = ["GrammarService", "GrammarTicket", "GrammarTotals"]
 
 @dataclass(slots=True)
 class GrammarTotals:
-    """Counts since the start. ``hits`` are requests whose constraint was compiled (or refused) before or is being compiled,
-    ``misses`` the others, ``compiles`` the compilations started, ``seconds`` their time, ``refusals`` those that ended in an
-    error, ``overruns`` the requests whose matchers took too long. ``backends`` counts requests by the backend that constrains them."""
+    """Count compilations since the start.
+
+    ``hits`` are requests whose constraint had been compiled (or refused) before or was being compiled, ``misses`` all other
+    requests. ``compiles`` are the compilations started, ``seconds`` the time they took, ``refusals`` those that ended in an
+    error, ``overruns`` the requests whose matchers took too long. ``backends`` counts requests by the backend of their matcher.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -42,10 +45,10 @@ class GrammarTotals:
 
 
 class GrammarService:
-    """Compiles constraints for requests, and remembers the compiled ones up to ``cache_bytes``.
+    """Compile constraints for requests, and cache the compiled ones in up to ``cache_bytes``.
 
-    ``compiler`` None means that every constraint is refused, with ``reason``. Specs that are equal compile once, also
-    while they are being compiled; at most ``workers`` compile at the same time, the others wait their turn.
+    If ``compiler`` is None, every constraint is refused, with ``reason``. Equal constraints are compiled once, even if the second
+    comes while the first is being compiled. At most ``workers`` are compiled at the same time, and the others wait in a queue.
     """
 
     def __init__(
@@ -68,16 +71,16 @@ class GrammarService:
 
     @property
     def cached_bytes(self) -> int:
-        """Memory of what is kept."""
+        """The memory of the cache, in bytes."""
         return self._cache.num_bytes
 
     @property
     def evictions(self) -> int:
-        """How many entries made room for others."""
+        """The number of compiled constraints that were evicted from the cache since the start."""
         return self._cache.evictions
 
     def submit(self, spec: GrammarSpec) -> GrammarTicket:
-        """Start to compile, unless that was done before. Raises ``GrammarError`` for what is refused at once."""
+        """Start to compile ``spec``, unless it is cached or being compiled. Raises ``GrammarError`` if it is refused at once."""
         if self._compiler is None or self._pool is None:
             raise GrammarError(
                 f"this server cannot constrain its output ({self._reason or 'it has no grammar backend'}); "
@@ -99,14 +102,14 @@ class GrammarService:
         return GrammarTicket(job)
 
     def matcher(self, ticket: GrammarTicket) -> Matcher:
-        """The matcher of a ticket that is ready, counted. Raises what ``GrammarTicket.matcher`` does."""
+        """Return the matcher of a ticket that is ready, and count it. Raises what ``GrammarTicket.matcher`` raises."""
         matcher = ticket.matcher()
         self.totals.backends[ticket.backend] += 1
         return matcher
 
     def meter(self, ticket: GrammarTicket) -> Meter:
-        """What the time of the matcher of a ticket is told to. Past the pace, its constraint is refused for a while: it
-        would cost the next request as much."""
+        """Return the meter for the matcher of a ticket. If the matcher exceeds the budget, its constraint is refused for a while,
+        because it would cost the next request the same time."""
         spec, backend = ticket.spec, ticket.backend
 
         def over(error: GrammarError) -> None:
@@ -118,12 +121,13 @@ class GrammarService:
         return Meter(spec, backend, self._budget, over)
 
     def backend(self, name: str) -> GrammarBackend:
-        """The backend of that name, which has made a matcher."""
+        """Return the backend of that name, which has made a matcher before."""
         assert self._compiler is not None
         return next(engine.backend for engine in self._compiler.engines if engine.name == name)
 
     def _known(self, spec: GrammarSpec, first: str, seconds: float) -> CompileJob | None:
-        """A job that has an outcome, or is at work. What the first candidate has compiled is what would be chosen."""
+        """Return a job for ``spec`` that has an outcome or is being compiled, None if there is none. If ``spec`` names no backend, a
+        constraint that ``first``, its first candidate, has compiled counts, because ``first`` would be chosen again."""
         outcome = self._cache.get(spec)
         if outcome is None and spec.backend is None:
             found = self._cache.get(named(spec, first))
@@ -131,13 +135,13 @@ class GrammarService:
         return CompileJob(spec, seconds, outcome) if outcome is not None else self._jobs.get(spec)
 
     def _run(self, job: CompileJob, compiler: Compiler) -> None:
-        """Compile, on a worker thread; the job always ends."""
+        """Compile a job on a worker thread. The job always ends, with an outcome or an error."""
         while self._begin(job):
             start = time.monotonic()
             try:
                 self._end(job, compiler.compile(job))
             except Abandoned:
-                continue  # perhaps somebody has come meanwhile
+                continue  # another request may have begun to wait meanwhile
             except Exception as error:
                 self._end(job, error)
             finally:
@@ -172,7 +176,7 @@ class GrammarService:
             del self._jobs[job.spec]
 
     def close(self) -> None:
-        """Start nothing more; waiting tickets end as cancelled. Compilations on threads are left to end by themselves."""
+        """Start no more compilations, and end waiting tickets as cancelled. Compilations that run on threads end by themselves."""
         if self._pool is None or self._compiler is None:
             return
         self._pool.shutdown(wait=False, cancel_futures=True)

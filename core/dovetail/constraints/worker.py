@@ -1,7 +1,8 @@
-"""The process that compiles grammars: bounded in memory, low in priority, and killed where it takes too long.
+"""Compile constraints in a process of low priority with bounded memory, which the engine kills if it takes too long.
 
-It is told ``Setup`` and which backends to build at once, and then one ``GrammarSpec`` after another. Each is answered with events, the last of them a ``Done``,
-``GrammarRefused`` or ``CompileFailed``. It imports the backends it needs, and of this package as little as that takes.
+The process receives a ``Setup`` with the names of the backends to build at once, and then one ``GrammarSpec`` after another. It
+answers each with events, the last of which is a ``Done``, ``GrammarRefused`` or ``CompileFailed``. It imports the backends that it
+needs, and as few modules of dovetail as possible.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is told first. ``memory`` is in bytes, ``seconds`` is the time limit of one constraint, ``pace`` that of
-    its masks."""
+    """Hold the first message to a worker. ``memory`` (bytes) and ``seconds`` are the bounds of one constraint, ``budget`` bounds
+    the time of its masks."""
 
     recipes: tuple[GrammarRecipe, ...]
     context: GrammarContext
@@ -40,17 +41,17 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class BuildStarted:
-    """A backend is being built; the clock stands still."""
+    """Report that a backend is being built; the clock of the time limit stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileStarted:
-    """The constraint is being read; the clock runs."""
+    """Report that the constraint is being compiled; the clock of the time limit runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Backend ``name`` honours the constraint. ``data`` is the compiled grammar, None where it cannot travel."""
+    """Report that backend ``name`` has compiled the constraint. ``data`` is the compiled grammar, None if it cannot be sent."""
 
     name: str
     data: bytes | None
@@ -58,7 +59,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class GrammarRefused:
-    """A ``GrammarError``."""
+    """Report a ``GrammarError``, in a form that can be sent."""
 
     message: str
     param: str | None
@@ -66,17 +67,17 @@ class GrammarRefused:
 
     @classmethod
     def of(cls, error: GrammarError) -> GrammarRefused:
-        """From the error."""
+        """Make the event from the error."""
         return cls(str(error), error.param, error.keyword)
 
     def error(self) -> GrammarError:
-        """As the error."""
+        """Make the error from the event."""
         return GrammarError(self.message, param=self.param, keyword=self.keyword)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileFailed:
-    """The constraint was not judged. ``memory``: for want of it."""
+    """Report that the compilation failed without a verdict on the constraint; ``memory`` is true if memory ran out."""
 
     message: str
     memory: bool = False
@@ -86,7 +87,8 @@ Event = BuildStarted | CompileStarted | Done | GrammarRefused | CompileFailed
 
 
 class Bounds:
-    """What this process may take beyond what its imports did. Nothing is bounded where the system has no such limits."""
+    """Bound the memory and the processor time of this process, beyond what its imports have taken. Outside of Linux nothing is
+    bounded."""
 
     def __init__(self, memory: int, seconds: float) -> None:
         self._memory = memory
@@ -94,7 +96,7 @@ class Bounds:
         self._base: int | None = None  # memory of this process before the first constraint after a build
 
     def set(self) -> None:
-        """From now on: so many bytes more, and as much processor time as all cores have in the time limit."""
+        """From now on, allow ``memory`` more bytes, and the processor time that all cores have within the time limit."""
         if sys.platform != "linux":
             return
         self._base = self._base or _data_bytes()
@@ -102,23 +104,23 @@ class Bounds:
         _bound("RLIMIT_CPU", int(sum(os.times()[:2]) + self._seconds * (os.cpu_count() or 1)) + 60)
 
     def lift(self) -> None:
-        """No bounds, between constraints."""
+        """Remove the bounds, between constraints."""
         for name in ("RLIMIT_DATA", "RLIMIT_CPU") if sys.platform == "linux" else ():
             _bound(name, None)
 
     def build(self) -> None:
-        """No bounds while a backend is built."""
+        """Remove the bounds while a backend is built."""
         self.lift()
         self._base = None
 
     @property
     def bloated(self) -> bool:
-        """True if so much memory was not given back that the next constraint had better have a fresh process."""
+        """True if more than a quarter of the allowed memory was not freed, so that the next constraint needs a new process."""
         return self._base is not None and _data_bytes() - self._base > self._memory // 4
 
 
 def _bound(name: str, value: int | None) -> None:
-    """Set a soft limit, at most the hard one, which None stands for."""
+    """Set a soft limit of at most the hard limit; None stands for the hard limit."""
     import resource
 
     which = getattr(resource, name)
@@ -128,14 +130,14 @@ def _bound(name: str, value: int | None) -> None:
 
 
 def _data_bytes() -> int:
-    """Private writable memory of this process: what RLIMIT_DATA counts."""
+    """Return the private writable memory of this process in bytes, which RLIMIT_DATA bounds."""
     with open("/proc/self/status", encoding="ascii") as status:
         kib = next(line.split()[1] for line in status if line.startswith("VmData:"))
     return int(kib) * 1024
 
 
 class _Reporter:
-    """Tells the parent what goes on, and sets the bounds accordingly."""
+    """Report progress to the parent process, and set the bounds accordingly."""
 
     def __init__(self, send: Callable[[Event], None], bounds: Bounds) -> None:
         self._send = send
@@ -153,25 +155,25 @@ class _Reporter:
 
 
 def serve(conn: Connection) -> None:
-    """Compile until the other end closes, or until this process has grown too large."""
+    """Compile until the other end of the pipe closes, or until this process has grown too large."""
     setup, names = conn.recv()
     engines = [recipe.engine(setup.context) for recipe in setup.recipes]
     _build(engines, names)
     bounds = Bounds(setup.memory, setup.seconds)
     reporter, probe = _Reporter(conn.send, bounds), Probe(setup.context, setup.budget)
-    tired = False
-    while not tired:
+    must_end = False
+    while not must_end:
         spec: GrammarSpec = conn.recv()
         answer = _answer(engines, spec, reporter, probe)
         bounds.lift()
-        tired = bounds.bloated or (isinstance(answer, CompileFailed) and answer.memory)
+        must_end = bounds.bloated or (isinstance(answer, CompileFailed) and answer.memory)
         conn.send(answer)
 
 
 def _build(engines: Sequence[GrammarEngine], names: Sequence[str]) -> None:
     for engine in engines:
         if engine.name in names:
-            with suppress(EngineError):  # told to whoever needs it
+            with suppress(EngineError):  # raised again for each constraint that needs this backend
                 _ = engine.backend
 
 
@@ -189,18 +191,18 @@ def _answer(engines: Sequence[GrammarEngine], spec: GrammarSpec, reporter: _Repo
 
 
 def _dumped(engine: GrammarEngine, grammar: CompiledGrammar) -> bytes | None:
-    """The grammar in the form that travels; None where there is none, or the memory for it is lacking."""
+    """Return the grammar as bytes; None if the backend cannot write it, or memory runs out."""
     if Feature.GRAMMAR_PORTABLE not in engine.offers:
         return None
     try:
         return engine.backend.dump(grammar)
-    except Exception:  # libraries have exceptions of their own for a lack of memory
+    except Exception:  # libraries raise their own exceptions when memory runs out
         traceback.print_exc()
         return None
 
 
 def main(fd: int) -> None:
-    """The process: ``fd`` is its end of the pipe."""
+    """Run the process; ``fd`` is its end of the pipe."""
     os.nice(NICENESS)
     try:
         serve(Connection(fd))
