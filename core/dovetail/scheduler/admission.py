@@ -1,4 +1,4 @@
-"""Admission: which prompt tokens enter the next step."""
+"""Choose the prompt tokens that enter the next step, and admit waiting requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from dovetail.types import Req
 
 DECODE_HEADROOM = 32
-"""Tokens for which each running request counts as a claim on free pages, so that admission does not cause retraction at
-once. Retraction makes any value safe; a larger one runs fewer requests, a smaller one retracts more."""
+"""The number of future tokens of each running request for which admission leaves pages free, so that admission does not cause
+a retraction at once. Retraction makes any value safe; with a larger one fewer requests run, with a smaller one more are
+retracted."""
 
 
 class Admission:
-    """Continues chunked prompts, then admits waiting requests in the policy's order while tokens, slots and pages last."""
+    """Continue chunked prompts, then admit waiting requests in the policy's order while tokens, slots and pages last."""
 
     def __init__(
         self, limits: SchedulerLimits, ledger: PageLedger, policy: SchedulePolicy, totals: Totals, groups: Groups
@@ -35,8 +36,8 @@ class Admission:
         self._waits = PrefixWaits(ledger.page_size, only_groups=not limits.wait_for_prefix, ahead=ledger.tokens_ahead)
 
     def fill(self, waiting: list[Req], prefilling: list[Req], decoding: list[Req]) -> list[tuple[Req, int]]:
-        """Requests and the prompt tokens of each that enter this step, ``limits.chunk_size`` in all. Mutates
-        ``waiting`` and ``prefilling``."""
+        """Return the requests whose prompt tokens enter this step, each with the number of these tokens; at most
+        ``limits.chunk_size`` in all. Mutates ``waiting`` and ``prefilling``."""
         rows: list[tuple[Req, int]] = []
         budget = self.limits.chunk_size
         for req in prefilling:
@@ -48,7 +49,7 @@ class Admission:
         return rows + self._admit(waiting, prefilling, decoding, budget)
 
     def forget(self, req: Req) -> None:
-        """A request has left the waiting queue by another way than admission."""
+        """Forget a request that has left the waiting queue without being admitted."""
         self._waits.forget(req)
         if not req.num_retractions:
             self._groups.begun(req)
@@ -88,9 +89,12 @@ class Admission:
         return rows
 
     def _candidates(self, waiting: list[Req], running: list[Req]) -> list[Req]:
-        """Who may be admitted, in order: retracted requests first, oldest first, then as the policy says, but for members
-        of a group, which follow its first. A request waits for its grammar, and a retracted one for the token of its last
-        step."""
+        """Return the requests that may be admitted, in order.
+
+        Retracted requests come first, the oldest of them first. Then come the others in the policy's order, except that the
+        members of a group follow its first one. Requests that wait for their constraint are left out, and so are retracted
+        requests whose last token has not been committed.
+        """
         ready = [r for r in waiting if r.ticket is None and r.known_len == r.device_len and not r.in_flight]
         retracted = sorted((r for r in ready if r.num_retractions), key=lambda r: r.uid)
         fresh = [r for r in ready if not r.num_retractions]
@@ -102,21 +106,23 @@ class Admission:
         return retracted + (together(ordered) if any(req.group for req in fresh) else ordered)
 
     def _match(self, req: Req) -> Match:
-        """The cached prefix, short of the last token, whose logits are needed, and of any token of which something is."""
+        """Return the cached prefix of ``req``. It ends before the last token, whose logits are needed, and before the first prompt
+        token of which log-probabilities or a pooled vector are needed."""
         length = min(_first_read(req) if _reads_prompt(req) else req.device_len, req.device_len) - 1
         known = min(length + self.ledger.tokens_ahead, req.device_len)
         return self.ledger.cache.match(req.token_ids[:known], req.namespace)
 
     def _claim(self, req: Req) -> int:
-        """Pages that a running request is likely to need soon, beyond those it has."""
+        """Return the number of pages that a running request is likely to need soon, beyond those it has."""
         length = min(req.device_len + DECODE_HEADROOM, req.max_device_len)
         return max(0, self.ledger.pages_for(length) - req.num_pages)
 
     def _take(self, req: Req, match: Match, claims: int) -> bool:
-        """Admit the request if its whole text fits beside what the running ones claim."""
+        """Admit the request if pages are left for all its tokens and for the ``claims`` of the running requests. Return whether it
+        was admitted."""
         ledger = self.ledger
         need = ledger.pages_for(req.device_len) - match.pages.shape[1]
-        ledger.cache.lock(match.handle)  # first: what it protects cannot be evicted for the rest
+        ledger.cache.lock(match.handle)  # before anything is evicted for the other pages
         if not ledger.ensure_available(need + claims):
             ledger.cache.unlock(match.handle)
             return False
@@ -134,7 +140,7 @@ class Admission:
 
 
 def _reads_prompt(req: Req) -> bool:
-    """True if something of tokens of its prompt is still to be computed: then a cached prefix with them is of no use."""
+    """Return True if prompt tokens must be computed for their log-probabilities or for pooling, even if they are cached."""
     params = req.params
     return (params.prompt_logprobs is not None and prompt_scored(req) < req.prompt_len) or (
         params.pooling is not None and params.pooling.reads_all
@@ -142,6 +148,6 @@ def _reads_prompt(req: Req) -> bool:
 
 
 def _first_read(req: Req) -> int:
-    """The first token of which something is still to be computed, by way of the token before it."""
+    """Return the first prompt token of which something must still be computed; the token before it must enter a step."""
     pooling = req.params.pooling
     return 1 if pooling is not None and pooling.reads_all else prompt_scored(req)

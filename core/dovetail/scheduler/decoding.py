@@ -1,4 +1,4 @@
-"""The requests that decode: their rows, kept from step to step while nobody joins or leaves, and the pages these need."""
+"""Keep the rows of the requests that decode from step to step, and reserve the pages that they need."""
 
 from __future__ import annotations
 
@@ -16,36 +16,41 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """``reqs`` is the scheduler's own list; whoever changes it, or the pages of the cache that its requests read, calls
-    ``invalidate``."""
+    """Keep the decode rows, and reserve their pages.
+
+    ``reqs`` is the scheduler's list of decoding requests. The scheduler must call ``invalidate`` whenever it changes the list, or
+    the pages of the cache that its requests read.
+    """
 
     def __init__(self, ledger: PageLedger, reqs: list[Req], sharing: Sharing | None) -> None:
-        """``sharing`` finds the rows that begin alike, where attention makes use of it."""
+        """``sharing`` finds the rows that share a prefix; None if the attention backend makes no use of them."""
         self.reqs = reqs
-        self.rows: DecodeRows | None = None  # None: they are to be made anew
+        self.rows: DecodeRows | None = None  # None: they must be built again
         self._ledger, self._sharing = ledger, sharing
 
     def invalidate(self) -> None:
-        """Somebody has joined or left, or reads other pages of the cache."""
+        """Discard the rows: a request has joined or left, or reads other pages of the cache."""
         self.rows = None
 
     def invalidate_sharing(self) -> None:
-        """Somebody may read other pages of the cache, of the same content."""
+        """Discard the rows if they are grouped by shared prefixes: a request may read other pages of the cache with the same
+        content."""
         if self._sharing is not None:
             self.rows = None
 
     def draft(self, counts: IntArray, most: int) -> None:
-        """So many drafts of each row enter too, ``most`` at most. ``settle`` follows."""
+        """Note that ``counts`` drafts of each row, at most ``most``, enter the same step. See ``DecodeRows.draft``."""
         if self.rows is not None:
             self.rows.draft(counts, most)
 
     def settle(self, *, adapted: bool) -> None:
-        """The requests' cursors have moved back to what was accepted; where it is ``adapted``, they get another number of drafts."""
+        """Note that the requests' cursors have moved back to the accepted drafts. See ``DecodeRows.settle``."""
         if self.rows is not None:
             self.rows.settle(adapted=adapted)
 
     def batch(self, rows: DecodeRows, width: int) -> Batch:
-        """The next token of each row enters, with up to ``width`` drafts. Rows that begin alike stand together."""
+        """Return the batch in which the next token of each row enters; the pages of up to ``width`` drafts are reserved. Rows that
+        share a prefix are made adjacent."""
         if self._sharing is not None and rows.grouping is None:
             grouping = self._sharing.group(rows.reqs)
             self.rows = rows = DecodeRows(grouping.reqs, self._ledger.page_size, grouping)
@@ -54,8 +59,10 @@ class Decoding:
         return batch
 
     def reserve(self, width: int, retract: Callable[[], None]) -> DecodeRows:
-        """All rows, with pages for their next tokens (``retract`` is called until they fit), and for ``width`` drafts of each as
-        far as there are any."""
+        """Return all rows, with pages for their next tokens and for up to ``width`` drafts of each as long as pages are left.
+
+        ``retract`` is called until there are pages for the next tokens.
+        """
         rows = self.current()
         if width:
             rows.set_draft_limits(width)
@@ -69,8 +76,11 @@ class Decoding:
         return rows
 
     def current(self) -> DecodeRows:
-        """All that can take another token, the longest first: attention kernels start rows in their order, and whoever
-        starts last should not take the longest. Where lengths cross later, that is not worth another order."""
+        """Return the rows of all requests that can take another token, the longest first.
+
+        Attention kernels start the rows in this order, and the row that starts last should not take the longest. The order is
+        kept when one row grows longer than another, because a new order would cost more than it gains.
+        """
         if self.rows is not None and self.rows.steps_left < 1:
             self.rows.recount_steps()
         if self.rows is None or self.rows.steps_left < 1:
@@ -79,8 +89,8 @@ class Decoding:
         return self.rows
 
     def _reserve_next(self, rows: DecodeRows) -> bool:
-        """A page for the next token of each row that needs one, if need be one that was reserved for drafts. False if a row is
-        left without: one must go."""
+        """Reserve a page for the next token of each row that needs one, taking back pages reserved for drafts if necessary.
+        Return False if a row is left without a page; a request must then be retracted."""
         short = rows.short_of_pages()
         reqs = [rows.reqs[row] for row in short]
         if reqs and not self._ledger.reserve_one_each(reqs):
@@ -94,7 +104,7 @@ class Decoding:
         return True
 
     def _reserve_drafts(self, rows: DecodeRows, width: int) -> None:
-        """Pages for the drafts of each row. Where there are too few left, it gets as many drafts as its pages hold."""
+        """Reserve pages for the drafts of each row. If too few pages are left, a row gets as many drafts as its pages hold."""
         rows.set_draft_limits(width)
         short = rows.short_of_pages(width)
         for row in short:
@@ -105,8 +115,8 @@ class Decoding:
         rows.limit_drafts_to_pages()
 
     def reserve_ahead(self, width: int) -> None:
-        """Reserve pages for the drafts of the step after the one that computes now, however many of its own are accepted. Where
-        pages are short nothing is evicted for it."""
+        """Reserve pages for the drafts of the step after the one that computes now, enough for any number of accepted drafts of
+        that one. Only free pages are used; nothing is evicted."""
         rows = self.rows
         if rows is None or not width:
             return

@@ -1,4 +1,4 @@
-"""Drafts from outside are checked before pages are trusted to them."""
+"""Check the drafts of a drafter before they enter a batch, and prune those of low probability."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: float = 0.0) -> DraftTree | None:
-    """``drafts`` as wide as the longest row, without ``probs``: those below ``min_probability`` are left out, with what
-    hangs on them. Where a row has no draft it has token 0, and a parent that comes before. None if no row has a draft.
+    """Return ``drafts`` as wide as the longest row, without ``probs``; None if no row has a draft.
 
-    Raises ``ValueError`` for what the contract of ``Drafter.propose`` excludes.
+    Drafts below ``min_probability`` are left out together with their descendants. Entries beyond the length of a row have token 0
+    and a parent that comes before them. Raises ``ValueError`` for drafts that break the contract of ``Drafter.propose``.
     """
     rows, limits = len(batch.reqs), batch.draft_limits
     lens, ids, parents = drafts.lens, drafts.token_ids, drafts.parents
@@ -41,7 +41,7 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: f
     ids, lens = ids.astype(np.int32, copy=False), lens.astype(np.int32, copy=False)
     probs = _checked_probs(drafts, longest, valid) if min_probability > 0 else None
     if drafts.is_chain:
-        # with parents of its own: the drafter's were looked at when this was asked first, and may have changed since
+        # new parents: the drafter's were checked when is_chain was first read, and may have changed since then
         return _pruned(DraftTree.chains(ids, lens), probs, min_probability)
     parents = parents[:, :longest]
     if valid is not None:
@@ -52,7 +52,7 @@ def checked(batch: Batch, drafts: DraftTree, vocab_size: int, min_probability: f
 
 
 def _checked_probs(drafts: DraftTree, longest: int, valid: BoolArray | None) -> FloatArray:
-    """Those of ``drafts``, 0 where a row has no draft."""
+    """Return the probabilities of ``drafts``, 0 where a row has no draft. Raises ``ValueError`` if they are missing or wrong."""
     probs = drafts.probs
     if probs is None:
         raise ValueError("drafts have no probs, which scheduler.min_draft_probability needs")
@@ -68,13 +68,13 @@ def _checked_probs(drafts: DraftTree, longest: int, valid: BoolArray | None) -> 
 
 
 def _pruned(tree: DraftTree, probs: FloatArray | None, min_probability: float) -> DraftTree | None:
-    """``tree`` without drafts below ``min_probability`` and those behind them; None if nothing is left."""
+    """Return ``tree`` without the drafts below ``min_probability`` and without their descendants; None if nothing is left."""
     if probs is None:
         return tree
     kept = (probs >= min_probability) & (np.arange(probs.shape[1]) < tree.lens[:, None])
     first, above = tree.parents < 0, np.maximum(tree.parents, 0)
     while (orphans := kept & ~first & ~np.take_along_axis(kept, above, 1)).any():
-        kept &= ~orphans  # a drafter may state more than the parent's: without its parent a draft has no place
+        kept &= ~orphans  # a draft may have a higher probability than its parent; without its parent it is dropped
     lens = kept.sum(1, dtype=np.int32)
     if (lens == tree.lens).all():
         return tree

@@ -1,11 +1,11 @@
-"""Groups: requests that say that they begin alike. They stand together in the queue, and what they have in common stays in
-the cache until all of them have been admitted.
+"""Keep track of groups of requests that begin with the same tokens. The members of a group are admitted together, and their common
+prefix stays in the cache until all of them have been admitted.
 
     members   [ system prompt, document | question 1 ]    the first is admitted, the others wait for it (``PrefixWaits``)
               [ system prompt, document | question 2 ]    and are then admitted together
                 common, in whole pages  ^                 pinned from when it is computed to when the last is admitted
 
-Members may come one by one: what is common is known of those seen so far, and the pin shrinks to it.
+Members may arrive one by one: the common prefix is that of the members seen so far, and the pin shrinks as it does.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray, Req
 
 MOST = 1024
-"""Groups that are remembered; the one that nobody has joined for longest is forgotten first, which costs it its pin."""
+"""The most groups that are tracked. Beyond that the group that no request has joined for longest is dropped with its pin."""
 
 
 @dataclass(slots=True)
 class _Group:
     size: int
-    common: IntArray  # what all members begin with, in whole pages
+    common: IntArray  # the common prefix of all members, in whole pages
     deadline: float
     begun: int = 0  # members that were admitted, or left before that
 
 
 class Groups:
-    """The groups of which members are still to come, to wait or to be admitted."""
+    """Track the groups of which members have not arrived or have not been admitted."""
 
     def __init__(self, pins: Pins, page_size: int, seconds: float, ahead: int = 0) -> None:
-        """``seconds`` after its last member has come a group is forgotten. The cache knows pages by the tokens ``ahead``, too."""
+        """A group is dropped ``seconds`` after its last member has arrived. ``ahead`` is the number of tokens after a page that
+        belong to its key in the cache."""
         self._pins, self._page_size, self._seconds, self._ahead = pins, page_size, seconds, ahead
         self._groups: OrderedDict[PinKey, _Group] = OrderedDict()
 
@@ -46,7 +47,7 @@ class Groups:
         return len(self._groups)
 
     def joined(self, req: Req) -> None:
-        """A request has come to the queue."""
+        """Note that a request has joined the waiting queue."""
         if not req.group:
             return
         key, prompt = _key(req), req.token_ids[: req.prompt_len]
@@ -60,14 +61,15 @@ class Groups:
             self._forget(next(iter(self._groups)))
 
     def computed(self, req: Req) -> None:
-        """The pages of a request were offered to the cache: if they hold all of its prompt, what is common is there."""
+        """Note that the pages of a request were inserted into the cache. If they hold its whole prompt, the cache has the common
+        prefix, which is pinned then."""
         key = _key(req)
         group = self._groups.get(key) if req.group else None
         if group is not None and req.cached_len >= req.prompt_len and key not in self._pins:
             self._pins.keep(key, group.common)
 
     def begun(self, req: Req) -> None:
-        """A request was admitted for the first time, or has left the queue before that."""
+        """Note that a request was admitted for the first time, or has left the queue before that."""
         key = _key(req)
         group = self._groups.get(key) if req.group else None
         if group is None:
@@ -79,15 +81,15 @@ class Groups:
             self._renew(key)
 
     def expire(self) -> None:
-        """Forget the groups whose time has passed."""
+        """Drop the groups whose deadline has passed."""
         while self._groups:
             key, group = next(iter(self._groups.items()))
             if group.deadline > self._pins.clock():
                 return
-            del self._groups[key]  # its pin, if there is one, has a time of its own
+            del self._groups[key]  # its pin, if there is one, has its own deadline
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all groups and their pins."""
         for key in list(self._groups):
             self._forget(key)
 
@@ -99,7 +101,7 @@ class Groups:
                 self._pins.keep(key, group.common)
 
     def _whole(self, length: int) -> int:
-        """As many of ``length`` tokens as the cache needs for what pages it knows of them."""
+        """Return how many of the first ``length`` tokens the cache needs to match the whole pages among them."""
         pages = (length - self._ahead) // self._page_size
         return pages * self._page_size + self._ahead if pages > 0 else 0
 
@@ -116,7 +118,7 @@ class Groups:
 
 
 def together(reqs: Sequence[Req]) -> list[Req]:
-    """``reqs`` with the members of a group behind its first one, otherwise in the order they have."""
+    """Return ``reqs`` with the members of each group directly after its first one; the order is otherwise unchanged."""
     places: dict[Hashable, list[Req]] = {}
     for req in reqs:
         places.setdefault(_key(req) if req.group else req.uid, []).append(req)

@@ -1,4 +1,4 @@
-"""The scheduler's bounds and counters."""
+"""Hold the scheduler's bounds and counters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The scheduler's bounds, from config and model. ``reuses_prefixes``: the prefix cache keeps something. ``draft_width`` is the drafter's ``max_draft_tokens``, else 0;
-    with ``adapt_drafts`` each request gets fewer where few are accepted; drafts of a lower probability than ``min_draft_probability`` are not verified; ``shared_prefixes`` orders decode batches by the prefixes that their rows share, and fills ``Batch.shared``.
-    ``embeds``: the model offers model.embed.
-    Groups and sessions keep prefixes locked for ``pin_seconds``, ``pin_pages`` of them in all."""
+    """Hold the scheduler's bounds, which come from config and model.
+
+    ``reuses_prefixes`` is true if the prefix cache keeps anything. ``draft_width`` is the drafter's ``max_draft_tokens``, 0
+    without a drafter. With ``adapt_drafts`` a request gets fewer drafts if few of them are accepted. Drafts of a lower probability
+    than ``min_draft_probability`` are not verified. With ``shared_prefixes`` the rows of decode batches are ordered by the
+    prefixes that they share, and ``Batch.shared`` is filled. ``embeds`` is true if the model offers model.embed. Groups and
+    sessions keep prefixes locked for ``pin_seconds``, at most ``pin_pages`` pages in all.
+    """
 
     max_running: int
     max_waiting: int
@@ -33,14 +37,17 @@ class SchedulerLimits:
     pin_pages: int = 0
 
     def adapts(self, drafts: DraftTree) -> bool:
-        """Whether what comes of ``drafts`` decides how many a request gets next: of a tree most nodes are there not to be
-        accepted, and what is left of a tree may be a chain."""
+        """Return True if the number of accepted drafts decides how many drafts a request gets next.
+
+        That holds for chains only, because most nodes of a tree cannot be accepted together. It does not hold with
+        ``min_draft_probability`` either, because a pruned tree may be a chain.
+        """
         return self.adapt_drafts and self.min_draft_probability == 0 and drafts.is_chain
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since the start."""
+    """Count the scheduler's work since the start."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What a step has brought, given to its requests one by one."""
+"""Give the results of a step to its requests: tokens, accepted drafts, log-probabilities and pooled vectors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 MEMORY = 0.8
-"""How much of the moving average of accepted drafts a step leaves as it was."""
+"""The weight of the earlier steps in the moving average of accepted drafts."""
 
 
 def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: Totals, limits: SchedulerLimits) -> None:
-    """Take back, from the cursors of the requests, the drafts that were not accepted, and count what was verified. Where drafts
-    adapt, set how many each gets next time."""
+    """Move the cursors of the requests back over the drafts that were not accepted, and count the verified drafts. If the number of
+    drafts adapts, set how many each request gets next."""
     drafted = (drafts.lens[batch.samples] if batch.num_extend else drafts.lens).tolist()
     adapts = limits.adapts(drafts)
     totals.draft_steps += 1
@@ -48,8 +48,8 @@ def settle_drafts(batch: Batch, drafts: DraftTree, output: HostOutput, totals: T
 
 
 def _adapt(req: Req, accepted: int, most: int) -> None:
-    """Twice as many drafts as are accepted of late, and two: a request that accepts all soon gets the most, one that accepts
-    none costs little and can recover."""
+    """Set the number of drafts of ``req`` to two more than twice the moving average of accepted ones, at most ``most``. A request
+    whose drafts are all accepted soon gets the most; one whose drafts are rejected costs little and can recover."""
     req.accepts = accepted if req.accepts < 0 else MEMORY * req.accepts + (1 - MEMORY) * accepted
     req.draft_len = min(most, 2 + math.ceil(2 * req.accepts))
 
@@ -62,9 +62,11 @@ def take_tokens(
     totals: Totals,
     jump: Callable[[Req], list[int]] | None = None,
 ) -> TokenOutput:
-    """Append ``tokens`` to the request, up to the one that ends it, and set ``req.finish`` then. Else ``jump`` may append
-    more, and returns them. Those that drafts have brought beyond the one of any step are counted as accepted. The answer for its
-    client."""
+    """Append ``tokens`` to the request and return the answer for its client.
+
+    The tokens after the one that ends the request are dropped, and ``req.finish`` is set then. If the request goes on, ``jump`` may
+    append forced tokens, which it returns. Of the sampled tokens that are appended, all but one are counted as accepted drafts.
+    """
     before = req.known_len
     if len(tokens) > 1 and _goes_on(req, tokens, eos_token_ids):
         req.known_len += len(tokens)
@@ -81,13 +83,13 @@ def take_tokens(
 
 
 def end_prefilled(req: Req) -> TokenOutput:
-    """End a request whose prompt has been computed, and that wants no more. The answer for its client."""
+    """End a request that generates no tokens and whose prompt has been computed. Return the answer for its client."""
     req.finish = LENGTH if req.error is None else FinishReason(FinishKind.ERROR, message=req.error)
     return _output(req, [], req.prompt_len, [])
 
 
 def _output(req: Req, tokens: list[int], before: int, logprobs: list[TokenLogprob] | None) -> TokenOutput:
-    """The answer for what the request has become longer by since it was ``before`` tokens long."""
+    """Return the answer with the tokens that were appended since the request had ``before`` tokens."""
     known, count = req.known_len, req.known_len - before
     return TokenOutput(
         req.rid,
@@ -112,14 +114,14 @@ def _take_singly(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> 
         req.known_len += 1
         try:
             req.finish = finish_reason(req, token, eos_token_ids)
-        except Exception as error:  # of its matcher or detokenizer: it ends this request alone
+        except Exception as error:  # raised by the request's matcher or detokenizer: it ends this request only
             req.finish = _failure(req, f"token {token}", error)
         if req.finish is not None:
             break
 
 
 def _goes_on(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> bool:
-    """True if none of ``tokens`` can end the request, and nobody else wants to see them one by one."""
+    """Return True if none of ``tokens`` can end the request, and neither a matcher nor a detokenizer needs them one by one."""
     return (
         req.matcher is None
         and req.detokenizer is None
@@ -131,7 +133,8 @@ def _goes_on(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> bool
 
 
 def take_forced(req: Req, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    """Append tokens that nobody sampled, up to the one that ends the request or that its grammar refuses. Those appended."""
+    """Append tokens that the constraint forces, up to the one that ends the request or that the matcher refuses. Return the
+    appended tokens."""
     before = req.known_len
     for token in tokens:
         try:
@@ -162,21 +165,24 @@ def forced_tokens(req: Req, constraints: RequestConstraints) -> list[int]:
 
 
 def add_prompt_logprobs(req: Req, start: int, entries: list[TokenLogprob]) -> None:
-    """``entries`` are of a chunk that begins at ``start``: the first is of the token behind, or of the first that was asked
-    for. A retracted request computes some of them again."""
+    """Add the log-probabilities of a chunk of the prompt that begins at ``start``.
+
+    The first of ``entries`` is that of the token at ``start + 1``, or of the first token for which the client requested
+    log-probabilities if that comes later. Entries that a retracted request computes again are dropped.
+    """
     scored = prompt_scored(req)
     fresh = entries[scored - max(start + 1, req.params.prompt_logprobs_start) :]
     req.prompt_logprobs.extend(fresh[: req.prompt_len - scored])
 
 
 def prompt_scored(req: Req) -> int:
-    """The token of the prompt up to which its log-probabilities, where they were asked for, are known."""
+    """Return the index of the first prompt token whose log-probability is requested and not yet known."""
     return req.params.prompt_logprobs_start + len(req.prompt_logprobs)
 
 
 def add_pooled(req: Req, start: int, vector: FloatArray) -> None:
-    """What a step has made of prompt tokens from ``start`` on. Sums of a mean's chunks are added up; a retracted request
-    begins anew."""
+    """Add the pooled vector of a chunk of the prompt that begins at ``start``. For a mean the sums of the chunks are added up. A
+    retracted request begins again with its first chunk."""
     pooling = req.params.pooling
     assert pooling is not None
     fresh = not pooling.reads_all or start == 0
@@ -184,7 +190,7 @@ def add_pooled(req: Req, start: int, vector: FloatArray) -> None:
 
 
 def pooled_bytes(req: Req) -> bytes | None:
-    """What the whole prompt was made into, float32; None where nothing was asked for."""
+    """Return the pooled vector of the whole prompt as little-endian float32 bytes; None if no pooling was requested."""
     pooling = req.params.pooling
     if pooling is None or req.pooled is None:
         return None

@@ -1,5 +1,5 @@
-"""Prefixes that stay in the cache because somebody has said that they will be wanted: a group's next members, a session's
-next turn. A hint and no more: where pages are needed for anything else the pins give way, the oldest first.
+"""Pin prefixes in the cache that the client has announced to use again: for the next members of a group, or the next turn of a
+session. Pins are hints: when pages are needed for anything else, the scheduler releases the oldest pin first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray, Req
 
 Clock = Callable[[], float]
-"""Seconds that never go back."""
+"""A clock that returns seconds and never runs backwards."""
 
 
 class PinKey(NamedTuple):
-    """Whose prefix it is: a ``group`` or a ``session``, by its name in its namespace."""
+    """Identify the group or session that a prefix is pinned for. ``kind`` is ``group`` or ``session``; ``name`` is unique in its
+    namespace."""
 
     kind: str
     namespace: str
@@ -31,34 +32,35 @@ class PinKey(NamedTuple):
 
 @dataclass(slots=True)
 class _Pin:
-    handle: Any  # locked
-    pages: IntArray  # [n] of the first cache group: they say which
+    handle: Any  # the prefix cache's handle, locked
+    pages: IntArray  # [n] the pages of the first cache group, which identify those of the others
     deadline: float
 
 
 class Pins:
-    """Locks on paths of the prefix cache, ``limits.pin_pages`` of its pages at most, each for ``limits.pin_seconds`` since it was
-    taken or renewed. A cache that keeps nothing has nothing to pin."""
+    """Lock paths of the prefix cache, at most ``limits.pin_pages`` of its pages, each for ``limits.pin_seconds`` since it was taken
+    or renewed. A cache that keeps nothing has nothing to pin."""
 
     def __init__(
         self, limits: SchedulerLimits, ledger: PageLedger, totals: Totals, clock: Clock = time.monotonic
     ) -> None:
         self.clock = clock
-        self.pages = 0  # that one pin or more holds
+        self.pages = 0  # the number of pages that at least one pin holds
         self._seconds, self._bound = limits.pin_seconds, limits.pin_pages
         self._cache, self._allocator, self._table, self._totals = ledger.cache, ledger.allocator, ledger.table, totals
-        self._pins: OrderedDict[PinKey, _Pin] = OrderedDict()  # the one to expire first comes first
-        self._holders = np.zeros(ledger.allocator.num_total + 1, np.int32)  # of each page, the pins
+        self._pins: OrderedDict[PinKey, _Pin] = OrderedDict()  # in the order in which they expire
+        self._holders = np.zeros(ledger.allocator.num_total + 1, np.int32)  # of each page, the number of pins
 
     def __contains__(self, key: PinKey) -> bool:
         return key in self._pins
 
     def keep(self, key: PinKey, tokens: IntArray) -> None:
-        """Hold what the cache has of ``tokens``, in place of what ``key`` has held. Nothing where the bound forbids it."""
+        """Pin the cached prefix of ``tokens`` for ``key``, in place of what was pinned for it. Nothing is pinned if that would
+        exceed the bound even without all other pins."""
         if self._bound == 0 or self._seconds == 0:
             return
         match = self._cache.match(tokens, key.namespace)
-        self._cache.lock(match.handle)  # first: it may be part of what is released
+        self._cache.lock(match.handle)  # first, because it may be part of what is released
         self.release(key)
         pages = match.pages[0]
         if len(pages) == 0 or not self._fits(pages):
@@ -71,14 +73,14 @@ class Pins:
         self._totals.pins_taken += 1
 
     def renew(self, key: PinKey) -> None:
-        """Hold it as long as if it were taken now, if it is held."""
+        """Extend the pin of ``key``, if there is one, as if it were taken now."""
         pin = self._pins.get(key)
         if pin is not None:
             pin.deadline = self.clock() + self._seconds
             self._pins.move_to_end(key)
 
     def release(self, key: PinKey) -> None:
-        """Let go of it, if it is held."""
+        """Release the pin of ``key``, if there is one."""
         pin = self._pins.pop(key, None)
         if pin is not None:
             self._holders[pin.pages] -= 1
@@ -86,12 +88,12 @@ class Pins:
             self._cache.unlock(pin.handle)
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all pins."""
         for key in list(self._pins):
             self.release(key)
 
     def expire(self) -> None:
-        """Let go of those whose time has passed."""
+        """Release the pins whose deadline has passed."""
         while self._pins:
             key, pin = next(iter(self._pins.items()))
             if pin.deadline > self.clock():
@@ -100,15 +102,16 @@ class Pins:
             self._totals.pins_expired += 1
 
     def release_pinned(self, short: int) -> bool:
-        """``short`` pages are missing for something else: let go of the oldest pin. False if all of them together would not be
-        enough; then nothing is let go of."""
+        """Release the oldest pin because ``short`` pages are missing for something else. If all pins together have fewer pages than
+        that, release nothing and return False."""
         if short > self.pages:
             return False
         self._drop_oldest()
         return True
 
     def count_unread(self, running: Iterable[Req]) -> int:
-        """Pinned pages that no running request reads. Linear in the pool and in the pages that are shared, where there are pins."""
+        """Return the number of pinned pages that no running request reads. If there are pins, the time is linear in the pool and in
+        the shared pages of ``running``."""
         if not self.pages:
             return 0
         held = self._holders > 0
@@ -117,7 +120,7 @@ class Pins:
         return int(np.count_nonzero(held))
 
     def _fits(self, pages: IntArray) -> bool:
-        """Let go of older pins until ``pages`` fit within the bound; of none if they never will."""
+        """Release older pins until ``pages`` fit within the bound. If they never fit, release nothing and return False."""
         if len(pages) > self._bound:
             return False
         while self.pages + self._unheld(pages) > self._bound:
@@ -132,7 +135,7 @@ class Pins:
         return len(pages) - int(np.count_nonzero(self._holders[pages]))
 
     def check_integrity(self) -> None:
-        """Assert that what is pinned is in the cache and locked, and counted right. Linear in the pool."""
+        """Assert that pinned pages are in the cache, locked, and counted right. The time is linear in the pool."""
         holders = np.zeros_like(self._holders)
         for pin in self._pins.values():
             assert self._allocator.are_held(pin.pages[None]), "a pinned page is free"

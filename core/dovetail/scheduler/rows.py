@@ -1,4 +1,4 @@
-"""The decode rows of a step, kept from one step to the next while nobody joins or leaves."""
+"""Hold the decode rows of a step, from one step to the next as long as no request joins or leaves them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _versions = itertools.count(1)
 
 
 class DecodeRows:
-    """Requests that decode, in the order of their rows, with arrays over them.
+    """Hold the requests that decode, in the order of their rows, with arrays over them.
 
-    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` go into batches as they are and are never changed: batches
-    with the same ``version`` have the same rows. ``lens`` follows the requests' cursors, up to their ``ends``, in pages
-    for ``capacity`` tokens. Every row can take ``steps_left`` more tokens at least, and has pages for ``spare`` at least: they are
-    known without asking the arrays, and exact after ``recount_steps`` and ``recount_spare``.
+    ``reqs``, ``slots``, ``ones``, ``samples`` and ``draft_limits`` are put into batches without a copy and are never written to
+    afterwards: batches with the same ``version`` have the same rows. ``lens`` follows the requests' cursors, ``ends`` are the
+    lengths at which the requests end, and ``capacity`` is the number of tokens for which each row has pages. Every row can take at
+    least ``steps_left`` more tokens and has pages for at least ``spare`` more. These two numbers are lower bounds that need no look
+    at the arrays; ``recount_steps`` and ``recount_spare`` make them exact.
     """
 
     __slots__ = (
@@ -47,7 +48,7 @@ class DecodeRows:
     )
 
     def __init__(self, reqs: list[Req], page_size: int, grouping: Grouping | None = None) -> None:
-        """``reqs`` each have a token to enter, and room for at least one more."""
+        """Each of ``reqs`` must have a token to enter, and may still get at least one more."""
         n = len(reqs)
         self.version = next(_versions)
         self.reqs = reqs
@@ -60,7 +61,7 @@ class DecodeRows:
         self.draft_lens = np.fromiter([r.draft_len for r in reqs], np.int32, n)
         self.draft_limits = np.zeros(n, np.int32)
         self._limits_of_width: tuple[int, IntArray] | None = (
-            None  # what ``set_draft_limits`` found for a width, where no end is near
+            None  # a width, and its limits where no request is near its end
         )
         self.capacity = np.fromiter([r.num_pages for r in reqs], np.int32, n) * page_size
         self.recount_steps()
@@ -68,20 +69,20 @@ class DecodeRows:
 
     @property
     def remain(self) -> IntArray:
-        """Tokens that each row may still get."""
+        """The number of tokens that each row may still get."""
         return self.ends - self.lens
 
     def recount_steps(self) -> None:
-        """Set ``steps_left`` by the arrays."""
+        """Compute ``steps_left`` from the arrays."""
         self.steps_left = int(self.remain.min(initial=np.iinfo(np.int32).max))
 
     def recount_spare(self) -> None:
-        """Set ``spare`` by the arrays."""
+        """Compute ``spare`` from the arrays."""
         self.spare = int((self.capacity - self.lens).min(initial=np.iinfo(np.int32).max))
 
     def set_draft_limits(self, draft_width: int) -> None:
-        """Set ``draft_limits``: the drafts that each row wants to verify, ``draft_width`` at most. The next token of its own needs
-        room too."""
+        """Set ``draft_limits`` to the number of drafts that each row may have, at most ``draft_width``. One token of the row's
+        remaining length is reserved for its next sampled token."""
         if self._limits_of_width is None or self._limits_of_width[0] != draft_width:
             self._limits_of_width = draft_width, _read_only(np.minimum(self.draft_lens, draft_width))
         self.draft_limits = self._limits_of_width[1]
@@ -90,12 +91,12 @@ class DecodeRows:
             self.draft_limits = _read_only(np.minimum(self.remain - 1, self.draft_limits))
 
     def limit_drafts_to_pages(self) -> None:
-        """No more drafts in ``draft_limits`` than there are pages for."""
+        """Reduce ``draft_limits`` to the number of drafts for which each row has pages."""
         self.draft_limits = _read_only(np.minimum(self.draft_limits, self.capacity - self.lens))
 
     def short_of_pages(self, draft_width: int = 0) -> list[int]:
-        """Rows whose pages do not hold the token that enters now and, with the width of the last ``set_draft_limits``, the drafts that they
-        want."""
+        """Return the rows whose pages do not hold the token that enters now and, if ``draft_width`` is given, their drafts.
+        ``draft_width`` must be that of the last call of ``set_draft_limits``."""
         if self.spare >= draft_width:
             return []
         lens = self.lens + self.draft_limits if draft_width else self.lens
@@ -105,14 +106,14 @@ class DecodeRows:
         return short
 
     def update_capacity(self, rows: list[int]) -> None:
-        """These rows have other pages than before."""
+        """Recompute the capacity of ``rows``, whose pages have changed."""
         page_size = self.page_size
         self.capacity[rows] = [self.reqs[row].num_pages * page_size for row in rows]
         self.recount_spare()
 
     def advance(self) -> None:
-        """One token of each row enters a step, and its next one is on its way."""
-        self.lens += self.ones  # an array: numpy takes twice as long for a number
+        """Advance the cursors of every row by the token that enters a step; the next token of the row is then in flight."""
+        self.lens += self.ones  # an array, because numpy takes twice as long to add a number
         self.steps_left -= 1
         self.spare -= 1
         for req in self.reqs:
@@ -121,13 +122,15 @@ class DecodeRows:
             req.in_flight += 1
 
     def draft(self, counts: IntArray, most: int) -> None:
-        """So many drafts of each row enter too, ``most`` at most. ``settle`` follows."""
+        """Advance the lengths by ``counts`` drafts of each row, which enter the same step. ``most`` is the largest count. The
+        caller must call ``settle`` once it is known which drafts are accepted."""
         self.lens += counts
         self.steps_left -= most
         self.spare -= most
 
     def settle(self, *, adapted: bool) -> None:
-        """The requests' cursors have moved back to what was accepted; where it is ``adapted``, they get another number of drafts."""
+        """Take over the requests' cursors, which have moved back to the accepted drafts. If ``adapted``, also take over the
+        numbers of drafts that the requests get from now on."""
         self.lens[:] = [r.device_len for r in self.reqs]
         if adapted:
             self.draft_lens[:] = [r.draft_len for r in self.reqs]
@@ -140,7 +143,7 @@ def _read_only(array: IntArray) -> IntArray:
 
 
 def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
-    """The next token of each row enters."""
+    """Return the batch in which the next token of each row enters."""
     return Batch(
         reqs=rows.reqs,
         num_extend=0,
@@ -156,7 +159,8 @@ def decode_batch(rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Ba
 
 
 def mixed_batch(extend: Sequence[tuple[Req, int]], rows: DecodeRows, updates: PageUpdates, draft_width: int) -> Batch:
-    """Prompt tokens of ``extend``, so many of each, then the next token of each row."""
+    """Return the batch in which the given number of prompt tokens of each request of ``extend`` enters, followed by the next
+    token of each decode row."""
     prompts, counts = [req for req, _ in extend], [count for _, count in extend]
     n = len(rows.reqs)
     return Batch(
@@ -176,7 +180,7 @@ def _joined(prompts: Sequence[int], decode: IntArray) -> IntArray:
 
 
 def prefilled(batch: Batch) -> list[Req]:
-    """Of a batch with prompts: requests that end with theirs, of which this step has computed the last token."""
+    """Return the requests of a batch that end with their prompt and whose last prompt token this step has computed."""
     ends = batch.prefix_lens + batch.extend_lens
     return [
         req

@@ -1,11 +1,11 @@
-"""The scheduler: add, schedule, commit, abort. Pure CPU Python; it knows nothing of tensors or devices.
+"""Schedule requests: add, schedule, commit, abort. This is plain Python on the host, without tensors or devices.
 
 A request waits, then prefills (its prompt enters in chunks), then decodes, then is finished:
 
     add -> waiting -> prefilling -> decoding -> finished
-              ^___________|____________|   retract: its pages are needed elsewhere; nothing is lost
+              ^___________|____________|   retract: its pages are needed for other requests; its tokens are kept
 
-Cursors advance in ``schedule``, when work is handed out; ``commit`` brings the tokens, one step later under overlap.
+Cursors advance in ``schedule``, when a batch is made. ``commit`` adds the tokens of the step, with overlap one step later.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Decides which requests run in each step, and what their tokens mean. Not thread-safe."""
+    """Decide which requests run in each step, and give them the tokens that the step has brought. Not thread-safe."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Scheduler:
     # -- add ---------------------------------------------------------------------------------------------------------
 
     def add(self, msg: GenerateMsg) -> Req:
-        """Put a request in the waiting queue. Raises ``RequestError`` or ``QueueFullError``; then nothing was kept."""
+        """Put a request into the waiting queue. Raises ``RequestError`` or ``QueueFullError``; the scheduler is then unchanged."""
         if msg.rid in self._by_rid:
             raise RequestError(f"rid {msg.rid!r} is already in use; request ids must be unique", param="rid")
         if len(self.waiting) >= self.limits.max_waiting:
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Req]:
-        """Requests that hold pages."""
+        """The requests that hold pages."""
         return self.prefilling + self.decoding
 
     @property
@@ -108,7 +108,7 @@ class Scheduler:
         return bool(self._by_rid)
 
     def poll(self) -> list[Answer]:
-        """Collect grammars that have been compiled; the answers are of requests whose grammar was refused."""
+        """Collect the constraints that have been compiled. Return the answers of requests whose constraint was refused."""
         answers: list[Answer] = []
         for req, refusal in self.constraints.collect():
             if refusal is not None:
@@ -119,12 +119,13 @@ class Scheduler:
         return answers
 
     def take_departed(self) -> list[Req]:
-        """Requests that have ended or were retracted since the last call, where there is a drafter that keeps state."""
+        """Return the requests that have ended or were retracted since the last call, so that the drafter can drop their state.
+        Without a drafter the list is empty."""
         departed, self._departed = self._departed, []
         return departed
 
     def schedule(self) -> Batch | None:
-        """The next step's work, with pages reserved and cursors advanced; None if nothing can run now."""
+        """Return the batch of the next step, with pages reserved and cursors advanced; None if nothing can run now."""
         self.expire()
         rows = self._rows.reserve(self.limits.draft_width, self._retract_one)
         extend = self._admission.fill(self.waiting, self.prefilling, self.decoding)
@@ -133,18 +134,18 @@ class Scheduler:
         return self._rows.batch(rows, self.limits.draft_width) if rows.reqs else None
 
     def expire(self) -> None:
-        """Let go of what was kept in the cache for groups and sessions that have not come in time."""
+        """Release the pins of groups and sessions whose next request has not arrived in time."""
         self.pins.expire()
         self.groups.expire()
 
     def reserve_ahead(self) -> PageUpdates:
-        """Reserve pages for drafts while a step computes, so that the next one need not wait for it. The page updates of its
-        batch, unless there are to be more."""
+        """Reserve pages for the drafts of the next step while the device computes this one. Return the page updates of the next
+        batch; more may be added to them before that batch is made."""
         self._rows.reserve_ahead(self.limits.draft_width)
         return self.ledger.table.next_updates()
 
     def _retract_one(self) -> None:
-        """Take back the youngest running request; its tokens stay, its pages are freed (or cached)."""
+        """Move the youngest running request back to the waiting queue. Its tokens are kept, its pages are freed or cached."""
         self._rows.invalidate()
         victim = max(self.running, key=lambda r: r.uid)
         (self.prefilling if victim in self.prefilling else self.decoding).remove(victim)
@@ -161,7 +162,8 @@ class Scheduler:
         return batch
 
     def _enter(self, req: Req, count: int) -> bool:
-        """``count`` prompt tokens enter a step. True if these are the last and there is to be more: then it decodes from now on."""
+        """Advance the cursors of ``req`` by ``count`` prompt tokens that enter a step. Return True if these are its last prompt
+        tokens and it generates tokens; the request then decodes from now on."""
         req.cached_len += count
         req.in_flight += 1
         if req.cached_len < req.device_len or req.prefill_only:
@@ -186,8 +188,9 @@ class Scheduler:
             req.device_len += count
 
     def take_back(self, batch: Batch) -> None:
-        """A batch failed: its tokens may have no KV in the pool, and the device may not have seen its page updates, among
-        which those of other requests can be. Follow with ``fail``, once the step before it is committed."""
+        """Take back a batch that failed: its tokens may have no KV in the pool. The device may not have seen its page updates,
+        which can include those of other requests, and gets them again. The caller must call ``fail`` once the step before it is
+        committed."""
         self.ledger.table.put_back(batch.page_updates)
         for req, count in zip(batch.reqs, batch.extend_lens.tolist(), strict=True):
             req.cached_len -= count
@@ -196,7 +199,8 @@ class Scheduler:
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, output: HostOutput) -> list[Answer]:
-        """Give the step's tokens to their requests, in place; finished ones return their pages."""
+        """Append the step's tokens to their requests, in place, and return the answers for their clients. Finished requests
+        release their pages."""
         for req in batch.reqs:
             req.in_flight -= 1
         for row, entries in output.prompt_logprobs.items():
@@ -228,15 +232,16 @@ class Scheduler:
         return [*answers]
 
     def _is_wasted(self, req: Req) -> bool:
-        """True for a token sampled where the request has jumped on meanwhile."""
+        """Return True for a token that was sampled at a position that jump-forward has filled meanwhile."""
         if not req.wasted:
             return False
         req.wasted -= 1
         return True
 
     def _jump(self, req: Req) -> list[int]:
-        """Append what the grammar forces, if there is memory for it; returns the tokens. They enter like a chunk of a prompt.
-        A step launched meanwhile samples a token in vain, so that a jump over one token would gain nothing then."""
+        """Append the tokens that the constraint forces, if there are pages for them, and return them. They enter a step like a
+        chunk of a prompt. If a step of the request is in flight, its sampled token is wasted, so that a jump over one token gains
+        nothing and is not made."""
         tokens = forced_tokens(req, self.constraints)
         if len(tokens) <= min(req.in_flight, 1):
             return []
@@ -254,7 +259,7 @@ class Scheduler:
         return tokens
 
     def _share(self, req: Req) -> None:
-        """A part of its prompt is in the pool: others may read it."""
+        """Insert the computed part of the request's prompt into the cache, where other requests may read it."""
         self.ledger.share(req)
         self.groups.computed(req)
         self._rows.invalidate_sharing()
@@ -262,7 +267,7 @@ class Scheduler:
     # -- leave -------------------------------------------------------------------------------------------------------
 
     def abort(self, rid: str, message: str) -> list[Answer]:
-        """End a request now. Unknown ids are ignored: it may just have finished."""
+        """End a request now. Unknown ids are ignored, because the request may just have finished."""
         req = self._by_rid.get(rid)
         return self._abort([req], message) if req is not None else []
 
@@ -273,7 +278,7 @@ class Scheduler:
         return answers
 
     def release_pins(self) -> None:
-        """Keep nothing in the cache for groups and sessions any more."""
+        """Release all pins, and drop all groups."""
         self.groups.clear()
         self.pins.clear()
 
@@ -287,7 +292,7 @@ class Scheduler:
         ]
 
     def fail(self, reqs: Sequence[Req], message: str) -> list[Answer]:
-        """End the requests of a step that failed. Their pages are freed, not cached: what they hold is unknown."""
+        """End the requests of a step that failed. Their pages are freed and not cached, because their content is unknown."""
         failed = [req for req in reqs if req.finish is None]
         for req in failed:
             req.finish = FinishReason(FinishKind.ERROR, message=message)
@@ -295,7 +300,7 @@ class Scheduler:
         return [RequestFailed(req.rid, 500, message, "engine_error") for req in failed]
 
     def _leave(self, reqs: list[Req], *, keep: bool = True) -> None:
-        """Requests that have just finished leave queues, table and books: one pass, however many they are."""
+        """Remove requests that have just finished from the queues, the request table and the ledger, in one pass over them."""
         if any(req.slot >= 0 for req in reqs):
             self._rows.invalidate()
             self.decoding[:] = [r for r in self.decoding if r.finish is None]
@@ -317,7 +322,8 @@ class Scheduler:
             self._departed.append(req)
 
     def _keep_cached(self, req: Req) -> None:
-        """It has ended; its text is in the cache, and may be wanted by its group or by the next of its session."""
+        """Pin the text of a request that has ended, which is in the cache, for its group and for the next request of its
+        session."""
         self.groups.computed(req)
         if req.session:
             self.pins.keep(PinKey("session", req.namespace, req.session), req.token_ids[: req.known_len])
@@ -326,7 +332,7 @@ class Scheduler:
         del self._by_rid[req.rid]
 
     def check_integrity(self) -> None:
-        """Assert that queues, slots and pages agree; for idle times and tests."""
+        """Assert that queues, slots and pages are consistent; the loop calls this when idle, and tests do."""
         self.ledger.check_integrity(self.running)
         self.pins.check_integrity()
         for req in self.running:

@@ -1,4 +1,4 @@
-"""Decode rows that share a prefix stand side by side, so that attention may read it once for all of them."""
+"""Make decode rows that share a prefix adjacent, so that attention can read the prefix once for all of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 class Grouping(NamedTuple):
-    """Rows in the order of their groups. Without ``lens`` there is no group, and the order is as it was."""
+    """Hold rows in the order of their groups. If ``lens`` is empty, there is no group and the order is unchanged."""
 
     reqs: list[Req]
-    starts: IntArray  # [groups + 1]
-    lens: IntArray  # [groups]
+    starts: IntArray  # [groups + 1] the first row of each group, and the number of rows
+    lens: IntArray  # [groups] the length of the shared prefix in tokens, 0 for a row that shares none
 
     @property
     def shared(self) -> SharedPrefixes | None:
-        """For a batch of these rows: its own object, as the engine writes to it; the arrays stay the same."""
+        """A new ``SharedPrefixes`` for a batch of these rows, because the engine writes to it; the arrays are the same each
+        time. None if there is no group."""
         return SharedPrefixes(self.starts, self.lens) if len(self.lens) else None
 
 
@@ -32,13 +33,13 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Sharing:
-    """Asks the prefix cache which rows begin alike."""
+    """Find the rows that share a prefix, with the help of the prefix cache."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
 
     def group(self, reqs: list[Req]) -> Grouping:
-        """``reqs`` with the rows of a group behind its first one, otherwise in the order they have."""
+        """Return ``reqs`` with the rows of each group directly after its first row; the order is otherwise unchanged."""
         groups = self._cache.shared_prefixes([r.cache_handle for r in reqs]) if len(reqs) > 1 else []
         if not groups:
             return Grouping(reqs, _NONE, _NONE)
@@ -50,7 +51,8 @@ class Sharing:
 
 
 def _leaders(groups: Sequence[tuple[list[int], int]], rows: int) -> tuple[IntArray, IntArray]:
-    """The first row of each row's group, int32 ``[rows]``, and at that row the group's length."""
+    """Return the first row of each row's group, and an array that holds the length of the group's prefix at that first row; both
+    are int32 ``[rows]``."""
     leader, lens = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)
     for members, length in groups:
         first = min(members)

@@ -1,4 +1,4 @@
-"""When a request is finished."""
+"""Decide when a request is finished."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from dovetail.types import Req
 
 LENGTH = FinishReason(FinishKind.LENGTH)
-"""There is no room for another token."""
+"""The finish reason of a request that has reached its maximum length."""
 
 
 def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """Why the request ends with ``token_id``, its newest token, already in ``req.token_ids``; None if it goes on.
+    """Return why the request ends with ``token_id``, its newest token, which is in ``req.token_ids`` already; None if it goes on.
 
-    Advances the request's grammar matcher and stop-string detokenizer.
+    Advances the request's matcher and the detokenizer that finds its stop strings.
     """
     if req.error is not None:
         return FinishReason(FinishKind.ERROR, message=req.error)
@@ -26,7 +26,7 @@ def finish_reason(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> Fin
 
 
 def end_of(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """``finish_reason`` of a token that the matcher has accepted."""
+    """Return the ``finish_reason`` of a token that the matcher has already accepted."""
     params = req.params
     if req.matcher is not None and req.matcher.is_terminated:
         return FinishReason(FinishKind.STOP, token_id if token_id in eos_token_ids else None)

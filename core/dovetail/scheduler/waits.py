@@ -1,4 +1,4 @@
-"""Requests wait for a prefix that another request's prompt is computing right now, instead of computing it again."""
+"""Make requests wait for a prefix that is being computed for another request, instead of computing it again."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ if TYPE_CHECKING:
     from dovetail.types import IntArray, Req
 
 LOOK_BACK = 256
-"""Tokens at the end of a prefix that it is looked up by. Texts that differ further back are told apart by comparing them,
-one by one: a larger value makes that rarer, and every look-up dearer."""
+"""The number of tokens at the end of a prefix by which it is looked up. Texts that differ only before these tokens are compared
+one by one; a larger value makes such comparisons rarer and every look-up more expensive."""
 
 Key = tuple[str, str, bytes]
-"""A namespace, a group (empty: whoever), and the last tokens of a prefix."""
+"""A namespace, a group (empty: any request), and the last tokens of a prefix."""
 
 
 class PrefixWaits:
-    """Who waits for whom. A wait is found once and then costs a look at the one that is waited for.
+    """Track which request waits for which other one. A wait is found once; after that each check of it looks at the other
+    request only.
 
-    Nobody waits for ever: a wait ends when the other's prompt has put the common prefix into the cache, has been
-    computed, or has left; the next wait of the same request can only be for a longer prefix, or for one that the cache
-    has lost meanwhile.
+    Every wait ends: when the other request has put the common prefix into the cache, when its prompt has been computed, or when
+    it has left. The next wait of the same request can only be for a longer prefix, or for one that the cache has evicted
+    meanwhile.
     """
 
     def __init__(self, page_size: int, *, only_groups: bool = False, ahead: int = 0) -> None:
-        """``only_groups``: members of a group wait for each other, and nobody else for anybody. The cache knows pages by the tokens
-        ``ahead``, too."""
+        """With ``only_groups`` only the members of a group wait for each other. ``ahead`` is the number of tokens after a page that
+        belong to its key in the cache."""
         self._page_size, self._ahead = page_size, ahead
         self._only_groups = only_groups
-        self._waits: dict[int, tuple[Req, int]] = {}  # by uid: who is waited for, and the pages in common
+        self._waits: dict[int, tuple[Req, int]] = {}  # by uid: the request that is waited for, and the pages in common
         self._computing: list[Req] = []
         self._uids: set[int] = set()
-        self._by_end: dict[int, dict[Key, list[Req]]] = {}  # those that are computing, by the end of a prefix and by it
+        self._by_end: dict[
+            int, dict[Key, list[Req]]
+        ] = {}  # the requests being computed, by the end of a prefix and its key
 
     def begin(self, computing: Sequence[Req]) -> None:
-        """A new step; ``computing`` are the requests of whose prompts some tokens are not in the cache yet."""
+        """Begin a new step; ``computing`` are the requests of whose prompts some tokens are not in the cache yet."""
         self._computing = list(computing)
         self._uids = {req.uid for req in computing}
         self._by_end = {}
 
     def add(self, req: Req) -> None:
-        """The prompt of ``req`` is computed from this step on."""
+        """Note that the prompt of ``req`` is computed from this step on."""
         self._computing.append(req)
         self._uids.add(req.uid)
         for end, index in self._by_end.items():
@@ -52,11 +55,11 @@ class PrefixWaits:
                 index.setdefault(self._key(req, end), []).append(req)
 
     def forget(self, req: Req) -> None:
-        """``req`` waits no longer."""
+        """End the wait of ``req``, if there is one."""
         self._waits.pop(req.uid, None)
 
     def is_waiting(self, req: Req) -> bool:
-        """True if ``req`` waits, and what it waits for has not come."""
+        """Return True if ``req`` waits and its wait has not ended."""
         wait = self._waits.get(req.uid)
         if wait is None:
             return False
@@ -67,10 +70,10 @@ class PrefixWaits:
         return False
 
     def start_waiting(self, req: Req, cached: int) -> bool:
-        """True if a prompt that is being computed has more of this request's prefix than the ``cached`` tokens that the
-        cache has: then ``req`` waits from now on."""
+        """Let ``req`` wait if a prompt that is being computed has more of its prefix than the ``cached`` tokens that the cache
+        has. Return whether it waits."""
         end = cached + self._page_size + self._ahead
-        # the logits of the last token are needed, but it may be one of those behind a page
+        # the last token must enter a step for its logits, but it may be one of the tokens that follow the last page
         known = min(req.device_len - 1 + self._ahead, req.device_len)
         if end > known or (self._only_groups and not req.group):
             return False
@@ -82,7 +85,8 @@ class PrefixWaits:
         return False
 
     def _index(self, end: int) -> dict[Key, list[Req]]:
-        """Those whose prompts have ``end`` tokens and more, by the last of these."""
+        """Return the requests being computed whose prompts have at least ``end`` tokens, by the key of their first ``end``
+        tokens."""
         index = self._by_end.get(end)
         if index is None:
             index = self._by_end[end] = {}
@@ -97,7 +101,7 @@ class PrefixWaits:
 
 
 def common_length(a: IntArray, b: IntArray) -> int:
-    """How many tokens two texts have in common."""
+    """Return the number of tokens that two texts have in common at their beginning."""
     n = min(len(a), len(b))
     equal = a[:n] == b[:n]
     return n if equal.all() else int(np.argmin(equal))
