@@ -28,7 +28,7 @@ from __future__ import annotations
 
 
 class DovetailError(Exception):
-    """Root of every error that Dovetail raises on purpose."""
+    """Serve as the base class of every error that Dovetail raises on purpose."""
 
 
 class ConfigError(DovetailError, ValueError):
@@ -100,8 +100,8 @@ class AuthenticationError(AccessError):
 
 
 class PermissionDeniedError(AccessError):
-    """Raised when the key is known and does not permit this route, or when the host name or the origin of the request is
-    not allowed (403)."""
+    """Raised when the key is known and does not permit this route, or when the host name or the origin of the request
+    is not allowed (403)."""
 
 
 class RateLimitError(DovetailError):

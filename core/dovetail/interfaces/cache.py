@@ -110,7 +110,10 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def match(self, tokens: IntArray, namespace: str = "") -> Match:
-        """Return the longest cached prefix of ``tokens``. Updates the recency of the path; locks nothing."""
+        """Return the longest cached prefix of ``tokens``. Updates the recency of the path; locks nothing.
+
+        The scheduler calls this for waiting requests; prefix-aware policies call it too.
+        """
 
     @abstractmethod
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
@@ -121,11 +124,19 @@ class PrefixCache(ABC):
         now belong to the cache. A cache may keep fewer pages than it is offered: pages from column
         ``result.pages.shape[1]`` on still belong to the caller. Copies what it keeps of ``tokens`` and ``pages``. Locks
         nothing.
+
+        ``priority`` is that of the request. The scheduler calls this when a part of a request's prompt has entered the
+        pool, and when the request ends or is retracted.
         """
 
     @abstractmethod
     def lock(self, handle: Any) -> None:
-        """Protect the path of ``handle`` from eviction. Locks are counted: each call needs its own ``unlock``."""
+        """Protect the path of ``handle`` from eviction. Locks are counted: each call needs its own ``unlock``.
+
+        A request locks its path from admission until it leaves the table; groups and sessions lock theirs while they
+        are pinned. No ``evict`` or ``reset`` may come between the ``match`` or ``insert`` that returned an unlocked
+        handle and its first ``lock``.
+        """
 
     @abstractmethod
     def unlock(self, handle: Any) -> None:
@@ -134,11 +145,14 @@ class PrefixCache(ABC):
     @abstractmethod
     def evict(self, num_pages: int) -> IntArray:
         """Drop unlocked prefixes, leaves first, until at least ``num_pages`` pages are dropped or no unlocked prefix is
-        left. Return the dropped pages ``[groups, n]``, which now belong to the caller."""
+        left. Return the dropped pages ``[groups, n]``, which now belong to the caller. Called when too few pages are
+        free.
+        """
 
     @abstractmethod
     def reset(self) -> IntArray:
-        """Drop every prefix that is not locked. Return its pages ``[groups, n]``, which now belong to the caller."""
+        """Drop every prefix that is not locked. Return its pages ``[groups, n]``, which now belong to the caller.
+        Called when the operator flushes the cache."""
 
     def shared_prefixes(self, handles: Sequence[Any]) -> list[tuple[list[int], int]]:
         """Return groups of paths that begin with the same pages.
@@ -146,7 +160,8 @@ class PrefixCache(ABC):
         ``handles`` has one entry per decode row; each path is locked once per entry. Each group is a list of two or
         more indices into ``handles``, and the number of tokens (a multiple of ``page_size``) that all rows of the group
         hold in the same pages. An index is in at most one group. The groups are those that save the most reads: they
-        maximise the sum of (rows - 1) * tokens. Needs ``cache.shared_prefixes``.
+        maximise the sum of (rows - 1) * tokens. The scheduler calls this when the decode rows or their pages change.
+        Needs ``cache.shared_prefixes``.
         """
         return []
 

@@ -30,7 +30,8 @@ class GrammarContext:
 
 
 class Matcher(ABC):
-    """Hold the state of one request in its grammar. Used from one thread at a time."""
+    """Hold the state of one request in its grammar. Used from one thread at a time. If a method raises, the request
+    ends with an error and the other requests of the batch continue."""
 
     @abstractmethod
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
@@ -38,12 +39,17 @@ class Matcher(ABC):
 
         ``bitmask`` is int32 ``[rows, ceil(V / 32)]``; bit i % 32 of word i // 32 stands for token i. Writes every word
         of the row; bits at and beyond V are 0. The end-of-sequence tokens are allowed exactly where the text may end.
+        The engine calls this before it samples, for the next token of each request and for every draft token.
         """
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
         """Advance by one token and return True. If the grammar forbids the token, return False and leave the state
-        unchanged."""
+        unchanged.
+
+        The scheduler calls this for every sampled token. The engine calls it while it fills the bitmasks of draft
+        tokens, and then calls ``rollback``.
+        """
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
@@ -61,7 +67,8 @@ class Matcher(ABC):
         return self
 
     def jump_forward(self) -> str:
-        """Return the text that must come next; it is empty if there is a choice. Needs ``grammar.jump_forward``."""
+        """Return the text that must come next; it is empty if there is a choice. Called after a token was accepted.
+        Needs ``grammar.jump_forward``."""
         return ""
 
 
@@ -70,7 +77,7 @@ class CompiledGrammar(ABC):
 
     @abstractmethod
     def matcher(self) -> Matcher:
-        """Return a new matcher at the start of the grammar."""
+        """Return a new matcher at the start of the grammar. Called once for each request."""
 
     @property
     def num_bytes(self) -> int:
@@ -95,18 +102,20 @@ class GrammarBackend(ABC):
         """
 
     def check(self, spec: GrammarSpec) -> None:
-        """Raise the ``GrammarError`` of a constraint that ``compile`` is known to refuse. Takes milliseconds and does
-        not compile. If the error has a ``keyword``, ``auto`` continues with the next backend."""
+        """Raise the ``GrammarError`` of a constraint that ``compile`` is known to refuse. Called before ``compile``.
+        Takes milliseconds and does not compile. If the error has a ``keyword``, ``auto`` continues with the next
+        backend.
+        """
         return None
 
     def dump(self, grammar: CompiledGrammar) -> bytes:
-        """Return ``grammar``, which this backend has compiled, as bytes for ``load`` in another process. Needs
-        ``grammar.portable``."""
+        """Return ``grammar``, which this backend has compiled, as bytes for ``load`` in another process. Called in the
+        process that compiles grammars. Needs ``grammar.portable``."""
         raise NotImplementedError
 
     def load(self, data: bytes) -> CompiledGrammar:
-        """Return the grammar that ``dump`` has written, in this process or another, by a backend with the same config
-        and context. Needs ``grammar.portable``."""
+        """Return the grammar that ``dump`` has written in another process, where a backend with the same config and
+        context has compiled it. Needs ``grammar.portable``."""
         raise NotImplementedError
 
     def fill_bitmasks(self, matchers: Sequence[Matcher], bitmask: IntArray, rows: Sequence[int]) -> None:

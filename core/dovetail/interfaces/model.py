@@ -79,7 +79,8 @@ class ModelArchitecture(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, in the model's dtype."""
+        """Return the logits ``[n, vocab_size]`` of hidden states ``[n, hidden_size]``, in the model's dtype. The engine
+        calls this after ``forward``, for the tokens that need logits."""
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``[tokens, hidden_size]`` of ``input_ids`` (int64 ``[tokens]``) in a new tensor. Needs
