@@ -64,12 +64,13 @@ class Bench:
             graphs = VerifyGraphs(engine.model, engine.inputs, engine.pool, Planner(), sizes)  # pyright: ignore[reportArgumentType]
         for tokens in sizes.counts:
             self.stand_in(graphs, engine, tokens, sizes)
-        engine.verify_graphs = graphs
+        engine.use_verify_graphs(graphs)
 
     def stand_in(self, graphs: VerifyGraphs, engine: Engine, tokens: int, sizes: VerifySizes) -> None:
         """Steps of so many tokens: the launch stops the clock, the sampler accepts all drafts of the one row."""
         shape = VerifyShape(tokens, sizes.width, tree=False)
         step = VerifyStep(shape, engine.inputs, graphs._memory, sizes.context_len)
+        step.batch.attn, step.batch.kv = (engine.eager_runner.decode,), (engine.pool,)
 
         def launched() -> None:
             if self.seen:

@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from dovetail import LLM
 from dovetail.engine.build import build_model
-from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, capture_next, ladder, try_capture
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, CaptureOnDemand, capture_next, ladder, try_capture
 from dovetail.engine.dry_run import dry_run
-from dovetail.engine.engine import Engine
 from dovetail.engine.pieces import launch_bound
 from dovetail_models.dense import DenseModel
 from dovetail_models.describe import describe_llama
@@ -59,11 +55,11 @@ def test_a_lost_device_is_no_matter_of_captures():
 
 
 def test_sizes_met_in_passing_are_not_captured():
-    engine = SimpleNamespace(_needed=Counter())
     graphs = Fake([1, 2], impossible=[2])
-    ready = [Engine._is_ready(engine, graphs, 1) for _ in range(NEEDED_BEFORE_CAPTURE + 2)]
+    captures = CaptureOnDemand(graphs)
+    ready = [captures.is_ready(1) for _ in range(NEEDED_BEFORE_CAPTURE + 2)]
     assert ready == [False] * (NEEDED_BEFORE_CAPTURE - 1) + [True] * 3
-    assert not any(Engine._is_ready(engine, graphs, 2) for _ in range(NEEDED_BEFORE_CAPTURE + 2))
+    assert not any(captures.is_ready(2) for _ in range(NEEDED_BEFORE_CAPTURE + 2))
     assert graphs.captured == [1]
 
 
@@ -79,7 +75,7 @@ def test_ladders_waste_little(rows):
 def test_the_largest_step_runs_over_a_single_page():
     engine = LLM("tiny", device="cpu", grammar="none", memory={"num_pages": 8}).loop.engine
     before = engine.pool.k[:, 1:].clone()
-    dry_run(engine.model, engine._prefill, engine.pool, [40, 40, 9, 1, 1], 6)
+    dry_run(engine.model, engine.eager_runner.prefill, engine.pool, [40, 40, 9, 1, 1], 6)
     assert torch.equal(engine.pool.k[:, 1:].nan_to_num(), before.nan_to_num())
 
 

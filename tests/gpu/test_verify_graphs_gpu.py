@@ -106,7 +106,7 @@ def expected():
 @pytest.fixture
 def launches(monkeypatch):
     """The keys of the graphs that ran. Without waiting long, sizes are captured."""
-    for module in ("engine", "sampler_graphs"):
+    for module in ("captures", "sampler_graphs"):
         monkeypatch.setattr(f"dovetail.engine.{module}.NEEDED_BEFORE_CAPTURE", 1)
     keys, launch = [], VerifyGraphs.launch
 

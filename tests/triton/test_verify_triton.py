@@ -96,8 +96,8 @@ def in_pool(engine):
 @torch.inference_mode()
 def run_ragged(engine, batch):
     engine.inputs.prepare(batch)
-    batch.attn, batch.kv = (engine._decode,), (engine.pool,)
-    engine._decode.plan(batch)
+    batch.attn, batch.kv = (engine.eager_runner.decode,), (engine.pool,)
+    engine.eager_runner.decode.plan(batch)
     fields = batch.input_ids, batch.positions, batch.out_loc, batch.qo_indptr, batch.kv_lens, batch.tree_mask
     return engine.model.logits(engine.model.forward(batch)), fields
 
@@ -113,9 +113,9 @@ def make_step(engine, backend, tree):
 @torch.inference_mode()
 def run_static(engine, step, batch):
     step.write(batch, batch.num_tokens)
-    if step.batch.attn[0] is engine._decode:
+    if step.batch.attn[0] is engine.eager_runner.decode:
         step.tensors.compute(engine.inputs)  # torch_native plans with the pages
-        engine._decode.plan(step.batch)
+        engine.eager_runner.decode.plan(step.batch)
     else:
         step.batch.attn[0].plan_replay(step.batch)
     logits = step.run(engine.model)[: batch.num_tokens]
@@ -126,7 +126,7 @@ def run_static(engine, step, batch):
 @pytest.mark.parametrize("attention", ["torch_native", "triton"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 def test_a_step_that_is_filled_up_equals_the_ragged_one(engine, attention, tree):
-    backend = engine._decode if attention == "torch_native" else triton_attention(engine)
+    backend = engine.eager_runner.decode if attention == "torch_native" else triton_attention(engine)
     step = make_step(engine, backend, tree)
     if attention == "triton":
         backend.plan_capture(step.batch)
@@ -190,10 +190,11 @@ def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypat
     futures = dict(zip(map(tuple, prompts), expected, strict=True))
     loop.drafter = Guesser(chain, futures)
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=WIDTH - 1)
-    engine._decode = triton_attention(engine)
+    engine.eager_runner.decode = triton_attention(engine)
     sizes = VerifySizes(TOKENS, WIDTH, trees=not chain, context_len=engine.context_len)
-    graphs = engine.verify_graphs = VerifyGraphs(engine.model, engine.inputs, engine.pool, engine._decode, sizes)
-    for module in ("engine", "sampler_graphs"):
+    graphs = VerifyGraphs(engine.model, engine.inputs, engine.pool, engine.eager_runner.decode, sizes)
+    engine.use_verify_graphs(graphs)
+    for module in ("captures", "sampler_graphs"):
         monkeypatch.setattr(f"dovetail.engine.{module}.NEEDED_BEFORE_CAPTURE", 1)
     assert [o.token_ids for o in llm.generate(prompts, params)] == expected
     assert graphs.num_captured > 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -65,6 +66,23 @@ def try_capture(graphs: Captures[K], key: K) -> bool:
         graphs.refused.add(key)
         return False
     return True
+
+
+class CaptureOnDemand(Generic[K]):
+    """Capture keys of ``graphs`` that have been needed often enough for that to pay."""
+
+    def __init__(self, graphs: Captures[K]) -> None:
+        self._graphs = graphs
+        self._needed: Counter[K] = Counter()
+
+    def is_ready(self, key: K) -> bool:
+        """Return True if ``key`` is captured. Captures it if this is the ``NEEDED_BEFORE_CAPTURE``-th call for it or a later one,
+        unless that has failed before."""
+        graphs = self._graphs
+        if graphs.is_captured(key):
+            return True
+        self._needed[key] += 1
+        return self._needed[key] >= NEEDED_BEFORE_CAPTURE and key not in graphs.refused and try_capture(graphs, key)
 
 
 def capture_next(graphs: Captures[K]) -> bool:

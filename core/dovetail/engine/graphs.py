@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -41,13 +41,36 @@ class GraphKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DecodeGraph:
-    """One captured step. ``batch`` holds the host's lengths of the step being replayed, and tensors of fixed address."""
+    """Describe one captured step. ``batch`` holds the host's lengths of the step being replayed, and tensors of fixed address."""
 
     rows: int
     batch: Batch
     tensors: DecodeTensors
     forward: torch.cuda.CUDAGraph
     logits: torch.Tensor
+    _views: dict[int, _Views] = field(default_factory=dict)  # by the number of rows that are not padding
+
+    def give(self, batch: Batch) -> torch.Tensor:
+        """Set the engine fields of ``batch``, which was replayed, to views of the graph's tensors: see ``Runner.launch``. Return its
+        logits."""
+        rows = len(batch.slots)
+        views = self._views.get(rows)
+        if views is None:
+            hidden = self.batch.hidden
+            views = _Views(self.tensors.narrow(rows), self.logits[:rows], None if hidden is None else hidden[:rows])
+            self._views[rows] = views
+        tensors, logits, batch.hidden = views
+        tensors.give(batch)
+        batch.attn, batch.kv, batch.watch = self.batch.attn, self.batch.kv, self.batch.watch
+        return logits
+
+
+class _Views(NamedTuple):
+    """Hold views of a graph's tensors for the rows of a step that are not padding."""
+
+    tensors: DecodeTensors
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 class DecodeGraphs:
@@ -104,7 +127,8 @@ class DecodeGraphs:
         return self._graphs[key]
 
     def launch(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> torch.Tensor:
-        """Replay the forward pass for ``batch``; returns its logits ``[rows of the batch, V]``, valid until the next launch."""
+        """Replay the forward pass for ``batch`` and set its engine fields. Return its logits ``[rows of the batch, V]``, valid until
+        the next launch."""
         self._staging.send_step(self._inputs, decode_arrays(batch, graph.rows, uniform), batch.page_updates)
         static, real = graph.batch, len(batch.slots)
         static.prefix_lens[:real], static.prefix_lens[real:] = batch.prefix_lens, 0
@@ -112,7 +136,7 @@ class DecodeGraphs:
             static.shared.starts, static.shared.lens = batch.shared.starts, batch.shared.lens
         self._backend.plan_replay(static)
         graph.forward.replay()
-        return graph.logits[:real]
+        return graph.give(batch)
 
     def sample(self, graph: DecodeGraph, settings: RowSettings) -> torch.Tensor | None:
         """Replay the sampler of the step just launched: tokens int64 ``[rows of the graph]``, which are also the last tokens

@@ -110,10 +110,12 @@ class VerifyStep:
         return own.result
 
     def give(self, batch: Batch, tokens: int) -> None:
-        """Set the engine fields of ``batch``, so many tokens, which has been run."""
+        """Set the engine fields of ``batch``, which has ``tokens`` tokens and was run, to views of the step's tensors: see
+        ``Runner.launch``."""
+        static = self.batch
+        batch.hidden = None if static.hidden is None else static.hidden[:tokens]
+        batch.attn, batch.kv, batch.watch = static.attn, static.kv, static.watch
         self.tensors.give(batch, len(batch.slots), tokens)
-        if self.batch.hidden is not None:
-            batch.hidden = self.batch.hidden[:tokens]
 
     def output(self, rows: int) -> ForwardOutput:
         """What ``draw`` found for so many rows. Valid until the next one."""

@@ -123,6 +123,8 @@ class VerifyTensors:
         self._of_rows = self.indptr, self.slots, memory.kv_lens[:tokens], memory.table[:tokens]
         self._mask = memory.mask[:tokens] if shape.tree else None
         self.result, self.result_on_host = memory.result[:tokens], memory.result_on_host[:tokens]
+        self._by_tokens: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        self._by_rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def write(self, batch: Batch, inputs: Inputs, numbers: Floats | None = None) -> None:
         """Write what the host sends. ``numbers`` are those of ``verify_numbers``. The device must have read what was written
@@ -155,12 +157,17 @@ class VerifyTensors:
         verify_inputs(self._given, *table, self._of_tokens, self._of_rows, mask)
 
     def give(self, batch: Batch, rows: int, tokens: int) -> None:
-        """Set the engine fields of a batch of so many rows and tokens."""
-        ids, positions, out_loc, _ = self._of_tokens
-        _, _, kv_lens, table = self._of_rows
-        batch.input_ids, batch.positions, batch.out_loc = ids[:tokens], positions[:tokens], out_loc[:tokens]
-        batch.qo_indptr, batch.kv_lens, batch.page_table = self.indptr[: rows + 1], kv_lens[:rows], table[:rows]
-        batch.tree_mask = None if self._mask is None else self._mask[:tokens]
+        """Set the engine fields of a batch of ``rows`` rows and ``tokens`` tokens to views, which are kept for the next such batch."""
+        of_tokens, of_rows = self._by_tokens.get(tokens), self._by_rows.get(rows)
+        if of_tokens is None:
+            ids, positions, out_loc, _ = self._of_tokens
+            mask = None if self._mask is None else self._mask[:tokens]
+            of_tokens = self._by_tokens[tokens] = ids[:tokens], positions[:tokens], out_loc[:tokens], mask
+        if of_rows is None:
+            _, _, kv_lens, table = self._of_rows
+            of_rows = self._by_rows[rows] = self.indptr[: rows + 1], kv_lens[:rows], table[:rows]
+        batch.input_ids, batch.positions, batch.out_loc, batch.tree_mask = of_tokens
+        batch.qo_indptr, batch.kv_lens, batch.page_table = of_rows
         batch.logit_rows = None
 
 

@@ -224,10 +224,11 @@ class Loop:
     def _overlapped_step(self) -> list[Answer]:
         batch = self._schedule(resting=self._launched is None)
         failure: BaseException | None = None
+        launched = None
         if batch is not None:
             start = time.perf_counter()
             try:
-                self.engine.launch(batch)
+                launched = self.engine.launch(batch)
             except BaseException as error:
                 failure = error
                 self.scheduler.take_back(batch)
@@ -235,10 +236,10 @@ class Loop:
         answers = self._commit_launched()
         if batch is None:
             return answers
-        if failure is None:
+        if launched is not None:
             start = time.perf_counter()
             try:
-                self._launched = batch, self.engine.sample(batch)
+                self._launched = batch, self.engine.sample(batch, launched)
             except BaseException as error:
                 failure = error
             self._seconds["launch"] += time.perf_counter() - start

@@ -1,0 +1,85 @@
+"""Measure what an engine keeps outside its KV pool: weights, activations of the largest step, captured graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dovetail.engine.build import as_module
+from dovetail.engine.captures import ladder
+from dovetail.engine.dry_run import dry_run
+from dovetail.engine.memory import Needs, measure_peak, module_bytes
+from dovetail.engine.pieces import ladder as token_ladder
+from dovetail.engine.verify_graphs import OWN_LOGITS, VerifySizes
+from dovetail.interfaces.features import Feature
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dovetail.config.sections import Config
+    from dovetail.interfaces.attention import AttentionBackend
+    from dovetail.interfaces.model import ModelArchitecture, ModelInfo
+    from dovetail.memory.pool import PagedKVPool
+    from dovetail.registry.resolver import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNeeds:
+    """Describe what graphs will be captured, as far as their memory depends on it. ``draft_tokens`` is the most drafts of a row,
+    ``watched`` the number of layers whose hidden states a drafter reads, ``piece_tokens`` the largest step in pieces, ``itemsize`` the bytes
+    of a number."""
+
+    draft_tokens: int
+    watched: int
+    piece_tokens: int
+    itemsize: int
+
+
+def measure_needs(
+    resolved: Resolved,
+    model: ModelArchitecture,
+    pool: PagedKVPool,
+    context_len: int,
+    attention: Callable[[], AttentionBackend],
+    graphs: GraphNeeds,
+) -> Needs:
+    """Run the largest step over ``pool``, which has one page, and return what it takes in addition to weights and pool, with what
+    graphs will take. On a CPU only the weights are counted. ``attention`` builds the backend that attends in prompts."""
+    config, weights = resolved.config, module_bytes(as_module(model))
+    if pool.device.type == "cpu":
+        return Needs(weights)
+    rows = config.scheduler.rows
+    whole, rest = divmod(config.scheduler.chunk, context_len)
+    lens = [context_len] * whole + [rest] * (rest > 0) + [1] * (rows * config.scheduler.mixed)
+    backend = attention()
+    peak = measure_peak(lambda: dry_run(model, backend, pool, lens, rows), pool.device)
+    return Needs(weights, peak, sum(lens), _graph_bytes(resolved, model.info, context_len, graphs))
+
+
+def _graph_bytes(resolved: Resolved, info: ModelInfo, context_len: int, graphs: GraphNeeds) -> int:
+    """Return the bytes that captured steps keep: logits of decode steps (the usual ones, those of another variant, those with shared
+    prefixes), logits of the largest verify step and of the largest step of a drafter (as they are computed, and a copy), logits of small
+    verify steps (chains and trees), and for pieces the queries of every layer and what is watched; a quarter more for the rest."""
+    config = resolved.config
+    rows = 3 * sum(ladder(min(config.scheduler.rows, config.graphs.max_rows)))
+    if resolved.drafter is not None:
+        sizes = verify_sizes(config, graphs.draft_tokens, context_len, trees=captures_trees(resolved))
+        rows += 4 * config.graphs.max_rows
+        rows += (1 + sizes.trees) * sum(size for size in sizes.counts if size <= OWN_LOGITS)
+    logits = rows * info.vocab_size if config.graphs.decode is True else 0
+    tokens = sum(token_ladder(graphs.piece_tokens))
+    queries = tokens * (info.num_layers * info.num_heads * info.head_dim + graphs.watched * info.hidden_size)
+    return int((logits + queries) * graphs.itemsize * 1.25)
+
+
+def verify_sizes(config: Config, draft_tokens: int, context_len: int, *, trees: bool) -> VerifySizes:
+    """Return the sizes of verify steps to capture for rows with up to ``draft_tokens`` drafts."""
+    width = 1 + draft_tokens
+    tokens = min(config.graphs.max_rows, config.scheduler.rows * width)
+    return VerifySizes(tokens, width, trees, context_len)
+
+
+def captures_trees(resolved: Resolved) -> bool:
+    """Return True if there are trees, and graphs of their steps: with ``batch_invariant`` the host makes the rows of attention."""
+    drafter = resolved.drafter
+    return drafter is not None and Feature.DRAFT_TREE in drafter.spec.offers and not resolved.config.batch_invariant

@@ -1,0 +1,209 @@
+"""Run the steps of an engine: as a captured decode step, as a captured verify step, or kernel by kernel.
+
+Each runner has the same three methods. The engine gives a batch to the first runner that can run it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from dovetail.engine.captures import CaptureOnDemand
+from dovetail.engine.last import last_rows, narrows
+from dovetail.engine.node_rows import NodeRows
+from dovetail.engine.pooling import pooled
+from dovetail.engine.prompt_logprobs import prompt_logprobs
+from dovetail.engine.sampler import decode_numbers, verify_numbers
+from dovetail.interfaces.attention import AttentionBackend
+from dovetail.interfaces.features import Feature
+from dovetail.types import ForwardOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from dovetail.engine.graphs import DecodeGraph, DecodeGraphs
+    from dovetail.engine.inputs import Inputs
+    from dovetail.engine.pieces import PiecewiseGraphs
+    from dovetail.engine.sampler import Sampler
+    from dovetail.engine.verify_graphs import VerifyGraphs, VerifyKey
+    from dovetail.interfaces.model import ModelArchitecture
+    from dovetail.memory.pool import PagedKVPool
+    from dovetail.types import Attends, Batch, IntArray, Logprobs
+
+G = TypeVar("G")
+
+
+class Launched(NamedTuple, Generic[G]):
+    """Describe a step whose forward pass was launched, for ``Runner.sample``.
+
+    ``graph`` is what ``Runner.can_run`` returned. ``logits`` ``[logit rows, V]`` are valid until the next launch.
+    """
+
+    runner: Runner[G]
+    graph: G
+    logits: torch.Tensor
+    prompt_logprobs: Sequence[tuple[int, IntArray, Logprobs]] = ()
+    pooled: Sequence[tuple[int, torch.Tensor]] = ()
+
+
+class Runner(ABC, Generic[G]):
+    """Run batches of some kinds. Not thread-safe."""
+
+    @abstractmethod
+    def can_run(self, batch: Batch) -> G | None:
+        """Return what ``launch`` needs in order to run ``batch``, or None if this runner cannot run it now. May capture a graph."""
+
+    @abstractmethod
+    def launch(self, batch: Batch, graph: G) -> Launched[G]:
+        """Compute the logits of ``batch``. ``graph`` is what ``can_run`` returned for it.
+
+        The batch's page updates reach the device. Afterwards these fields of the batch are set, with the shapes that ``Batch``
+        names, for every kind of step and with every runner: ``input_ids``, ``positions``, ``out_loc``, ``qo_indptr``, ``kv_lens``,
+        ``page_table``, ``tree_mask`` (None unless the drafts are trees), ``attn``, ``kv``, ``watch``, and ``hidden`` (None unless
+        layers are watched). ``page_table`` and ``tree_mask`` can have more columns than the step needs. Where a graph ran, the
+        tensors are views of its memory: they are valid until the next launch. ``logit_rows``, ``last`` and the tensors of ``shared``
+        serve the forward pass alone and mean nothing afterwards.
+        """
+
+    @abstractmethod
+    def sample(self, batch: Batch, launched: Launched[G]) -> ForwardOutput:
+        """Choose the tokens of the step, and keep the last one of each row on the device for the next step. The output is valid
+        until the next sample."""
+
+
+class TokenSampler:
+    """Sample steps kernel by kernel, and keep their last tokens."""
+
+    def __init__(self, sampler: Sampler, inputs: Inputs) -> None:
+        self.settings_of = sampler.settings_of
+        self._sampler, self._inputs = sampler, inputs
+
+    def sample(self, batch: Batch, logits: torch.Tensor) -> ForwardOutput:
+        """Choose tokens from ``logits``, which may be overwritten."""
+        output = self._sampler.sample(batch, logits)
+        self._inputs.keep_last(batch, output.token_ids)
+        return output
+
+
+class DecodeGraphRunner(Runner["DecodeGraph"]):
+    """Replay captured decode steps. Their sampler is replayed too, unless rows need more than filters and a random number."""
+
+    def __init__(self, graphs: DecodeGraphs, sampler: TokenSampler) -> None:
+        self._graphs, self._sampler = graphs, sampler
+        self._captures = CaptureOnDemand(graphs)
+
+    def can_run(self, batch: Batch) -> DecodeGraph | None:
+        """See ``Runner``: decode batches of sizes that are captured, now at the latest."""
+        if batch.num_extend or batch.drafts is not None or not batch.samples.all():
+            return None
+        key = self._graphs.key_for(batch)
+        return self._graphs.get(key) if key is not None and self._captures.is_ready(key) else None
+
+    def launch(self, batch: Batch, graph: DecodeGraph) -> Launched[DecodeGraph]:
+        """See ``Runner``."""
+        numbers = decode_numbers(batch, self._sampler.settings_of(batch))
+        return Launched(self, graph, self._graphs.launch(graph, batch, numbers))
+
+    def sample(self, batch: Batch, launched: Launched[DecodeGraph]) -> ForwardOutput:
+        """See ``Runner``."""
+        settings = self._sampler.settings_of(batch)
+        tokens = self._graphs.sample(launched.graph, settings) if settings.simple else None
+        if tokens is None:
+            return self._sampler.sample(batch, launched.logits)
+        return ForwardOutput(tokens[: len(batch.slots), None])
+
+
+class VerifyGraphRunner(Runner["VerifyKey"]):
+    """Replay captured steps of rows with drafts. Sampling and verification are replayed too, unless rows need more than filters and a
+    random number."""
+
+    def __init__(self, graphs: VerifyGraphs, sampler: TokenSampler) -> None:
+        self._graphs, self._sampler = graphs, sampler
+        self._captures = CaptureOnDemand(graphs)
+
+    def can_run(self, batch: Batch) -> VerifyKey | None:
+        """See ``Runner``: batches of verify rows alone, of sizes that are captured, now at the latest."""
+        if batch.num_extend or batch.drafts is None:
+            return None
+        key = self._graphs.key_for(batch)
+        return key if key is not None and self._captures.is_ready(key) else None
+
+    def launch(self, batch: Batch, graph: VerifyKey) -> Launched[VerifyKey]:
+        """See ``Runner``."""
+        numbers = verify_numbers(batch, self._sampler.settings_of(batch))
+        return Launched(self, graph, self._graphs.launch(graph, batch, numbers))
+
+    def sample(self, batch: Batch, launched: Launched[VerifyKey]) -> ForwardOutput:
+        """See ``Runner``."""
+        settings = self._sampler.settings_of(batch)
+        output = self._graphs.sample(launched.graph, batch, settings) if settings.simple else None
+        return self._sampler.sample(batch, launched.logits) if output is None else output
+
+
+class EagerRunner(Runner[AttentionBackend]):
+    """Launch any step kernel by kernel, or in captured pieces with attention between them."""
+
+    def __init__(
+        self,
+        model: ModelArchitecture,
+        inputs: Inputs,
+        pool: PagedKVPool,
+        prefill: AttentionBackend,
+        decode: AttentionBackend,
+        sampler: TokenSampler,
+        *,
+        pieces: PiecewiseGraphs | None = None,
+        watched: tuple[int, ...] = (),
+        batch_invariant: bool = False,
+    ) -> None:
+        """``prefill`` attends in batches with prompt tokens, ``decode`` in others. ``watched`` is ``Batch.watch``."""
+        self.prefill, self.decode = prefill, decode
+        self._model, self._inputs, self._pool, self._sampler = model, inputs, pool, sampler
+        self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces)
+        self._watched, self._batch_invariant = watched, batch_invariant
+        all_rows = (
+            max(watched, default=0) >= model.info.num_layers
+        )  # the last layer's hidden states of all tokens are watched
+        self._narrows = Feature.MODEL_LAST_ROWS in model.info.offers and not all_rows
+
+    def backend_for(self, batch: Batch) -> AttentionBackend:
+        """Return the backend that attends in this batch."""
+        return self.prefill if batch.num_extend else self.decode
+
+    def can_run(self, batch: Batch) -> AttentionBackend:
+        """See ``Runner``: every batch. Returns the backend that attends."""
+        return self.backend_for(batch)
+
+    def launch(self, batch: Batch, graph: AttentionBackend) -> Launched[AttentionBackend]:
+        """See ``Runner``."""
+        self._inputs.prepare(batch)
+        attends: Attends = graph
+        if self._batch_invariant and batch.tree_mask is not None:
+            attends = NodeRows(graph, batch)
+        else:
+            graph.plan(batch)
+        batch.attn, batch.kv, batch.watch = (attends,), (self._pool,), self._watched
+        hidden = self._forward(batch, attends)
+        found, vectors = prompt_logprobs(self._model, batch, hidden), pooled(self._model, batch, hidden)
+        sampled_only = batch.logit_rows is None or batch.last is not None
+        logits = self._model.logits(hidden if sampled_only else hidden[batch.logit_rows])
+        return Launched(self, graph, logits, found, vectors)
+
+    def _forward(self, batch: Batch, attends: Attends) -> torch.Tensor:
+        """Return the hidden states of a planned batch: of all its tokens, or of the rows of ``batch.last``, which it may set. Uses
+        captured pieces if the size has been needed often enough."""
+        pieces, captures = self._pieces, self._captures
+        if pieces is not None and captures is not None:
+            size = pieces.size_for(len(batch.input_ids))
+            if size is not None and captures.is_ready(size):
+                return pieces.forward(size, batch, attends)
+        if self._narrows and narrows(batch):
+            batch.last = last_rows(batch, self.decode)
+        return self._model.forward(batch)
+
+    def sample(self, batch: Batch, launched: Launched[AttentionBackend]) -> ForwardOutput:
+        """See ``Runner``."""
+        output = self._sampler.sample(batch, launched.logits)
+        output.prompt_logprobs, output.pooled = launched.prompt_logprobs, launched.pooled
+        return output

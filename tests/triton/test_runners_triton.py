@@ -1,0 +1,239 @@
+"""What ``Runner.launch`` promises of a batch, for each runner, against the definition. Graphs are replaced by the steps themselves.
+
+Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_runners_triton.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail import LLM
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, Staging
+from dovetail.engine.graphs import DecodeGraphs
+from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, TokenSampler, VerifyGraphRunner
+from dovetail.engine.sampler import Sampler
+from dovetail.engine.verify_graphs import VerifyGraphs, VerifySizes
+from dovetail.interfaces.attention import AttentionContext
+from dovetail.sampling_params import SamplingParams
+from dovetail.testing.batches import make_page_table
+from dovetail.types import Batch, DraftTree, PageUpdates, Req
+from dovetail_attention.triton.backend import TritonAttention
+
+PAGE, ROWS, WIDTH, TOKENS = 4, 8, 4, 16
+WATCHED = (0, 2)
+versions = itertools.count(1)
+
+
+class Replayed:
+    """What stands for a recorder of CUDA graphs on a CPU: to replay is to run the step again."""
+
+    def __init__(self, device):
+        pass
+
+    def wait(self):
+        pass
+
+    def record(self, step):
+        result = step()
+        return SimpleNamespace(replay=lambda: result.copy_(step())), result
+
+
+class Unpinned(Staging):
+    """A buffer that is filled at once."""
+
+    def __init__(self, size, device):
+        self.size = size + 4096
+        self.buffer = torch.zeros(self.size, dtype=torch.uint8)
+
+    def send(self, packed):
+        self.buffer[: len(packed)].copy_(torch.from_numpy(packed))
+
+
+def fix_hidden(static, graph):
+    """Leave hidden states where they were captured, as a graph does."""
+    kept, replay = static.hidden, graph.replay
+
+    def replayed():
+        replay()
+        kept.copy_(static.hidden)
+        static.hidden = kept
+
+    graph.replay = replayed
+
+
+@pytest.fixture(scope="module")
+def engine():
+    memory = {"num_pages": 96, "page_size": PAGE}
+    return LLM("tiny", device="cpu", model={"dtype": "float32"}, grammar="none", memory=memory).loop.engine
+
+
+def attention(engine):
+    """A backend for one runner: where a step stands for its graph, it runs with the backend's last plan."""
+    info, shape = engine.info, {"max_rows": TOKENS, "max_context": engine.context_len}
+    heads = {"num_heads": info.num_heads, "num_kv_heads": info.num_kv_heads, "head_dim": info.head_dim}
+    context = AttentionContext(device=engine.device, dtype=torch.float32, pool=engine.pool, **heads, **shape)
+    return TritonAttention(None, context)
+
+
+@pytest.fixture
+def runners(engine, monkeypatch):
+    """One of each kind, over the same model and pool."""
+    for module in ("graphs", "verify_graphs"):
+        monkeypatch.setattr(f"dovetail.engine.{module}.Recorder", Replayed)
+    monkeypatch.setattr("dovetail.engine.graphs.Staging", Unpinned)
+    model, inputs, pool = engine.model, engine.inputs, engine.pool
+    sampler = TokenSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device), inputs)
+    decode = DecodeGraphs(model, inputs, pool, attention(engine), ROWS, engine.context_len, False, WATCHED)
+    sizes = VerifySizes(TOKENS, WIDTH, True, engine.context_len)
+    verify = VerifyGraphs(model, inputs, pool, attention(engine), sizes, WATCHED)
+    eager = EagerRunner(model, inputs, pool, attention(engine), attention(engine), sampler, watched=WATCHED)
+    return {
+        "decode graph": (DecodeGraphRunner(decode, sampler), decode),
+        "verify graph": (VerifyGraphRunner(verify, sampler), verify),
+        "eager": (eager, None),
+    }
+
+
+def can_run(runner, graphs, batch):
+    """What ``launch`` needs; a graph is captured once it was needed often enough."""
+    found = runner.can_run(batch)
+    if graphs is None:
+        return found
+    for _ in range(NEEDED_BEFORE_CAPTURE - 1):
+        if found is None:
+            found = runner.can_run(batch)
+    captured = [(g.batch, g.forward) for g in graphs._graphs.values() if hasattr(g, "forward")]
+    captured += [(g.step.batch, g.graph) for g in graphs._graphs.values() if hasattr(g, "step")]
+    for static, graph in captured:
+        if not hasattr(graph, "fixed"):
+            fix_hidden(static, graph)
+            graph.fixed = True
+    return found
+
+
+def make_batch(engine, prefix, counts, trees=None, num_extend=0, seed=0):
+    """Rows of random slots and tokens; the pages of their last tokens are new to the engine."""
+    rng, rows = np.random.default_rng(seed), len(prefix)
+    vocab, inputs = engine.info.vocab_size, engine.inputs
+    slots = rng.permutation(np.arange(1, ROWS + 1))[:rows].astype(np.int32)
+    prefix, counts = np.array(prefix, np.int32), np.array(counts, np.int32)
+    pages = make_page_table((prefix + counts).tolist(), PAGE, 96, seed=seed)
+    inputs.page_table[1:] = 95
+    for row, slot in enumerate(slots):
+        inputs.page_table[slot, : len(pages[row])] = pages[row]
+    columns = (prefix + counts - 1) // PAGE
+    updates = PageUpdates(slots, columns.astype(np.int32), pages[np.arange(rows), columns][None], next(versions))
+    inputs.last_token[:] = torch.from_numpy(rng.integers(0, vocab, len(inputs.last_token)))
+    engine.pool.k.normal_(), engine.pool.v.normal_()
+    texts = [rng.integers(0, vocab, p + c + 1).astype(np.int32) for p, c in zip(prefix, counts, strict=True)]
+    reqs = [Req(f"r{i}", text, len(text), SamplingParams(temperature=0), uid=i) for i, text in enumerate(texts)]
+    batch = Batch(reqs, num_extend, slots, prefix, counts, np.ones(rows, np.bool_), updates)
+    if trees is not None:
+        ids, parents = np.zeros((2, rows, max(map(len, trees))), np.int32)
+        for row, tree in enumerate(trees):
+            parents[row, : len(tree)] = tree
+            ids[row] = rng.integers(0, vocab, ids.shape[1])
+        batch.drafts = DraftTree(ids, parents, np.array([len(tree) for tree in trees], np.int32))
+    return batch
+
+
+def defined(engine, batch):
+    """The promised fields, a token at a time."""
+    ids, positions, out_loc, sees = [], [], [], []
+    for row, (slot, prefix, count) in enumerate(zip(batch.slots, batch.prefix_lens, batch.extend_lens, strict=True)):
+        depth = [0]
+        for i in range(count):
+            verified = i > 0 and row >= batch.num_extend
+            parent = int(batch.drafts.parents[row, i - 1]) if verified else None
+            if row < batch.num_extend:
+                token, deep, seen = batch.reqs[row].token_ids[prefix + i], i, set(range(i + 1))
+            elif i == 0:
+                token, deep, seen = int(engine.inputs.last_token[slot]), 0, {0}
+            else:
+                token, deep = batch.drafts.token_ids[row, i - 1], depth[parent + 1] + 1
+                depth.append(deep)
+                seen = sees[len(sees) - i + parent + 1] | {i}
+            place = int(prefix) + i
+            ids.append(int(token))
+            positions.append(int(prefix) + deep)
+            out_loc.append(int(engine.inputs.page_table[slot, place // PAGE]) * PAGE + place % PAGE)
+            sees.append(seen)
+    return ids, positions, out_loc, sees
+
+
+def check(engine, batch, launched, tree):
+    ids, positions, out_loc, sees = defined(engine, batch)
+    assert batch.input_ids.tolist() == ids
+    assert batch.positions.tolist() == positions
+    assert batch.out_loc.tolist() == out_loc
+    assert [t.dtype for t in (batch.input_ids, batch.positions, batch.out_loc)] == [torch.int64] * 3
+    assert batch.qo_indptr.tolist() == [0, *np.cumsum(batch.extend_lens).tolist()]
+    assert batch.kv_lens.tolist() == (batch.prefix_lens + batch.extend_lens).tolist()
+    assert [t.dtype for t in (batch.qo_indptr, batch.kv_lens, batch.page_table)] == [torch.int32] * 3
+    assert len(batch.page_table) == len(batch.slots)
+    for row, (slot, length) in enumerate(zip(batch.slots, batch.kv_lens.tolist(), strict=True)):
+        count = -(-length // PAGE)
+        assert batch.page_table[row, :count].tolist() == engine.inputs.page_table[slot, :count].tolist()
+    if tree:
+        assert [set(row.nonzero()[:, 0].tolist()) for row in batch.tree_mask] == sees
+    else:
+        assert batch.tree_mask is None
+    assert batch.kv == (engine.pool,)
+    assert batch.watch == WATCHED
+    (attends,) = batch.attn
+    assert hasattr(attends, "forward")
+    assert batch.hidden.shape == (len(ids), len(WATCHED) * engine.info.hidden_size)
+    tokens = launched.runner.sample(batch, launched)
+    assert len(tokens.token_ids) == len(batch.slots)
+    assert engine.inputs.last_token[torch.from_numpy(batch.slots).long()].tolist() == tokens.token_ids[:, -1].tolist()
+    return launched.logits
+
+
+STEPS = {
+    "decode": ([3, 30, 8], [1, 1, 1], None, 0),
+    "chains": ([3, 9, 20], [4, 1, 3], [[-1, 0, 1], [], [-1, 0]], 0),
+    "trees": ([12, 21], [4, 3], [[-1, -1, 0], [-1, -1]], 0),
+    "prompts": ([0, 17], [9, 6], None, 2),
+    "prompts and decode": ([0, 17, 5], [9, 6, 1], None, 2),
+    "prompts and trees": ([6, 17, 5], [9, 4, 3], [[], [-1, -1, 0], [-1, -1]], 1),
+}
+RUNS = [(name, "eager") for name in STEPS]
+RUNS += [("decode", "decode graph"), ("chains", "verify graph"), ("trees", "verify graph")]
+
+
+@pytest.mark.parametrize(("name", "kind"), RUNS)
+@torch.inference_mode()
+def test_every_runner_keeps_the_promise(engine, runners, name, kind):
+    prefix, counts, trees, num_extend = STEPS[name]
+    (runner, graphs), (eager, _) = runners[kind], runners["eager"]
+    for seed in range(3):
+        batch = make_batch(engine, prefix, counts, trees, num_extend, seed)
+        memory = engine.pool.k.clone(), engine.pool.v.clone()
+        found = can_run(runner, graphs, batch)
+        assert found is not None
+        engine.pool.k.copy_(memory[0]), engine.pool.v.copy_(memory[1])
+        last = engine.inputs.last_token.clone()
+        launched = runner.launch(batch, found)
+        hidden, logits = batch.hidden.clone(), launched.logits.clone()
+        check(engine, batch, launched, name.endswith("trees"))
+
+        again = make_batch(engine, prefix, counts, trees, num_extend, seed)
+        engine.pool.k.copy_(memory[0]), engine.pool.v.copy_(memory[1])
+        engine.inputs.last_token.copy_(last)
+        expected = eager.launch(again, eager.can_run(again))
+        torch.testing.assert_close(hidden, again.hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_each_graph_runs_its_own_kind_of_step_and_eager_runs_all(engine, runners):
+    for name, (prefix, counts, trees, num_extend) in STEPS.items():
+        batch = make_batch(engine, prefix, counts, trees, num_extend)
+        batch.page_updates = NO_UPDATES
+        able = {kind for kind, (runner, graphs) in runners.items() if can_run(runner, graphs, batch) is not None}
+        graph = {"decode": {"decode graph"}, "chains": {"verify graph"}, "trees": {"verify graph"}}.get(name, set())
+        assert able == {"eager"} | graph
