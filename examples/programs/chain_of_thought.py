@@ -1,4 +1,4 @@
-"""Think first, then say the number alone. Run: python examples/programs/chain_of_thought.py"""
+"""Let the model think first and then generate only the number. Run: python examples/programs/chain_of_thought.py"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def chain_of_thought(s, question):
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The thought and the number."""
+    """Return the thought and the number."""
     state = chain_of_thought.run("What is 3 + 4?", **settings)
     return {"thought": state["thought"], "answer": int(state["answer"]), "text": state.text()}
 

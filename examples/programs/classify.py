@@ -1,4 +1,4 @@
-"""Many texts, one of a few labels each: the instructions are computed once, then the labels are compared, nothing is generated.
+"""Classify many texts: the instructions are computed once, then the labels are compared; nothing is generated.
 
 Run: python examples/programs/classify.py
 """
@@ -14,7 +14,7 @@ REVIEWS = [
     "I loved every minute of it.",
     "A waste of time.",
     "It is a film about a dog.",
-    "The best book that I have read this year.",
+    "The best film that I have seen this year.",
     "It broke after two days.",
     "It comes in a box.",
 ]
@@ -28,7 +28,7 @@ def classify(s, review):
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The label of each review."""
+    """Return the label of each review."""
     rows = [{"review": review} for review in REVIEWS]
     states = classify.run_batch(rows, num_threads=4, **settings)
     return {review: state["label"] for review, state in zip(REVIEWS, states, strict=True)}

@@ -1,4 +1,4 @@
-"""Extract JSON by a schema, check what no schema says, and ask again where it is wrong.
+"""Extract JSON by a schema, check what a schema cannot express, and request it again if it is wrong.
 
 Run: python examples/programs/extract_json.py
 """
@@ -35,14 +35,14 @@ def extract(s, text, tries):
 
 
 def wrong_with(person: dict[str, Any], text: str) -> str | None:
-    """What is wrong, as the model should hear it."""
+    """Describe what is wrong, in the words that are sent to the model; None if nothing is wrong."""
     if person["name"] not in text:
         return f"{person['name']!r} is not in the text."
     return None if str(person["age"]) in text else f"{person['age']} is not in the text."
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The person, and what is still wrong."""
+    """Return the person, and what is still wrong."""
     state = extract.run("Alice is 30 years old.", tries=2, **settings)
     return {"person": state["person"], "problem": state["problem"], "turns": len(state.messages())}
 

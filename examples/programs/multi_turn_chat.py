@@ -1,4 +1,5 @@
-"""A conversation of several turns: each answer is part of the next prompt. Run: python examples/programs/multi_turn_chat.py"""
+"""Run a conversation of several turns: each answer is part of the next prompt. Run: python
+examples/programs/multi_turn_chat.py"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def multi_turn_chat(s, questions):
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The answers, and how much of the last prompt was cached."""
+    """Return the answers and the messages."""
     state = multi_turn_chat.run(questions=["What is the capital of France?", "And of Italy?"], **settings)
     return {"answers": [state["answer_0"], state["answer_1"]], "messages": state.messages()}
 

@@ -1,4 +1,4 @@
-"""Many questions about one document: run_batch finds that all rows share it and sends it first, once.
+"""Ask many questions about one document: run_batch finds that all rows share it and sends it once before the rows.
 
 Run: python examples/programs/rag.py
 """
@@ -10,10 +10,10 @@ from typing import Any
 import dovetail as sgl
 
 DOCUMENT = " ".join(
-    f"Room {100 + i} is used by team {chr(65 + i)}; it has {4 + i % 7} desks and {1 + i % 3} windows."
+    f"Office {100 + i} is used by team {chr(65 + i)}; it has {4 + i % 7} desks and {1 + i % 3} windows."
     for i in range(20)
 )
-QUESTIONS = [f"How many desks does room {100 + i} have?" for i in range(6)]
+QUESTIONS = [f"How many desks does office {100 + i} have?" for i in range(6)]
 
 
 @sgl.function
@@ -24,7 +24,7 @@ def answer_from(s, document, question):
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The answers, in the order of the questions."""
+    """Return the answers in the order of the questions."""
     rows = [{"document": DOCUMENT, "question": question} for question in QUESTIONS]
     states = answer_from.run_batch(rows, **settings)
     return {question: state["answer"] for question, state in zip(QUESTIONS, states, strict=True)}

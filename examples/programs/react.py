@@ -1,4 +1,4 @@
-"""Reason, act, observe: the model picks a tool, plain Python runs it, its result goes into the prompt.
+"""Reason, act and observe: the model selects a tool, plain Python runs it, and its result is appended to the prompt.
 
 Run: python examples/programs/react.py
 """
@@ -34,7 +34,7 @@ def react(s, question, steps):
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The calls of tools and the answer."""
+    """Return the tool calls and the answer."""
     state = react.run("What is 3 + 4?", steps=3, **settings)
     return {"log": state["log"], "answer": int(state["answer"]), "text": state.text()}
 

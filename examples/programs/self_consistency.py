@@ -1,4 +1,4 @@
-"""Eight chains of thought from one prompt, and a vote: the prompt is computed once for all of them.
+"""Vote among eight chains of thought from one prompt, which is computed once for all of them.
 
 Run: python examples/programs/self_consistency.py
 """
@@ -24,7 +24,7 @@ def self_consistency(s, question, paths):
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The votes and who won."""
+    """Return the thoughts, the votes and the winner."""
     state = self_consistency.run("What is 3 + 4?", 8, **settings)
     votes = Counter(state["vote"])
     return {"thoughts": state["thought"], "votes": dict(votes), "winner": max(sorted(votes), key=votes.__getitem__)}

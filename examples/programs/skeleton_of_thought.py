@@ -1,4 +1,4 @@
-"""The points of an answer first, then all of them written out at the same time.
+"""Generate the points of an answer first, then expand all of them at the same time.
 
 Run: python examples/programs/skeleton_of_thought.py
 """
@@ -26,7 +26,7 @@ def skeleton_of_thought(s, topic, points):
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The points, their paragraphs, and the whole answer."""
+    """Return the points, their paragraphs, and the whole answer."""
     state = skeleton_of_thought.run("staying healthy", 3, **settings)
     named = {f"{what}_{i}": state[f"{what}_{i}"] for what in ("point", "paragraph") for i in range(3)}
     return {**named, "answer": state.messages()[-1]["content"]}

@@ -1,4 +1,4 @@
-"""Two speakers talk, and their words are shown as they come. Run: python examples/programs/streaming_dialogue.py"""
+"""Stream a dialogue of two speakers as it is generated. Run: python examples/programs/streaming_dialogue.py"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def dialogue(s, topic, rounds):
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The whole text, as it came, and the pieces of one sentence."""
+    """Return the whole text as it was streamed, and the text of one sentence."""
     state = dialogue.run("the weather", rounds=2, stream=True, **settings)
     whole = "".join(state.text_iter())
     return {"text": whole, "ann_0": "".join(state.text_iter("ann_0"))}

@@ -1,4 +1,4 @@
-"""Propose several plans, rate each, go on with the best, twice. Run: python examples/programs/tree_of_thought.py"""
+"""Propose several plans, rate each, continue with the best, twice. Run: python examples/programs/tree_of_thought.py"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def tree_of_thought(s, question, width, depth):
 
 
 def goodness(state: Any) -> float:
-    """How likely the model finds "good", per token."""
+    """Return the log-probability of "good" per token."""
     return state.get_meta_info("grade")["normalized_prompt_logprobs"][0]
 
 
 def example(**settings: Any) -> dict[str, Any]:
-    """The path that was taken and what came of it."""
+    """Return the chosen path and its result."""
     state = tree_of_thought.run("How do I learn to swim?", width=3, depth=2, **settings)
     return {"plan": state["plan"], "result": state["result"]}
 

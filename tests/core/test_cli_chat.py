@@ -109,7 +109,7 @@ def test_an_error_is_said_and_the_turn_can_be_tried_again(talk):
 
 def test_retry_takes_the_answer_back(talk):
     talk.handle("/retry")
-    assert "nothing was said yet" in shown(talk)
+    assert "there is no turn yet" in shown(talk)
     for text in ("one", "two", "/retry"):
         talk.handle(text)
     assert asked(talk) == ["be brief", "one", "<one>", "two"]

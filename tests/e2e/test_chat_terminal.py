@@ -99,7 +99,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 
 def test_a_terminal_with_a_server(terminal: Callable[..., Terminal], tiny_url: str) -> None:
     here = terminal("--url", tiny_url)
-    assert "talking to tiny" in here.read(PROMPT)
+    assert "chatting with tiny" in here.read(PROMPT)
     first = here.say("What is the capital of France?")
     assert re.search(r"Paris\.\r?\n16 prompt · .*tokens/s · finish stop", first)
     second = here.say("\x1b[200~And of\nItaly?\x1b[201~")  # as a terminal pastes

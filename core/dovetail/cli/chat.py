@@ -1,4 +1,4 @@
-"""``dovetail chat``: a conversation in the terminal, with a model in this process or a running server."""
+"""Define ``dovetail chat``: a conversation in the terminal with a model in this process or on a running server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from dovetail.cli.chat_backends import ChatBackend, Message
     from dovetail.sampling_params import SamplingParams
 
-Url = Annotated[str | None, typer.Option(help="Talk to this server instead, as in http://127.0.0.1:30000.")]
+Url = Annotated[str | None, typer.Option(help="Use the model of this server instead, as in http://127.0.0.1:30000.")]
 Key = Annotated[
-    str | None, typer.Option(envvar="DOVETAIL_API_KEY", show_envvar=True, help="The API key that the server asks for.")
+    str | None, typer.Option(envvar="DOVETAIL_API_KEY", show_envvar=True, help="The API key that the server requires.")
 ]
 
 PASTE_SECONDS = 0.03
-"""Lines that follow one another faster were pasted, and are one message."""
+"""Lines that follow one another within this number of seconds were pasted, and form one message."""
 
 
 def chat(
@@ -37,8 +37,9 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = None,
 ) -> None:
-    """Talk with a model: in this process, or with --url on a server. Where someone sits at the terminal, /help lists what can be
-    said to the program itself, and figures stand below each answer. Piped, one line is one turn, and an empty line ends it."""
+    """Chat with a model: in this process, or with --url on a server. At a terminal, /help lists the commands of this
+    program, and figures are shown below each answer. With piped input, each line is one turn, and an empty line ends
+    the conversation."""
     from dovetail.sampling_params import SamplingParams
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
@@ -63,7 +64,7 @@ def _local(files: FileOptions, sets: Sets, model: Model) -> ChatBackend:
 def _remote(url: str, key: str | None, files: FileOptions, sets: Sets, model: Model) -> ChatBackend:
     if files or sets or model:
         raise ConfigError(
-            "--url names a running server, whose config is its own: leave out --config, --set and --model"
+            "--url names a running server, which has its own config; leave out --config, --set and --model"
         )
     from dovetail.cli.chat_backends import RemoteChatBackend
 
@@ -71,7 +72,7 @@ def _remote(url: str, key: str | None, files: FileOptions, sets: Sets, model: Mo
 
 
 def _run_piped(backend: ChatBackend, params: SamplingParams, system: str | None) -> None:
-    """Text in, text out."""
+    """Read turns from standard input and write answers to standard output."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for line in iter(lambda: sys.stdin.readline().strip(), ""):
         messages.append({"role": "user", "content": line})
@@ -84,13 +85,13 @@ def _run_piped(backend: ChatBackend, params: SamplingParams, system: str | None)
 
 
 def _run_interactive(backend: ChatBackend, params: SamplingParams, system: str | None) -> None:
-    """With someone at the terminal."""
+    """Run a conversation with a user at the terminal."""
     from dovetail.cli.chat_backends import ChatSettings
     from dovetail.cli.chat_session import ChatSession
     from dovetail.cli.chat_view import ChatView
 
     view = ChatView()
-    view.note(f"talking to {backend.name}; /help for more, Ctrl-D to end")
+    view.note(f"chatting with {backend.name}; /help lists commands, Ctrl-D ends")
     session = ChatSession(backend, ChatSettings(params), system, view, input)
     for text in _inputs(view.note):
         if not session.handle(text):
@@ -98,10 +99,11 @@ def _run_interactive(backend: ChatBackend, params: SamplingParams, system: str |
 
 
 def _inputs(note: Callable[[str], None]) -> Iterator[str]:
-    """What the user writes, until Ctrl-D. Arrow keys edit and find what was written before; a pasted text is one input."""
+    """Yield what the user writes until Ctrl-D. Arrow keys edit and recall earlier inputs; a pasted text is one
+    input."""
     try:
         import readline
-    except ImportError:  # not everywhere
+    except ImportError:  # some platforms do not have it
         pass
     else:
         readline.parse_and_bind("set enable-bracketed-paste on")

@@ -1,4 +1,4 @@
-"""Who answers in ``dovetail chat``: a model in this process, or the server at a URL."""
+"""Answer conversations in ``dovetail chat`` with a model in this process or with the server at a URL."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from dovetail.llm import LLM
 
 Message = Mapping[str, Any]
-"""In OpenAI's form."""
+"""A message in OpenAI's form."""
 Pieces = Generator[tuple[str, str], None, None]
-"""Reasoning and content, either of which may be empty. Closing it stops the answer."""
+"""Reasoning and content, either of which may be empty. Closing the generator stops the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """How answers are made. ``tools`` are in OpenAI's form."""
+    """Describe how answers are generated. ``tools`` are in OpenAI's form."""
 
     params: SamplingParams
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -35,8 +35,12 @@ class ChatSettings:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer while it grows. ``prompt``, ``cached`` and ``output`` count tokens and are None while nobody knows; ``drafts``
-    are those accepted and all; ``begun``, ``first`` and ``last`` are seconds of one clock."""
+    """Hold one answer while it grows.
+
+    ``prompt``, ``cached`` and ``output`` count tokens and are None while they are unknown. ``drafts`` holds the number
+    of accepted draft tokens and the number of all draft tokens. ``begun``, ``first`` and ``last`` are seconds of the
+    same clock.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -51,7 +55,7 @@ class ChatAnswer:
     last: float | None = None
 
     def add(self, reasoning: str, content: str) -> tuple[str, str]:
-        """Take a piece in, and hand it on."""
+        """Add a piece to the answer and return it."""
         self.last = time.perf_counter()
         self.first = self.first or self.last
         self.reasoning += reasoning
@@ -60,18 +64,18 @@ class ChatAnswer:
 
     @property
     def message(self) -> dict[str, Any]:
-        """As a turn of the conversation."""
+        """Return the answer as a message of the conversation."""
         calls = {"tool_calls": self.calls} if self.calls else {}
         return {"role": "assistant", "content": self.content, **calls}
 
 
 class ChatBackend(Protocol):
-    """Answers conversations."""
+    """Answer conversations."""
 
     name: str
 
     def plain(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
-        """The text of an answer, piece by piece."""
+        """Yield the text of an answer piece by piece."""
         ...
 
     def answer(self, messages: Sequence[Message], settings: ChatSettings, answer: ChatAnswer) -> Pieces:
@@ -79,27 +83,27 @@ class ChatBackend(Protocol):
         ...
 
     def resolved(self) -> Mapping[str, Any]:
-        """The parts that were chosen, as ``Resolved.to_json`` has them."""
+        """Return the components that were chosen, in the form of ``Resolved.to_json``."""
         ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Release the resources."""
         ...
 
 
 class LocalChatBackend:
-    """A model in this process."""
+    """Answer with a model in this process."""
 
     def __init__(self, llm: LLM, name: str) -> None:
         self.name = name
         self._llm = llm
 
     def plain(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
-        """All that the model writes, marks of reasoning included."""
+        """Yield everything that the model writes, including marks of reasoning."""
         return self._llm.stream_chat(messages, params)
 
     def answer(self, messages: Sequence[Message], settings: ChatSettings, answer: ChatAnswer) -> Pieces:
-        """See ``Speaker``."""
+        """See ``ChatBackend.answer``."""
         stream = self._llm.chat_stream(messages, settings.params, tools=settings.tools or None)
         with contextlib.closing(stream):
             for delta in stream:
@@ -111,16 +115,16 @@ class LocalChatBackend:
             answer.finish = "tool_calls" if answer.calls else output.finish.kind.value if output.finish else "none"
 
     def resolved(self) -> Mapping[str, Any]:
-        """See ``Speaker``."""
+        """See ``ChatBackend.resolved``."""
         return self._llm.resolved.to_json()
 
     def close(self) -> None:
-        """Free the engine."""
+        """Release the engine."""
         self._llm.close()
 
 
 class RemoteChatBackend:
-    """The server at ``url``, by its OpenAI API. Raises ``DovetailError`` where there is none."""
+    """Answer with the server at ``url`` through its OpenAI API. Raises ``DovetailError`` if there is no such server."""
 
     def __init__(self, url: str, key: str | None) -> None:
         import httpx
@@ -134,12 +138,12 @@ class RemoteChatBackend:
         self.name = self._get("/v1/models")["data"][0]["id"]
 
     def plain(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
-        """The content of an answer."""
+        """Yield the content of an answer."""
         for _, content in self.answer(messages, ChatSettings(params), ChatAnswer()):
             yield content
 
     def answer(self, messages: Sequence[Message], settings: ChatSettings, answer: ChatAnswer) -> Pieces:
-        """See ``Speaker``."""
+        """See ``ChatBackend.answer``."""
         body = {"model": self.name, "messages": messages, **_fields(settings)}
         with self._response("POST", "/v1/chat/completions", body) as response:
             for line in lines_of(response):
@@ -147,10 +151,10 @@ class RemoteChatBackend:
                     return
                 if line.startswith(b"data: "):
                     yield from _take(msgspec.json.decode(line[6:]), answer)
-        raise EngineError("the connection ended before the answer did")
+        raise EngineError("the connection ended before the answer was complete")
 
     def resolved(self) -> Mapping[str, Any]:
-        """See ``Speaker``; where the server has tenants, it takes an admin key."""
+        """See ``ChatBackend.resolved``; a server with tenants requires an admin key."""
         return self._get("/server_info")["engine"]["resolved"]
 
     def close(self) -> None:
@@ -163,7 +167,8 @@ class RemoteChatBackend:
 
     @contextlib.contextmanager
     def _response(self, method: str, path: str, body: object = None) -> Iterator[httpx.Response]:
-        """The answer of the server, not yet read. Raises ``DovetailError`` for a refusal, and for what breaks meanwhile."""
+        """Yield the response of the server before its body is read. Raises ``DovetailError`` for a refusal or a
+        failure in the meantime."""
         import httpx
 
         try:
@@ -172,9 +177,7 @@ class RemoteChatBackend:
                     raise _refused(response.status_code, error_text(response.read()))
                 yield response
         except (httpx.HTTPError, msgspec.DecodeError) as error:
-            raise EngineError(
-                f"{self._client.base_url} does not answer as it should: {error or repr(error)}"
-            ) from error
+            raise EngineError(f"{self._client.base_url} does not answer correctly: {error or repr(error)}") from error
 
 
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -186,7 +189,7 @@ SAMPLING = (
 
 
 def _fields(settings: ChatSettings) -> dict[str, Any]:
-    """The settings as OpenAI's API has them."""
+    """Return the settings in the form of OpenAI's API."""
     params = settings.params
     given = {_NAMES.get(name, name): getattr(params, name) for name in SAMPLING}
     schema = {}
@@ -223,4 +226,4 @@ def _grow(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
 
 def _refused(status: int, message: str) -> DovetailError:
     hint = "; give a key with --key or DOVETAIL_API_KEY" if status == 401 else ""
-    return refusal(status, f"{message or 'the server refuses'} (status {status}){hint}")
+    return refusal(status, f"{message or 'the server refused the request'} (status {status}){hint}")

@@ -1,4 +1,4 @@
-"""A conversation with someone who sits at a terminal: turns, and the commands that begin with a slash."""
+"""Run a conversation with a user at a terminal: turns, and the commands that begin with a slash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 
 class ChatSession:
-    """One conversation. ``say`` answers a line of the user's, be it a turn or a command; ``read_line`` asks for a line."""
+    """Hold one conversation. ``handle`` processes an input of the user, which is a turn or a command; ``read_line``
+    reads a further line."""
 
     def __init__(
         self,
@@ -49,7 +50,8 @@ class ChatSession:
         }
 
     def handle(self, text: str) -> bool:
-        """Answer the user. False if the conversation is over. Errors are shown, and nothing is lost by them."""
+        """Process an input. Returns False if the conversation is over. Errors are shown, and the conversation is
+        kept."""
         try:
             if not text.startswith("/"):
                 self._turn([{"role": "user", "content": text}])
@@ -59,14 +61,17 @@ class ChatSession:
                 return True
             name, _, rest = text[1:].partition(" ")
             if name not in self._commands:
-                raise ConfigError(f"there is no /{name}; /help lists what there is, and //{name} says it to the model")
+                raise ConfigError(
+                    f"there is no /{name}; /help lists the commands, and //{name} sends /{name} to the model"
+                )
             return self._commands[name](rest.strip()) is not False
         except (DovetailError, OSError, UnicodeError) as error:
             self._view.error(error)
         return True
 
     def _turn(self, added: Sequence[Message]) -> None:
-        """Have ``added`` answered. They stay only if there is an answer; /retry sends them again in any case."""
+        """Send ``added`` and show the answer. The messages are kept only if there is an answer; /retry sends them
+        again in any case."""
         self._last_turn = added
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         answer, stopped = ChatAnswer(), False
@@ -77,7 +82,7 @@ class ChatSession:
                     self._view.piece(*piece)
         except KeyboardInterrupt:
             stopped = True
-            answer.calls.clear()  # they may not be whole
+            answer.calls.clear()  # they may be incomplete
         self._view.end(answer, stopped)
         if answer.content or answer.calls:
             self.messages += [*added, answer.message]
@@ -85,7 +90,8 @@ class ChatSession:
             self._results(answer.calls)
 
     def _results(self, calls: Sequence[dict[str, Any]]) -> None:
-        """Ask for what the called functions return; nothing for one of them leaves it at that."""
+        """Read the results of the called functions from the user and send them. An empty result for one function
+        sends nothing."""
         results: list[Message] = []
         for call in calls:
             content = self._read_line(f"what {call['function']['name']} returns: ")
@@ -95,24 +101,24 @@ class ChatSession:
         self._turn(results)
 
     def _help(self, rest: str) -> None:
-        """what can be said to the program"""
+        """list the commands of this program"""
         rows = [(f"/{name}{_USAGE.get(name, '')}", command.__doc__ or "") for name, command in self._commands.items()]
         width = max(len(left) for left, _ in rows) + 2
         for left, right in rows:
             self._view.note(f"{left:{width}}{right}")
-        self._view.note("Ctrl-C stops an answer, Ctrl-D ends the conversation; //word says /word to the model")
+        self._view.note("Ctrl-C stops an answer, Ctrl-D ends the conversation; //word sends /word to the model")
 
     def _set_system(self, rest: str) -> None:
-        """the system message from now on; none without text"""
+        """set the system message from now on; without text, remove it"""
         self._system = rest or None
         self._view.note("there is a system message now" if rest else "there is no system message now")
 
     def _set(self, rest: str) -> None:
-        """change how answers are sampled; without a value, back to the start's; alone, show what holds"""
+        """change how answers are sampled; without a value, restore the initial value; alone, show the settings"""
         params = self.settings.params
         if _ASSIGNMENT.sub("", rest).strip():
             raise ConfigError(
-                f'/set {rest}: give name=value, several apart by spaces, as in /set temperature=0.7 stop=["\\n"]'
+                f'/set {rest}: give name=value, several separated by spaces, as in /set temperature=0.7 stop=["\\n"]'
             )
         for name, text in _ASSIGNMENT.findall(rest):
             params = self._changed(params, name, text)
@@ -134,16 +140,16 @@ class ChatSession:
         return replace(params, **{name: value})
 
     def _schema(self, rest: str) -> None:
-        """answers follow a JSON schema, from a file or written out"""
+        """make answers follow a JSON schema, from a file or written out"""
         grammar = None
         if rest and rest != "off":
             text = rest if rest.startswith("{") else Path(rest).expanduser().read_text(encoding="utf-8")
             grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(_json(text, dict, "a schema is a JSON object")))
         self.settings = replace(self.settings, params=replace(self.settings.params, grammar=grammar))
-        self._view.note("answers follow the schema now" if grammar else "answers are free now")
+        self._view.note("answers follow the schema now" if grammar else "answers are unconstrained now")
 
     def _tools(self, rest: str) -> None:
-        """functions that the model may call, from a file with a JSON array"""
+        """set the functions that the model may call, from a file with a JSON array"""
         tools: list[Any] = []
         if rest and rest != "off":
             text = rest if rest.startswith("[") else Path(rest).expanduser().read_text(encoding="utf-8")
@@ -154,7 +160,7 @@ class ChatSession:
     def _retry(self, rest: str) -> None:
         """answer the last turn again"""
         if not self._last_turn:
-            raise ConfigError("/retry: nothing was said yet")
+            raise ConfigError("/retry: there is no turn yet")
         size = len(self._last_turn) + 1
         if self.messages[-size:-1] == list(self._last_turn):
             del self.messages[-size:]
@@ -175,11 +181,11 @@ class ChatSession:
         self._view.note(f"{len(self.messages)} messages are in {rest}")
 
     def _plugins(self, rest: str) -> None:
-        """the parts that were chosen, and why"""
+        """show the components that were chosen, and why"""
         self._view.parts(self._backend.resolved())
 
     def _quit(self, rest: str) -> bool:
-        """end"""
+        """end the conversation"""
         return False
 
 

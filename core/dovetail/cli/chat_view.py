@@ -1,4 +1,4 @@
-"""How a conversation looks in a terminal."""
+"""Show a conversation in a terminal."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def safe(text: str) -> str:
-    """Text whose control characters are seen and not obeyed: no answer moves the cursor or renames the window."""
+    """Return the text with its control characters made visible, so that no answer can move the cursor or rename the
+    window."""
     return _CONTROL.sub(
         lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 0x20 else "\N{REPLACEMENT CHARACTER}", text
     )
 
 
 class ChatView:
-    """What is shown between two inputs."""
+    """Show what appears between two inputs."""
 
     def __init__(self) -> None:
         self.out = Console(highlight=False)
         self._style: str | None = None
 
     def piece(self, reasoning: str, content: str) -> None:
-        """A part of an answer, as it comes; reasoning is dim."""
+        """Show a piece of an answer as it arrives; reasoning is dim."""
         if reasoning:
             self._write(reasoning, "dim italic")
         if content:
@@ -42,7 +43,7 @@ class ChatView:
             self._write(content, "")
 
     def end(self, answer: ChatAnswer, stopped: bool) -> None:
-        """What stands below an answer."""
+        """Show the tool calls and figures below an answer."""
         self.out.print()
         for call in answer.calls:
             function = call["function"]
@@ -51,27 +52,27 @@ class ChatView:
         self._style = None
 
     def error(self, error: object) -> None:
-        """What went wrong."""
+        """Show an error."""
         self.broken_off()
         self.out.print(Text.assemble(("error: ", "bold red"), (safe(str(error)), "red")), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """A word of the program itself."""
+        """Show a message of the program itself."""
         self.out.print(Text(text, "dim"), soft_wrap=True)
 
     def broken_off(self) -> None:
-        """End the line of an answer that came to no end."""
+        """End the line of an incomplete answer."""
         if self._style is not None:
             self.out.print()
         self._style = None
 
     def parts(self, resolved: Mapping[str, Any]) -> None:
-        """What was chosen for each part of the engine, and why."""
+        """Show what was chosen for each component of the engine, and why."""
         grid = table("part", "chosen", "why")
         for slot, name, why in _chosen(resolved):
             add(grid, slot, name, why)
         self.out.print(grid)
-        self.note("dovetail explain shows the others, and why not those")
+        self.note("dovetail explain also shows the components that were not chosen, and why")
 
     def _write(self, text: str, style: str) -> None:
         self._style = style
@@ -80,7 +81,8 @@ class ChatView:
 
 
 def figures(answer: ChatAnswer, stopped: bool = False) -> Text:
-    """One line: tokens of the prompt, those of them that the cache held, output, times, speed, and why it ended."""
+    """Return one line with the prompt tokens, the cached ones among them, the output tokens, times, speed, and the
+    finish reason."""
     line: list[tuple[str, str]] = []
     if answer.prompt is not None:
         line.append((f"{answer.prompt} prompt", "dim"))

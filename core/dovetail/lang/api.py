@@ -76,7 +76,7 @@ def gen(
     ``regex``, ``json_schema`` (a schema, or its JSON) and ``dtype`` (``int``, ``float``, ``bool``, ``str``: a string in
     quotes) constrain the text. The variable is text in any case: ``int(s["x"])``. With ``choices``, ``gen`` is
     ``select``. With ``n > 1`` the variable is a list, and the prompt continues with the first output. ``stop_regex``
-    exists because other frontends have this parameter, and must be None. Raises ``ValueError``.
+    keeps its position in the signatures of other frontends, and must be None. Raises ``ValueError``.
     """
     if stop_regex is not None:
         raise ValueError(f"stop_regex is {stop_regex!r:.80}; give stop=[...] or constrain the output with regex=")
