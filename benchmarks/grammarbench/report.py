@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.testing.grammar_corpora import SchemaCase, Verdict
+from dovetail.testing.grammar_corpora import CorpusResult, SchemaCase
 
 AUTO = "auto"
 
@@ -17,7 +17,7 @@ class Table:
 
     title: str
     cases: Sequence[SchemaCase]
-    verdicts: Mapping[str, Sequence[Verdict]]
+    verdicts: Mapping[str, Sequence[CorpusResult]]
 
     def with_auto(self) -> Table:
         """The same, with ``auto``: the first engine that does not refuse by keyword decides."""
@@ -25,7 +25,7 @@ class Table:
         return replace(self, verdicts={AUTO: rows, **self.verdicts})
 
 
-def _first(answers: Sequence[Verdict]) -> Verdict:
+def _first(answers: Sequence[CorpusResult]) -> CorpusResult:
     """What ``auto`` does: it goes on to the next engine after a refusal by keyword, and ends with the first one's."""
     spent = 0.0
     for answer in answers:
@@ -35,7 +35,7 @@ def _first(answers: Sequence[Verdict]) -> Verdict:
     return replace(answers[0], compile=spent)
 
 
-def summary(verdicts: Sequence[Verdict]) -> dict[str, float]:
+def summary(verdicts: Sequence[CorpusResult]) -> dict[str, float]:
     """The figures of one engine. Counts, shares of the schemas in percent, milliseconds and microseconds."""
     compiled = [v for v in verdicts if not v.refused and not v.timed_out]
     fills = sorted(second for v in verdicts for second in v.fills)

@@ -16,7 +16,7 @@ from dovetail.registry.installed import Registry
 from dovetail.registry.loader import load_plugins
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
-from dovetail.testing.grammar_corpora import Judge, SchemaCase, Verdict
+from dovetail.testing.grammar_corpora import CorpusChecker, CorpusResult, SchemaCase
 from dovetail.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[2] / "core" / "dovetail" / "assets" / "tiny"
@@ -36,23 +36,23 @@ def engine_names() -> list[str]:
     return [spec.name for spec in sorted(usable, key=lambda spec: (-spec.priority, spec.name))]
 
 
-def make_judge(name: str) -> Judge:
-    """A judge of this backend under its default config, with the tiny model's vocabulary."""
+def make_checker(name: str) -> CorpusChecker:
+    """A checker of this backend under its default config, with the tiny model's vocabulary."""
     plugins, tokenizer = registry(), Tokenizer.from_dir(TINY)
     component = plugins.get(ComponentKind.GRAMMAR, name)
     config = plugins.config_class(ComponentKind.GRAMMAR, name).model_validate({"kind": name})
     context = GrammarContext(tokenizer.vocab_size, tokenizer.token_bytes, tokenizer.eos_token_ids, tokenizer.json)
     backend = load_attribute(component.spec.target, component.label)(config, context)
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    return Judge(backend, encode, tokenizer.vocab_size, tokenizer.eos_token_ids[0])
+    return CorpusChecker(backend, encode, tokenizer.vocab_size, tokenizer.eos_token_ids[0])
 
 
 def _serve(name: str, cases: Sequence[SchemaCase], pipe: Connection) -> None:
-    judge = make_judge(name)
+    checker = make_checker(name)
     pipe.send(None)
     while (index := pipe.recv()) is not None:
         try:
-            pipe.send(judge.judge(cases[index]))
+            pipe.send(checker.check(cases[index]))
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
 
@@ -67,18 +67,20 @@ class Runner:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[CorpusResult]:
         """One for every case, in order. Raises ``RuntimeError`` where the backend fails otherwise than by refusing."""
         try:
             return [self._one(index) for index in range(len(self.cases))]
         finally:
             self._end()
 
-    def _one(self, index: int) -> Verdict:
+    def _one(self, index: int) -> CorpusResult:
         pipe = self._pipe or self._start()
         pipe.send(index)
         start = time.monotonic()
-        answer = pipe.recv() if pipe.poll(self.limit) else Verdict(timed_out=True, compile=time.monotonic() - start)
+        answer = (
+            pipe.recv() if pipe.poll(self.limit) else CorpusResult(timed_out=True, compile=time.monotonic() - start)
+        )
         if isinstance(answer, str):
             raise RuntimeError(f"{self.name} fails on {self.cases[index].name}: {answer}")
         if answer.timed_out:

@@ -267,7 +267,7 @@ MUTANTS = [
     _of(
         "forces what need not come",
         JumpsTooFar,
-        "test_jump_forward_says_what_must_come",
+        "test_jump_forward_returns_the_forced_text",
         FINITE[0],
         says="is not forced",
     ),
@@ -277,7 +277,7 @@ MUTANTS = [
     _of(
         "refuses without a keyword",
         RefusesWithoutKeyword,
-        "test_is_honoured_or_refused_by_keyword",
+        "test_is_enforced_or_refused_by_keyword",
         HARD[0],
         says="no keyword",
     ),

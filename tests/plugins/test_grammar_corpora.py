@@ -25,9 +25,9 @@ from dovetail.registry.loader import load_plugins
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.grammar_corpora import (
-    Judge,
+    CorpusChecker,
+    CorpusResult,
     SchemaCase,
-    Verdict,
     in_schema_order,
     real_schemas,
     spell,
@@ -63,26 +63,26 @@ def sample(corpus: str) -> Sequence[SchemaCase]:
     return random.Random(corpus).sample(cases, len(cases))
 
 
-def judge(engine: str) -> Judge:
+def checker(engine: str) -> CorpusChecker:
     tokens = tokenizer()
     component = registry.get(ComponentKind.GRAMMAR, engine)
     config = registry.config_class(ComponentKind.GRAMMAR, engine).model_validate({"kind": engine})
     context = GrammarContext(tokens.vocab_size, tokens.token_bytes, tokens.eos_token_ids, tokens.json)
     backend = load_attribute(component.spec.target, component.label)(config, context)
     encode = functools.partial(tokens.encode, add_special_tokens=False)
-    return Judge(backend, encode, tokens.vocab_size, tokens.eos_token_ids[0], masks=False)
+    return CorpusChecker(backend, encode, tokens.vocab_size, tokens.eos_token_ids[0], masks=False)
 
 
 @pytest.mark.parametrize("corpus", list(LOADERS))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_invalid_instance_passes(engine: str, corpus: str) -> None:
     cases = sample(corpus)
-    bench, verdicts = judge(engine), list[Verdict]()
+    bench, verdicts = checker(engine), list[CorpusResult]()
     start = time.monotonic()
     for case in cases:
         if len(verdicts) >= LEAST and time.monotonic() - start > SECONDS:
             break
-        verdicts.append(bench.judge(case))
+        verdicts.append(bench.check(case))
         assert not verdicts[-1].false_accepts, f"{case.name}: {verdicts[-1].false_accepts} of {case.schema}"
     passed, blocked = sum(v.passed for v in verdicts), sum(len(v.blocked) for v in verdicts)
     assert passed >= 0.85 * (passed + blocked)

@@ -18,7 +18,7 @@ from dovetail.errors import GrammarError
 from dovetail.interfaces.grammar import GrammarContext
 from dovetail.sampling_params import GrammarKind, GrammarSpec
 from dovetail.testing.grammar import GrammarSuite
-from dovetail.testing.grammar_corpora import Judge, real_schemas, suite_schemas
+from dovetail.testing.grammar_corpora import CorpusChecker, real_schemas, suite_schemas
 from dovetail_grammar.config import OutlinesConfig
 from dovetail_grammar.outlines_backend import OutlinesBackend
 
@@ -129,7 +129,7 @@ def test_no_invalid_instance_passes(cases: Any, compiled_at_least: float) -> Non
     folder = os.environ.get("GRAMMAR_CORPORA")
     if not folder:
         pytest.skip("GRAMMAR_CORPORA is not set to the folder of the JSON Schema Test Suite and the real schemas")
-    judge = Judge(BACKEND, lambda text: list(text.encode()), 257, EOS)
-    verdicts = [judge.judge(case) for case in cases(Path(folder))]
+    checker = CorpusChecker(BACKEND, lambda text: list(text.encode()), 257, EOS)
+    verdicts = [checker.check(case) for case in cases(Path(folder))]
     assert not [verdict.false_accepts for verdict in verdicts if verdict.false_accepts]
     assert sum(verdict.refused is None for verdict in verdicts) >= compiled_at_least * len(verdicts)

@@ -126,13 +126,13 @@ async def statuses(method: str, path: str) -> list[int]:
     """For somebody else, and then for who made the response. A POST without path goes on from it."""
     server = EchoServer(Responses(ResponsesConfig()))
     server.service.owner = "ada"
-    rid = (await server.ask("POST", "/v1/responses", {"input": "hello"})).json()["id"]
+    rid = (await server.request("POST", "/v1/responses", {"input": "hello"})).json()["id"]
     goes_on = (method, path) == ("POST", "")
     found = []
     for server.service.owner in ("bob", "ada"):
         where = "" if goes_on else f"/{rid}{path}"
         body = {"input": "more", "previous_response_id": rid} if goes_on else None
-        found.append((await server.ask(method, f"/v1/responses{where}", body)).status)
+        found.append((await server.request(method, f"/v1/responses{where}", body)).status)
     return found
 
 
@@ -148,8 +148,8 @@ def test_a_stream_that_fails_is_told_to_its_end_and_kept():
     async def run() -> tuple[list[Any], Any]:
         server = EchoServer(Responses(ResponsesConfig()))
         server.engine.most_steps, server.engine.death = 3, EngineDeadError("it is lost")
-        events = (await server.ask("POST", "/v1/responses", {"input": "hello", "stream": True})).said()
-        return events, (await server.ask("GET", f"/v1/responses/{events[0]['response']['id']}")).json()
+        events = (await server.request("POST", "/v1/responses", {"input": "hello", "stream": True})).events()
+        return events, (await server.request("GET", f"/v1/responses/{events[0]['response']['id']}")).json()
 
     events, kept = asyncio.run(run())
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -1,4 +1,4 @@
-"""Conformance suite of APIs."""
+"""Provide the conformance suite of APIs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from dovetail.errors import (
 from dovetail.interfaces.api import Api, ApiProblem, Route
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
-from dovetail.testing.api_server import Answer, EchoServer
+from dovetail.testing.api_server import EchoServer, SentResponse
 from dovetail.testing.component import ComponentSuite
 
 
 class Example(NamedTuple):
-    """A request that is answered: as a stream or whole, with or without the engine."""
+    """Describe an example request. ``streams`` is true if its answer is a stream, ``submits`` if it uses the engine,
+    and ``answers`` are the media types that its route declares."""
 
     method: str
     path: str
@@ -37,10 +38,10 @@ class Example(NamedTuple):
     submits: bool
     answers: Sequence[str] = ()
 
-    async def ask(self, server: EchoServer, body: object = None, **how: Any) -> Answer:
-        """Send it, or another ``body`` in its place. Fails where there is no end."""
+    async def send(self, server: EchoServer, body: object = None, **how: Any) -> SentResponse:
+        """Send the request, with ``body`` instead of its own if given. Fail the test if the answer does not end."""
         try:
-            return await server.ask(self.method, self.path, self.body if body is None else body, **how)
+            return await server.request(self.method, self.path, self.body if body is None else body, **how)
         except TimeoutError as error:
             pytest.fail(str(error))
 
@@ -49,7 +50,7 @@ _UNKNOWN = "no_field_of_this_name"
 _ODD: tuple[object, ...] = (None, True, -1, 2**70, 1.5, "", "\ud7ff", [], [[]], [None], {}, {"a": [1]}, "x" * 2000)
 _MALFORMED = (b"", b"{", b"[1]", b"null", b'"text"', b"\xff\xfe", b'{"a": NaN}', b'{"a":' * 5000)
 _REFUSALS: Mapping[int, Sequence[Exception]] = {
-    401: [AuthenticationError("no key that is known")],
+    401: [AuthenticationError("the key is not known")],
     403: [PermissionDeniedError("not with this key")],
     429: [RateLimitError("too many requests", 7.0)],
     500: [RuntimeError("a secret of the server")],
@@ -59,60 +60,67 @@ _REFUSALS: Mapping[int, Sequence[Exception]] = {
 
 
 class ApiSuite(ComponentSuite):
-    """``class TestMine(ApiSuite): name = "mine"`` is a whole test file, where the schema of each body has ``examples``: bodies
-    that are answered with 200, by an engine that says the prompt back. Override ``examples`` to give others.
+    """Test that an API conforms to its interface. ``class TestMine(ApiSuite): name = "mine"`` is a whole test file.
 
-    The API runs in the server's own application, without a network.
+    The schema of each body must have ``examples``: bodies that are answered with 200 by an engine that echoes the
+    prompt. Override ``examples`` to provide others. The API runs in the server's own application, without a network.
     """
 
     kind: ClassVar[ComponentKind] = ComponentKind.API
     path_values: ClassVar[Mapping[str, str]] = {}
-    """What stands for the parameters of paths, where it is not ``x``."""
+    """Values of the parameters of paths; the default is ``x``."""
 
     def make(self) -> Api:
-        """A new instance. Override it to test a class that no plugin registers."""
+        """Return a new instance. Override it to test a class that no plugin registers."""
         return load_attribute(self.spec.target, self.component.label)(self.config())
 
     def examples(self, route: Route) -> Sequence[Mapping[str, Any]]:
-        """Bodies for a route that has a body."""
+        """Return example bodies for a route that has a body."""
         assert route.body is not None
         return route.body.model_json_schema().get("examples", ())
 
     def server(self) -> EchoServer:
-        """A new one, that speaks this API."""
+        """Return a new server of this API."""
         return EchoServer(self.make())
 
     def test_routes_are_well_formed(self) -> None:
-        """Methods and paths are such, none stands twice, handlers say what they do, bodies have schemas; errors of an own format
-        are claimed for every route."""
+        """Check that methods and paths are valid and unique, that handlers have docstrings, that bodies have schemas,
+        and that every route is below a claim if the API has its own error format."""
         api = self.make()
         seen: set[tuple[str, str]] = set()
         for route in api.routes():
             where = f"{'/'.join(route.methods)} {route.path}"
-            assert re.fullmatch(r"(/[\w.{}:-]+)+", route.path), f"{route.path!r} is no path"
+            assert re.fullmatch(r"(/[\w.{}:-]+)+", route.path), f"{route.path!r} is not a valid path"
             assert route.methods, f"{where} has no method"
             for method in route.methods:
-                assert re.fullmatch("GET|HEAD|POST|PUT|PATCH|DELETE", method), f"{where}: {method!r} is no method"
-                assert (method, route.path) not in seen, f"{where} stands twice"
+                assert re.fullmatch("GET|HEAD|POST|PUT|PATCH|DELETE", method), (
+                    f"{where}: {method!r} is not a valid method"
+                )
+                assert (method, route.path) not in seen, f"{where} is declared twice"
                 seen.add((method, route.path))
             assert inspect.iscoroutinefunction(route.handler), f"the handler of {where} is not async"
             assert inspect.getdoc(route.handler), f"the handler of {where} has no docstring; /docs shows it"
             for schema in filter(None, (route.body, route.query)):
-                assert schema.model_json_schema()["type"] == "object", f"what {where} takes is no object"
+                assert schema.model_json_schema()["type"] == "object", (
+                    f"the schema of what {where} accepts is not an object"
+                )
         assert seen, "there is no route"
         if type(api).error is not Api.error:
             for _, path in seen:
-                assert _claimed(api, path), f"errors at {path} do not have this API's format: no claim is above it"
+                assert _claimed(api, path), (
+                    f"errors at {path} do not have this API's format, because no claim is above it"
+                )
 
     def test_examples_are_answered(self) -> None:
-        """Each body has at least one, each is answered with 200, as its route says, and nothing runs on behind it."""
+        """Check that each body has an example, that each example is answered with 200 and a declared media type, and
+        that no request is left running."""
         for route in self.make().routes():
             assert route.body is None or self.examples(route), (
                 f"the body of {route.path} has no examples: give its schema some (json_schema_extra), or override examples"
             )
 
         async def check(server: EchoServer, example: Example) -> None:
-            answer = await example.ask(server)
+            answer = await example.send(server)
             shown = f"{example.path} answers {answer.status} to its example {example.body}: {answer.body[:500]!r}"
             assert answer.status == 200, shown
             assert answer.media_type in example.answers, f"{shown} ({answer.media_type})"
@@ -123,77 +131,79 @@ class ApiSuite(ComponentSuite):
         self._each(check)
 
     def test_malformed_bodies_are_refused(self) -> None:
-        """What is no JSON object is answered with 400, whatever it is."""
+        """Check that every body that is not a JSON object is answered with 400."""
 
         async def check(server: EchoServer, example: Example) -> None:
             for data in _MALFORMED:
-                self._check_error(await example.ask(server, data), 400, example.path, f"{data[:20]!r}")
+                self._check_error(await example.send(server, data), 400, example.path, f"{data[:20]!r}")
 
         self._each(check)
 
     def test_unknown_fields_are_refused_by_name(self) -> None:
-        """A field that would change nothing is a mistake of the client's, who is told."""
+        """Check that an unknown field is refused with an error that names it."""
 
         async def check(server: EchoServer, example: Example) -> None:
-            answer = await example.ask(server, {**example.body, _UNKNOWN: 1})
+            answer = await example.send(server, {**example.body, _UNKNOWN: 1})
             self._check_error(answer, 400, example.path, f"the field {_UNKNOWN}")
             assert _UNKNOWN.encode() in answer.body, f"{example.path} does not name the field that it refuses"
 
         self._each(check)
 
     def test_fields_may_hold_anything(self) -> None:
-        """A field of an example that holds something odd is answered with 200 or an error of the client's, never with 500."""
+        """Check that odd values in the fields of an example are answered with 200 or a client error, never with 500."""
 
         async def check(server: EchoServer, example: Example) -> None:
             for name in example.body:
                 for odd in _ODD:
-                    answer = await example.ask(server, {**example.body, name: odd})
+                    answer = await example.send(server, {**example.body, name: odd})
                     if answer.status not in (200, 400, 404):
                         pytest.fail(f"{example.path} answers {answer.status} where {name} is {odd!r:.40}")
 
         self._each(check)
 
     def test_a_large_body_is_refused(self) -> None:
-        """One beyond ``ApiHost.max_body`` is answered with 413."""
+        """Check that a body larger than ``ApiHost.max_body`` is answered with 413."""
 
         async def check(server: EchoServer, example: Example) -> None:
             data = json.dumps(example.body).encode() + b" " * server.service.max_body
-            self._check_error(await example.ask(server, data), 413, example.path, "a body that is too large")
+            self._check_error(await example.send(server, data), 413, example.path, "a body that is too large")
 
         self._each(check)
 
-    def test_what_is_not_there_is_told(self) -> None:
-        """Unknown paths below the claims are answered with 404, other methods with 405, both in this API's format."""
+    def test_unknown_paths_and_methods_are_refused(self) -> None:
+        """Check that unknown paths below the claims are answered with 404 and other methods with 405, both in this
+        API's format."""
 
         async def check(server: EchoServer) -> None:
             api = self.make()
             for claim in api.claims:
-                answer = await server.ask("POST", f"{claim}/no/such/path")
+                answer = await server.request("POST", f"{claim}/no/such/path")
                 self._check_error(answer, 404, claim, "an unknown path")
             for path in {route.path for route in api.routes()}:
-                self._check_error(await server.ask("PATCH", self._filled(path)), 405, path, "an unknown method")
+                self._check_error(await server.request("PATCH", self._filled(path)), 405, path, "an unknown method")
 
         asyncio.run(check(self.server()))
 
     def test_every_error_has_its_format(self) -> None:
-        """What a server may have to say, as a JSON object that holds the message; of each status with and without details."""
+        """Check that ``Api.error`` returns a JSON object with the message for each status that a server may answer
+        with, with and without details."""
         api = self.make()
         details = {"code": "a_code", "param": "a_param", "retry_after": 3.0}
         for status in (400, 404, 405, 413, *_REFUSALS):
             for problem in (ApiProblem(status, "so it is"), ApiProblem(status, "so it is", **details)):
-                said = api.error(problem)
-                assert isinstance(said, dict), f"the error for {status} is no object"
-                assert "so it is" in json.dumps(said), f"the error for {status} does not hold the message"
+                shown = api.error(problem)
+                assert isinstance(shown, dict), f"the error for {status} is not an object"
+                assert "so it is" in json.dumps(shown), f"the error for {status} does not hold the message"
 
     def test_errors_of_the_server_pass(self) -> None:
-        """What is raised where a request is handed to the engine has its own status and this API's format, with retry-after where
-        there is one; of other exceptions nothing is shown."""
+        """Check that errors raised when a request is submitted to the engine have their own status and this API's
+        format, with retry-after for 429 and 503, and that nothing of other exceptions is shown."""
 
         async def check(server: EchoServer, example: Example) -> None:
             for status, refusals in _REFUSALS.items() if example.submits else ():
                 for refusal in refusals:
                     server.service.refusal = refusal
-                    answer = await example.ask(server)
+                    answer = await example.send(server)
                     self._check_error(answer, status, example.path, repr(refusal))
                     assert b"secret" not in answer.body, f"{example.path} shows {refusal!r} to its client"
                     if status in (429, 503):
@@ -203,40 +213,45 @@ class ApiSuite(ComponentSuite):
         self._each(check)
 
     def test_a_client_that_leaves_frees_its_request(self) -> None:
-        """Before the first token and in the midst of a stream: the engine is told at once."""
+        """Check that the engine's request ends at once if the client disconnects before the first token or during a
+        stream."""
 
         async def check(server: EchoServer, example: Example) -> None:
             for steps in (0, 2):
                 server.engine.most_steps = steps
                 leave = 1 if steps and example.streams else 0
-                await example.ask(server, leave_after=leave, seconds=3)
+                await example.send(server, leave_after=leave, seconds=3)
                 await _check_idle(server, example.path)
 
         self._each(check)
 
     def test_streams_end(self) -> None:
-        """Every event or line of a stream is whole, and JSON but for an end mark; it comes in several parts, and is closed."""
+        """Check that every event or line of a stream is complete and is JSON or an end marker, and that the stream is
+        sent in several parts and is closed."""
 
         async def check(server: EchoServer, example: Example) -> None:
             if example.streams:
-                answer = await example.ask(server)
+                answer = await example.send(server)
                 assert answer.ended, f"the stream of {example.path} is not closed"
                 assert len(answer.parts) > 2, f"the stream of {example.path} comes in {len(answer.parts)} parts"
-                assert len(_said(answer, example.path)) > 2, f"the stream of {example.path} says nothing"
+                assert len(_events(answer, example.path)) > 2, f"the stream of {example.path} has too few events"
 
         self._each(check)
 
-    def test_a_stream_tells_of_its_failure(self) -> None:
-        """Where the engine dies in the midst of it, the stream says so, and ends; an answer that is no stream has status 503."""
+    def test_a_stream_reports_its_failure(self) -> None:
+        """Check that a stream reports the death of the engine and ends, and that an answer that is not a stream has
+        status 503."""
 
         async def check(server: EchoServer, example: Example) -> None:
             server.engine.death = EngineDeadError("the engine process has ended: it is lost")
             server.engine.most_steps = 2 if example.streams else 0
-            answer = await example.ask(server)
+            answer = await example.send(server)
             if example.streams:
                 assert answer.ended, f"the stream of {example.path} is not closed"
-                told = json.dumps(_said(answer, example.path))
-                assert "it is lost" in told, f"the stream of {example.path} does not say that the engine has died"
+                reported = json.dumps(_events(answer, example.path))
+                assert "it is lost" in reported, (
+                    f"the stream of {example.path} does not report that the engine has died"
+                )
             elif example.submits:
                 self._check_error(answer, 503, example.path, "the engine's death")
             await _check_idle(server, example.path)
@@ -244,15 +259,15 @@ class ApiSuite(ComponentSuite):
         self._each(check)
 
     def test_requests_run_at_the_same_time(self) -> None:
-        """One that waits for its tokens holds up no other."""
+        """Check that a request that waits for its tokens does not delay other requests."""
 
         async def check(server: EchoServer, example: Example) -> None:
             server.engine.most_steps = 0
-            waiting = asyncio.ensure_future(server.ask(example.method, example.path, example.body))
+            waiting = asyncio.ensure_future(server.request(example.method, example.path, example.body))
             await asyncio.sleep(0.01)
             server.engine.most_steps = None
             try:
-                await server.ask(example.method, example.path, example.body, seconds=2)
+                await server.request(example.method, example.path, example.body, seconds=2)
             except TimeoutError:
                 pytest.fail(f"{example.path} answers one request at a time")
             finally:
@@ -262,7 +277,7 @@ class ApiSuite(ComponentSuite):
         self._each(check)
 
     def _each(self, check: Callable[[EchoServer, Example], Coroutine[Any, Any, None]]) -> None:
-        """Try every example."""
+        """Run ``check`` on every example."""
 
         async def run() -> None:
             server = self.server()
@@ -278,20 +293,20 @@ class ApiSuite(ComponentSuite):
             for body in self.examples(route) if route.body else ():
                 method, path = route.methods[0], self._filled(route.path)
                 server.reset()
-                answer = await server.ask(method, path, body)
-                server.service.refusal = QueueFullError("asked to refuse")
-                refused = await server.ask(method, path, body)
+                answer = await server.request(method, path, body)
+                server.service.refusal = QueueFullError("the test refuses every request")
+                refused = await server.request(method, path, body)
                 found.append(
                     Example(method, path, body, answer.streamed, refused.status != answer.status, route.answers)
                 )
         return found
 
     def _filled(self, path: str) -> str:
-        """``path`` with values for its parameters."""
+        """Return ``path`` with values for its parameters."""
         return re.sub(r"\{(\w+)(:\w+)?\}", lambda found: self.path_values.get(found[1], "x"), path)
 
-    def _check_error(self, answer: Answer, status: int, path: str, given: str) -> None:
-        """It has the status, and the shape that ``Api.error`` gives it."""
+    def _check_error(self, answer: SentResponse, status: int, path: str, given: str) -> None:
+        """Check that the answer has the status, and the fields that ``Api.error`` gives it."""
         assert answer.status == status, f"{path} answers {answer.status} to {given}; it should be {status}"
         assert answer.media_type == "application/json", f"the error {status} of {path} is {answer.media_type!r}"
         found, api = answer.json(), self.make()
@@ -304,16 +319,16 @@ def _claimed(api: Api, path: str) -> bool:
 
 
 def _shape(value: object) -> object:
-    """The names of the fields of an object, and of those in it."""
+    """Return the names of the fields of an object, recursively."""
     return {key: _shape(inner) for key, inner in value.items()} if isinstance(value, dict) else None
 
 
 async def _check_idle(server: EchoServer, path: str) -> None:
-    assert await server.is_idle(), f"{path} leaves a request behind that nobody waits for"
+    assert await server.is_idle(), f"{path} leaves a request behind that no client waits for"
 
 
-def _said(answer: Answer, path: str) -> list[Any]:
+def _events(answer: SentResponse, path: str) -> list[Any]:
     try:
-        return answer.said()
+        return answer.events()
     except ValueError as error:
         pytest.fail(f"the stream of {path} cannot be read: {error}")

@@ -1,5 +1,5 @@
-"""A server in this process for the suite of APIs: the real application over an engine that says the prompt back, and a client
-that may leave."""
+"""Run a server in this process for the suite of APIs: the real application, an engine that echoes the prompt, and a
+client that may disconnect."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ from dovetail.tokenizer import IncrementalDetokenizer, Tokenizer
 from dovetail.types import FinishKind, FinishReason, TokenLogprob
 
 MOST_TOKENS = 12
-"""Tokens that the engine says where the request sets no lower bound."""
+"""Maximum number of tokens that the engine generates, unless the request requires more."""
 STREAMS = (SSE, NDJSON)
 _HIDDEN = 8
 
 
 class EchoEngine:
-    """A ``server.engines.EngineHandle`` that says the prompt back, a token at a time. It stops after ``most_steps`` steps, where set,
-    or fails there with ``death``."""
+    """Implement ``server.engines.EngineHandle`` by echoing the prompt, one token per step.
+
+    If ``most_steps`` is set, it generates nothing after that number of steps, or fails there with ``death`` if that is
+    set too.
+    """
 
     failure: str | None = None
     alive = True
@@ -56,42 +59,42 @@ class EchoEngine:
 
     @property
     def num_open(self) -> int:
-        """Groups of requests that are not closed yet."""
+        """Return the number of groups of requests that are not closed yet."""
         return len(self._running)
 
     async def start(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """Return the information about the engine."""
         return self.info
 
     async def stop(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> OutputStream:
-        """Say the prompts back."""
+        """Begin to echo the prompts."""
         stream = OutputStream(group, [msg.rid for msg in msgs], self._close, lambda rid: None)
-        self._running[stream] = asyncio.create_task(self._say(stream, msgs))
+        self._running[stream] = asyncio.create_task(self._echo(stream, msgs))
         return stream
 
     def abort(self, group: str) -> bool:
-        """There is none that could be named."""
+        """Return false: requests cannot be aborted by name."""
         return False
 
     def abort_all(self, message: str = "") -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def stats(self) -> EngineStats:
-        """Zeros."""
+        """Return statistics that are all zero."""
         return EngineStats("")
 
     async def flush_cache(self) -> CommandReply:
-        """Done."""
+        """Report success."""
         return CommandReply("", True)
 
     def _close(self, stream: OutputStream) -> None:
         self._running.pop(stream).cancel()
 
-    async def _say(self, stream: OutputStream, msgs: Sequence[GenerateMsg]) -> None:
-        voices = {msg.rid: _Voice(self._tokenizer, msg) for msg in msgs}
+    async def _echo(self, stream: OutputStream, msgs: Sequence[GenerateMsg]) -> None:
+        outputs = {msg.rid: _EchoedOutput(self._tokenizer, msg) for msg in msgs}
         step = 0
         while stream.open:
             if step == self.most_steps:
@@ -100,37 +103,37 @@ class EchoEngine:
                     stream.wake()
                 return
             for rid in list(stream.open):
-                stream.put(voices[rid].next())
+                stream.put(outputs[rid].next())
             stream.wake()
             step += 1
             await asyncio.sleep(0)
 
 
-class _Voice:
-    """One output."""
+class _EchoedOutput:
+    """Generate one output."""
 
     def __init__(self, tokenizer: Tokenizer, msg: GenerateMsg) -> None:
         self._msg = msg
         self._detokenizer = IncrementalDetokenizer(tokenizer, msg.params.stop)
-        self._said = 0
+        self._num_sent = 0
 
     def next(self) -> TokenOutput:
         msg, params = self._msg, self._msg.params
         if params.max_new_tokens == 0:
             return self._computed()
-        token = msg.input_ids[self._said % len(msg.input_ids)]
-        self._said += 1
+        token = msg.input_ids[self._num_sent % len(msg.input_ids)]
+        self._num_sent += 1
         self._detokenizer.push([token])
         finish = None
         if self._detokenizer.matched:
             finish = FinishReason(FinishKind.STOP, self._detokenizer.matched)
-        elif self._said >= min(params.max_new_tokens or MOST_TOKENS, max(MOST_TOKENS, params.min_new_tokens)):
+        elif self._num_sent >= min(params.max_new_tokens or MOST_TOKENS, max(MOST_TOKENS, params.min_new_tokens)):
             finish = FinishReason(FinishKind.LENGTH)
         logprobs = None if params.logprobs is None else [_logprob(token, params.logprobs)]
-        first = self._said == 1 and params.prompt_logprobs is not None
+        first = self._num_sent == 1 and params.prompt_logprobs is not None
         prompt = [_logprob(token, params.prompt_logprobs or 0, i > 0) for i, token in enumerate(msg.input_ids)]
         return TokenOutput(
-            msg.rid, [token], finish, len(msg.input_ids), self._said, 0, logprobs, prompt if first else None
+            msg.rid, [token], finish, len(msg.input_ids), self._num_sent, 0, logprobs, prompt if first else None
         )
 
     def _computed(self) -> TokenOutput:
@@ -148,20 +151,20 @@ def _logprob(token: int, top: int, known: bool = True) -> TokenLogprob:
 
 
 class EchoService(Service):
-    """A server's state whose ``refusal``, where set, meets every request to the engine."""
+    """Hold a server's state. If ``refusal`` is set, every request to the engine raises it."""
 
     refusal: BaseException | None = None
 
     def submit(self, request: ApiRequest, terms: RequestTerms | None = None) -> RequestOutputs:
-        """As the server's. Raises ``refusal``."""
+        """See ``Service.submit``. Raises ``refusal`` if it is set."""
         if self.refusal is not None:
             raise self.refusal
         return super().submit(request, terms)
 
 
 @dataclass
-class Answer:
-    """What an application has sent. ``ended`` is False where it has not sent the end."""
+class SentResponse:
+    """Hold what an application has sent. ``ended`` is false if it has not sent the end."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -170,30 +173,30 @@ class Answer:
 
     @property
     def body(self) -> bytes:
-        """All of it."""
+        """Return the whole body."""
         return b"".join(self.parts)
 
     @property
     def media_type(self) -> str:
-        """Without parameters."""
+        """Return the media type without parameters."""
         return self.headers.get("content-type", "").partition(";")[0]
 
     @property
     def streamed(self) -> bool:
-        """True for a stream."""
+        """Return true if the response is a stream."""
         return self.media_type in STREAMS
 
     def json(self) -> Any:
-        """The body, read as JSON. Raises ``ValueError``."""
+        """Return the body parsed as JSON. Raises ``ValueError``."""
         return json.loads(self.body)
 
-    def said(self) -> list[Any]:
-        """The JSON of a stream's events or lines, without end marks. Raises ``ValueError`` for one that is not whole, or no
-        JSON."""
+    def events(self) -> list[Any]:
+        """Return the JSON of a stream's events or lines, without end markers. Raises ``ValueError`` if an event is
+        incomplete or not JSON."""
         lines = self.media_type == NDJSON
         end = b"\n" if lines else b"\n\n"
         if not self.body.endswith(end):
-            raise ValueError(f"the last event is not whole: {self.body[-80:]!r}")
+            raise ValueError(f"the last event is incomplete: {self.body[-80:]!r}")
         data = [event if lines else _data(event) for event in self.body.split(end)]
         return [json.loads(one) for one in data if one.strip() not in (b"", b"[DONE]")]
 
@@ -203,7 +206,7 @@ def _data(event: bytes) -> bytes:
 
 
 class EchoServer:
-    """The application of one API. Its requests run in the caller's event loop."""
+    """Run the application of one API. Its requests run in the caller's event loop."""
 
     def __init__(self, api: Api, max_body_mib: float = 0.25) -> None:
         config = Config.model_validate({"server": {"max_body_mib": max_body_mib}})
@@ -215,31 +218,34 @@ class EchoServer:
         self.app: FastAPI = build_app(self.service, [api])
 
     def reset(self) -> None:
-        """Refuse nothing, and let the engine say all."""
+        """Refuse nothing, and let the engine generate whole outputs."""
         self.engine.most_steps = self.engine.death = self.service.refusal = None
 
     async def is_idle(self) -> bool:
-        """True once the engine has nothing to do for anybody; False if it takes long."""
+        """Wait a short time for the engine to become idle. Return false if it still has requests."""
         for _ in range(100):
             if not self.engine.num_open:
                 return True
             await asyncio.sleep(0)
         return False
 
-    async def ask(
+    async def request(
         self, method: str, path: str, body: object = None, *, leave_after: int | None = None, seconds: float = 10.0
-    ) -> Answer:
-        """Send a request: ``body`` is bytes, or what becomes JSON. The client leaves once it has seen ``leave_after`` parts of
-        the answer's body. Raises ``TimeoutError`` where there is no end."""
+    ) -> SentResponse:
+        """Send a request and return the answer.
+
+        ``body`` is bytes, or a value that is sent as JSON. The client disconnects once it has received ``leave_after``
+        parts of the answer's body. Raises ``TimeoutError`` if the answer has not ended after ``seconds`` seconds.
+        """
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        answer, gone = Answer(), asyncio.Event()
+        answer, gone = SentResponse(), asyncio.Event()
         inbox = [{"type": "http.request", "body": data, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
             if inbox:
                 return inbox.pop()
             if leave_after == 0:
-                await _settled()
+                await _run_pending_tasks()
                 gone.set()
             await gone.wait()
             return {"type": "http.disconnect"}
@@ -262,13 +268,13 @@ class EchoServer:
         except TimeoutError:
             raise TimeoutError(f"{method} {path} has not ended after {seconds:g} s") from None
         except Exception:
-            if answer.status != 500:  # which starlette answers before it raises the error again, for the server's log
+            if answer.status != 500:  # starlette answers 500, then raises the error again for the server's log
                 raise
         return answer
 
 
-async def _settled() -> None:
-    """Until what can go on without news has gone on."""
+async def _run_pending_tasks() -> None:
+    """Let other tasks of the event loop run until they wait for something."""
     for _ in range(50):
         await asyncio.sleep(0)
 

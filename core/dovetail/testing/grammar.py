@@ -1,4 +1,4 @@
-"""Conformance suite of grammar backends."""
+"""Provide the conformance suite of grammar backends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ each_invalid = pytest.mark.parametrize("spec", INVALID, ids=lambda spec: f"{spec
 
 
 def allowed_tokens(matcher: Matcher) -> frozenset[int]:
-    """The tokens of the matcher's bitmask row, which is written over garbage between two rows that must not change."""
+    """Return the tokens of the matcher's bitmask row. The row is written over garbage, between two rows that must not
+    change."""
     bitmask = np.full((3, WIDTH), GARBAGE, np.int32)
     matcher.fill_bitmask(bitmask, 1)
     assert (bitmask[[0, 2]] == GARBAGE).all(), "fill_bitmask wrote into another row"
@@ -60,7 +61,7 @@ def allowed_tokens(matcher: Matcher) -> frozenset[int]:
 
 
 def tokenizations(data: bytes, rng: random.Random, count: int = 4) -> list[list[int]]:
-    """Ways to spell ``data``: byte by byte, longest token first, and at random."""
+    """Return tokenizations of ``data``: byte by byte, longest token first, and ``count`` random ones."""
     return [_spell(data, lambda ids: ids[0]), _spell(data, lambda ids: ids[-1])] + [
         _spell(data, rng.choice) for _ in range(count)
     ]
@@ -76,33 +77,36 @@ def _spell(data: bytes, choose: Callable[[Sequence[int]], int]) -> list[int]:
 
 
 def advance(matcher: Matcher, tokens: Iterable[int]) -> None:
-    """Accept tokens, each of which the mask must allow."""
+    """Make the matcher accept ``tokens``, each of which the mask must allow."""
     for token in tokens:
         assert token in allowed_tokens(matcher), f"{TOKEN_BYTES[token]!r} is forbidden inside a valid text"
         assert matcher.accept(token), f"{TOKEN_BYTES[token]!r} is allowed by the mask and refused by accept"
 
 
 def expected_tokens(state: Language) -> frozenset[int]:
-    """What the mask must be: every token that some valid text goes on with, and the ends where it may end."""
+    """Return the tokens that the mask must allow: every token that continues some valid text, and the end tokens if the
+    text may end."""
     inside = (i for i, piece in enumerate(TOKEN_BYTES) if piece and follow(state, piece) is not None)
     return frozenset([*inside, *(EOS if state.ends else ())])
 
 
 class GrammarSuite(ComponentSuite):
-    """``class TestMine(GrammarSuite): name = "mine"`` is a whole test file."""
+    """Test that a grammar backend conforms to its interface. ``class TestMine(GrammarSuite): name = "mine"`` is a whole
+    test file."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.GRAMMAR
     partial: ClassVar[bool] = False
-    """True: of the regexes it understands alternations of plain texts, and refuses those of the rest that it must."""
+    """True if the backend need not support all regexes: it must support alternations of plain texts, and may refuse
+    others."""
     recursive: ClassVar[bool] = True
-    """False: a schema that refers to itself is refused."""
+    """False if the backend refuses schemas that refer to themselves."""
 
     def make(self) -> GrammarBackend:
         """A new backend for the suite's vocabulary. Override it to test a class that no plugin registers."""
         return self.build(context())
 
     def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
-        """The constraint, compiled; skips where it is of a kind that the backend does not offer."""
+        """Return the compiled constraint. Skip the test if the backend does not declare this kind of constraint."""
         self.require(FEATURES[spec.kind])
         backend = self.make()
         try:
@@ -113,18 +117,18 @@ class GrammarSuite(ComponentSuite):
             pytest.skip(f"{self.name} refuses it: {error}")
 
     def may_refuse(self, spec: GrammarSpec) -> bool:
-        """True for a valid constraint of a kind that is declared, which the backend is known to refuse all the same."""
+        """Return true for a valid constraint of a declared kind that the backend is known to refuse."""
         return (self.partial and spec in _REGULAR) or (not self.recursive and spec == TREE.spec)
 
     def matcher(self, spec: GrammarSpec) -> Matcher:
-        """A fresh matcher."""
+        """Return a new matcher of the constraint."""
         return self.compiled(spec).matcher()
 
     # -- soundness and completeness ----------------------------------------------------------------------------------
 
     @each_exact
     def test_masks_are_exact_along_random_texts(self, case: ExactCase) -> None:
-        """A token is allowed exactly if some valid text goes on with it."""
+        """Check that a token is allowed exactly if it continues some valid text."""
         rng = random.Random(case.spec.text)
         for _ in range(6):
             matcher, state = self.matcher(case.spec), case.language
@@ -148,12 +152,12 @@ class GrammarSuite(ComponentSuite):
 
     @each_exact
     def test_valid_texts_pass_in_every_tokenization(self, case: ExactCase) -> None:
-        """Whatever the tokens that spell it, a valid text is let through to its end."""
+        """Check that a valid text is accepted to its end in every tokenization."""
         self._pass_all(case.spec, case.texts)
 
     @each_json
     def test_valid_json_passes_in_every_tokenization(self, case: JsonCase) -> None:
-        """Compact or with spaces, a valid instance is let through to its end."""
+        """Check that a valid instance is accepted to its end, compact or with spaces."""
         assert all(case.valid(json.loads(text)) for text in case.texts)
         self._pass_all(case.spec, case.texts)
 
@@ -163,13 +167,14 @@ class GrammarSuite(ComponentSuite):
             for tokens in tokenizations(text.encode(), rng):
                 matcher = self.matcher(spec)
                 advance(matcher, tokens)
-                assert set(EOS) <= allowed_tokens(matcher), f"{text!r} is whole and cannot end"
+                assert set(EOS) <= allowed_tokens(matcher), f"{text!r} is complete, but cannot end"
                 assert matcher.accept(EOS[0])
                 assert matcher.is_terminated
 
     @each_tag
     def test_tags_in_free_text_are_enforced(self, case: TextCase) -> None:
-        """Text without a trigger is free; whatever begins with one must be a structure, whole and valid."""
+        """Check that text without a trigger is free, and that text after a trigger must be a complete and valid
+        structure."""
         self._pass_all(case.spec, case.texts)
         rng = random.Random(case.spec.text)
         for text in case.wrong:
@@ -177,13 +182,13 @@ class GrammarSuite(ComponentSuite):
                 assert not self._ends(case.spec, tokens), f"{text!r} passes and is invalid"
 
     def _ends(self, spec: GrammarSpec, tokens: Sequence[int]) -> bool:
-        """True if the tokens are accepted, and the text may end after them."""
+        """Return true if the tokens are accepted and the text may end after them."""
         matcher = self.matcher(spec)
         return all(matcher.accept(token) for token in tokens) and bool(set(EOS) & allowed_tokens(matcher))
 
     @each_json
     def test_invalid_json_is_stopped(self, case: JsonCase) -> None:
-        """An invalid instance never gets to its end."""
+        """Check that an invalid instance is never accepted to its end."""
         rng = random.Random(case.spec.text)
         for text in case.wrong:
             for tokens in tokenizations(text.encode(), rng):
@@ -191,7 +196,7 @@ class GrammarSuite(ComponentSuite):
 
     @each_json
     def test_every_allowed_token_leads_to_valid_json(self, case: JsonCase) -> None:
-        """From every token that is allowed along random texts, a text can be finished, and it is valid."""
+        """Check that after every token that is allowed along random texts, the text can be completed and is then valid."""
         rng = random.Random(case.spec.text)
         for _ in range(4):
             path: list[int] = []
@@ -216,10 +221,10 @@ class GrammarSuite(ComponentSuite):
             path.append(min(allowed, key=_closing_first))
             assert matcher.accept(path[-1])
         text = spelled(path)
-        assert case.valid(json.loads(text)), f"{text!r} was let through and is invalid"
+        assert case.valid(json.loads(text)), f"{text!r} was accepted and is invalid"
 
     def replayed(self, spec: GrammarSpec, path: Iterable[int]) -> Matcher:
-        """A fresh matcher after ``path``."""
+        """Return a new matcher that has accepted the tokens of ``path``."""
         matcher = self.matcher(spec)
         for token in path:
             assert matcher.accept(token)
@@ -229,7 +234,8 @@ class GrammarSuite(ComponentSuite):
 
     @each_exact
     def test_accept_agrees_with_the_mask(self, case: ExactCase) -> None:
-        """What the mask forbids is refused, and changes nothing; ids that do not exist are refused too."""
+        """Check that tokens that the mask forbids, and ids that do not exist, are refused without a change of the
+        state."""
         rng = random.Random(case.spec.text)
         matcher = self.matcher(case.spec)
         for token in tokenizations(case.texts[-1].encode(), rng)[-1]:
@@ -241,7 +247,7 @@ class GrammarSuite(ComponentSuite):
 
     @each_exact
     def test_rollback_is_replay(self, case: ExactCase) -> None:
-        """After k tokens are taken back, the state is that of the shorter text, and goes on like it."""
+        """Check that after a rollback the matcher is in the state of the shorter text, and continues in the same way."""
         self.require(Feature.GRAMMAR_ROLLBACK)
         rng = random.Random(case.spec.text)
         for text in case.texts:
@@ -253,12 +259,15 @@ class GrammarSuite(ComponentSuite):
                 fresh = self.replayed(case.spec, left)
                 assert matcher.is_terminated == fresh.is_terminated
                 if EOS[1] not in left:
-                    assert allowed_tokens(matcher) == allowed_tokens(fresh), f"after {back} of {len(tokens)} taken back"
+                    assert allowed_tokens(matcher) == allowed_tokens(fresh), (
+                        f"after a rollback of {back} of {len(tokens)} tokens"
+                    )
                     advance(matcher, tokens[len(left) :])
 
     @each_exact
     def test_the_end(self, case: ExactCase) -> None:
-        """A matcher has terminated once an end token was accepted, or nothing else may follow, and not before."""
+        """Check that a matcher terminates once it has accepted an end token or only end tokens may follow, and not
+        before."""
         for text in case.texts:
             for end in EOS:
                 matcher, state = self.matcher(case.spec), case.language
@@ -274,7 +283,7 @@ class GrammarSuite(ComponentSuite):
 
     @each_exact
     def test_the_end_is_refused_before_it(self, case: ExactCase) -> None:
-        """No end token is accepted where the text may not end."""
+        """Check that an end token is refused where the text may not end."""
         matcher = self.matcher(case.spec)
         if not case.language.ends:
             assert not any(matcher.accept(end) for end in EOS)
@@ -282,7 +291,8 @@ class GrammarSuite(ComponentSuite):
 
     @each_exact
     def test_matchers_of_one_grammar_are_independent(self, case: ExactCase) -> None:
-        """Interleaved, each goes its own way; filled together, each row is what it is alone."""
+        """Check that interleaved matchers are independent, and that rows filled together equal rows filled one at a
+        time."""
         backend, compiled = self.make(), self.compiled(case.spec)
         assert compiled.num_bytes >= 0
         texts = [_spell(text.encode(), lambda ids: ids[0]) for text in case.texts]
@@ -307,8 +317,8 @@ class GrammarSuite(ComponentSuite):
         return bitmask[0]
 
     @each_exact
-    def test_jump_forward_says_what_must_come(self, case: ExactCase) -> None:
-        """The forced text is the start of every valid continuation."""
+    def test_jump_forward_returns_the_forced_text(self, case: ExactCase) -> None:
+        """Check that the forced text is a prefix of every valid continuation."""
         self.require(Feature.GRAMMAR_JUMP_FORWARD)
         for text in case.texts:
             data = text.encode()
@@ -320,7 +330,7 @@ class GrammarSuite(ComponentSuite):
     # -- compiling ---------------------------------------------------------------------------------------------------
 
     def test_compiles_in_many_threads(self) -> None:
-        """``compile`` is safe to call from several threads, and gives what it gives alone."""
+        """Check that ``compile`` returns the same grammars when several threads call it at once."""
         specs = [case.spec for case in [*EXACT, *SCHEMAS, *TAGS] if self.offers(FEATURES[case.spec.kind])]
         specs = [spec for spec in specs if not self.may_refuse(spec)]
         backend = self.make()
@@ -331,7 +341,8 @@ class GrammarSuite(ComponentSuite):
 
     @each_exact
     def test_a_grammar_crosses_processes_as_bytes(self, case: ExactCase) -> None:
-        """What one backend wrote, another of the same settings reads: its masks are the same along a text."""
+        """Check that a backend loads what another instance with the same settings has dumped, with the same masks along
+        a text."""
         self.require(Feature.GRAMMAR_PORTABLE)
         self.compiled(case.spec)
         writer = self.make()
@@ -345,15 +356,16 @@ class GrammarSuite(ComponentSuite):
 
     @each_invalid
     def test_refuses_invalid_constraints(self, spec: GrammarSpec) -> None:
-        """An invalid constraint is a ``GrammarError`` with a text, never another exception and never a grammar."""
+        """Check that an invalid constraint raises a ``GrammarError`` with a message, and no other exception."""
         self.require(FEATURES[spec.kind])
         with pytest.raises(GrammarError) as caught:
             self.make().compile(spec)
         assert len(str(caught.value)) > 10
 
     @each_hard
-    def test_is_honoured_or_refused_by_keyword(self, case: JsonCase) -> None:
-        """What the engine has no grammar for is refused with the keyword, so that ``auto`` can ask another."""
+    def test_is_enforced_or_refused_by_keyword(self, case: JsonCase) -> None:
+        """Check that a constraint is enforced, or refused with the keyword at fault, so that ``auto`` can try another
+        backend."""
         self.require(FEATURES[case.spec.kind])
         refused = _refusal(self.make().compile, case.spec)
         if refused is None:
@@ -362,7 +374,7 @@ class GrammarSuite(ComponentSuite):
             assert refused.keyword, f"{refused}: no keyword"
 
     def test_check_refuses_nothing_that_compiles(self) -> None:
-        """``check`` lets through what ``compile`` does, and raises nothing but ``GrammarError``."""
+        """Check that ``check`` refuses nothing that ``compile`` accepts, and raises only ``GrammarError``."""
         backend = self.make()
         for spec in [*(case.spec for case in [*EXACT, *SCHEMAS, *HARD, *TAGS, JSON_OBJECT]), *INVALID]:
             if self.offers(FEATURES[spec.kind]):
@@ -370,7 +382,7 @@ class GrammarSuite(ComponentSuite):
                 assert refused is None or (caught is not None and caught.keyword == refused.keyword), spec
 
     def test_refuses_kinds_that_are_not_declared(self) -> None:
-        """A kind of constraint that the backend does not offer is refused with a ``GrammarError``."""
+        """Check that a kind of constraint that the backend does not declare is refused with a ``GrammarError``."""
         for case in [*EXACT, SCHEMAS[0], JSON_OBJECT, TAGS[0]]:
             if not self.offers(FEATURES[case.spec.kind]):
                 with pytest.raises(GrammarError):
@@ -386,7 +398,7 @@ def _refusal(action: Callable[[GrammarSpec], object], spec: GrammarSpec) -> Gram
 
 
 def spelled(path: Iterable[int]) -> str:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return b"".join(TOKEN_BYTES[token] or b"" for token in path).decode("utf-8", "backslashreplace")
 
 
@@ -394,7 +406,7 @@ _CLOSING = b'"}]:,0123456789' + bytes(range(97, 123)) + b"{[" + bytes(range(0x80
 
 
 def _closing_first(token: int) -> tuple[int, int]:
-    """Orders tokens so that taking the first one ends a JSON text soon."""
+    """Return a sort key that puts tokens first that end a JSON text soon."""
     data = TOKEN_BYTES[token] or b""
     rank = _CLOSING.find(data) if len(data) == 1 else -1
     return (rank if rank >= 0 else len(_CLOSING)), token

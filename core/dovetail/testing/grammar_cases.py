@@ -1,4 +1,4 @@
-"""The vocabulary and the constraints of the grammar suite."""
+"""Define the vocabulary and the constraints of the grammar suite."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ _PIECES = [
     ),
 ]
 PIECES: list[bytes] = [piece.encode() for piece in _PIECES] + ["日".encode()[1:], b"\xa9", "本".encode()[:2], b"a\xe6"]
-"""Tokens of several bytes, among them halves of characters, and those that run over the end of a structure."""
+"""Tokens of several bytes, including parts of characters, and tokens that extend over the end of a structure."""
 
 TOKEN_BYTES: list[bytes | None] = [None, None, *(bytes([i]) for i in range(256)), None, *PIECES, None]
-"""Special tokens 0 (end), 1 and 258, every byte, the pieces, and at last a second end token."""
+"""Special tokens 0 (end), 1 and 258, every byte, the pieces, and finally a second end token."""
 
 EOS = (0, len(TOKEN_BYTES) - 1)
 VOCAB_SIZE = len(TOKEN_BYTES) + 71
-"""The width of the logits: wider than the vocabulary, and no multiple of 32."""
+"""The width of the logits: wider than the vocabulary, and not a multiple of 32."""
 
 
 def context() -> GrammarContext:
-    """What the backend under test is built for."""
+    """Return the context that the backend under test is built for."""
     merges = {"type": "BPE", "vocab": {}, "merges": []}
     tokenizer = {"version": "1.0", "added_tokens": [], "model": merges, "decoder": {"type": "ByteLevel"}}
     return GrammarContext(VOCAB_SIZE, TOKEN_BYTES, EOS, json.dumps(tokenizer))
@@ -85,7 +85,7 @@ FEATURES = {
 
 @dataclass(frozen=True, slots=True)
 class ExactCase:
-    """A constraint whose allowed tokens are known in every state."""
+    """Describe a constraint whose allowed tokens are known in every state."""
 
     spec: GrammarSpec
     language: Language
@@ -94,7 +94,8 @@ class ExactCase:
 
 @dataclass(frozen=True, slots=True)
 class JsonCase:
-    """A constraint on JSON: ``valid`` judges a parsed value; ``texts`` must be let through, ``wrong`` stopped."""
+    """Describe a constraint on JSON: ``valid`` checks a parsed value, ``texts`` must be accepted, and ``wrong`` must be
+    refused."""
 
     spec: GrammarSpec
     valid: Callable[[Any], bool]
@@ -125,7 +126,7 @@ FINITE: list[ExactCase] = [
     _regex("abc|abx|ab", any_of("abc", "abx", "ab"), "abc", "abx", "ab"),
     _regex("é|日本|e|日", any_of("é", "日本", "e", "日"), "é", "日本", "日"),
 ]
-"""Alternations of plain texts: the least that a backend with ``grammar.regex`` understands."""
+"""Alternations of plain texts, which every backend with ``grammar.regex`` must support."""
 
 REGULAR: list[ExactCase] = [
     _regex("[a-c]{2,3}x*", seq(times(chars("ac"), 2, 3), Star(chars("xx"))), "ab", "abcxx", "ccx"),
@@ -169,12 +170,12 @@ LARK: list[ExactCase] = [
 ]  # fmt: skip
 
 EXACT: list[ExactCase] = [*FINITE, *REGULAR, *EBNF, *CHOICES, *LARK]
-"""Every constraint whose masks are known."""
+"""All constraints whose masks are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextCase:
-    """A constraint on free text: ``texts`` must be let through, in ``wrong`` something must be forbidden."""
+    """Describe a constraint on free text: ``texts`` must be accepted, and ``wrong`` must be refused at some point."""
 
     spec: GrammarSpec
     texts: tuple[str, ...]
@@ -314,7 +315,7 @@ HARD: list[JsonCase] = [
     _hard({"$ref": "https://example.com/other.json"}, "1"),
     _hard({"type": "integer", "x-guidance": {"lenient": True}, "not": {"multipleOf": 2}}, "2"),
 ]
-"""Schemas that an engine honours or refuses by keyword."""
+"""Schemas that a backend must enforce, or refuse with a keyword."""
 
 JSON_OBJECT = JsonCase(
     GrammarSpec(GrammarKind.JSON_OBJECT),
@@ -337,6 +338,6 @@ INVALID: list[GrammarSpec] = [
         for text in ("", "{", "[]", "12", '{"type": "sometimes"}', '{"$ref": "#/missing"}', '{"enum": []}', "false")
     ),
 ]
-"""Constraints that cannot be honoured by anybody."""
+"""Constraints that are invalid for every backend."""
 
 __all__ = ["EBNF", "EMPTY", "EOS", "FEATURES", "FINITE", "INVALID", "JSON_OBJECT", "PIECES", "REGULAR", "SCHEMAS"]

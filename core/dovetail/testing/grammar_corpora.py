@@ -1,11 +1,11 @@
-"""Corpora of JSON schemas with valid and invalid instances: the judge of a grammar backend.
+"""Check a grammar backend with corpora of JSON schemas and their valid and invalid instances.
 
-A backend must let every valid instance through, token by token, and stop every invalid one, unless it refused the schema.
-Engines fix what JSON leaves open, so an instance is spelled in several ways: keys as given, or in the order in which the
-schema names them; compact, or with a space after each comma and colon. Numbers are spelled without exponent where that
-takes no more than 20 digits, integers without fraction; strings without escapes that JSON does not demand. A valid
-instance is let through if one order of keys passes under both conventions of whitespace; an invalid one is stopped if
-no spelling passes.
+A backend must accept every valid instance, token by token, and refuse every invalid one, unless it refuses the schema.
+Backends fix what JSON leaves open, so an instance is written in several ways: with keys as given, or in the order in
+which the schema names them; compact, or with a space after each comma and colon. Numbers are written without an
+exponent if that takes at most 20 digits, and integers without a fraction. Strings are written without escapes that JSON
+does not require. A valid instance is accepted if one order of keys passes with both conventions of whitespace. An
+invalid instance is refused if no way of writing it passes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _HOPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A JSON value. ``orders[k][w]`` is its text with the k-th order of keys and the w-th convention of whitespace."""
+    """Hold a JSON value: ``orders[k][w]`` is its text with the k-th order of keys and the w-th convention of
+    whitespace."""
 
     valid: bool
     orders: tuple[tuple[str, str], ...]
@@ -41,7 +42,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class SchemaCase:
-    """A schema with its instances. ``group`` is the part of the corpus that it is from."""
+    """Hold a schema with its instances. ``group`` is the part of the corpus that contains it."""
 
     name: str
     group: str
@@ -50,8 +51,13 @@ class SchemaCase:
 
 
 @dataclass(slots=True)
-class Verdict:
-    """What one backend made of one case. Times are seconds."""
+class CorpusResult:
+    """Hold the result of one backend for one case.
+
+    ``refused`` is the message and ``keyword`` the keyword of a refusal. ``compile`` and ``fills`` are times in seconds.
+    ``passed`` counts the valid instances that were accepted, and ``stopped`` the invalid ones that were refused.
+    ``blocked`` has the valid texts that were refused, and ``false_accepts`` the invalid texts that were accepted.
+    """
 
     refused: str | None = None
     keyword: str | None = None
@@ -65,12 +71,12 @@ class Verdict:
 
     @property
     def covered(self) -> bool:
-        """True if the schema was compiled, every valid instance let through and every invalid one stopped."""
+        """Return true if the schema was compiled, every valid instance accepted and every invalid one refused."""
         return not (self.refused or self.timed_out or self.blocked or self.false_accepts)
 
 
 def suite_schemas(folder: Path) -> Iterator[SchemaCase]:
-    """The JSON Schema Test Suite in ``folder``/json-schema-test-suite."""
+    """Yield the JSON Schema Test Suite in ``folder``/json-schema-test-suite."""
     for file in sorted((folder / "json-schema-test-suite").glob("*.json")):
         for group in json.loads(file.read_text("utf-8")):
             tests = [(test["valid"], test["data"]) for test in group["tests"]]
@@ -78,7 +84,7 @@ def suite_schemas(folder: Path) -> Iterator[SchemaCase]:
 
 
 def real_schemas(folder: Path) -> Iterator[SchemaCase]:
-    """The schemas in ``folder``/real-schemas.jsonl.gz."""
+    """Yield the schemas in ``folder``/real-schemas.jsonl.gz."""
     with gzip.open(folder / "real-schemas.jsonl.gz", "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
@@ -98,7 +104,7 @@ def _orders(schema: Any, data: Any) -> tuple[tuple[str, str], ...]:
 
 
 def spell(data: Any, separators: tuple[str, str]) -> str:
-    """The JSON text of ``data`` under the conventions above."""
+    """Return the JSON text of ``data`` under the conventions of this module."""
     comma, colon = separators
     if isinstance(data, dict):
         parts = [_string(str(key)) + colon + spell(value, separators) for key, value in data.items()]
@@ -122,8 +128,11 @@ def _number(value: float) -> str:
 
 
 def in_schema_order(schema: Any, data: Any) -> Any:
-    """``data`` with its keys in the order in which the schema names them: ``properties``, then ``required``, first those of
-    the schema itself, then those of its parts, woven into them; keys without a name stay behind in their order."""
+    """Return ``data`` with its keys in the order in which the schema names them.
+
+    The names of ``properties`` come first, then those of ``required``. The names of the schema itself come first, and
+    those of its parts are merged into them. Keys that the schema does not name come last, in their own order.
+    """
     return _ordered([schema], data, schema)
 
 
@@ -142,7 +151,8 @@ def _ordered(schemas: Sequence[Any], data: Any, root: Any) -> Any:
 
 
 def _weave(order: list[str], names: list[str]) -> None:
-    """Add names to an order: each new one before the first of ``order`` that comes after it in ``names``."""
+    """Merge names into an order: each new name is inserted before the first name of ``order`` that comes after it in
+    ``names``."""
     new: list[str] = []
     for name in dict.fromkeys(names):
         if name in order:
@@ -155,7 +165,7 @@ def _weave(order: list[str], names: list[str]) -> None:
 
 
 def _applied(schema: Any, root: Any, hops: int) -> Iterator[dict[str, Any]]:
-    """The schema and every part of it that speaks of the same value."""
+    """Yield the schema and every part of it that applies to the same value."""
     if not isinstance(schema, dict) or hops > _HOPS:
         return
     yield schema
@@ -197,9 +207,12 @@ def _items(parts: list[dict[str, Any]], index: int) -> list[Any]:
 
 
 @dataclass(slots=True)
-class Judge:
-    """Tries cases on one backend. ``encode`` is the tokenizer's, ``width`` the vocabulary's, ``end`` an end token. With
-    ``masks`` every token's mask is filled, timed and compared with ``accept``, which alone decides without."""
+class CorpusChecker:
+    """Run cases on one backend.
+
+    ``encode`` is the tokenizer's function, ``width`` the size of the vocabulary, and ``end`` an end token. With
+    ``masks``, every token's mask is filled, timed and compared with ``accept``. Without it, only ``accept`` decides.
+    """
 
     backend: GrammarBackend
     encode: Encode
@@ -207,33 +220,33 @@ class Judge:
     end: int
     masks: bool = True
 
-    def judge(self, case: SchemaCase) -> Verdict:
-        """Compile the schema and try every instance. Errors other than refusals are raised."""
-        verdict = Verdict()
+    def check(self, case: SchemaCase) -> CorpusResult:
+        """Compile the schema and try every instance. Errors other than ``GrammarError`` in ``compile`` are raised."""
+        result = CorpusResult()
         start = time.perf_counter()
         try:
             grammar = self.backend.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, case.schema))
         except GrammarError as error:
-            verdict.refused, verdict.keyword = str(error), error.keyword
-            return verdict
+            result.refused, result.keyword = str(error), error.keyword
+            return result
         finally:
-            verdict.compile = time.perf_counter() - start
+            result.compile = time.perf_counter() - start
         for instance in case.instances:
-            self._try(grammar, instance, verdict)
-        return verdict
+            self._try(grammar, instance, result)
+        return result
 
-    def _try(self, grammar: CompiledGrammar, instance: Instance, verdict: Verdict) -> None:
+    def _try(self, grammar: CompiledGrammar, instance: Instance, result: CorpusResult) -> None:
         if instance.valid:
-            good = any(all(self._passes(grammar, text, verdict) for text in order) for order in instance.orders)
-            verdict.passed += good
-            verdict.blocked += [] if good else [instance.orders[-1][0]]
+            good = any(all(self._passes(grammar, text, result) for text in order) for order in instance.orders)
+            result.passed += good
+            result.blocked += [] if good else [instance.orders[-1][0]]
             return
-        wrong = [text for order in instance.orders for text in order if self._passes(grammar, text, verdict)]
-        verdict.stopped += not wrong
-        verdict.false_accepts += wrong[:1]
+        wrong = [text for order in instance.orders for text in order if self._passes(grammar, text, result)]
+        result.stopped += not wrong
+        result.false_accepts += wrong[:1]
 
-    def _passes(self, grammar: CompiledGrammar, text: str, verdict: Verdict) -> bool:
-        """True if the mask allows each token of the text, and its end."""
+    def _passes(self, grammar: CompiledGrammar, text: str, result: CorpusResult) -> bool:
+        """Return true if the mask (or ``accept``) allows each token of the text, and its end."""
         matcher = grammar.matcher()
         mask = np.zeros((1, -(-self.width // 32)), np.int32)
         for token in [*self.encode(text), self.end]:
@@ -243,7 +256,7 @@ class Judge:
                 continue
             start = time.perf_counter()
             matcher.fill_bitmask(mask, 0)
-            verdict.fills.append(time.perf_counter() - start)
+            result.fills.append(time.perf_counter() - start)
             allowed = bool(mask[0, token // 32] >> (token % 32) & 1)
             assert matcher.accept(token) == allowed, f"accept({token}) and the mask disagree in {text!r}"
             if not allowed:

@@ -1,7 +1,8 @@
-"""Languages whose every prefix is known, byte by byte: what grammar backends are compared with.
+"""Define languages whose prefixes are known byte by byte, as the reference of grammar backends.
 
 Regular languages are expressions with derivatives (Brzozowski 1964): what may follow a byte is again an expression, and
-it is ``None`` exactly where nothing may. Nothing here parses a regex, so no reading of one is shared with a backend.
+it is ``None`` exactly if nothing may follow. Nothing here parses a regex, so the reference shares no interpretation of
+regexes with a backend.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from dataclasses import dataclass
 
 
 class Language(ABC):
-    """A state: the texts that may follow. Immutable and hashable."""
+    """Represent a state, which is the set of texts that may follow. Immutable and hashable."""
 
     @property
     @abstractmethod
     def ends(self) -> bool:
-        """True if the text may end here."""
+        """Return true if the text may end here."""
 
     @abstractmethod
     def after(self, byte: int) -> Language | None:
-        """What may follow this byte; None if no text goes on with it."""
+        """Return what may follow this byte, or None if no text continues with it."""
 
 
 def follow(state: Language | None, data: bytes) -> Language | None:
-    """What may follow ``data``."""
+    """Return what may follow ``data``, or None if no text begins with it."""
     for byte in data:
         state = state and state.after(byte)
     return state
@@ -32,7 +33,7 @@ def follow(state: Language | None, data: bytes) -> Language | None:
 
 @dataclass(frozen=True, slots=True)
 class Bytes(Language):
-    """One byte out of a set, or the empty text where ``options`` is None."""
+    """Match one byte out of a set, or the empty text if ``options`` is None."""
 
     options: frozenset[int] | None
 
@@ -49,7 +50,7 @@ EMPTY = Bytes(None)
 
 @dataclass(frozen=True, slots=True)
 class Then(Language):
-    """One text, then another."""
+    """Match a text of ``first``, then a text of ``second``."""
 
     first: Language
     second: Language
@@ -66,7 +67,7 @@ class Then(Language):
 
 @dataclass(frozen=True, slots=True)
 class Either(Language):
-    """A text of any option."""
+    """Match a text of any option."""
 
     options: frozenset[Language]
 
@@ -80,7 +81,7 @@ class Either(Language):
 
 @dataclass(frozen=True, slots=True)
 class Star(Language):
-    """Any number of texts of one language."""
+    """Match any number of texts of one language."""
 
     part: Language
 
@@ -95,7 +96,7 @@ class Star(Language):
 
 @dataclass(frozen=True, slots=True)
 class Nested(Language):
-    """``opening * n + middle + closing * n`` for every n of at least 0: no regular language."""
+    """Match ``opening * n + middle + closing * n`` for every n of at least 0, which is not a regular language."""
 
     opening: bytes
     middle: bytes
@@ -124,7 +125,7 @@ def _either(*options: Language | None) -> Language | None:
 
 
 def seq(*parts: Language | str) -> Language:
-    """The parts, one after the other."""
+    """Return the concatenation of the parts."""
     whole: Language = EMPTY
     for part in reversed(parts):
         whole = _then(text(part) if isinstance(part, str) else part, whole)
@@ -132,7 +133,7 @@ def seq(*parts: Language | str) -> Language:
 
 
 def text(value: str) -> Language:
-    """This text only, in UTF-8."""
+    """Return the language of only this text, in UTF-8."""
     whole: Language = EMPTY
     for byte in reversed(value.encode()):
         whole = _then(Bytes(frozenset({byte})), whole)
@@ -140,25 +141,25 @@ def text(value: str) -> Language:
 
 
 def any_of(*parts: Language | str) -> Language:
-    """One of the parts."""
+    """Return the union of the parts."""
     whole = _either(*(text(part) if isinstance(part, str) else part for part in parts))
     assert whole is not None
     return whole
 
 
 def maybe(part: Language | str) -> Language:
-    """The part, or nothing."""
+    """Return the part or the empty text."""
     return any_of(part, EMPTY)
 
 
 def chars(spans: str) -> Language:
-    """One ASCII character out of spans: ``"az09"`` is a to z and 0 to 9."""
+    """Return one ASCII character out of spans: ``"az09"`` is a to z and 0 to 9."""
     pairs = zip(spans[::2], spans[1::2], strict=True)
     return Bytes(frozenset(code for low, high in pairs for code in range(ord(low), ord(high) + 1)))
 
 
 def times(part: Language, low: int, high: int) -> Language:
-    """``low`` up to ``high`` of the part."""
+    """Return ``low`` to ``high`` repetitions of the part."""
     whole: Language = EMPTY
     for index in range(high):
         whole = _then(part, whole) if index >= high - low else any_of(_then(part, whole), EMPTY)
@@ -170,7 +171,7 @@ def _span(low: int, high: int) -> Language:
 
 
 def any_char(but: str = "") -> Language:
-    """One character of valid UTF-8 (RFC 3629, no surrogates) that is not among the ASCII characters of ``but``."""
+    """Return one character of valid UTF-8 (RFC 3629, no surrogates) that is not one of the ASCII characters of ``but``."""
     tail = _span(0x80, 0xBF)
     return any_of(
         Bytes(frozenset(range(0x80)) - frozenset(but.encode())),
