@@ -11,7 +11,7 @@ PLAIN = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED}
 
 
 @hookimpl
-def register_attention_backends() -> list[ComponentSpec]:
+def register_components() -> list[ComponentSpec]:
     """``slowed`` and ``triton_interpreted``."""
     return [
         ComponentSpec(

@@ -20,10 +20,8 @@ from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
 from dovetail.registry import ComponentKind, ComponentSpec, Registry, hookimpl, load_plugins
-from dovetail.registry.loader import REGISTER_HOOKS
 
 MODULE = "dovetail_fakes"
-HOOK_OF = {kind: hook for hook, kind in REGISTER_HOOKS.items()}
 ATTENTION = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED, Feature.ATTN_VERIFY})
 
 
@@ -65,11 +63,8 @@ class Fakes:
     ) -> FakeEntry:
         """A plugin that registers ``specs``; ``extra`` are further hooks by name."""
         module = ModuleType(f"fake_{name}")
-        by_kind: dict[ComponentKind, list[ComponentSpec]] = {}
-        for spec in specs:
-            by_kind.setdefault(spec.kind, []).append(spec)
-        for kind, group in by_kind.items():
-            setattr(module, HOOK_OF[kind], hookimpl(_returning(group)))
+        if specs:
+            module.register_components = hookimpl(_returning(list(specs)))
         for hook, function in extra.items():
             setattr(module, hook, hookimpl(function))
         return FakeEntry(name, FakeDistribution(dist or f"{name}-dist", version), module)
@@ -92,7 +87,7 @@ class Fakes:
             "summary": f"a fake {kind}",
             **given,
         }
-        if kind is ComponentKind.ATTENTION:
+        if kind == ComponentKind.ATTENTION:
             values.setdefault("offers", ATTENTION)
         return ComponentSpec(kind=kind, name=name, **values)
 

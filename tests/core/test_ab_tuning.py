@@ -33,7 +33,7 @@ from dovetail.registry.measured import (
     read_records,
     tuning_file,
 )
-from dovetail.registry.resolution import Rule
+from dovetail.registry.resolution import ChoiceRule
 
 K = ComponentKind
 CPU = Machine("cpu", None, "cpu", "cpu")
@@ -90,11 +90,11 @@ def test_auto_goes_by_a_record_and_explain_says_so(house):
     assert house.cache().chosen == "a"
     house.keep(record(winner="b", loser="a"))
     found = house.cache()
-    assert (found.chosen, found.rule) == ("b", Rule.TUNING)
+    assert (found.chosen, found.rule) == ("b", ChoiceRule.TUNING)
     assert found.note == "1.50x (1.40 to 1.60) as fast as a by Throughput on chat, measured 2026-11-21"
     assert found.unused == ()
     explicit = house.cache("cache=a")
-    assert (explicit.chosen, explicit.rule) == ("a", Rule.EXPLICIT)
+    assert (explicit.chosen, explicit.rule) == ("a", ChoiceRule.EXPLICIT)
     assert house.cache("tuning.use=false").chosen == "a"
     assert found.to_json()["unused_tuning_records"] == []
 
@@ -124,7 +124,7 @@ def test_auto_goes_by_a_record_and_explain_says_so(house):
 def test_a_record_that_does_not_count_is_passed_over_with_the_reason(house, change, reason):
     house.keep(record(winner="b", loser="a").model_copy(update=change))
     found = house.cache()
-    assert (found.chosen, found.rule) == ("a", Rule.PRIORITY)
+    assert (found.chosen, found.rule) == ("a", ChoiceRule.PRIORITY)
     (text,) = found.unused
     assert reason in text
     assert "of 2026-11-21" in text
@@ -153,7 +153,7 @@ def test_winners_are_ordered_by_who_beat_whom(house):
 def test_a_winner_that_cannot_be_used_here_is_passed_over(house):
     house.keep(record(winner="b", loser="a"))
     found = house.cache("policy=fcfs", "cache=[a, b]")
-    assert (found.chosen, found.rule) == ("a", Rule.EXPLICIT)
+    assert (found.chosen, found.rule) == ("a", ChoiceRule.EXPLICIT)
 
 
 def test_the_same_question_asked_again_replaces_its_answer(house):

@@ -7,7 +7,7 @@ import pytest
 
 from dovetail.errors import ResolutionError
 from dovetail.registry.api_choice import choose_apis
-from dovetail.registry.resolution import Rule
+from dovetail.registry.resolution import ChoiceRule
 from dovetail.registry.specs import ComponentKind, Requirement
 
 
@@ -19,7 +19,7 @@ def test_auto_is_all_that_can_be_served(fakes):
     )
     apis, resolution = choose_apis(fakes.config(registry), registry)
     assert [api.name for api in apis] == ["one", "two"]
-    assert (resolution.chosen, resolution.rule) == ("one, two", Rule.PRIORITY)
+    assert (resolution.chosen, resolution.rule) == ("one, two", ChoiceRule.PRIORITY)
     (absent,) = (candidate for candidate in resolution.candidates if not candidate.usable)
     assert "no-such-dist is not installed" in str(absent.reasons[0])
 
@@ -29,7 +29,7 @@ def test_a_list_is_these_in_its_order(fakes):
     registry = fakes.registry(*(fakes.spec(ComponentKind.API, name) for name in names))
     apis, resolution = choose_apis(fakes.config(registry, "api=[three, one]"), registry)
     assert [api.name for api in apis] == ["three", "one"]
-    assert resolution.rule is Rule.EXPLICIT
+    assert resolution.rule is ChoiceRule.EXPLICIT
 
 
 def test_none_is_none(fakes):

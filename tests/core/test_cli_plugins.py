@@ -22,7 +22,7 @@ from dovetail.config import PluginsSection
 from dovetail.interfaces.features import Feature
 from dovetail.registry import ComponentKind, Requirement, load_plugins
 from dovetail.registry import loader as loader_module
-from dovetail.registry.reports import Case, CheckReport, ComponentReport, folder, stale, store, stored
+from dovetail.registry.reports import CheckReport, ComponentReport, SuiteCase, folder, stale, store, stored
 from dovetail.scaffold import named, render, write
 from fresh import run_python
 
@@ -168,8 +168,8 @@ def test_tests_that_are_installed_with_a_package_are_run(call, project, forked):
     ] == []
 
 
-def case(outcome: str, *features: str, name: str = "x") -> Case:
-    return Case(name=name, component="cache/x", outcome=outcome, seconds=0.1, features=features, reason="because")
+def case(outcome: str, *features: str, name: str = "x") -> SuiteCase:
+    return SuiteCase(name=name, component="cache/x", outcome=outcome, seconds=0.1, features=features, reason="because")
 
 
 def test_a_feature_is_proven_by_a_case_that_passes_and_none_that_fails():

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
 from dovetail.config import Config, config_hash, dump, load_config, plugins_section, read
-from dovetail.config.longform import OPTIONAL_SECTIONS, PLUGIN_SECTIONS, combine, long_form
+from dovetail.config.kinds import BUILT_IN
+from dovetail.config.longform import combine, long_form
 from dovetail.errors import ConfigError
 from dovetail.registry import ComponentKind, PluginStatus, setup
+from dovetail.registry.builtin import KINDS
 
 
 @pytest.fixture
@@ -39,8 +41,9 @@ def problems(registry, *sets, files=(), env=None):
 
 
 def test_plugin_sections_are_the_kinds_of_the_control_plane():
-    assert set(PLUGIN_SECTIONS) == set(ComponentKind) - {ComponentKind.MODEL}
-    assert set(Config.model_fields) >= set(PLUGIN_SECTIONS)
+    keys = {section.key for section in BUILT_IN}
+    assert keys == {kind.kind for kind in KINDS} - {ComponentKind.MODEL}
+    assert set(Config.model_fields) >= keys
 
 
 def test_nothing_given_is_the_defaults(registry):
@@ -155,7 +158,13 @@ def test_optional_sections_can_be_switched_off_and_a_component_may_be_called_non
     assert [c.kind for c in config.cache.candidates] == ["none"]
     assert config.speculative.is_auto
     assert load(registry).speculative.disabled
-    assert set(OPTIONAL_SECTIONS) == {"grammar", "speculative", "tool_parser", "reasoning_parser", "api"}
+    assert {section.key for section in BUILT_IN if section.optional} == {
+        "grammar",
+        "speculative",
+        "tool_parser",
+        "reasoning_parser",
+        "api",
+    }
 
 
 def test_another_kind_replaces_a_section_and_the_same_kind_adds_to_it(registry):

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from dovetail.config import Config, load_config
 from dovetail.config.docs import config_docs
-from dovetail.config.longform import PLUGIN_SECTIONS
+from dovetail.config.kinds import BUILT_IN
 from dovetail.config.schema import config_schema
 from dovetail.config.sources import read
 from dovetail.config.tree import dump, validate
@@ -160,7 +160,7 @@ def test_docs_name_every_key_and_every_component(registry):
     for name, field in Config.model_fields.items():
         assert f"`{name}`" in page
         for key in getattr(field.annotation, "model_fields", {}) if hasattr(field.default, "model_fields_set") else {}:
-            if name not in PLUGIN_SECTIONS:
+            if name not in [section.key for section in BUILT_IN]:
                 assert f"| `{key}` |" in page
     assert "### `attention: fast`" in page
     assert "| `workspace_mib` | integer ≥ 1 | `64` | Scratch memory. |" in page

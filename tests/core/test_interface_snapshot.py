@@ -2,7 +2,7 @@
 
     .venv/bin/python -m pytest -q tests/core/test_interface_snapshot.py
 
-After a change that is meant, raise the kind's version in registry/specs.py and write the snapshot anew:
+After a change that is meant, raise the kind's version in registry/builtin.py and write the snapshot anew:
 ``.venv/bin/python tests/core/test_interface_snapshot.py``.
 """
 
@@ -34,9 +34,10 @@ def describe(cls):
 
 
 def signatures():
-    from dovetail.registry.specs import API_VERSIONS, ComponentSpec, Constraints, Requirement
+    from dovetail.registry.builtin import KINDS
+    from dovetail.registry.specs import ComponentSpec, Constraints, Requirement
 
-    lines = [f"api {kind} {major}.{minor}" for kind, (major, minor) in API_VERSIONS.items()]
+    lines = [f"api {kind} {major}.{minor}" for kind, (major, minor) in ((kind.kind, kind.api) for kind in KINDS)]
     for name in MODULES:
         module = importlib.import_module(f"dovetail.interfaces.{name}")
         for cls in vars(module).values():

@@ -9,6 +9,7 @@ from pydantic import create_model
 
 from dovetail.config import PluginConfig, PluginsSection
 from dovetail.errors import ConfigError, DuplicateComponentError, PluginLoadError, UnknownComponentError
+from dovetail.interfaces.features import Feature
 from dovetail.registry import ComponentKind, ComponentSpec, PluginStatus, Requirement, load_plugins
 
 CACHE = ComponentKind.CACHE
@@ -140,15 +141,29 @@ def test_a_wrong_spec_is_refused_when_it_registers(fakes, given, message):
     assert registry.names("cache") == []
 
 
-def test_a_spec_returned_by_the_wrong_hook_shows_both_sides(fakes):
-    spec = fakes.spec(CACHE, "x")
-    registry = load_plugins(PluginsSection(), [fakes.entry("wrong", register_policies=lambda: [spec])])
-    assert "but the hook that returned it registers <ComponentKind.POLICY" in registry.plugins[0].reason
+def test_a_spec_of_an_unknown_kind_is_refused_with_the_kinds_that_there_are(fakes):
+    spec = fakes.spec(ComponentKind("cachee"), "x")
+    registry = load_plugins(PluginsSection(), [fakes.entry("wrong", [spec])])
+    assert "kind is 'cachee', which no plugin registers; kinds: attention, cache, grammar" in registry.plugins[0].reason
+    assert "did you mean 'cache'?" in registry.plugins[0].reason
+
+
+@pytest.mark.parametrize("field", ["offers", "needs"])
+def test_a_feature_that_is_not_registered_is_refused_with_those_of_its_namespace(fakes, field):
+    def reason(name):
+        spec = fakes.spec(CACHE, "x", **{field: frozenset({Feature(name)})})
+        return load_plugins(PluginsSection(), [fakes.entry("wrong", [spec])]).plugins[0].reason
+
+    assert f"{field}: feature 'cache.reuze' is not registered; registered features of cache: cache.reuse," in reason(
+        "cache.reuze"
+    )
+    assert "did you mean 'cache.reuse'?" in reason("cache.reuze")
+    assert "there is no namespace 'cash'; namespaces: attention, cache," in reason("cash.reuse")
 
 
 @pytest.mark.parametrize("returned", [None, 3, ["text"]])
 def test_a_hook_that_returns_no_specs_is_refused(fakes, returned):
-    registry = load_plugins(PluginsSection(), [fakes.entry("wrong", register_policies=lambda: returned)])
+    registry = load_plugins(PluginsSection(), [fakes.entry("wrong", register_components=lambda: returned)])
     assert registry.plugins[0].status is PluginStatus.FAILED
     assert "expected" in registry.plugins[0].reason
 

@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.errors import ResolutionError
 from dovetail.registry import ComponentKind, Machine, Requirement, load_plugins, resolve
-from dovetail.registry.resolution import Rule, Stage, Verdict
+from dovetail.registry.resolution import CandidateVerdict, ChoiceRule, Stage
 
 TOOL, REASONING = ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER
 
@@ -43,9 +43,9 @@ def test_auto_goes_by_the_template(chosen):
     record = resolved.resolution("tool_parser")
     verdicts = {c.spec.name: (c.verdict, c.stage) for c in record.candidates}
     assert verdicts == {
-        "angle": (Verdict.CHOSEN, Stage.FEATURES),
-        "square": (Verdict.REJECTED, Stage.CONSTRAINTS),
-        "plain": (Verdict.REJECTED, Stage.CONSTRAINTS),
+        "angle": (CandidateVerdict.CHOSEN, Stage.FEATURES),
+        "square": (CandidateVerdict.REJECTED, Stage.CONSTRAINTS),
+        "plain": (CandidateVerdict.REJECTED, Stage.CONSTRAINTS),
     }
     assert record.note == "what the chat template asks for"
     (reason,) = resolved.resolution("reasoning_parser").candidates[0].reasons
@@ -65,7 +65,7 @@ def test_no_template_no_parser(chosen):
 def test_a_name_is_used_whatever_the_template_says(chosen):
     resolved = chosen("tool_parser=plain", "reasoning_parser=none", template="<call><think>")
     assert resolved.tool_parser.name == "plain"
-    assert resolved.resolution("tool_parser").rule is Rule.EXPLICIT
+    assert resolved.resolution("tool_parser").rule is ChoiceRule.EXPLICIT
     assert resolved.reasoning_parser is None
     assert resolved.resolution("reasoning_parser").note == "switched off by config"
     assert resolved.config.tool_parser.candidates[0].kind == "plain"

@@ -15,7 +15,7 @@ from dovetail.interfaces.attention import AttentionBackend
 from dovetail.interfaces.cache import CacheGroup, CacheGroupKind
 from dovetail.interfaces.features import Feature
 from dovetail.registry import ComponentKind, Constraints, Machine, Requirement, resolve
-from dovetail.registry.resolution import Rule, Stage, Verdict
+from dovetail.registry.resolution import CandidateVerdict, ChoiceRule, Stage
 
 K = ComponentKind
 CPU = Machine.assume("cpu")
@@ -55,9 +55,9 @@ def test_priority_then_name(fakes):
     specs = [fakes.spec(K.ATTENTION, n, priority=p) for n, p in (("b", 5), ("a", 5), ("c", 1))]
     resolved = run(fakes, *specs)
     assert resolved.attention_decode.name == "a"
-    assert resolved.resolution("attention.decode").rule is Rule.PRIORITY
+    assert resolved.resolution("attention.decode").rule is ChoiceRule.PRIORITY
     assert [c.spec.name for c in resolved.resolution("attention.decode").candidates] == ["a", "b", "c", "plain"]
-    assert verdicts(resolved, "attention.decode")["b"] == (Verdict.PASSED_OVER, Stage.FEATURES)
+    assert verdicts(resolved, "attention.decode")["b"] == (CandidateVerdict.PASSED_OVER, Stage.FEATURES)
 
 
 def test_tuning_record_beats_priority_and_explicit_beats_both(fakes):
@@ -65,10 +65,10 @@ def test_tuning_record_beats_priority_and_explicit_beats_both(fakes):
     tuning = {"attention.decode": ["c", "b"]}
     tuned = run(fakes, *specs, tuning=tuning)
     assert (tuned.attention_prefill.name, tuned.attention_decode.name) == ("a", "c")
-    assert tuned.resolution("attention.decode").rule is Rule.TUNING
+    assert tuned.resolution("attention.decode").rule is ChoiceRule.TUNING
     explicit = run(fakes, *specs, sets=["attention=b"], tuning=tuning)
     assert explicit.attention_decode.name == "b"
-    assert explicit.resolution("attention.decode").rule is Rule.EXPLICIT
+    assert explicit.resolution("attention.decode").rule is ChoiceRule.EXPLICIT
 
 
 def test_explicit_choice_never_falls_back(fakes):
@@ -87,14 +87,14 @@ def test_ordered_list_tries_in_order_and_records_why(fakes):
     resolved = run(fakes, gone, fakes.spec(K.ATTENTION, "other", priority=50), sets=["attention=[gone, plain]"])
     assert resolved.attention_decode.name == "plain"
     assert reasons(resolved, "attention.decode", "gone") == ["requires.missing"]
-    assert verdicts(resolved, "attention.decode")["other"][0] is Verdict.PASSED_OVER
+    assert verdicts(resolved, "attention.decode")["other"][0] is CandidateVerdict.PASSED_OVER
 
 
 def test_auto_falls_to_the_next_usable(fakes):
     gone = fakes.spec(K.ATTENTION, "gone", priority=99, requires=(Requirement("no-such-dist"),))
     resolved = run(fakes, gone)
     assert resolved.attention_decode.name == "plain"
-    assert verdicts(resolved, "attention.decode")["gone"] == (Verdict.REJECTED, Stage.REQUIRES)
+    assert verdicts(resolved, "attention.decode")["gone"] == (CandidateVerdict.REJECTED, Stage.REQUIRES)
 
 
 # stages
@@ -203,8 +203,8 @@ def test_probe_runs_last_and_only_for_what_would_be_chosen(fakes, monkeypatch):
     resolved = run(fakes, *specs, machine=here)
     assert resolved.cache.name == "second"
     assert probed == ["first", "second"]
-    assert verdicts(resolved, "cache")["first"] == (Verdict.REJECTED, Stage.PROBE)
-    assert verdicts(resolved, "cache")["second"] == (Verdict.CHOSEN, Stage.PROBE)
+    assert verdicts(resolved, "cache")["first"] == (CandidateVerdict.REJECTED, Stage.PROBE)
+    assert verdicts(resolved, "cache")["second"] == (CandidateVerdict.CHOSEN, Stage.PROBE)
     assert "got" in resolved.resolution("cache").candidates[0].to_json()["reasons"][0]
     assert "its kernel does not run" in refusal(fakes, *specs, sets=["cache=first"], machine=here)
     probed.clear()
@@ -383,8 +383,8 @@ def test_every_usable_grammar_backend_is_kept_in_order_of_preference(fakes):
     resolved = run(fakes, *specs)
     assert names(resolved) == (["c", "b", "a"], ["c", "b", "a"])
     found = {name: verdict for name, (verdict, _) in verdicts(resolved, "grammar").items()}
-    available = Verdict.AVAILABLE
-    assert found == {"c": Verdict.CHOSEN, "b": available, "a": available, "gone": Verdict.REJECTED}
+    available = CandidateVerdict.AVAILABLE
+    assert found == {"c": CandidateVerdict.CHOSEN, "b": available, "a": available, "gone": CandidateVerdict.REJECTED}
     assert names(run(fakes, *specs, sets=["grammar=a"])) == (["a", "c", "b"], ["a"])
     assert names(run(fakes, *specs, sets=["grammar={backend: [a, b], timeout: 3}"])) == (["a", "b", "c"], ["a", "b"])
     drafting = run(fakes, *specs, sets=["speculative=ngram"])
@@ -522,7 +522,7 @@ def test_batch_invariance_chooses_a_backend_that_offers_it(fakes):
     assert resolved.config.batch_invariant
     assert (resolved.attention_prefill.name, resolved.attention_decode.name) == ("firm", "firm")
     assert set(reasons(resolved, "attention.decode", "quick")) == {"features.attention.batch_invariant"}
-    assert verdicts(resolved, "attention.prefill")["solid"] == (Verdict.PASSED_OVER, Stage.FEATURES)
+    assert verdicts(resolved, "attention.prefill")["solid"] == (CandidateVerdict.PASSED_OVER, Stage.FEATURES)
     assert invariant(fakes, registry, "speculative=ngram").drafter.name == "ngram"
 
 
@@ -691,7 +691,7 @@ def test_adjust_candidates_may_reorder_and_veto(fakes):
 
     def adjust(kind, request, candidates):
         seen.append((kind, request.phase))
-        if kind is K.CACHE:
+        if kind == K.CACHE:
             candidates.reverse()
         for candidate in candidates:
             if candidate.spec.name == "fcfs":
@@ -700,9 +700,9 @@ def test_adjust_candidates_may_reorder_and_veto(fakes):
     specs = [fakes.spec(K.POLICY, "late")]
     resolved = run(fakes, *specs, entries=[fakes.entry("adjuster", adjust_candidates=adjust)])
     assert resolved.cache.name == "none"
-    assert resolved.resolution("cache").rule is Rule.ADJUSTED
+    assert resolved.resolution("cache").rule is ChoiceRule.ADJUSTED
     assert resolved.policy.name == "late"
-    assert verdicts(resolved, "policy")["fcfs"] == (Verdict.REJECTED, Stage.POLICY)
+    assert verdicts(resolved, "policy")["fcfs"] == (CandidateVerdict.REJECTED, Stage.POLICY)
     assert (K.ATTENTION, "prefill") in seen
     assert (K.CACHE, None) in seen
     text = refusal(fakes, *specs, sets=["policy=fcfs"], entries=[fakes.entry("adjuster", adjust_candidates=adjust)])

@@ -20,14 +20,14 @@ import pytest
 
 from dovetail.config import PluginsSection, dump
 from dovetail.errors import ConfigError
-from dovetail.registry import ComponentKind, Registry, load_plugins, setup
+from dovetail.registry import ComponentKind, Registry, builtin, load_plugins, setup
 from dovetail.registry.reports import ComponentReport, Findings
 from dovetail.scaffold import named, render, write
 from dovetail.scaffold.names import LONGEST_NAME, LONGEST_PACKAGE
 from fresh import run_python
 
-KINDS = list(ComponentKind)
-NAMES = {kind: f"scaffolded_{kind.name.lower()}"[:LONGEST_NAME] for kind in KINDS}
+KINDS = [descriptor.kind for descriptor in builtin.KINDS]
+NAMES = {kind: f"scaffolded_{kind}"[:LONGEST_NAME] for kind in KINDS}
 LEFT_OUT = (
     "test_outputs_are_those_of_decoding_without_drafts or test_a_drafter_that_raises_is_fenced or fp8 "
     "or test_chunk_after_a_large_prefix or (test_agrees_with_a_dictionary and not 1-1) or test_calls_are_found_in_any_pieces"
@@ -179,11 +179,11 @@ def test_what_its_readme_sets_is_what_it_gets(
     (tmp_path / "config.yaml").write_text(*re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL))
     config, _ = setup([tmp_path / "config.yaml"])
     shown = dump(config)
-    if kind is ComponentKind.MODEL:
+    if kind == ComponentKind.MODEL:
         assert shown["model"]["arch"] == NAMES[kind]
         return
-    section = shown[kind]["backend"] if kind is ComponentKind.GRAMMAR else shown[kind]
-    section = section["decode"] if kind is ComponentKind.ATTENTION and "decode" in section else section
+    section = shown[kind]["backend"] if kind == ComponentKind.GRAMMAR else shown[kind]
+    section = section["decode"] if kind == ComponentKind.ATTENTION and "decode" in section else section
     defaults = registry.config_class(kind, NAMES[kind])().model_dump()
     assert section["kind"] == NAMES[kind]
     assert section != defaults, "the README sets something"
@@ -264,8 +264,8 @@ def test_names_that_are_refused(words: tuple, said: str) -> None:
 
 def test_kinds_have_other_spellings() -> None:
     registry = load_plugins(PluginsSection())
-    assert named(registry, "drafter", "mine").kind is ComponentKind.DRAFTER
-    assert named(registry, "tool-parser", "mine").kind is ComponentKind.TOOL_PARSER
+    assert named(registry, "drafter", "mine").kind == ComponentKind.DRAFTER
+    assert named(registry, "tool-parser", "mine").kind == ComponentKind.TOOL_PARSER
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 
 @hookimpl
-def register_attention_backends() -> list[ComponentSpec]:
+def register_components() -> list[ComponentSpec]:
     """``planted``."""
     return [
         ComponentSpec(

@@ -16,11 +16,12 @@ from served import ask, served
 from dovetail.config import PluginsSection
 from dovetail.llm import LLM
 from dovetail.registry import ComponentKind, load_plugins
+from dovetail.registry.builtin import KINDS
 from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 from dovetail.scaffold import named, render, write
 
-NAMES = {kind: f"begun_{kind.name.lower()}" for kind in ComponentKind}
-PARTS = {kind.value: name for kind, name in NAMES.items()} | {
+NAMES = {descriptor.kind: f"begun_{descriptor.kind}" for descriptor in KINDS}
+PARTS = {str(kind): name for kind, name in NAMES.items()} | {
     "model": {"path": "tiny", "arch": NAMES[ComponentKind.MODEL]},
     "api": ["openai", NAMES[ComponentKind.API]],
 }
@@ -69,7 +70,7 @@ llm.close()
 @pytest.mark.slow
 def test_each_part_is_chosen_and_says_what_the_built_in_ones_say(begun: Environment) -> None:
     said = json.loads(begun.run("-c", SCRIPT, json.dumps([PARTS, PROMPTS, MEMORY])))
-    assert {name for kind, name in NAMES.items() if kind is not ComponentKind.API} <= set(said["parts"].values())
+    assert {name for kind, name in NAMES.items() if kind != ComponentKind.API} <= set(said["parts"].values())
     llm = LLM("tiny", device="cpu", threads=1, memory=MEMORY, plugins={"allow": ["dovetail"]})
     greedy = SamplingParams(max_new_tokens=24, temperature=0)
     choice = GrammarSpec(GrammarKind.CHOICE, '["perhaps", "never", "always"]')

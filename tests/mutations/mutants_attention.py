@@ -10,13 +10,13 @@ import torch
 from mutant import Mutant
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
-from dovetail.interfaces.features import Feature
+from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.testing.attention import AttentionSuite
 from dovetail.types import Batch
 
 GRAPHS = {Feature.ATTN_GRAPH, Feature.ATTN_VERIFY_GRAPH}
-OFFERS = frozenset(feature for feature in Feature if feature.startswith("attention.")) - GRAPHS
+OFFERS = frozenset(Feature(feature.name) for feature in BUILT_IN_FEATURES if feature.namespace == "attention") - GRAPHS
 
 
 class Flawed(AttentionBackend):

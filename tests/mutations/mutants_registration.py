@@ -12,6 +12,7 @@ from mutant import Mutant
 from mutated_config import BoundConfig, ForgetfulConfig, LaxConfig
 
 from dovetail.config.plugin import PluginConfig
+from dovetail.registry import builtin
 from dovetail.registry.installed import RegisteredComponent
 from dovetail.registry.specs import ComponentSpec
 from dovetail.registry.targets import load_attribute
@@ -34,7 +35,7 @@ class Planted(PolicySuite):
 
     @property
     def component(self) -> RegisteredComponent:
-        return RegisteredComponent(self.planted, "mutated", "1", self.module)
+        return RegisteredComponent(self.planted, "mutated", "1", self.module, builtin.POLICY)
 
     @property
     def entry(self) -> str:
@@ -53,7 +54,7 @@ class Heavy(Planted):
 class ImportsItself(Planted):
     """Its entry point is the module of the part itself."""
 
-    planted = replace(mutated_twice.SPEC, target="mutated_twice:register_policies")
+    planted = replace(mutated_twice.SPEC, target="mutated_twice:register_components")
 
 
 class Forgetful(Planted):

@@ -19,6 +19,6 @@ SPEC = ComponentSpec(
 
 
 @hookimpl
-def register_policies() -> Sequence[ComponentSpec]:
+def register_components() -> Sequence[ComponentSpec]:
     """``heavy``."""
     return [SPEC]

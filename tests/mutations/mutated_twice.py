@@ -14,7 +14,7 @@ _registered: list[ComponentSpec] = []
 
 
 @hookimpl
-def register_policies() -> Sequence[ComponentSpec]:
+def register_components() -> Sequence[ComponentSpec]:
     """``twice``, and again."""
     _registered.append(SPEC)
     return list(_registered)

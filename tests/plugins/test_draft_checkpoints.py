@@ -323,7 +323,7 @@ def test_windows_need_attention_that_has_them(target: Path) -> None:
     chosen = resolved.attention_decode
     spec = replace(chosen.spec, offers=chosen.spec.offers - {Feature.ATTN_SLIDING_WINDOW})
     chosen = replace(chosen, component=replace(chosen.component, spec=spec))
-    resolved = replace(resolved, attention_decode=chosen)
+    resolved = replace(resolved, parts={**resolved.parts, "attention.decode": (chosen,)})
     runtime = EngineDraftRuntime(resolved, SimpleNamespace(), torch.device("cpu"), torch.float32)
     config = LAYERS | {"block_size": 6, "dflash_config": {"mask_token_id": 198, "target_layer_ids": [0]}}
     sliding = config | {"layer_types": [SLIDING], "sliding_window": 9}

@@ -122,7 +122,7 @@ def _merged(resolutions: tuple[Resolution, ...]) -> list[tuple[str, Resolution]]
     for resolution in resolutions:
         same = {**resolution.to_json(), "slot": ""}
         if rows and {**rows[-1][1].to_json(), "slot": ""} == same:
-            rows[-1] = (resolution.kind.value, resolution)
+            rows[-1] = (str(resolution.kind), resolution)
         else:
             rows.append((resolution.slot, resolution))
     return rows

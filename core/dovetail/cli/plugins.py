@@ -34,7 +34,7 @@ def list_(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -
     grid = table("kind", "name", "summary", "from")
     for component in _components(registry):
         spec = component.spec
-        add(grid, spec.kind.value, _named(component), spec.summary, f"{component.distribution} {component.version}")
+        add(grid, spec.kind, _named(component), spec.summary, f"{component.distribution} {component.version}")
     console().print(grid)
     absent = [record for record in registry.plugins if record.status.value != "loaded"]
     if absent:
@@ -71,13 +71,11 @@ def show(
             "proven": _proven(registry, component),
             "settings": _settings(registry, component),
         }
-        console().print(facts(f"{spec.kind.value}/{spec.name}", {key: text for key, text in rows.items() if text}))
+        console().print(facts(f"{spec.kind}/{spec.name}", {key: text for key, text in rows.items() if text}))
 
 
 def _components(registry: Registry) -> list[RegisteredComponent]:
-    from dovetail.registry import ComponentKind
-
-    return [component for kind in ComponentKind for component in registry.components(kind)]
+    return registry.every_component
 
 
 def _find(registry: Registry, name: str) -> list[RegisteredComponent]:
@@ -85,11 +83,9 @@ def _find(registry: Registry, name: str) -> list[RegisteredComponent]:
     from dovetail.errors import UnknownComponentError
 
     kind, _, bare = name.rpartition("/")
-    found = [
-        c for c in _components(registry) if bare in (c.spec.name, *c.spec.aliases) and kind in ("", c.spec.kind.value)
-    ]
+    found = [c for c in _components(registry) if bare in (c.spec.name, *c.spec.aliases) and kind in ("", c.spec.kind)]
     if not found:
-        names = [f"{c.spec.kind.value}/{c.spec.name}" for c in _components(registry)]
+        names = [f"{c.spec.kind}/{c.spec.name}" for c in _components(registry)]
         hint = suggest(bare, [c.spec.name for c in _components(registry)])
         raise UnknownComponentError(f"no component is called {name!r}; installed: {', '.join(names)}{hint}")
     return found
@@ -144,7 +140,7 @@ def _records(registry: Registry) -> list[dict[str, Any]]:
 def _rows(registry: Registry) -> list[dict[str, Any]]:
     return [
         {
-            "kind": c.spec.kind.value,
+            "kind": c.spec.kind,
             "name": c.spec.name,
             "summary": c.spec.summary,
             "distribution": c.distribution,

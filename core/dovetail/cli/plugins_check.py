@@ -103,7 +103,6 @@ def _with_plugins() -> list[str]:
 
 def _components(registry: Registry, distribution: str, directory: Path) -> list[RegisteredComponent]:
     """What the distribution brings. Raises ``PluginLoadError``, also if one of its plugins did not load."""
-    from dovetail.registry import ComponentKind
     from dovetail.registry.loader import normal
 
     wanted = normal(distribution)
@@ -112,8 +111,7 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
             raise PluginLoadError(
                 f"plugin {record.name!r} of {distribution} {record.version} is {record.status}: {record.reason}; {record.fix}"
             )
-    every = (component for kind in ComponentKind for component in registry.components(kind))
-    found = [component for component in every if normal(component.distribution) == wanted]
+    found = [component for component in registry.every_component if normal(component.distribution) == wanted]
     if not found:
         raise PluginLoadError(
             f"{distribution} has no component here: install it (pip install -e {directory}), and see that its pyproject.toml "

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.cli.sources import FileOptions, Json, Sets
+from dovetail.config.kinds import BACKEND
 
 if TYPE_CHECKING:
     from dovetail.config import PluginsSection
-    from dovetail.registry import RegisteredComponent, Registry
+    from dovetail.registry import KindDescriptor, RegisteredComponent, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) 
     raw = read(files or (), sets or (), os.environ)
     policy = plugins_section(raw)
     registry = load_plugins(policy, strict=False)
-    named = set(_named(raw.tree))
+    named = set(_named(raw.with_sections(registry.sections).tree, registry))
     findings = [*_installed(registry, policy, named), *_unknown_plugins(policy, registry), *_missing(named, registry)]
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in findings]
@@ -64,7 +65,6 @@ def _print(findings: Iterable[Finding], registry: Registry) -> None:
 
 def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str, str]]) -> Iterator[Finding]:
     """Every plugin, and under it its components."""
-    from dovetail.registry import ComponentKind
     from dovetail.registry.loader import normal
 
     required = set(map(normal, policy.require))
@@ -74,11 +74,10 @@ def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str,
         why = f"plugins.require names it; {record.reason}" if wanted and bad else record.reason
         label = f"{record.name} ({record.distribution} {record.version})"
         yield Finding(label, record.status.value, why, record.fix, bad)
-        for kind in ComponentKind:
-            for component in registry.components(kind):
-                if (component.plugin, component.distribution) == (record.name, record.distribution):
-                    asked = any((kind.value, name) in named for name in (component.spec.name, *component.spec.aliases))
-                    yield _examined(registry, component, asked)
+        for component in registry.every_component:
+            if (component.plugin, component.distribution) == (record.name, record.distribution):
+                names = (component.spec.name, *component.spec.aliases)
+                yield _examined(registry, component, any((component.spec.kind, name) in named for name in names))
 
 
 def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -> Finding:
@@ -86,7 +85,7 @@ def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -
     from dovetail.errors import PluginLoadError
     from dovetail.registry.stages import unmet
 
-    what = f"  {component.spec.kind.value}/{component.spec.name}"
+    what = f"  {component.spec.kind}/{component.spec.name}"
     if component.incompatible:
         fix = f"pip install --upgrade {component.distribution}"
         return Finding(what, "incompatible", component.incompatible, fix, asked)
@@ -130,19 +129,26 @@ def _missing(named: Iterable[tuple[str, str]], registry: Registry) -> Iterator[F
             yield Finding(f"{kind}/{name}", "missing", why, fix, broken=True)
 
 
-def _named(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every component in a config tree (long form)."""
-    from dovetail.config.longform import PHASES, PLUGIN_SECTIONS, is_phased, reserved_words
+def _named(tree: dict[str, Any], registry: Registry) -> Iterator[tuple[str, str]]:
+    """Yield kind and name of every component in a config tree (long form)."""
+    for descriptor in registry.kinds:
+        kind = str(descriptor.kind)
+        for name in _names_at(tree, descriptor):
+            if isinstance(name, str) and name not in descriptor.reserved:
+                yield kind, name
 
-    arch = tree["model"].get("arch", "auto") if isinstance(tree.get("model"), dict) else "auto"
-    if isinstance(arch, str) and arch != "auto":
-        yield "model", arch
-    for section in PLUGIN_SECTIONS:
-        value = tree.get(section)
-        if section == "grammar" and isinstance(value, dict):
-            value = value.get("backend")
-        parts = [value.get(phase) for phase in PHASES] if isinstance(value, dict) and is_phased(value) else [value]
-        for choice in (one for part in parts for one in (part if isinstance(part, list) else [part])):
-            name = choice.get("kind") if isinstance(choice, dict) else None
-            if isinstance(name, str) and name not in reserved_words(section):
-                yield section, name
+
+def _names_at(tree: dict[str, Any], descriptor: KindDescriptor) -> Iterator[object]:
+    """Yield what stands in the places of a config tree that name components of a kind."""
+    section = descriptor.section
+    if section is None:
+        key, _, last = descriptor.named_at.rpartition(".")
+        value = tree.get(key)
+        yield value.get(last) if isinstance(value, dict) else None
+        return
+    value = tree.get(section.key)
+    if section.settings is not None and isinstance(value, dict):
+        value = value.get(BACKEND)
+    parts = [value.get(phase) for phase in section.phases] if section.is_phased(value) else [value]
+    for choice in (one for part in parts for one in (part if isinstance(part, list) else [part])):
+        yield choice.get("kind") if isinstance(choice, dict) else None

@@ -1,4 +1,4 @@
-"""docs/config.md, written from the schema."""
+"""Write docs/config.md from the schema."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dovetail.config.longform import OPTIONAL_SECTIONS, PLUGIN_SECTIONS
-from dovetail.config.plugin import GrammarSettings
+from dovetail.config.kinds import BACKEND, KindSection, Sections
 from dovetail.config.sections import Config
-from dovetail.config.tree import Choices
+from dovetail.config.tree import OPEN, Choices
 
 INTRODUCTION = """\
 # Config
@@ -49,52 +48,73 @@ The sections {sections} select plugins. Each takes one of these forms:
 
 | form | meaning |
 |---|---|
-| `auto` | the best installed component that fits the model, the device and the other parts |
+| `auto` | the best installed component that fits the model, the device and the other components |
 | `name` | this component, with its defaults |
 | `{{kind: name, ...}}` | this component, with its own settings |
-| a list of the last two | the first of them that fits, in this order; of `api` all of them |
+| a list of the last two | the first of them that fits, in this order; of {lists} all of them |
 | `none` | nothing ({optional} only) |
 
-`attention` may also differ by phase: `attention: {{prefill: ..., decode: ...}}`. `grammar` may have settings beside its
-backend: `grammar: {{backend: ..., timeout: 5}}`; requests that name no backend are served by the first of its list that
-honours their constraint, of all that are installed with `auto`. A component that is named is used or
-startup stops with the reason; nothing else is taken in its place. Where a later source names another `kind`, its
+{phased} may also differ by phase: {phases}. {with_settings} may have settings beside its
+backend: `grammar: {{backend: ..., timeout: 5}}`. A request that names no backend is served by the first of the list that
+can honour its constraint; with `auto` these are all that are installed. A component that the config names is used, or
+startup stops with the reason; no other component takes its place. Where a later source names another `kind`, its
 section replaces the earlier one whole. `dovetail explain` shows what is chosen and why.
+
+A package may bring a kind of its own, with a section of its own ([plugins.md](plugins.md)). Its section takes the same
+forms, `dovetail config schema` includes it, and this page, written where the package is installed, lists it.
 """
 
 
 def config_docs(choices: Choices) -> str:
-    """The whole page, as Markdown."""
-    sections = ", ".join(f"`{name}`" for name in PLUGIN_SECTIONS)
-    optional = ", ".join(f"`{name}`" for name in OPTIONAL_SECTIONS)
-    parts = [INTRODUCTION.format(sections=sections, optional=optional), "## Settings\n", _top_level()]
+    """Return the whole page, as Markdown."""
+    sections = choices.sections
+    parts = [_introduction(sections), "## Settings\n", _top_level(sections)]
+    by_key = {section.key: section for section in sections}
     for name, field in Config.model_fields.items():
         cls = field.annotation
-        if name not in PLUGIN_SECTIONS and isinstance(cls, type) and issubclass(cls, BaseModel):
+        section = by_key.get(name)
+        if section is None and isinstance(cls, type) and issubclass(cls, BaseModel):
             parts.append(f"### `{name}`\n\n{_summary(cls)}\n\n{_table(cls)}")
-        elif name == "grammar":
-            parts.append(f"### `grammar`, beside `backend`\n\n{_summary(GrammarSettings)}\n\n{_table(GrammarSettings)}")
+        elif section is not None and section.settings is not None:
+            settings = section.settings
+            parts.append(f"### `{name}`, beside `{BACKEND}`\n\n{_summary(settings)}\n\n{_table(settings)}")
     parts.append("## Components\n")
-    parts += [_component(section, name, choices) for section in PLUGIN_SECTIONS for name in choices.names(section)]
+    parts += [_component(section.key, name, choices) for section in sections for name in choices.names(section.key)]
     return "\n".join(parts)
 
 
-def _top_level() -> str:
+def _introduction(sections: Sections) -> str:
+    def listed(chosen: Iterable[KindSection]) -> str:
+        return ", ".join(f"`{section.key}`" for section in chosen)
+
+    phased = [section for section in sections if section.phases]
+    return INTRODUCTION.format(
+        sections=listed(sections),
+        optional=listed(section for section in sections if section.optional),
+        lists=listed(section for section in sections if section.takes_all),
+        phased=listed(phased),
+        phases=", ".join(f"`{s.key}: {{{', '.join(f'{phase}: ...' for phase in s.phases)}}}`" for s in phased),
+        with_settings=listed(section for section in sections if section.settings is not None),
+    )
+
+
+def _top_level(sections: Sections) -> str:
+    by_key = {section.key: section for section in sections}
     rows = []
     for name, prop in Config.model_json_schema()["properties"].items():
         cls = Config.model_fields[name].annotation
-        if name in PLUGIN_SECTIONS:
-            rows.append([f"`{name}`", "component", _default_of_section(name), prop["description"]])
+        if name in by_key:
+            rows.append(_section_row(by_key.pop(name)))
         elif isinstance(cls, type) and issubclass(cls, BaseModel):
             rows.append([f"`{name}`", "section", "below", _summary(cls).partition(". ")[0].removesuffix(".") + "."])
-        else:
+        elif name != OPEN:
             rows.append(_row(name, prop))
+    rows += map(_section_row, by_key.values())
     return _markdown_table(("key", "type", "default", "meaning"), rows)
 
 
-def _default_of_section(name: str) -> str:
-    default = Config.model_fields[name].default
-    return "`none`" if getattr(default, "disabled", False) else "`auto`"
+def _section_row(section: KindSection) -> list[str]:
+    return [f"`{section.key}`", "component", f"`{section.default}`", section.description]
 
 
 def _component(section: str, name: str, choices: Choices) -> str:
@@ -133,7 +153,7 @@ def _literal(value: Any) -> str:
 
 
 def _type(prop: dict[str, Any]) -> str:
-    """One property's type in words, its bounds included."""
+    """Return the type of one property in words, its bounds included."""
     if "anyOf" in prop:
         return " or ".join(_type(member) for member in prop["anyOf"] if member.get("type") != "null")
     if "enum" in prop or "const" in prop:

@@ -1,4 +1,4 @@
-"""The long form of a config tree, in which layers can be merged.
+"""Bring a config tree to its long form, in which the settings of several sources can be merged.
 
     written                                   long form
     model: tiny                               model: {path: tiny}
@@ -7,8 +7,8 @@
     attention: {prefill: a, decode: b}        attention: {prefill: {kind: a}, decode: {kind: b}}
     grammar: a                                grammar: {backend: {kind: a}}
 
-``auto`` and ``none`` are kinds too at this stage. Two mappings merge key by key; a section that names another ``kind``
-replaces the one below it, as the fields of one component mean nothing to another.
+``auto`` and ``none`` are kinds too at this stage. Two mappings merge key by key. A section that names another ``kind``
+replaces the one below it, because the fields of one component mean nothing to another.
 """
 
 from __future__ import annotations
@@ -16,32 +16,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.config.plugin import GrammarSettings
+from dovetail.config.kinds import BACKEND, BUILT_IN, KindSection, Sections
 
-PLUGIN_SECTIONS = ("attention", "cache", "grammar", "speculative", "policy", "tool_parser", "reasoning_parser", "api")
-OPTIONAL_SECTIONS = ("grammar", "speculative", "tool_parser", "reasoning_parser", "api")
-PHASES = ("prefill", "decode")
 Tree = dict[str, Any]
 
 
-def reserved_words(section: str) -> tuple[str, ...]:
-    """Words that a section takes instead of a component's name, so that no component may be called so."""
-    return ("auto", "none") if section in OPTIONAL_SECTIONS else ("auto",)
+def long_form(tree: Mapping[str, Any], sections: Sections = BUILT_IN) -> Tree:
+    """Return ``tree`` with every shorthand written out; ``sections`` are those that select components. Wrong values pass
+    through and are refused later."""
+    by_key = {section.key: section for section in sections}
+    return {key: _expand(key, value, by_key.get(key)) for key, value in tree.items()}
 
 
-def long_form(tree: Mapping[str, Any]) -> Tree:
-    """``tree`` with every shorthand written out. Values that are wrong pass through and are refused later."""
-    return {key: _expand(key, value) for key, value in tree.items()}
-
-
-def _expand(section: str, value: Any) -> Any:
-    if section == "model" and isinstance(value, str):
-        return {"path": value}
-    if section == "attention" and is_phased(value):
+def _expand(key: str, value: Any, section: KindSection | None) -> Any:
+    if section is None:
+        return {"path": value} if key == "model" and isinstance(value, str) else value
+    if section.settings is not None:
+        return _with_settings(value, section.settings.model_fields)
+    if section.is_phased(value):
         return {phase: _selection(choice) for phase, choice in value.items()}
-    if section == "grammar":
-        return _grammar(value)
-    return _selection(value) if section in PLUGIN_SECTIONS else value
+    return _selection(value)
 
 
 def _selection(value: Any) -> Any:
@@ -50,48 +44,46 @@ def _selection(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
-def _grammar(value: Any) -> Tree:
-    """``backend`` and the settings beside it. Keys that are none of the section's own are the backend's."""
+def _with_settings(value: Any, settings: Mapping[str, Any]) -> Tree:
+    """Separate ``backend`` from the settings beside it. Keys that are not settings of the section belong to the backend."""
     if not isinstance(value, dict) or "kind" in value:
-        return {"backend": _selection(value)}
-    if "backend" in value:
-        return {**value, "backend": _selection(value["backend"])}
-    own = {key: inner for key, inner in value.items() if key in GrammarSettings.model_fields}
+        return {BACKEND: _selection(value)}
+    if BACKEND in value:
+        return {**value, BACKEND: _selection(value[BACKEND])}
+    own = {key: inner for key, inner in value.items() if key in settings}
     rest = {key: inner for key, inner in value.items() if key not in own}
-    return {**own, "backend": rest} if rest else own
+    return {**own, BACKEND: rest} if rest else own
 
 
-def is_phased(value: Any) -> bool:
-    """True for ``{prefill: ..., decode: ...}``: an attention section that chooses per phase."""
-    return isinstance(value, dict) and "kind" not in value and any(phase in value for phase in PHASES)
-
-
-def combine(base: Tree, over: Tree) -> Tree:
-    """Both trees (long form) merged; ``over`` wins. Neither is changed."""
+def combine(base: Tree, over: Tree, sections: Sections = BUILT_IN) -> Tree:
+    """Return both trees (long form) merged; ``over`` wins. Change neither of them."""
+    by_key = {section.key: section for section in sections}
     merged = dict(base)
     for key, value in over.items():
-        merged[key] = _combine_section(key, base[key], value) if key in base else value
+        merged[key] = _combine_section(base[key], value, by_key.get(key)) if key in base else value
     return merged
 
 
-def _combine_section(section: str, base: Any, over: Any) -> Any:
-    if section == "attention" and (is_phased(base) or is_phased(over)):
-        return _combine_phases(base, over)
-    if section == "grammar":
-        return _combine_grammar(base, over)
-    return _combine_selection(base, over) if section in PLUGIN_SECTIONS else _combine_any(base, over)
+def _combine_section(base: Any, over: Any, section: KindSection | None) -> Any:
+    if section is None:
+        return _combine_any(base, over)
+    if section.settings is not None:
+        return _combine_with_settings(base, over)
+    if section.is_phased(base) or section.is_phased(over):
+        return _combine_phases(base, over, section)
+    return _combine_selection(base, over)
 
 
-def _combine_grammar(base: Tree, over: Tree) -> Tree:
+def _combine_with_settings(base: Tree, over: Tree) -> Tree:
     merged = {**base, **over}
-    if "backend" in base and "backend" in over:
-        merged["backend"] = _combine_selection(base["backend"], over["backend"])
+    if BACKEND in base and BACKEND in over:
+        merged[BACKEND] = _combine_selection(base[BACKEND], over[BACKEND])
     return merged
 
 
-def _combine_phases(base: Any, over: Any) -> Any:
-    below: Tree = base if is_phased(base) else dict.fromkeys(PHASES, base)
-    above: Tree = over if is_phased(over) else dict.fromkeys(PHASES, over)
+def _combine_phases(base: Any, over: Any, section: KindSection) -> Any:
+    below: Tree = base if section.is_phased(base) else dict.fromkeys(section.phases, base)
+    above: Tree = over if section.is_phased(over) else dict.fromkeys(section.phases, over)
     return {
         phase: _combine_selection(below[phase], above[phase]) if phase in below and phase in above else choice
         for phase, choice in {**below, **above}.items()

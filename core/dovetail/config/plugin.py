@@ -35,8 +35,12 @@ class Selection(Section):
         return not self.disabled and not self.candidates
 
 
-class AttentionSelection(Section):
-    """Attention may differ by phase: a batch with extend rows uses ``prefill``, all others ``decode``.
+class PhasedSelection(Section):
+    """Select components of one kind for each phase. Subclasses have a field of type ``Selection`` for each."""
+
+
+class AttentionSelection(PhasedSelection):
+    """Select the attention backends: a batch with extend rows uses ``prefill``, every other batch ``decode``.
 
     In config: any form of ``Selection`` for both, or ``{prefill: ..., decode: ...}``.
     """

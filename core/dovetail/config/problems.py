@@ -17,7 +17,7 @@ MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong, at one key."""
 
     path: Path_
@@ -30,7 +30,7 @@ def suggest(name: object, allowed: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def report(problems: Sequence[Problem], raw: Raw) -> ConfigError:
+def report(problems: Sequence[ConfigProblem], raw: Raw) -> ConfigError:
     """One error for all problems, each with its key and where it was set."""
     lines = [f"{dotted(p.path)}{p.text}{_origin(raw, p.path)}" for p in problems]
     if len(lines) == 1:
@@ -50,7 +50,7 @@ def _origin(raw: Raw, path: Path_) -> str:
 
 def from_pydantic(
     error: ValidationError, model: type[BaseModel], given: Any, prefix: Path_, owner: str
-) -> list[Problem]:
+) -> list[ConfigProblem]:
     """The problems of one section. ``given`` is what was validated, ``owner`` says whose section it is."""
     texts: dict[Path_, list[str]] = {}
     inputs: dict[Path_, Any] = {}
@@ -60,20 +60,21 @@ def from_pydantic(
         if detail["type"] == "extra_forbidden":
             keys = [key for key in _keys_at(model, path[:-1]) if key != "kind"]
             problems.append(
-                Problem(
-                    prefix + path, _unknown_key(str(path[-1]), keys, dotted(prefix + path[:-1]) if path[1:] else owner)
+                ConfigProblem(
+                    prefix + path, unknown_key(str(path[-1]), keys, dotted(prefix + path[:-1]) if path[1:] else owner)
                 )
             )
         else:
             texts.setdefault(path, []).append(_allowed(detail["msg"]))
             inputs[path] = detail["input"] if detail["type"] != "missing" else MISSING
-    told = [Problem(prefix + path, _wrong_value(inputs[path], parts)) for path, parts in texts.items()]
+    told = [ConfigProblem(prefix + path, _wrong_value(inputs[path], parts)) for path, parts in texts.items()]
     return problems + told
 
 
-def _unknown_key(key: str, keys: Sequence[str], owner: str) -> str:
+def unknown_key(key: str, keys: Sequence[str], owner: str) -> str:
+    """Return the text of the problem that ``owner`` has no ``key``; ``keys`` are those that it has."""
     allowed = f"allowed: {', '.join(keys)}" if keys else "it has no settings"
-    return f" is no key of {owner}; {allowed}{suggest(key, keys)}"
+    return f" is not a key of {owner}; {allowed}{suggest(key, keys)}"
 
 
 def _wrong_value(given: Any, allowed: Sequence[str]) -> str:

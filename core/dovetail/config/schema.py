@@ -1,4 +1,4 @@
-"""The config as JSON Schema, the sections of the installed plugins included. Editors complete from it."""
+"""Describe the config as JSON Schema, the sections of the installed plugins included. Editors complete from it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from dovetail.config.longform import PHASES, PLUGIN_SECTIONS, reserved_words
-from dovetail.config.plugin import GrammarSettings
+from dovetail.config.kinds import BACKEND, KindSection
+from dovetail.config.plugin import PluginConfig, Selection
 from dovetail.config.sections import Config
-from dovetail.config.tree import Choices
+from dovetail.config.tree import OPEN, Choices
 
 Schema = dict[str, Any]
 
 
 def config_schema(choices: Choices) -> Schema:
-    """JSON Schema (draft 2020-12) of every config that ``load_config`` takes with these components."""
-    classes = {(s, name): choices.config_class(s, name) for s in PLUGIN_SECTIONS for name in choices.names(s)}
-    models: list[type[BaseModel]] = [Config, GrammarSettings, *dict.fromkeys(classes.values())]
+    """Return the JSON Schema (draft 2020-12) of every config that ``load_config`` takes with these components."""
+    sections = choices.sections
+    classes = {(s.key, name): choices.config_class(s.key, name) for s in sections for name in choices.names(s.key)}
+    settings = {section.settings for section in sections if section.settings is not None}
+    models: list[type[BaseModel]] = [Config, *settings, *dict.fromkeys(classes.values())]
     refs, whole = models_json_schema([(model, "validation") for model in models])
     defs: Schema = whole["$defs"]
     named = {key: refs[cls, "validation"] for key, cls in classes.items()}
     for ref in named.values():
         defs[_name(ref)].setdefault("required", []).append("kind")
     root = defs.pop("Config")
-    settings = defs.pop("GrammarSettings")["properties"]
-    for section in PLUGIN_SECTIONS:
-        components = {name: ref for (kind, name), ref in named.items() if kind == section}
-        root["properties"][section] = _section(section, components, root["properties"][section])
-    root["properties"]["grammar"]["anyOf"].append(_with_settings(root["properties"]["grammar"]["anyOf"], settings))
+    del root["properties"][OPEN]
+    for section in sections:
+        components = {name: ref for (key, name), ref in named.items() if key == section.key}
+        schema = _section(section, components)
+        if section.settings is not None:
+            schema["anyOf"].append(_with_settings(schema["anyOf"], defs[section.settings.__name__]["properties"]))
+        root["properties"][section.key] = schema
     root["properties"]["model"] = {"anyOf": [{"type": "string"}, root["properties"]["model"]]}
     _strings_for_lists(defs["PluginsSection"])
-    for unused in ("Selection", "AttentionSelection", "GrammarSelection", "PluginConfig"):
-        defs.pop(unused, None)
+    for cls in (Selection, PluginConfig, *(section.selection for section in sections), *settings):
+        defs.pop(cls.__name__, None)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Dovetail config",
@@ -42,24 +46,23 @@ def config_schema(choices: Choices) -> Schema:
     }
 
 
-def _section(section: str, components: dict[str, Schema], default: Schema) -> Schema:
+def _section(section: KindSection, components: dict[str, Schema]) -> Schema:
     name: Schema = {"enum": sorted(components)}
     one: list[Schema] = [name, _union(components)] if components else []
     forms: list[Schema] = [
-        {"enum": list(reserved_words(section))},
+        {"enum": list(section.reserved)},
         *one,
         {"type": "array", "minItems": 1, "items": {"anyOf": one}},
     ]
-    if section == "attention":
-        phases = {phase: {"anyOf": list(forms)} for phase in PHASES}
+    if section.phases:
+        phases = {phase: {"anyOf": list(forms)} for phase in section.phases}
         forms.append({"type": "object", "properties": phases, "additionalProperties": False, "minProperties": 1})
-    disabled = default.get("default", {}).get("disabled", False)
-    return {"anyOf": forms, "default": "none" if disabled else "auto", "description": default["description"]}
+    return {"anyOf": forms, "default": section.default, "description": section.description}
 
 
 def _with_settings(forms: list[Schema], settings: Schema) -> Schema:
-    """The form in which settings of the section stand beside its ``backend``."""
-    properties = {"backend": {"anyOf": list(forms)}, **settings}
+    """Return the form in which settings of the section stand beside its ``backend``."""
+    properties = {BACKEND: {"anyOf": list(forms)}, **settings}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 

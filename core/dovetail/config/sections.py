@@ -8,6 +8,17 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dovetail.config.experiment import ExperimentSection
+from dovetail.config.kinds import (
+    API,
+    ATTENTION,
+    CACHE,
+    GRAMMAR,
+    POLICY,
+    REASONING_PARSER,
+    SPECULATIVE,
+    TOOL_PARSER,
+    KindSection,
+)
 from dovetail.config.plugin import AttentionSelection, GrammarSelection, Section, Selection
 
 Auto = Literal["auto"]
@@ -256,27 +267,14 @@ class Config(Section):
         default=False,
         description="A token's logits have the same bits whatever is computed beside it, however its row is divided among steps (chunks, decode steps, drafts that are verified), and whether its prefix was cached. `auto` then takes parts that can do it; a prefix that decode rows share is read for each of them, and tuning records do not count. Needs CUDA of compute capability 9.0; with drafters of trees also `memory.page_size: 1` (docs/batch_invariance.md).",
     )
-    attention: AttentionSelection = Field(
-        default=AttentionSelection(), description="Attention over the paged KV pool; may differ by phase."
-    )
-    cache: Selection = Field(default=Selection(), description="Prefix cache: which computed prompts are kept.")
-    grammar: GrammarSelection = Field(
-        default=GrammarSelection(), description="Compiles JSON schemas, regexes and grammars to token masks."
-    )
-    speculative: Selection = Field(
-        default=Selection(disabled=True), description="Drafter: proposes tokens that the model then verifies at once."
-    )
-    policy: Selection = Field(default=Selection(), description="The order in which waiting requests are admitted.")
-    tool_parser: Selection = Field(
-        default=Selection(), description="Finds tool calls in outputs; `auto` goes by the model's chat template."
-    )
-    reasoning_parser: Selection = Field(
-        default=Selection(), description="Tells reasoning from answer; `auto` goes by the model's chat template."
-    )
-    api: Selection = Field(
-        default=Selection(),
-        description="Protocols that the server speaks: `auto` is all that are installed, a list these.",
-    )
+    attention: AttentionSelection = ATTENTION.field
+    cache: Selection = CACHE.field
+    grammar: GrammarSelection = GRAMMAR.field
+    speculative: Selection = SPECULATIVE.field
+    policy: Selection = POLICY.field
+    tool_parser: Selection = TOOL_PARSER.field
+    reasoning_parser: Selection = REASONING_PARSER.field
+    api: Selection = API.field
     scheduler: SchedulerSection = SchedulerSection()
     graphs: GraphsSection = GraphsSection()
     memory: MemorySection = MemorySection()
@@ -284,3 +282,13 @@ class Config(Section):
     tuning: TuningSection = TuningSection()
     experiment: ExperimentSection = ExperimentSection()
     plugins: PluginsSection = PluginsSection()
+    kinds: dict[str, Selection] = Field(
+        default_factory=dict,
+        description="The sections of third-party kinds, by their keys. In a config file each stands under its own key.",
+    )
+
+    def selection(self, section: KindSection) -> Section:
+        """Return what this config selects in the section of a kind, a third party's included."""
+        if section.key in type(self).model_fields:
+            return getattr(self, section.key)
+        return self.kinds.get(section.key, section.value)

@@ -1,8 +1,8 @@
-"""Where settings come from: files, environment variables and ``--set``, merged in a documented order.
+"""Read settings from files, environment variables and ``--set``, and merge them in a documented order.
 
     defaults  <  files, left to right (first the one DOVETAIL_CONFIG names)  <  environment  <  --set
 
-Nothing is validated here: ``Raw`` is what was written, in its long form, with the origin of every key.
+Nothing is validated here: ``Raw`` holds what was written, with the origin of every key.
 """
 
 from __future__ import annotations
@@ -10,64 +10,85 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dovetail.config.kinds import BUILT_IN, Sections
 from dovetail.config.longform import combine, long_form
 from dovetail.errors import ConfigError
 
 PREFIX = "DOVETAIL_"
 FILE_VARIABLE = "DOVETAIL_CONFIG"
 KEY_VARIABLE = "DOVETAIL_API_KEY"
-"""The key that clients show; no setting."""
+"""The variable that holds the key of a client. It is not a setting."""
 Tree = dict[str, Any]
 Path_ = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """Settings from one place; ``origin`` names it in error messages."""
+class SettingsSource:
+    """Hold the settings from one place, as they were written; ``origin`` names the place in error messages."""
 
     origin: str
     tree: Tree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Raw:
-    """All layers in order of precedence, and the tree they make together."""
+    """Hold the settings of all sources, in order of precedence.
 
-    layers: tuple[Layer, ...]
-    tree: Tree
+    ``sections`` describe the kinds whose shorthands are known. Which plugins may load is a setting itself, so the sections of
+    third-party kinds are known only after a first look: ``with_sections`` brings them in. ``base`` is a tree (long form) that
+    the sources are laid over; errors name no origin for it.
+    """
+
+    sources: tuple[SettingsSource, ...]
+    sections: Sections = BUILT_IN
+    base: Tree = field(default_factory=dict)
+
+    def with_sections(self, sections: Sections) -> Raw:
+        """Return the same settings, read with these sections."""
+        return replace(self, sections=tuple(sections))
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The tree that base and sources make together, in its long form."""
+        merged = self.base
+        for _, tree in self._long:
+            merged = combine(merged, tree, self.sections)
+        return merged
 
     def origin(self, path: Path_) -> str | None:
-        """Where the value at ``path``, or the nearest thing around it, was set last; None if it is a default."""
+        """Return where the value at ``path``, or the innermost value around it, was set last; None for a default."""
         for length in range(len(path), 0, -1):
-            for layer in reversed(self.layers):
-                if _contains(layer.tree, path[:length]):
-                    return layer.origin
+            for origin, tree in reversed(self._long):
+                if _contains(tree, path[:length]):
+                    return origin
         return None
+
+    @cached_property
+    def _long(self) -> tuple[tuple[str, Tree], ...]:
+        return tuple((source.origin, long_form(source.tree, self.sections)) for source in self.sources)
 
 
 def read(
     files: Sequence[Path], sets: Sequence[str], env: Mapping[str, str], arguments: Mapping[str, Any] | None = None
 ) -> Raw:
-    """Read every source and merge them; ``arguments`` (sections given in Python) come last. Raises ``ConfigError`` for
-    what cannot be read or parsed."""
+    """Read every source; ``arguments`` (sections given in Python) win over all others. Raises ``ConfigError`` for a source that
+    cannot be read or parsed."""
     named = [Path(env[FILE_VARIABLE])] if env.get(FILE_VARIABLE) else []
-    layers = [*map(read_file, [*named, *files]), *read_env(env), *map(read_set, sets)]
+    sources = [*map(read_file, [*named, *files]), *read_env(env), *map(read_set, sets)]
     if arguments:
-        layers.append(Layer("arguments", long_form(arguments)))
-    merged: Tree = {}
-    for layer in layers:
-        merged = combine(merged, layer.tree)
-    return Raw(tuple(layers), merged)
+        sources.append(SettingsSource("arguments", dict(arguments)))
+    return Raw(tuple(sources))
 
 
-def read_file(file: Path, what: str = "config file") -> Layer:
-    """One YAML, TOML or JSON file, told apart by its suffix; ``what`` is its name in errors."""
+def read_file(file: Path, what: str = "config file") -> SettingsSource:
+    """Read a YAML, TOML or JSON file, whose suffix says which; ``what`` names it in errors. Raises ``ConfigError``."""
     parsers = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": tomllib.loads, ".json": _json}
     parse = parsers.get(file.suffix.lower())
     if parse is None:
@@ -78,12 +99,12 @@ def read_file(file: Path, what: str = "config file") -> Layer:
         raise ConfigError(f"{what} {file} cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{what} {file} cannot be parsed: {error}") from error
-    return Layer(str(file), long_form(_mapping(tree, f"{what} {file}")))
+    return SettingsSource(str(file), _mapping(tree, f"{what} {file}"))
 
 
-def read_env(env: Mapping[str, str]) -> list[Layer]:
-    """``DOVETAIL_SCHEDULER__MAX_RUNNING=8`` sets ``scheduler.max_running``. Values are parsed as YAML. Shorter names
-    come first, so that a section's variable does not undo those of its keys."""
+def read_env(env: Mapping[str, str]) -> list[SettingsSource]:
+    """Read the environment: ``DOVETAIL_SCHEDULER__MAX_RUNNING=8`` sets ``scheduler.max_running``. Values are parsed as YAML.
+    Shorter names come first, so that a section's variable does not undo those of its keys."""
     names = sorted(
         (n for n in env if n.startswith(PREFIX) and n not in (FILE_VARIABLE, KEY_VARIABLE)),
         key=lambda n: (n.count("__"), n),
@@ -91,8 +112,8 @@ def read_env(env: Mapping[str, str]) -> list[Layer]:
     return [_assign(n.removeprefix(PREFIX).lower().split("__"), env[n], f"environment variable {n}") for n in names]
 
 
-def read_set(text: str) -> Layer:
-    """``a.b=c``, the value parsed as YAML."""
+def read_set(text: str) -> SettingsSource:
+    """Read ``a.b=c``, the value parsed as YAML. Raises ``ConfigError``."""
     key, equals, value = text.partition("=")
     path = [part.strip() for part in key.split(".")]
     if not equals or not all(path):
@@ -100,18 +121,18 @@ def read_set(text: str) -> Layer:
     return _assign(path, value, f"--set {text}")
 
 
-def _assign(path: Sequence[str], text: str, origin: str) -> Layer:
+def _assign(path: Sequence[str], text: str, origin: str) -> SettingsSource:
     try:
         value: Any = parse_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin}: {text!r} is not valid YAML: {error}") from error
     for key in reversed(path):
         value = {key: value}
-    return Layer(origin, long_form(value))
+    return SettingsSource(origin, value)
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key given twice, where PyYAML would silently keep the last."""
+    """Load YAML and refuse a key that is given twice, where PyYAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
@@ -120,7 +141,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML without repeated keys. Raises ``yaml.YAMLError`` or ``ValueError``."""
+    """Parse YAML without repeated keys. Raises ``yaml.YAMLError`` or ``ValueError``."""
     return yaml.load(text, _UniqueKeys)
 
 

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 
 from dovetail.config.plugin import Section
 from dovetail.config.problems import dotted, from_pydantic, report
-from dovetail.config.sources import Layer, Path_, Raw, parse_yaml, read_file
+from dovetail.config.sources import Path_, Raw, SettingsSource, parse_yaml, read_file
 from dovetail.errors import ConfigError
 
 ENVIRONMENT = "env:"
@@ -149,14 +149,14 @@ def load_keys(source: str, env: Mapping[str, str]) -> KeyFile:
 def check_keys(given: Mapping[str, Any], origin: str, plain: bool = False) -> KeyFile:
     """The keys of a file that has been read, ``origin``; ``plain``: they need not be digests. Raises ``ConfigError``."""
     tree = _digested(given, origin, plain)
-    raw = Raw((Layer(origin, tree),), tree)
+    raw = Raw((SettingsSource(origin, tree),), ())
     try:
         return KeyFile.model_validate(tree)
     except ValidationError as error:
         raise report(from_pydantic(error, KeyFile, tree, (), "a key file"), raw) from None
 
 
-def _from_env(name: str, env: Mapping[str, str]) -> Layer:
+def _from_env(name: str, env: Mapping[str, str]) -> SettingsSource:
     origin = f"environment variable {name}"
     if not env.get(name):
         raise ConfigError(
@@ -168,7 +168,7 @@ def _from_env(name: str, env: Mapping[str, str]) -> Layer:
         raise ConfigError(f"the {origin} is not valid YAML; allowed: the text of a key file") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"the {origin} holds no mapping; allowed: the text of a key file, with tenants and admins")
-    return Layer(origin, tree)
+    return SettingsSource(origin, tree)
 
 
 def _digested(tree: Mapping[str, Any], origin: str, plain: bool) -> dict[str, Any]:

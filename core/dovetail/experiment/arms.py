@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dovetail.config import Config, config_hash, dump, read
-from dovetail.config.longform import PLUGIN_SECTIONS
-from dovetail.config.sources import read_set
+from dovetail.config.sources import Raw, read_set
+from dovetail.config.tree import by_phase, selection_keys
 from dovetail.errors import ConfigError, PluginError
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolution import Resolved
@@ -60,7 +60,8 @@ def make_arm(
         resolved = resolve(config, registry, Machine.detect(config.device))
     except (ConfigError, PluginError) as error:
         raise type(error)(f"arm {name}: {error}") from error
-    named = {*_named_by_sets(sets), *_leaves(read(files, (), {}).tree)}
+    sources = [read(files, (), {}), *(Raw((read_set(text),)) for text in sets)]
+    named = {key for raw in sources for key in _leaves(raw.with_sections(registry.sections).tree)}
     return ResolvedArm(name, tuple(given), frozenset(named), config, resolved)
 
 
@@ -84,29 +85,19 @@ def axes(found: Iterable[ConfigDifference]) -> list[str]:
 
 def flat(config: Config) -> dict[str, str]:
     """A config as one text for each setting, by dotted key. Attention always stands by phase."""
-    tree = {key: value for key, value in dump(config).items() if key not in SILENT}
-    if not _is_phased(tree["attention"]):
-        tree["attention"] = {"prefill": tree["attention"], "decode": tree["attention"]}
-    return {key: _shown(value) for key, value in _flattened(tree, "")}
+    tree = {key: value for key, value in by_phase(dump(config)).items() if key not in SILENT}
+    return {key: _shown(value) for key, value in _flattened(tree, "", selection_keys(config))}
 
 
-def _is_phased(value: Any) -> bool:
-    return isinstance(value, dict) and "kind" not in value
-
-
-def _flattened(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _flattened(value: Any, key: str, selections: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """``selections`` are the keys whose value, where it is a bare word, is ``none`` or ``auto``."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _flattened(inner, f"{key}.{name}" if key else str(name))
-    elif key.partition(".")[0] in PLUGIN_SECTIONS and isinstance(value, str) and not _is_setting(key):
+            yield from _flattened(inner, f"{key}.{name}" if key else str(name), selections)
+    elif key in selections and isinstance(value, str):
         yield f"{key}.kind", value
     else:
         yield key, value
-
-
-def _is_setting(key: str) -> bool:
-    """True for a key inside a component's mapping; a bare word in its place is ``none`` or ``auto``."""
-    return key.partition(".")[0] != key and key not in ("attention.prefill", "attention.decode", "grammar.backend")
 
 
 def _shown(value: Any) -> str:
@@ -136,14 +127,9 @@ def _covers(named: Iterable[str], key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in named)
 
 
-def _named_by_sets(sets: Iterable[str]) -> Iterator[str]:
-    for text in sets:
-        yield from _leaves(read_set(text).tree)
-
-
 def _leaves(tree: Mapping[str, Any]) -> Iterator[str]:
     """The keys that a tree in long form names, as precisely as the resolved config has them: a component as a whole."""
-    for key, _ in _flattened(dict(tree), ""):
+    for key, _ in _flattened(dict(tree), "", ()):
         section, _, last = key.rpartition(".")
         if key:
             yield section if last in ("kind", "path") else key

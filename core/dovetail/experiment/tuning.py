@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dovetail.config.longform import PLUGIN_SECTIONS
+from dovetail.config.tree import component_keys
 from dovetail.experiment.arms import ResolvedArm, differences
 from dovetail.experiment.result import Comparison, ExperimentRecord
 from dovetail.registry.measured import MeasuredRecord, device_key, measured_part, model_key
@@ -40,7 +40,8 @@ def _objection(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> str:
         )
     if not _differing(a, b):
         return "nothing is kept: `auto` chooses parts, and the arms have the same ones"
-    others = [d.key for d in differences(a, b) if d.intended and d.key.partition(".")[0] not in PLUGIN_SECTIONS]
+    keys = component_keys(a.resolved.config)
+    others = [d.key for d in differences(a, b) if d.intended and d.key.partition(".")[0] not in keys]
     if others:
         return f"nothing is kept: the arms also differ in {', '.join(others)}, which `auto` does not choose"
     return ""

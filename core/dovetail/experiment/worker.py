@@ -18,8 +18,7 @@ import msgspec
 from dovetail.bench.offline import measure_offline
 from dovetail.bench.records import Workload, write_json
 from dovetail.config import Config, config_hash, plugins_section, validate
-from dovetail.config.longform import long_form
-from dovetail.config.sources import Layer, Raw
+from dovetail.config.sources import Raw, SettingsSource
 from dovetail.errors import DovetailError, EngineError, RequestError
 from dovetail.experiment.gate import ArmOutputs, read_outputs
 from dovetail.experiment.jobs import ArmJob, read_job
@@ -58,8 +57,7 @@ def do_job(job: ArmJob) -> None:
 
 
 def _config(job: ArmJob) -> Config:
-    tree = long_form(job.config)
-    raw = Raw((Layer("the job", tree),), tree)
+    raw = Raw((SettingsSource("the job", job.config),))
     return validate(raw, load_plugins(plugins_section(raw)))
 
 

@@ -1,69 +1,145 @@
-"""The vocabulary of negotiation: what parts offer and need. A feature is refused unless it is declared.
+"""Define the vocabulary of negotiation: the features that components offer and need.
 
-Nobody asks what a component is called; everybody asks what it offers. The resolver checks the union of needs (of the
-model, the cache, the drafter, the grammar backend and the runtime) against the union of offers, jointly.
+The resolver checks what components offer, never what they are called. It compares the needs of all components (of the model,
+the cache, the drafter, the grammar backend and the runtime) with what all of them offer. A feature must be registered: the
+built-in ones are those of ``Feature``, and a plugin adds its own with the hook ``register_features``.
 """
 
 from __future__ import annotations
 
-import enum
+from dataclasses import dataclass
+from typing import cast
+
+from dovetail.interfaces.names import BuiltIn
 
 
-class Feature(enum.StrEnum):
-    """A capability, namespaced by the side that offers it."""
+@dataclass(frozen=True, slots=True)
+class FeatureDescriptor:
+    """Describe a feature.
+
+    ``name`` is namespaced, as in ``attention.extend``; the namespace says who offers it: a kind of component, the ``runtime``,
+    the ``kv`` pool or the ``model``. ``meaning`` says what a component that offers it can do. Where the components of a kind
+    differ by phase, ``phases`` are those whose component must offer the feature (empty: all), and ``also`` further ones, each
+    with the boolean setting under which it must too. An offer counts from version ``since`` of the kind's interface on.
+    ``setting`` names the setting that switches the feature on, and ``without`` says what holds while it is off.
+    """
+
+    name: str
+    meaning: str
+    phases: tuple[str, ...] = ()
+    also: tuple[tuple[str, str], ...] = ()
+    since: tuple[int, int] = (0, 0)
+    setting: str = ""
+    without: str = ""
+
+    @property
+    def namespace(self) -> str:
+        """The part of the name before the first dot."""
+        return self.name.partition(".")[0]
+
+
+BUILT_IN_FEATURES: list[FeatureDescriptor] = []
+"""The features of ``Feature``, in order. The registry's built-in plugin registers them."""
+
+_MIXED = (("scheduler.mixed", "prefill"),)  # a batch with extend rows runs on the prefill backend, all of its rows
+
+
+def _feature(
+    name: str,
+    meaning: str,
+    phases: tuple[str, ...] = (),
+    also: tuple[tuple[str, str], ...] = (),
+    since: tuple[int, int] = (0, 0),
+    setting: str = "",
+    without: str = "",
+) -> Feature:
+    BUILT_IN_FEATURES.append(FeatureDescriptor(name, meaning, phases, also, since, setting, without))
+    return cast("Feature", BuiltIn(name))
+
+
+class Feature(str):
+    """Name a capability, with the side that offers it as the namespace. ``Feature("kind.word")`` names a plugin's own."""
+
+    __slots__ = ()
 
     # attention backends
-    ATTN_EXTEND = "attention.extend"  # ragged queries over a paged prefix
-    ATTN_DECODE = "attention.decode"  # one query a row
-    ATTN_VERIFY = "attention.verify"  # several queries a row at the end of its context
-    ATTN_MIXED = "attention.mixed"  # extend and decode rows in one batch
-    ATTN_TREE_MASK = "attention.tree_mask"  # verify rows whose queries see their ancestors only
-    ATTN_SLIDING_WINDOW = "attention.sliding_window"
-    ATTN_SOFT_CAP = "attention.soft_cap"
-    ATTN_SINKS = "attention.sinks"
-    ATTN_GRAPH = "attention.graph"  # plan and forward can be captured and replayed
-    ATTN_VERIFY_GRAPH = "attention.verify_graph"  # so can those of verify rows, with tree masks where they are offered
-    ATTN_SHARED_PREFIX = "attention.shared_prefix"  # a prefix that decode rows share is read once for all of them
-    ATTN_BATCH_INVARIANT = "attention.batch_invariant"  # bits depend on a row's tokens alone, where the context asks
-    ATTN_INVARIANT_WINDOW = "attention.batch_invariant_window"  # that, in layers with a sliding window too
+    ATTN_EXTEND = _feature("attention.extend", "attends from ragged queries over a paged prefix", ("prefill",))
+    ATTN_DECODE = _feature("attention.decode", "attends from one query per row", ("decode",))
+    ATTN_VERIFY = _feature(
+        "attention.verify", "attends from several queries at the end of a row's context", ("decode",), _MIXED
+    )
+    ATTN_MIXED = _feature("attention.mixed", "takes extend rows and decode rows in one batch", ("prefill",))
+    ATTN_TREE_MASK = _feature(
+        "attention.tree_mask", "takes verify rows whose queries see only their ancestors", ("decode",), _MIXED
+    )
+    ATTN_SLIDING_WINDOW = _feature("attention.sliding_window", "limits a layer to a sliding window")
+    ATTN_SOFT_CAP = _feature("attention.soft_cap", "caps logits softly")
+    ATTN_SINKS = _feature("attention.sinks", "adds attention sinks to the softmax")
+    ATTN_GRAPH = _feature("attention.graph", "plan and forward can be captured and replayed")
+    ATTN_VERIFY_GRAPH = _feature(
+        "attention.verify_graph", "those of verify rows can be captured too, with tree masks if these are offered"
+    )
+    ATTN_SHARED_PREFIX = _feature(
+        "attention.shared_prefix", "reads a prefix that decode rows share once for all of them"
+    )
+    ATTN_BATCH_INVARIANT = _feature(
+        # Version 1.3 is the first in which the feature also concerns the division of a row among steps.
+        "attention.batch_invariant",
+        "bits depend on a row's tokens alone, where the context requires it",
+        since=(1, 3),
+    )
+    ATTN_INVARIANT_WINDOW = _feature(
+        "attention.batch_invariant_window", "is batch-invariant in layers with a sliding window too"
+    )
 
     # prefix caches
-    CACHE_REUSE = "cache.reuse"  # match can return a non-empty prefix
-    CACHE_NAMESPACES = "cache.namespaces"
-    CACHE_EVICT = "cache.evict"
-    CACHE_SHARED_PREFIXES = "cache.shared_prefixes"  # says which running rows share which prefix
+    CACHE_REUSE = _feature("cache.reuse", "match can return a non-empty prefix")
+    CACHE_NAMESPACES = _feature("cache.namespaces", "keeps the prefixes of namespaces apart")
+    CACHE_EVICT = _feature("cache.evict", "can evict pages")
+    CACHE_SHARED_PREFIXES = _feature("cache.shared_prefixes", "reports which running rows share which prefix")
 
     # KV state
-    KV_ROLLBACK = "kv.rollback"  # KV of rejected drafts can be abandoned
-    KV_STATE_ROLLBACK = "kv.state_rollback"  # recurrent state can be restored
+    KV_ROLLBACK = _feature("kv.rollback", "KV of rejected draft tokens can be abandoned")
+    KV_STATE_ROLLBACK = _feature("kv.state_rollback", "recurrent state can be restored")
 
     # grammar backends
-    GRAMMAR_JSON_SCHEMA = "grammar.json_schema"
-    GRAMMAR_JSON_OBJECT = "grammar.json_object"
-    GRAMMAR_REGEX = "grammar.regex"
-    GRAMMAR_EBNF = "grammar.ebnf"
-    GRAMMAR_LARK = "grammar.lark"
-    GRAMMAR_CHOICE = "grammar.choice"
-    GRAMMAR_STRUCTURAL_TAG = "grammar.structural_tag"
-    GRAMMAR_ROLLBACK = "grammar.rollback"
-    GRAMMAR_JUMP_FORWARD = "grammar.jump_forward"
-    GRAMMAR_PORTABLE = "grammar.portable"  # compiled grammars can be written to bytes and read in another process
+    GRAMMAR_JSON_SCHEMA = _feature("grammar.json_schema", "compiles JSON schemas")
+    GRAMMAR_JSON_OBJECT = _feature("grammar.json_object", "constrains the output to any JSON object")
+    GRAMMAR_REGEX = _feature("grammar.regex", "compiles regular expressions")
+    GRAMMAR_EBNF = _feature("grammar.ebnf", "compiles EBNF grammars")
+    GRAMMAR_LARK = _feature("grammar.lark", "compiles Lark grammars")
+    GRAMMAR_CHOICE = _feature("grammar.choice", "constrains the output to one of several texts")
+    GRAMMAR_STRUCTURAL_TAG = _feature("grammar.structural_tag", "constrains tagged parts of free text")
+    GRAMMAR_ROLLBACK = _feature("grammar.rollback", "matchers can take tokens back")
+    GRAMMAR_JUMP_FORWARD = _feature("grammar.jump_forward", "matchers return the text that must follow")
+    GRAMMAR_PORTABLE = _feature(
+        "grammar.portable", "compiled grammars can be written to bytes and read in another process"
+    )
 
     # drafters
-    DRAFT_CHAIN = "draft.chain"
-    DRAFT_TREE = "draft.tree"
-    DRAFT_PROBS = "draft.probs"  # states the probabilities of its drafts: DraftTree.probs
+    DRAFT_CHAIN = _feature("draft.chain", "proposes chains of draft tokens")
+    DRAFT_TREE = _feature("draft.tree", "proposes trees of draft tokens")
+    DRAFT_PROBS = _feature("draft.probs", "states the probabilities of its draft tokens: DraftTree.probs")
 
     # schedule policies
-    POLICY_PREFIX_AWARE = "policy.prefix_aware"  # orders by what the prefix cache holds
+    POLICY_PREFIX_AWARE = _feature("policy.prefix_aware", "orders requests by what the prefix cache holds")
 
     # the runtime
-    RUNTIME_OVERLAP = "runtime.overlap"  # commit lags one step
-    RUNTIME_DELAYED_MASK = "runtime.delayed_mask"  # bitmasks are filled while the forward pass runs
+    RUNTIME_OVERLAP = _feature(
+        "runtime.overlap",
+        "commits a step after the next one has been launched",
+        setting="scheduler.overlap",
+        without="every step is committed before the next",
+    )
+    RUNTIME_DELAYED_MASK = _feature("runtime.delayed_mask", "fills bitmasks while the forward pass runs")
 
     # model architectures
-    MODEL_EMBED = "model.embed"  # hidden states after the final norm are of use as embeddings of texts
-    MODEL_MTP_HEAD = "model.mtp_head"  # the checkpoint has layers that predict further tokens
-    MODEL_HIDDEN_STATES = "model.hidden_states"  # forward keeps hidden states of named layers; embed_tokens
-    MODEL_LAST_ROWS = "model.last_rows"  # the last layer computes no more than the rows that are sampled
-    MODEL_BATCH_INVARIANT = "model.batch_invariant"  # all products are those of Linear, all else goes token by token
+    MODEL_EMBED = _feature("model.embed", "hidden states after the final norm serve as embeddings of texts")
+    MODEL_MTP_HEAD = _feature("model.mtp_head", "the checkpoint has layers that predict further tokens")
+    MODEL_HIDDEN_STATES = _feature(
+        "model.hidden_states", "forward keeps hidden states of named layers; has embed_tokens"
+    )
+    MODEL_LAST_ROWS = _feature("model.last_rows", "the last layer computes only the rows that are sampled")
+    MODEL_BATCH_INVARIANT = _feature(
+        "model.batch_invariant", "every product is one of Linear, and everything else goes token by token"
+    )

@@ -7,7 +7,16 @@ from dovetail.registry.machine import Machine
 from dovetail.registry.resolution import Chosen, Resolution, Resolved
 from dovetail.registry.resolver import resolve
 from dovetail.registry.setup import setup
-from dovetail.registry.specs import ComponentKind, ComponentSpec, Constraints, Requirement, Stability
+from dovetail.registry.specs import (
+    ComponentKind,
+    ComponentSpec,
+    Constraints,
+    KindDescriptor,
+    Requirement,
+    RuntimeNeed,
+    Selects,
+    Stability,
+)
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -15,6 +24,7 @@ __all__ = [
     "ComponentKind",
     "ComponentSpec",
     "Constraints",
+    "KindDescriptor",
     "Machine",
     "PluginRecord",
     "PluginStatus",
@@ -23,6 +33,8 @@ __all__ = [
     "Requirement",
     "Resolution",
     "Resolved",
+    "RuntimeNeed",
+    "Selects",
     "Stability",
     "hookimpl",
     "load_plugins",

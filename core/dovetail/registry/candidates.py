@@ -1,4 +1,4 @@
-"""Who may fill a slot, in order of preference."""
+"""Collect the candidates for a slot, in order of preference."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from pydantic import ValidationError
 from dovetail.config import PluginConfig, Selection
 from dovetail.errors import PluginError, PluginLoadError
 from dovetail.registry.installed import RegisteredComponent, Registry
-from dovetail.registry.resolution import Candidate, Reason, ResolveRequest, Rule, Stage
+from dovetail.registry.resolution import Candidate, ChoiceRule, Reason, ResolveRequest, Stage
+from dovetail.registry.specs import KindDescriptor, Selects
 from dovetail.registry.stages import examine
 
 Tuning = Mapping[str, str | Sequence[str]]
+Option = Candidate | tuple[Candidate, ...] | None
 
 
 @dataclass(slots=True)
 class Slot:
-    """A part to be chosen: every installed component as a candidate, those that config leaves in the running first."""
+    """Hold the candidates for one choice: every installed component of the kind, those that config permits first."""
 
     request: ResolveRequest
+    descriptor: KindDescriptor
     optional: bool
     disabled: bool
     explicit: bool
@@ -32,34 +35,56 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The config key."""
+        """The slot's name: the kind, for a kind with phases with the phase."""
         return self.request.slot
 
-    def rule(self, chosen: Candidate | None) -> Rule:
-        """Why ``chosen`` was preferred."""
+    def rule(self, chosen: Candidate | None) -> ChoiceRule:
+        """Return why ``chosen`` was preferred."""
         if self.explicit or self.disabled:
-            return Rule.EXPLICIT
+            return ChoiceRule.EXPLICIT
         if chosen is not None and chosen.spec.name in self.preferred:
-            return Rule.TUNING
-        return Rule.ADJUSTED if self.adjusted else Rule.PRIORITY
+            return ChoiceRule.TUNING
+        return ChoiceRule.ADJUSTED if self.adjusted else ChoiceRule.PRIORITY
 
-    def options(self) -> list[Candidate | None]:
-        """What may be chosen, best first; None where the slot may stay empty."""
+    def options(self) -> list[Option]:
+        """Return what may be chosen, best first: candidates, and None if the slot may stay empty; of a list, tuples."""
+        if self.descriptor.selects is Selects.LIST:
+            return self._lists()
         if self.disabled:
             return [None]
-        usable: list[Candidate | None] = [c for c in self.candidates if c.asked and c.usable]
+        usable: list[Option] = [c for c in self.candidates if c.asked and c.usable]
         return [*usable, None] if self.optional and not self.explicit else usable
 
-    def alternatives(self) -> list[Candidate | None]:
-        """What config could name instead."""
-        usable: list[Candidate | None] = [c for c in self.candidates if c.usable]
+    def alternatives(self) -> list[Option]:
+        """Return what config could select instead."""
+        if self.descriptor.selects is Selects.LIST:
+            return [()] if self.optional else []
+        usable: list[Option] = [c for c in self.candidates if c.usable]
         return [*usable, None] if self.optional else usable
+
+    def others(self, chosen: object) -> list[Candidate]:
+        """Return the candidates that can be used besides ``chosen``, where the kind keeps them available."""
+        if self.descriptor.selects is not Selects.ONE_AND_OTHERS or chosen is None:
+            return []
+        return [candidate for candidate in self.candidates if candidate.usable and candidate is not chosen]
+
+    def _lists(self) -> list[Option]:
+        """All candidates; where config does not name them, one fewer, or none, as well."""
+        if self.disabled:
+            return [()]
+        asked = [candidate for candidate in self.candidates if candidate.asked]
+        usable = tuple(candidate for candidate in asked if candidate.usable)
+        if self.explicit:
+            return [usable] if len(usable) == len(asked) else []
+        fewer = [tuple(c for c in usable if c is not left_out) for left_out in usable]
+        return list(dict.fromkeys([usable, *fewer, ()]))
 
 
 def open_slot(
     request: ResolveRequest, selection: Selection, registry: Registry, *, optional: bool, tuning: Tuning
 ) -> Slot:
-    """The slot with its candidates, each taken through the stages before features, then shown to the plugins."""
+    """Return the slot with its candidates. Each has passed the stages before features, or was rejected by one; then plugins may
+    adjust them. Raises ``PluginError``."""
     preferred = tuned_names(tuning, request.slot)
     candidates = [
         Candidate(registry.get(request.kind, section.kind), section, asked=True) for section in selection.candidates
@@ -71,26 +96,35 @@ def open_slot(
     for candidate in candidates:
         if candidate.usable:
             examine(candidate, request)
-    slot = Slot(request, optional, selection.disabled, bool(selection.candidates), candidates, frozenset(preferred))
+    slot = Slot(
+        request,
+        registry.kinds[request.kind],
+        optional,
+        selection.disabled,
+        bool(selection.candidates),
+        candidates,
+        frozenset(preferred),
+    )
     _let_plugins_adjust(slot, registry.hooks)
     return slot
 
 
 def preference(component: RegisteredComponent, preferred: Sequence[str]) -> tuple[int, int, str]:
-    """The order among components that nobody named: tuning record, priority, name."""
+    """Return the sort key of a component that config does not name: tuning record, priority, name."""
     name = component.spec.name
     rank = preferred.index(name) if name in preferred else len(preferred)
     return rank, -component.spec.priority, name
 
 
 def tuned_names(tuning: Tuning, slot: str) -> list[str]:
-    """The names that a tuning record prefers for a slot, best first."""
+    """Return the names that a tuning record prefers for a slot, best first."""
     names = tuning.get(slot, ())
     return [names] if isinstance(names, str) else list(names)
 
 
 def default_candidate(component: RegisteredComponent, registry: Registry, asked: bool) -> Candidate:
-    """A candidate with its defaults. One whose config cannot be made is rejected, not raised: nobody named it."""
+    """Return a candidate with its default settings. If they cannot be made, the candidate is rejected and no error is raised,
+    because config does not name it."""
     spec = component.spec
     try:
         return Candidate(component, registry.config_class(spec.kind, spec.name)(kind=spec.name), asked)
@@ -115,7 +149,7 @@ def _let_plugins_adjust(slot: Slot, hooks: pluggy.HookRelay) -> None:
 
 
 def call_hook(hooks: pluggy.HookRelay, name: str, **arguments: Any) -> None:
-    """Call a hook of every plugin. Raises ``PluginError`` where a plugin raises something else."""
+    """Call a hook of every plugin. Raises ``PluginError``, also for any other exception that a plugin raises."""
     try:
         getattr(hooks, name)(**arguments)
     except PluginError:

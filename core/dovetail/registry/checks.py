@@ -1,4 +1,4 @@
-"""Checks of a ComponentSpec when it registers. Each message shows both sides: what was given and what is expected."""
+"""Check a ComponentSpec when it registers. Each message shows both sides: what was given and what is expected."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from dovetail.config.longform import reserved_words
-from dovetail.registry.specs import API_VERSIONS, ComponentKind, ComponentSpec, Requirement
+from dovetail.config.problems import suggest
+from dovetail.registry.kinds import Kinds
+from dovetail.registry.specs import ComponentSpec, KindDescriptor, Requirement
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def faults(spec: object, kind: ComponentKind) -> list[str]:
-    """Everything that is wrong with a spec returned by the hook for ``kind``; empty if it may register."""
+def faults(spec: object, kinds: Kinds) -> list[str]:
+    """Return everything that is wrong with a spec that a plugin returned; empty if it may register."""
     if not isinstance(spec, ComponentSpec):
-        return [f"the hook for {kind} components returned {spec!r:.80}; expected dovetail.registry.specs.ComponentSpec"]
+        return [f"register_components returned {spec!r:.80}; expected dovetail.registry.specs.ComponentSpec"]
     wrong_types = list(_types(spec))
-    return wrong_types or list(_values(spec, kind))
+    return wrong_types or list(_values(spec, kinds))
 
 
-def api_fault(spec: ComponentSpec) -> str | None:
-    """Why a component built for another version of its interface cannot be used, or None."""
-    ours = API_VERSIONS[spec.kind]
+def api_fault(spec: ComponentSpec, descriptor: KindDescriptor) -> str | None:
+    """Return why a component built for another version of its interface cannot be used, or None."""
+    ours = descriptor.api
     if spec.api[0] == ours[0] and spec.api[1] <= ours[1]:
         return None
     side = "the plugin" if spec.api < ours else "dovetail"
@@ -68,21 +69,26 @@ def _is_a(value: object, expected: object) -> bool:
     return isinstance(value, expected) and not isinstance(value, bool)  # type: ignore[arg-type]
 
 
-def _values(spec: ComponentSpec, kind: ComponentKind) -> Iterator[str]:
-    if spec.kind is not kind:
-        yield f"kind is {spec.kind!r}, but the hook that returned it registers {kind!r}"
+def _values(spec: ComponentSpec, kinds: Kinds) -> Iterator[str]:
+    if spec.kind not in kinds:
+        names = kinds.names
+        yield f"kind is {spec.kind!r}, which no plugin registers; kinds: {', '.join(names)}{suggest(spec.kind, names)}"
+        return
+    descriptor = kinds[spec.kind]
     if not NAME.fullmatch(spec.name):
         yield f"name is {spec.name!r}; expected lower-case letters, digits and underscores"
-    if spec.name in reserved_words(kind):
+    if spec.name in descriptor.reserved:
         yield f"name is {spec.name!r}, a word that config sections of this kind already use"
     for field in ("target", "config", "describe", "probe"):
         value = getattr(spec, field)
         if value is not None and not TARGET.fullmatch(value):
             yield f'{field} is {value!r}; expected "module:attribute"'
-    if kind is ComponentKind.MODEL and spec.describe is None:
+    if descriptor.described and spec.describe is None:
         yield 'describe is None; expected the "module:function" that reads config.json'
     if spec.template is not None:
         yield from _pattern(spec.template)
+    for field in ("offers", "needs"):
+        yield from (f"{field}: {text}" for text in kinds.unknown_features(getattr(spec, field)))
     for requirement in spec.requires:
         yield from _requirement(requirement)
 

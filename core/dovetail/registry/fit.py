@@ -1,44 +1,44 @@
-"""Joint feature negotiation: parts that are fine alone can be wrong together.
+"""Negotiate features jointly: components that work alone can be wrong together.
 
-A combination is one option for every variable: a candidate (or None) for each slot, and a value for each scheduler
-setting that parts may object to. ``violations`` is the whole rule book; ``search`` finds the first combination, in order
-of preference, that breaks no rule; ``repairs`` finds the smallest changes that would mend a broken one.
+A combination is one option for every variable: a candidate, several or None for each slot, and a value for each setting of
+the runtime that components may object to. ``violations`` applies every rule; ``search`` finds the first combination, in order
+of preference, that breaks no rule; ``repairs`` finds the smallest changes that make a broken one fit. Which slots there are and
+which rules they have is what the descriptors of the kinds say.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from dovetail.config import PluginConfig
 from dovetail.interfaces.cache import CacheGroupKind
-from dovetail.interfaces.features import Feature
+from dovetail.interfaces.features import Feature, FeatureDescriptor
 from dovetail.interfaces.model import ModelInfo
+from dovetail.registry.kinds import Kinds
 from dovetail.registry.resolution import Candidate, Reason
-from dovetail.registry.specs import ComponentKind
+from dovetail.registry.specs import KindDescriptor, RuntimeNeed, Selects
+from dovetail.registry.targets import load_attribute
 
-PREFILL, DECODE = "attention.prefill", "attention.decode"
-CACHE, POLICY, GRAMMAR, DRAFTER = "cache", "policy", "grammar", "speculative"
 OVERLAP, MIXED, GRAPHS = "scheduler.overlap", "scheduler.mixed", "graphs.decode"
 BATCH_INVARIANT, MIN_PROBABILITY = "batch_invariant", "scheduler.min_draft_probability"
 SETTINGS = (OVERLAP, MIXED, GRAPHS, BATCH_INVARIANT, MIN_PROBABILITY)
-VARIABLES: tuple[str, ...] = (DRAFTER, PREFILL, DECODE, CACHE, POLICY, GRAMMAR, *SETTINGS)
 
-INVARIANT_API = (1, 3)
-"""Version of the interface from which on attention.batch_invariant concerns the division of a row among steps, too."""
+NEGOTIATED = (Selects.ONE, Selects.ONE_AND_OTHERS, Selects.LIST)
+"""How the components of a kind that takes part in the negotiation may be selected."""
 
 MOST_PAIRS = 6
-"""Pairs of changes that are told of."""
+"""Pairs of changes that an error lists, at most."""
 
-Option = Candidate | bool | float | None
+Option = Candidate | tuple[Candidate, ...] | bool | float | None
 Combination = Mapping[str, Option]
 Domains = Mapping[str, Sequence[Option]]
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """``who`` needs ``feature`` of ``owner`` (a slot, ``runtime``, ``kv`` or ``model``); ``why`` where it is implied."""
+    """State that ``who`` needs ``feature`` of ``owner`` (a slot, ``runtime``, ``kv`` or ``model``). ``why`` explains a need that
+    is implied."""
 
     feature: Feature
     who: str
@@ -46,52 +46,184 @@ class Need:
     why: str = ""
 
 
-def violations(combo: Combination, model: ModelInfo) -> list[Reason]:
-    """Every need that its owner does not offer, and what ``batch_invariant`` forbids. Empty: the parts fit together."""
-    broken: dict[tuple[Feature, str, str], Need] = {}
-    for need in _needs(combo, model):
-        if need.feature not in _offers(need.owner, combo, model):
-            broken[need.feature, need.who, need.owner] = need
-    reasons = [_reason(need, combo, model) for need in broken.values()]
-    return [*reasons, *_invariance_conflicts(combo)] if combo[BATCH_INVARIANT] else reasons
+Rule = Callable[["Situation"], Iterable[Need | Reason]]
 
 
-def search(domains: Domains, model: ModelInfo) -> Combination | None:
-    """The first combination that breaks no rule; earlier variables and earlier options are preferred."""
-    return next((combo for combo in _combinations(domains) if not violations(combo, model)), None)
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Show a combination to the rules of a kind."""
+
+    combo: Combination
+    kinds: Kinds
+    model: ModelInfo
+
+    def candidates(self, slot: str) -> tuple[Candidate, ...]:
+        """Return the candidates that the combination puts into a slot."""
+        return candidates_of(self.combo.get(slot))
+
+    def candidate(self, slot: str) -> Candidate | None:
+        """Return the one candidate of a slot, or None."""
+        return next(iter(self.candidates(slot)), None)
+
+    def needs(self, feature: Feature, who: str, why: str = "") -> Iterator[Need]:
+        """State that ``who`` needs a feature of each slot that must offer it."""
+        return (Need(feature, who, owner, why) for owner in self.owners(feature))
+
+    def owners(self, feature: str, phases: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Return who must offer a feature: slots, or a side such as ``runtime``. ``phases`` replace those of its descriptor."""
+        described = self.kinds.features.get(feature) or FeatureDescriptor(feature, "")
+        kind = self.kinds.owner(described.namespace)
+        if kind is None:
+            return (described.namespace,)
+        if len(kind.slots) == 1:
+            return kind.slots
+        also = [phase for setting, phase in described.also if self.combo[setting]]
+        wanted = phases or described.phases
+        return tuple(f"{kind.kind}.{phase}" for phase in dict.fromkeys([*wanted, *also])) if wanted else kind.slots
 
 
-def closest(domains: Domains, model: ModelInfo) -> Combination:
-    """The combination that breaks the fewest rules, for the error message."""
-    return min(_combinations(domains), key=lambda combo: len(violations(combo, model)))
+@dataclass(frozen=True)
+class Negotiation:
+    """Apply the rules of all kinds to combinations for one model."""
+
+    kinds: Kinds
+    model: ModelInfo
+    _offered: dict[int, frozenset[Feature]] = field(default_factory=dict, repr=False)
+
+    def violations(self, combo: Combination) -> list[Reason]:
+        """Return every need that its owner does not meet, and every conflict. Empty: the components fit together."""
+        situation = Situation(combo, self.kinds, self.model)
+        broken: dict[tuple[Feature, str, str], Need] = {}
+        conflicts: list[Reason] = []
+        for found in self._requirements(situation):
+            if isinstance(found, Reason):
+                conflicts.append(found)
+            elif found.feature not in self._offers(found.owner, combo):
+                broken[found.feature, found.who, found.owner] = found
+        return [*(self._reason(need, combo) for need in broken.values()), *conflicts]
+
+    def search(self, domains: Domains) -> Combination | None:
+        """Return the first combination that breaks no rule; earlier variables and earlier options are preferred."""
+        return next((combo for combo in self._combinations(domains) if not self.violations(combo)), None)
+
+    def closest(self, domains: Domains) -> Combination:
+        """Return the combination that breaks the fewest rules, for the error message."""
+        return min(self._combinations(domains), key=lambda combo: len(self.violations(combo)))
+
+    def repairs(self, combo: Combination, alternatives: Domains) -> list[str]:
+        """Return the smallest changes that make ``combo`` fit, as ``key: value``: every single setting that does; if none does,
+        pairs of them, ``key: value and key: value``."""
+        single = list(self._changes(combo, alternatives))
+        for size in (1, 2):
+            found = [
+                " and ".join(text for text, _ in changes)
+                for changes in itertools.combinations(single, size)
+                if _apart(changes) and not self.violations({**combo, **_together(changes)})
+            ]
+            if found:
+                return found[:MOST_PAIRS] if size > 1 else found
+        return []
+
+    def _combinations(self, domains: Domains) -> Iterator[Combination]:
+        variables = [*searched(self.kinds), *SETTINGS]
+        for options in itertools.product(*(domains[variable] for variable in variables)):
+            yield dict(zip(variables, options, strict=True))
+
+    def _changes(self, combo: Combination, alternatives: Domains) -> Iterator[tuple[str, Combination]]:
+        for variable, options in alternatives.items():
+            changed = self.kinds[variable].slots if variable in self.kinds else (variable,)
+            for option in options:
+                settings = dict.fromkeys(changed, option)
+                if {**combo, **settings} != combo:
+                    yield f"{variable}: {show(option)}", settings
+
+    def _requirements(self, situation: Situation) -> Iterator[Need | Reason]:
+        kinds = negotiated(self.kinds)
+        for kind in kinds:
+            if any(situation.candidates(slot) for slot in kind.slots):
+                yield from (need for given in kind.runtime_needs for need in _runtime_needs(given, situation))
+        for slot in (slot for kind in kinds for slot in kind.slots):
+            for part in situation.candidates(slot):
+                who = f"{slot} {part.spec.name!r}"
+                yield from (need for feature in sorted(part.spec.needs) for need in situation.needs(feature, who))
+        who = f"model {self.model.architecture!r}"
+        yield from (need for feature in sorted(self.model.needs) for need in situation.needs(feature, who))
+        for kind in kinds:
+            if kind.rules is not None:
+                rule: Rule = load_attribute(kind.rules, f"the rules of kind {kind.kind!r}")
+                yield from rule(situation)
+
+    def _offers(self, owner: str, combo: Combination) -> frozenset[Feature]:
+        if owner == "runtime":
+            return runtime_offers(bool(combo[OVERLAP]))
+        if owner == "kv":
+            paged = any(group.kind is not CacheGroupKind.STATE for group in self.model.cache_groups)
+            return frozenset({Feature.KV_ROLLBACK} if paged else ())
+        if owner == "model":
+            return self.model.offers
+        return frozenset().union(*map(self._offers_of, candidates_of(combo.get(owner))))
+
+    def _offers_of(self, candidate: Candidate) -> frozenset[Feature]:
+        """Return what a candidate offers, less what meant something else in the version that it was built for."""
+        if id(candidate) not in self._offered:
+            spec, features = candidate.spec, self.kinds.features
+            self._offered[id(candidate)] = frozenset(f for f in spec.offers if spec.api >= features[f].since)
+        return self._offered[id(candidate)]
+
+    def _reason(self, need: Need, combo: Combination) -> Reason:
+        why = f" ({need.why})" if need.why else ""
+        return Reason(f"features.{need.feature}", f"{need.who} needs {need.feature}{why}", self._got(need, combo))
+
+    def _got(self, need: Need, combo: Combination) -> str:
+        described = self.kinds.features.get(need.feature)
+        if described is not None and described.setting:
+            return f"{described.setting} is {show(combo[described.setting])}: {described.without}"
+        offers = ", ".join(sorted(self._offers(need.owner, combo))) or "nothing"
+        if need.owner in combo:
+            return f"{need.owner} is {show(combo[need.owner])!r}, which offers {offers}"
+        return f"the {need.owner} offers {offers}"
 
 
-def _combinations(domains: Domains) -> Iterator[Combination]:
-    for options in itertools.product(*(domains[variable] for variable in VARIABLES)):
-        yield dict(zip(VARIABLES, options, strict=True))
+def negotiated(kinds: Kinds) -> list[KindDescriptor]:
+    """Return the kinds whose components are chosen jointly, in the order of resolutions."""
+    return [descriptor for descriptor in kinds.in_order if descriptor.selects in NEGOTIATED]
 
 
-def repairs(combo: Combination, alternatives: Domains, model: ModelInfo) -> list[str]:
-    """The smallest changes that make ``combo`` fit, as ``key: value``: every single setting that does; if none does, pairs of
-    them, ``key: value and key: value``."""
-    single = list(_changes(combo, alternatives))
-    for size in (1, 2):
-        found = [
-            " and ".join(text for text, _ in changes)
-            for changes in itertools.combinations(single, size)
-            if _apart(changes) and not violations({**combo, **_together(changes)}, model)
-        ]
-        if found:
-            return found[:MOST_PAIRS] if size > 1 else found
-    return []
+def searched(kinds: Kinds) -> list[str]:
+    """Return the slots of those kinds, in the order in which the search prefers to keep them."""
+    in_order = sorted(negotiated(kinds), key=lambda descriptor: descriptor.search_order)
+    return [slot for descriptor in in_order for slot in descriptor.slots]
 
 
-def _changes(combo: Combination, alternatives: Domains) -> Iterator[tuple[str, Combination]]:
-    for variable, options in alternatives.items():
-        for option in options:
-            settings = dict.fromkeys((PREFILL, DECODE) if variable == "attention" else (variable,), option)
-            if {**combo, **settings} != combo:
-                yield f"{variable}: {show(option)}", settings
+def candidates_of(option: Option) -> tuple[Candidate, ...]:
+    """Return the candidates of an option; of a setting's value and of None there are none."""
+    if isinstance(option, tuple):
+        return option
+    return (option,) if isinstance(option, Candidate) else ()
+
+
+def show(option: Option) -> str:
+    """Return an option as it is written in config."""
+    if isinstance(option, tuple):
+        return ", ".join(candidate.spec.name for candidate in option) or "none"
+    if isinstance(option, Candidate):
+        return option.spec.name
+    return "none" if option is None else str(option).lower()
+
+
+def runtime_offers(overlap: bool) -> frozenset[Feature]:
+    """Return what the runtime can do. With overlap, a commit comes one step late, but for steps with drafts, before which the
+    host knows every token."""
+    always = frozenset({Feature.RUNTIME_DELAYED_MASK})
+    return always | {Feature.RUNTIME_OVERLAP} if overlap else always
+
+
+def _runtime_needs(need: RuntimeNeed, situation: Situation) -> Iterator[Need]:
+    if need.when and not situation.combo[need.when]:
+        return
+    if need.if_model_needs is None or need.if_model_needs in situation.model.needs:
+        for owner in situation.owners(need.feature, need.phases):
+            yield Need(need.feature, need.when or "the runtime", owner)
 
 
 def _apart(changes: Sequence[tuple[str, Combination]]) -> bool:
@@ -100,139 +232,3 @@ def _apart(changes: Sequence[tuple[str, Combination]]) -> bool:
 
 def _together(changes: Sequence[tuple[str, Combination]]) -> Combination:
     return {name: option for _, settings in changes for name, option in settings.items()}
-
-
-def show(option: Option) -> str:
-    """An option as it is written in config."""
-    if isinstance(option, Candidate):
-        return option.spec.name
-    return "none" if option is None else str(option).lower()
-
-
-def runtime_offers(overlap: bool) -> frozenset[Feature]:
-    """What the runtime can do: with overlap, commit lags one step, but for steps with drafts, before which the host knows
-    every token."""
-    always = frozenset({Feature.RUNTIME_DELAYED_MASK})
-    return always | {Feature.RUNTIME_OVERLAP} if overlap else always
-
-
-def _offers(owner: str, combo: Combination, model: ModelInfo) -> frozenset[Feature]:
-    if owner == "runtime":
-        return runtime_offers(bool(combo[OVERLAP]))
-    if owner == "kv":
-        paged = any(group.kind is not CacheGroupKind.STATE for group in model.cache_groups)
-        return frozenset({Feature.KV_ROLLBACK} if paged else ())
-    if owner == "model":
-        return model.offers
-    option = combo[owner]
-    if not isinstance(option, Candidate):
-        return frozenset()
-    spec = option.spec
-    meant_less = spec.kind is ComponentKind.ATTENTION and spec.api < INVARIANT_API
-    return spec.offers - {Feature.ATTN_BATCH_INVARIANT} if meant_less else spec.offers
-
-
-def _needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
-    yield from _runtime_needs(combo, model)
-    for slot in (PREFILL, DECODE, CACHE, POLICY, GRAMMAR, DRAFTER):
-        part = combo[slot]
-        if isinstance(part, Candidate):
-            yield from _declared(part.spec.needs, f"{slot} {part.spec.name!r}", combo)
-    yield from _declared(model.needs, f"model {model.architecture!r}", combo)
-    yield from _policy_needs(combo)
-    yield from _drafter_needs(combo, model)
-
-
-def _declared(features: frozenset[Feature], who: str, combo: Combination) -> Iterator[Need]:
-    return (Need(f, who, owner) for f in sorted(features) for owner in _owners(f, bool(combo[MIXED])))
-
-
-def _owners(feature: Feature, mixed: bool) -> tuple[str, ...]:
-    """Who must offer a feature. A batch with extend rows runs on the prefill backend, also its decode and verify rows."""
-    namespace = feature.value.partition(".")[0]
-    if namespace == "attention":
-        if feature in (Feature.ATTN_EXTEND, Feature.ATTN_MIXED):
-            return (PREFILL,)
-        if feature in (Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK):
-            return (DECODE, PREFILL) if mixed else (DECODE,)
-        return (DECODE,) if feature is Feature.ATTN_DECODE else (PREFILL, DECODE)
-    return ({"draft": DRAFTER}.get(namespace, namespace),)
-
-
-def _runtime_needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
-    yield Need(Feature.ATTN_EXTEND, "the runtime", PREFILL)
-    yield Need(Feature.ATTN_DECODE, "the runtime", DECODE)
-    if combo[MIXED]:
-        yield Need(Feature.ATTN_MIXED, MIXED, PREFILL)
-    if combo[GRAPHS]:
-        yield Need(Feature.ATTN_GRAPH, GRAPHS, DECODE)
-    if combo[BATCH_INVARIANT]:
-        wanted = [Feature.ATTN_BATCH_INVARIANT]
-        if Feature.ATTN_SLIDING_WINDOW in model.needs:
-            wanted.append(Feature.ATTN_INVARIANT_WINDOW)
-        yield from (Need(feature, BATCH_INVARIANT, phase) for feature in wanted for phase in (PREFILL, DECODE))
-        yield Need(Feature.MODEL_BATCH_INVARIANT, BATCH_INVARIANT, "model")
-
-
-def _policy_needs(combo: Combination) -> Iterator[Need]:
-    policy = combo[POLICY]
-    if isinstance(policy, Candidate) and Feature.POLICY_PREFIX_AWARE in policy.spec.offers:
-        why = "it orders requests by what the prefix cache holds"
-        yield Need(Feature.CACHE_REUSE, f"{POLICY} {policy.spec.name!r}", CACHE, why)
-
-
-def _drafter_needs(combo: Combination, model: ModelInfo) -> Iterator[Need]:
-    """Drafts are verified, and rejected ones taken back, in attention, KV and grammar."""
-    drafter = combo[DRAFTER]
-    if not isinstance(drafter, Candidate):
-        return
-    who = f"{DRAFTER} {drafter.spec.name!r}"
-    attention = [Feature.ATTN_VERIFY]
-    if Feature.DRAFT_TREE in drafter.spec.offers:
-        attention.append(Feature.ATTN_TREE_MASK)
-    for feature in attention:
-        yield from (Need(feature, who, owner) for owner in _owners(feature, bool(combo[MIXED])))
-    if combo[MIN_PROBABILITY]:
-        yield Need(Feature.DRAFT_PROBS, MIN_PROBABILITY, DRAFTER)
-    kinds = {group.kind for group in model.cache_groups}
-    if kinds - {CacheGroupKind.STATE}:
-        yield Need(Feature.KV_ROLLBACK, who, "kv")
-    if CacheGroupKind.STATE in kinds:
-        yield Need(Feature.KV_STATE_ROLLBACK, who, "kv", "the model keeps recurrent state")
-    if combo[GRAMMAR] is not None:
-        yield Need(Feature.GRAMMAR_ROLLBACK, who, GRAMMAR, "rejected drafts are taken back from the grammar")
-
-
-def _invariance_conflicts(combo: Combination) -> Iterator[Reason]:
-    """What would give a token other bits in another step, although each part is invariant by itself."""
-    prefill, decode = combo[PREFILL], combo[DECODE]
-    if isinstance(prefill, Candidate) and isinstance(decode, Candidate) and _identity(prefill) != _identity(decode):
-        yield Reason(
-            "batch_invariant.attention",
-            f"{BATCH_INVARIANT} needs one attention backend, of the same settings, for both phases (what decode steps have "
-            "computed, a prompt may compute again)",
-            f"{PREFILL} is {_settings(prefill)}, {DECODE} is {_settings(decode)}",
-        )
-
-
-def _identity(candidate: Candidate) -> tuple[str, PluginConfig]:
-    return candidate.spec.name, candidate.config
-
-
-def _settings(candidate: Candidate) -> str:
-    given = candidate.config.model_dump(exclude_defaults=True, exclude={"kind"})
-    return repr(show(candidate)) + (f" with {given}" if given else "")
-
-
-def _reason(need: Need, combo: Combination, model: ModelInfo) -> Reason:
-    why = f" ({need.why})" if need.why else ""
-    return Reason(f"features.{need.feature}", f"{need.who} needs {need.feature}{why}", _got(need, combo, model))
-
-
-def _got(need: Need, combo: Combination, model: ModelInfo) -> str:
-    if need.feature is Feature.RUNTIME_OVERLAP:
-        return f"{OVERLAP} is {show(combo[OVERLAP])}: every step is committed before the next"
-    offers = ", ".join(sorted(_offers(need.owner, combo, model))) or "nothing"
-    if need.owner in combo:
-        return f"{need.owner} is {show(combo[need.owner])!r}, which offers {offers}"
-    return f"the {need.owner} offers {offers}"

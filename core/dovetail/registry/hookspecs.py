@@ -1,4 +1,4 @@
-"""The hooks of the control plane. They are called while parts are found and resolved, never inside a step.
+"""Declare the hooks that plugins may implement. None of them is called inside a step.
 
 A plugin is an entry point in the group ``dovetail.plugins`` that names an import-light module with functions marked
 ``@hookimpl``; each function takes only the arguments it needs.
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import typer
     from prometheus_client import CollectorRegistry
 
+    from dovetail.interfaces.features import FeatureDescriptor
     from dovetail.registry.resolution import Candidate, Resolved, ResolveRequest
-    from dovetail.registry.specs import ComponentKind, ComponentSpec
+    from dovetail.registry.specs import ComponentKind, ComponentSpec, KindDescriptor
 
 PROJECT = "dovetail"
 ENTRY_POINT_GROUP = "dovetail.plugins"
@@ -26,68 +27,38 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def register_attention_backends() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Attention backends (``interfaces.attention.AttentionBackend``)."""
+def register_kinds() -> Sequence[KindDescriptor]:  # type: ignore[empty-body]
+    """Return the kinds of component that the plugin adds."""
 
 
 @hookspec
-def register_prefix_caches() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Prefix caches (``interfaces.cache.PrefixCache``)."""
+def register_features() -> Sequence[FeatureDescriptor]:  # type: ignore[empty-body]
+    """Return the features that the plugin adds, in the namespaces of its own kinds or of others."""
 
 
 @hookspec
-def register_grammar_backends() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Grammar backends (``interfaces.grammar.GrammarBackend``)."""
-
-
-@hookspec
-def register_drafters() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Drafters (``interfaces.speculative.Drafter``)."""
-
-
-@hookspec
-def register_policies() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Schedule policies (``interfaces.policy.SchedulePolicy``)."""
-
-
-@hookspec
-def register_models() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Model architectures (``interfaces.model.ModelArchitecture``)."""
-
-
-@hookspec
-def register_tool_parsers() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Tool parsers (``interfaces.parsers.ToolParser``)."""
-
-
-@hookspec
-def register_reasoning_parsers() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Reasoning parsers (``interfaces.parsers.ReasoningParser``)."""
-
-
-@hookspec
-def register_apis() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
-    """Protocols over HTTP (``interfaces.api.Api``)."""
+def register_components() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
+    """Return the components that the plugin brings, of any kinds."""
 
 
 @hookspec
 def adjust_candidates(kind: ComponentKind, request: ResolveRequest, candidates: list[Candidate]) -> None:
-    """Reorder ``candidates`` in place, or veto one with ``candidate.veto(reason)``."""
+    """Reorder the ``candidates`` for a choice in place, or veto one with ``candidate.veto(reason)``."""
 
 
 @hookspec
 def on_resolved(resolved: Resolved) -> None:
-    """The parts are chosen; nothing is built yet."""
+    """Look at what was chosen. Nothing is built yet. Called in the engine's process."""
 
 
 @hookspec
 def on_engine_start(info: dict[str, Any]) -> None:
-    """The engine, a server's or an ``LLM``'s, can take requests; ``info`` is what /server_info shows as ``engine``."""
+    """Called when the engine of a server or an ``LLM`` can take requests. ``info`` is what /server_info shows as ``engine``."""
 
 
 @hookspec
 def on_engine_stop() -> None:
-    """The engine takes no more requests and is about to be freed; not called where it failed."""
+    """Called when the engine takes no more requests and is about to be freed. Not called if the engine failed."""
 
 
 @hookspec

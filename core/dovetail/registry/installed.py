@@ -10,9 +10,11 @@ from typing import get_args
 import pluggy
 
 from dovetail.config import PluginConfig
+from dovetail.config.kinds import Sections
 from dovetail.config.problems import suggest
 from dovetail.errors import PluginLoadError, UnknownComponentError
-from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail.registry.kinds import Kinds
+from dovetail.registry.specs import ComponentSpec, KindDescriptor
 from dovetail.registry.targets import load_attribute
 
 
@@ -49,6 +51,7 @@ class RegisteredComponent:
     distribution: str
     version: str
     plugin: str
+    descriptor: KindDescriptor
     incompatible: str | None = None
 
     @property
@@ -72,24 +75,36 @@ class Registry:
     def __init__(
         self,
         plugins: Sequence[PluginRecord],
-        components: Mapping[ComponentKind, Mapping[str, RegisteredComponent]],
+        components: Mapping[str, Mapping[str, RegisteredComponent]],
+        kinds: Kinds,
         hooks: pluggy.HookRelay,
     ) -> None:
         self.plugins = tuple(plugins)
         self.hooks = hooks
-        self._components = {kind: dict(sorted(components.get(kind, {}).items())) for kind in ComponentKind}
+        self.kinds = kinds
+        self._components = {kind: dict(sorted(components.get(kind, {}).items())) for kind in kinds.names}
+
+    @property
+    def sections(self) -> Sections:
+        """The config sections of all kinds."""
+        return self.kinds.sections
+
+    @property
+    def every_component(self) -> list[RegisteredComponent]:
+        """Every component, by kind and name."""
+        return [component for kind in self.kinds.names for component in self.components(kind)]
 
     def components(self, kind: str) -> tuple[RegisteredComponent, ...]:
         """Every component of a kind, sorted by name."""
-        return tuple(self._components[ComponentKind(kind)].values())
+        return tuple(self._components[self.kinds[kind].kind].values())
 
     def names(self, kind: str) -> list[str]:
         """The names of a kind, sorted."""
-        return list(self._components[ComponentKind(kind)])
+        return list(self._components[self.kinds[kind].kind])
 
     def get(self, kind: str, name: str) -> RegisteredComponent:
         """The component of this name or alias. Raises ``UnknownComponentError``."""
-        found = self._components[ComponentKind(kind)].get(name)
+        found = self._components[self.kinds[kind].kind].get(name)
         aliased = [found] if found else self.aliased(kind, name)
         if len(aliased) == 1:
             return aliased[0]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import pluggy
@@ -17,25 +18,13 @@ import pluggy
 from dovetail.config import PluginsSection
 from dovetail.config.problems import suggest
 from dovetail.errors import ConfigError, DuplicateComponentError, PluginLoadError
-from dovetail.registry import hookspecs
+from dovetail.registry import builtin, hookspecs
 from dovetail.registry.checks import api_fault, faults
 from dovetail.registry.installed import PluginRecord, PluginStatus, RegisteredComponent, Registry
-from dovetail.registry.specs import ComponentKind
-
-REGISTER_HOOKS = {
-    "register_attention_backends": ComponentKind.ATTENTION,
-    "register_prefix_caches": ComponentKind.CACHE,
-    "register_grammar_backends": ComponentKind.GRAMMAR,
-    "register_drafters": ComponentKind.DRAFTER,
-    "register_policies": ComponentKind.POLICY,
-    "register_models": ComponentKind.MODEL,
-    "register_tool_parsers": ComponentKind.TOOL_PARSER,
-    "register_reasoning_parsers": ComponentKind.REASONING_PARSER,
-    "register_apis": ComponentKind.API,
-}
+from dovetail.registry.kinds import Kinds
 
 
-class Distribution(Protocol):
+class InstalledDistribution(Protocol):
     """The part of ``importlib.metadata.Distribution`` that is read."""
 
     @property
@@ -52,7 +41,7 @@ class PluginEntry(Protocol):
     @property
     def value(self) -> str: ...
     @property
-    def dist(self) -> Distribution | None: ...
+    def dist(self) -> InstalledDistribution | None: ...
     def load(self) -> Any: ...
 
 
@@ -70,16 +59,11 @@ def load_plugins(
     found = sorted(installed_plugins() if entries is None else entries, key=lambda entry: (_dist(entry), entry.name))
     if strict:
         _check_names(policy, found)
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    records, components = [], []
-    for entry in found:
-        record, registered = _load(entry, policy, manager)
-        records.append(record)
-        components += registered
+    loader = _Loader(policy)
+    registry = loader.registry(found)
     if strict:
-        _check_required(policy, records)
-    return Registry(records, _by_name(components), manager.hook)
+        _check_required(policy, registry.plugins)
+    return registry
 
 
 def _dist(entry: PluginEntry) -> str:
@@ -87,7 +71,7 @@ def _dist(entry: PluginEntry) -> str:
 
 
 @functools.lru_cache(64)
-def _about(dist: Distribution) -> tuple[str, str]:
+def _about(dist: InstalledDistribution) -> tuple[str, str]:
     """Name and version of what is installed. They are asked for often, and each time its metadata would be parsed again."""
     return dist.name, dist.version
 
@@ -134,26 +118,84 @@ def _blocked(entry: PluginEntry, policy: PluginsSection) -> str | None:
     return None
 
 
-def _load(
-    entry: PluginEntry, policy: PluginsSection, manager: pluggy.PluginManager
-) -> tuple[PluginRecord, list[RegisteredComponent]]:
-    blocked = _blocked(entry, policy)
-    if blocked:
-        return _record(entry, PluginStatus.BLOCKED, blocked, "change the plugins section, if it is wanted"), []
-    try:
-        module = entry.load()
-    except Exception as error:
-        return _record(entry, PluginStatus.FAILED, _told(error), _import_fix(error, entry), trace=_trace()), []
-    try:
-        _register_hooks(manager, module, f"{_dist(entry)}:{entry.name}")
-    except (pluggy.PluginValidationError, ValueError) as error:
-        return _record(entry, PluginStatus.INCOMPATIBLE, str(error), _update(entry)), []
-    try:
-        components = _components(manager, module, entry)
-    except Exception as error:
-        manager.unregister(module)
-        return _record(entry, PluginStatus.FAILED, _told(error), f"report it to {_dist(entry)}", trace=_trace()), []
-    return _outcome(entry, components), components
+@dataclass(slots=True)
+class _Plugin:
+    """Hold one entry point while it loads: its module, or the record of why there is none."""
+
+    entry: PluginEntry
+    module: Any = None
+    record: PluginRecord | None = None
+    components: list[RegisteredComponent] = field(default_factory=list)
+
+
+class _Loader:
+    """Load plugins in three rounds: import the modules, register their kinds and features, register their components."""
+
+    def __init__(self, policy: PluginsSection) -> None:
+        self._policy = policy
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._kinds = Kinds()
+        self._kinds.add(builtin.register_kinds(), builtin.register_features(), "Dovetail")
+
+    def registry(self, entries: Sequence[PluginEntry]) -> Registry:
+        """Return the registry of ``entries``."""
+        plugins = [self._imported(entry) for entry in entries]
+        for step in (self._register_kinds, self._register_components):
+            for plugin in plugins:
+                if plugin.record is None:
+                    self._tried(plugin, step)
+        records = [plugin.record or _outcome(plugin.entry, plugin.components) for plugin in plugins]
+        components = [component for plugin in plugins for component in plugin.components]
+        return Registry(records, _by_name(components), self._kinds, self._manager.hook)
+
+    def _imported(self, entry: PluginEntry) -> _Plugin:
+        """Import a plugin's module, if it may load, and register its hooks with pluggy, which checks their arguments."""
+        blocked = _blocked(entry, self._policy)
+        if blocked:
+            fix = "change the plugins section to load it"
+            return _Plugin(entry, record=_record(entry, PluginStatus.BLOCKED, blocked, fix))
+        try:
+            module = entry.load()
+        except Exception as error:
+            reason, fix = _text(error), _import_fix(error, entry)
+            return _Plugin(entry, record=_record(entry, PluginStatus.FAILED, reason, fix, trace=_trace()))
+        try:
+            _register_hooks(self._manager, module, f"{_dist(entry)}:{entry.name}")
+        except (pluggy.PluginValidationError, ValueError) as error:
+            return _Plugin(entry, record=_record(entry, PluginStatus.INCOMPATIBLE, str(error), _update(entry)))
+        return _Plugin(entry, module)
+
+    def _tried(self, plugin: _Plugin, step: Callable[[_Plugin], None]) -> None:
+        try:
+            step(plugin)
+        except Exception as error:
+            self._manager.unregister(plugin.module)
+            fix = f"report it to {_dist(plugin.entry)}"
+            plugin.record = _record(plugin.entry, PluginStatus.FAILED, _text(error), fix, trace=_trace())
+
+    def _register_kinds(self, plugin: _Plugin) -> None:
+        kinds, features = (self._returned(plugin, hook) for hook in ("register_kinds", "register_features"))
+        self._kinds.add(kinds, features, _dist(plugin.entry))
+
+    def _register_components(self, plugin: _Plugin) -> None:
+        entry, components = plugin.entry, []
+        for spec in self._returned(plugin, "register_components"):
+            _refuse(faults(spec, self._kinds), spec)
+            descriptor = self._kinds[spec.kind]
+            fault = api_fault(spec, descriptor)
+            components.append(RegisteredComponent(spec, _dist(entry), _version(entry), entry.name, descriptor, fault))
+        plugin.components = components
+
+    def _returned(self, plugin: _Plugin, hook: str) -> Sequence[Any]:
+        """Return what a plugin's own implementation of a hook returns; nothing if it has none."""
+        implementations = getattr(self._manager.hook, hook).get_hookimpls()
+        return [
+            value
+            for implementation in implementations
+            if implementation.plugin is plugin.module
+            for value in _sequence(implementation.function(), hook)
+        ]
 
 
 def _outcome(entry: PluginEntry, components: Sequence[RegisteredComponent]) -> PluginRecord:
@@ -190,7 +232,7 @@ def _update(entry: PluginEntry) -> str:
     return f"pip install --upgrade {_dist(entry)}, or update dovetail"
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if not isinstance(error, PluginLoadError) else str(error)
 
 
@@ -211,37 +253,25 @@ def _register_hooks(manager: pluggy.PluginManager, module: Any, name: str) -> No
         raise
 
 
-def _components(manager: pluggy.PluginManager, module: Any, entry: PluginEntry) -> list[RegisteredComponent]:
-    components = []
-    for hook, kind in REGISTER_HOOKS.items():
-        for implementation in getattr(manager.hook, hook).get_hookimpls():
-            if implementation.plugin is module:
-                for spec in _sequence(implementation.function(), hook):
-                    _refuse(faults(spec, kind), spec, hook)
-                    components.append(
-                        RegisteredComponent(spec, _dist(entry), _version(entry), entry.name, api_fault(spec))
-                    )
-    return components
-
-
 def _sequence(value: Any, hook: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
-        raise PluginLoadError(f"{hook} returned {value!r:.80}; expected a list of ComponentSpec")
+        raise PluginLoadError(f"{hook} returned {value!r:.80}; expected a list")
     return value
 
 
-def _refuse(reasons: Sequence[str], spec: Any, hook: str) -> None:
+def _refuse(reasons: Sequence[str], spec: Any) -> None:
     if reasons:
-        raise PluginLoadError(f"{hook}: spec {getattr(spec, 'name', spec)!r} is wrong: {'; '.join(reasons)}")
+        name = getattr(spec, "name", spec)
+        raise PluginLoadError(f"register_components: spec {name!r} is wrong: {'; '.join(reasons)}")
 
 
-def _by_name(components: Sequence[RegisteredComponent]) -> dict[ComponentKind, dict[str, RegisteredComponent]]:
-    claims: dict[tuple[ComponentKind, str], list[RegisteredComponent]] = {}
+def _by_name(components: Sequence[RegisteredComponent]) -> dict[str, dict[str, RegisteredComponent]]:
+    claims: dict[tuple[str, str], list[RegisteredComponent]] = {}
     for component in components:
         claims.setdefault((component.spec.kind, component.spec.name), []).append(component)
-    table: dict[ComponentKind, dict[str, RegisteredComponent]] = {kind: {} for kind in ComponentKind}
+    table: dict[str, dict[str, RegisteredComponent]] = {}
     for (kind, name), claimants in claims.items():
-        table[kind][name] = _sole_claimant(claimants)
+        table.setdefault(kind, {})[name] = _sole_claimant(claimants)
     return table
 
 

@@ -169,7 +169,8 @@ def _objection(record: MeasuredRecord, registry: Registry, device: str, model: s
     if record.model != model:
         return f"foreign: measured with {record.model}, this is {model}"
     kind = record.slot.partition(".")[0]
-    found = {component.spec.name: component for component in registry.components(kind)}
+    components = registry.components(kind) if kind in registry.kinds else ()
+    found = {component.spec.name: component for component in components}
     for part in (record.winner, record.loser):
         if part.name not in found:
             return f"stale: {part} is not installed"

@@ -13,7 +13,15 @@ from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.candidates import Tuning, default_candidate, preference, tuned_names
 from dovetail.registry.installed import RegisteredComponent, Registry
 from dovetail.registry.machine import Machine
-from dovetail.registry.resolution import Candidate, Reason, Resolution, ResolveRequest, Rule, Stage, Verdict
+from dovetail.registry.resolution import (
+    Candidate,
+    CandidateVerdict,
+    ChoiceRule,
+    Reason,
+    Resolution,
+    ResolveRequest,
+    Stage,
+)
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.stages import constraint_reasons, examine
 from dovetail.registry.targets import load_attribute
@@ -44,8 +52,8 @@ def choose_model(config: Config, registry: Registry, machine: Machine, tuning: T
     for candidate in candidates:
         info = _describe(candidate, checkpoint, config, machine)
         if info is not None:
-            candidate.verdict = Verdict.CHOSEN
-            rule = Rule.EXPLICIT if explicit else Rule.PRIORITY
+            candidate.verdict = CandidateVerdict.CHOSEN
+            rule = ChoiceRule.EXPLICIT if explicit else ChoiceRule.PRIORITY
             resolution = Resolution("model", ComponentKind.MODEL, candidate.spec.name, rule, tuple(candidates))
             dtype, kv_dtype = _dtypes(config, machine, info)
             return ModelChoice(directory, info, candidate, dtype, kv_dtype, resolution)

@@ -13,11 +13,17 @@ from dovetail.registry.candidates import Slot, open_slot
 from dovetail.registry.installed import Registry
 from dovetail.registry.machine import Machine
 from dovetail.registry.model_choice import ModelChoice
-from dovetail.registry.resolution import Candidate, Reason, Resolution, ResolveRequest, Rule, Stage, Verdict
-from dovetail.registry.specs import ComponentKind
+from dovetail.registry.resolution import (
+    Candidate,
+    CandidateVerdict,
+    ChoiceRule,
+    Reason,
+    Resolution,
+    ResolveRequest,
+    Stage,
+)
+from dovetail.registry.specs import ComponentKind, Selects
 from dovetail.registry.stages import probe
-
-PARSERS = (ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,14 @@ def choose_parsers(config: Config, registry: Registry, machine: Machine, model: 
     """The parsers for the model. Raises ``ResolutionError`` where none of those that config names can be used."""
     template = _template(config, model)
     choices: dict[ComponentKind, ParserChoice] = {}
-    for kind in PARSERS:
-        selection: Selection = getattr(config, kind)
+    for descriptor in registry.kinds.in_order:
+        if descriptor.selects is not Selects.BY_TEMPLATE or descriptor.section is None:
+            continue
+        kind = descriptor.kind
+        selection = config.selection(descriptor.section)
+        assert isinstance(selection, Selection)
         request = ResolveRequest(kind, None, config, machine, model.info, model.dtype, model.kv_dtype)
-        slot = open_slot(request, selection, registry, optional=True, tuning={})
+        slot = open_slot(request, selection, registry, optional=descriptor.section.optional, tuning={})
         if selection.is_auto:
             _read_template(slot, template)
         choices[kind] = _choice(slot, _first(slot, config), template)
@@ -54,7 +64,7 @@ def _template(config: Config, model: ModelChoice) -> str | None:
 
 
 def _read_template(slot: Slot, template: str | None) -> None:
-    """Rule out the parsers whose marks the template does not have."""
+    """ChoiceRule out the parsers whose marks the template does not have."""
     got = "it has none" if template is not None else "the model has no chat template"
     for candidate in slot.candidates:
         pattern = candidate.spec.template
@@ -68,6 +78,7 @@ def _read_template(slot: Slot, template: str | None) -> None:
 def _first(slot: Slot, config: Config) -> Candidate | None:
     """The first that can be used, its own probe included."""
     for candidate in slot.options():
+        assert not isinstance(candidate, tuple)
         if candidate is not None and candidate.spec.probe and not slot.request.machine.assumed:
             probe(candidate, config)
         if candidate is None or candidate.usable:
@@ -83,10 +94,10 @@ def _choice(slot: Slot, chosen: Candidate | None, template: str | None) -> Parse
         note = "switched off by config" if slot.disabled else given
     for candidate in slot.candidates:
         if candidate is chosen:
-            candidate.verdict = Verdict.CHOSEN
+            candidate.verdict = CandidateVerdict.CHOSEN
             candidate.stage = candidate.stage if candidate.stage is Stage.PROBE else Stage.FEATURES
         elif candidate.usable:
             candidate.stage = Stage.FEATURES
-    rule = slot.rule(chosen) if chosen is not None or slot.disabled else Rule.PRIORITY
+    rule = slot.rule(chosen) if chosen is not None or slot.disabled else ChoiceRule.PRIORITY
     name = chosen.spec.name if chosen else None
     return ParserChoice(chosen, Resolution(slot.name, slot.request.kind, name, rule, tuple(slot.candidates), note))

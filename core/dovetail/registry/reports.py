@@ -22,7 +22,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Case(_Record):
+class SuiteCase(_Record):
     """One case of a suite. ``features`` are those that it proves where it passes; ``reason`` is why it did not."""
 
     name: str
@@ -36,7 +36,7 @@ class Case(_Record):
 class Findings(_Record):
     """What a run of suites wrote down. ``machine`` is what it ran on, ``errors`` what could not be collected."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[SuiteCase, ...]
     errors: tuple[str, ...] = ()
     machine: dict[str, str] = {}
 
@@ -46,7 +46,7 @@ class ComponentReport(_Record):
 
     component: str
     claimed: tuple[str, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[SuiteCase, ...]
 
     def count(self, outcome: str) -> int:
         """How many cases ended so."""

@@ -1,4 +1,4 @@
-"""The record of a choice: what was considered for each part, how far it came, and why."""
+"""Record each choice: which candidates were considered, how far each came, and why."""
 
 from __future__ import annotations
 
@@ -10,34 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.config import Config, PluginConfig, config_hash, dump
 from dovetail.errors import PluginLoadError
-from dovetail.interfaces.api import Api
-from dovetail.interfaces.attention import AttentionBackend
-from dovetail.interfaces.cache import PrefixCache
 from dovetail.interfaces.features import Feature
-from dovetail.interfaces.grammar import GrammarBackend
-from dovetail.interfaces.model import ModelArchitecture, ModelInfo
-from dovetail.interfaces.parsers import ReasoningParser, ToolParser
-from dovetail.interfaces.policy import SchedulePolicy
-from dovetail.interfaces.speculative import Drafter
+from dovetail.interfaces.model import ModelInfo
 from dovetail.registry.installed import RegisteredComponent
+from dovetail.registry.kinds import Kinds
 from dovetail.registry.machine import Machine
-from dovetail.registry.specs import ComponentKind, ComponentSpec
+from dovetail.registry.specs import ComponentKind, ComponentSpec, Selects
 from dovetail.registry.targets import load_attribute
 
 if TYPE_CHECKING:
     import pluggy
-
-INTERFACES: dict[ComponentKind, type] = {
-    ComponentKind.ATTENTION: AttentionBackend,
-    ComponentKind.CACHE: PrefixCache,
-    ComponentKind.GRAMMAR: GrammarBackend,
-    ComponentKind.DRAFTER: Drafter,
-    ComponentKind.POLICY: SchedulePolicy,
-    ComponentKind.MODEL: ModelArchitecture,
-    ComponentKind.TOOL_PARSER: ToolParser,
-    ComponentKind.REASONING_PARSER: ReasoningParser,
-    ComponentKind.API: Api,
-}
 
 
 class Stage(enum.StrEnum):
@@ -52,7 +34,7 @@ class Stage(enum.StrEnum):
     PROBE = "probe"
 
 
-class Verdict(enum.StrEnum):
+class CandidateVerdict(enum.StrEnum):
     """What became of a candidate. ``passed over`` would do, but another is preferred or was asked for; ``available`` is used
     beside the chosen one where a request names it or needs it."""
 
@@ -62,7 +44,7 @@ class Verdict(enum.StrEnum):
     REJECTED = "rejected"
 
 
-class Rule(enum.StrEnum):
+class ChoiceRule(enum.StrEnum):
     """Why the chosen one was preferred."""
 
     EXPLICIT = "explicit"
@@ -92,7 +74,7 @@ class Candidate:
     config: PluginConfig
     asked: bool  # config names it, or leaves the choice to the resolver
     stage: Stage = Stage.INSTALLED
-    verdict: Verdict = Verdict.PASSED_OVER
+    verdict: CandidateVerdict = CandidateVerdict.PASSED_OVER
     reasons: list[Reason] = field(default_factory=list)
 
     @property
@@ -103,12 +85,12 @@ class Candidate:
     @property
     def usable(self) -> bool:
         """True unless something rejected it."""
-        return self.verdict is not Verdict.REJECTED
+        return self.verdict is not CandidateVerdict.REJECTED
 
     def reject(self, stage: Stage, *reasons: Reason) -> None:
-        """Rule it out at ``stage``."""
+        """ChoiceRule it out at ``stage``."""
         self.stage = stage
-        self.verdict = Verdict.REJECTED
+        self.verdict = CandidateVerdict.REJECTED
         self.reasons += reasons
 
     def veto(self, reason: str) -> None:
@@ -137,7 +119,7 @@ class Resolution:
     slot: str
     kind: ComponentKind
     chosen: str | None
-    rule: Rule
+    rule: ChoiceRule
     candidates: tuple[Candidate, ...]
     note: str = ""
     unused: tuple[str, ...] = ()
@@ -176,7 +158,7 @@ class Chosen:
         of its kind."""
         what = self.component.label
         cls = load_attribute(self.spec.target, what)
-        interface = INTERFACES[self.spec.kind]
+        interface = load_attribute(self.component.descriptor.interface, f"the interface of kind {self.spec.kind!r}")
         if not (isinstance(cls, type) and issubclass(cls, interface)):
             raise PluginLoadError(
                 f"{what}: target {self.spec.target!r} is {cls!r}; expected a subclass of {interface!r}"
@@ -204,56 +186,107 @@ class ResolveRequest:
     @property
     def slot(self) -> str:
         """The config key of the part: the kind, for attention with its phase."""
-        return f"{self.kind}.{self.phase}" if self.phase else self.kind.value
+        return f"{self.kind}.{self.phase}" if self.phase else str(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Every part chosen, nothing built. ``config`` is new and concrete: no ``auto`` is left where a value is needed.
+    """Hold every choice; nothing is built yet. ``config`` is new and concrete: no ``auto`` is left where a value is needed.
 
-    ``models`` are all model components that can be used, for drafters that open a model of their own. ``grammars`` are all grammar backends that requests may use, the default first; those that config holds serve requests
-    that name none. ``apis`` are the protocols that a server speaks. ``runtime`` are the features of the runtime under this config. Does not cross process boundaries: another process
-    resolves the same config again, and comes to the same result on the same machine.
+    ``parts`` are the chosen components by slot, those of third-party kinds included. ``models`` are all model components that
+    can be used, for drafters that open a model of their own. ``runtime`` are the features of the runtime under this config. The
+    object does not cross process boundaries: another process resolves the same config again, with the same result on the same
+    machine.
     """
 
     config: Config
     machine: Machine
     model_dir: Path
     model_info: ModelInfo
-    model: Chosen
     models: tuple[RegisteredComponent, ...]
-    attention_prefill: Chosen
-    attention_decode: Chosen
-    cache: Chosen
-    policy: Chosen
-    grammars: tuple[Chosen, ...]
-    drafter: Chosen | None
-    tool_parser: Chosen | None
-    reasoning_parser: Chosen | None
-    apis: tuple[Chosen, ...]
+    parts: Mapping[str, tuple[Chosen, ...]]
     runtime: frozenset[Feature]
     resolutions: tuple[Resolution, ...]
+    kinds: Kinds = field(repr=False)
     hooks: pluggy.HookRelay = field(repr=False)
+
+    @property
+    def model(self) -> Chosen:
+        """The model architecture."""
+        return self._required(ComponentKind.MODEL)
+
+    @property
+    def attention_prefill(self) -> Chosen:
+        """The attention backend of batches with extend rows."""
+        return self._required("attention.prefill")
+
+    @property
+    def attention_decode(self) -> Chosen:
+        """The attention backend of every other batch."""
+        return self._required("attention.decode")
+
+    @property
+    def cache(self) -> Chosen:
+        """The prefix cache."""
+        return self._required(ComponentKind.CACHE)
+
+    @property
+    def policy(self) -> Chosen:
+        """The schedule policy."""
+        return self._required(ComponentKind.POLICY)
+
+    @property
+    def grammars(self) -> tuple[Chosen, ...]:
+        """All grammar backends that requests may use, the default first. Those that config holds serve the requests that name
+        none."""
+        return self.parts[ComponentKind.GRAMMAR]
 
     @property
     def grammar(self) -> Chosen | None:
         """The default grammar backend."""
-        return self.grammars[0] if self.grammars else None
+        return self.part(ComponentKind.GRAMMAR)
+
+    @property
+    def drafter(self) -> Chosen | None:
+        """The drafter, if there is one."""
+        return self.part(ComponentKind.DRAFTER)
+
+    @property
+    def tool_parser(self) -> Chosen | None:
+        """The parser of tool calls, if there is one."""
+        return self.part(ComponentKind.TOOL_PARSER)
+
+    @property
+    def reasoning_parser(self) -> Chosen | None:
+        """The parser of reasoning, if there is one."""
+        return self.part(ComponentKind.REASONING_PARSER)
+
+    @property
+    def apis(self) -> tuple[Chosen, ...]:
+        """The protocols that a server serves."""
+        return self.parts[ComponentKind.API]
 
     @property
     def chosen(self) -> Mapping[str, Chosen | None]:
-        """The chosen parts by slot."""
-        return {
-            "model": self.model,
-            "attention.prefill": self.attention_prefill,
-            "attention.decode": self.attention_decode,
-            "cache": self.cache,
-            "policy": self.policy,
-            "grammar": self.grammar,
-            "speculative": self.drafter,
-            "tool_parser": self.tool_parser,
-            "reasoning_parser": self.reasoning_parser,
-        }
+        """The chosen component of each slot that has one at most. Of a kind whose other components stay available, it is the
+        default."""
+        single = [kind for kind in self.kinds.in_order if kind.selects not in (Selects.LIST, Selects.SERVED)]
+        return {slot: self.part(slot) for kind in single for slot in kind.slots}
+
+    @property
+    def lists(self) -> Mapping[str, tuple[Chosen, ...]]:
+        """The components of each kind of which all that config names are used."""
+        lists = [kind for kind in self.kinds.in_order if kind.selects is Selects.LIST]
+        return {str(kind.kind): self.parts[kind.kind] for kind in lists}
+
+    def part(self, slot: str) -> Chosen | None:
+        """Return the first component of a slot, or None. Raises ``KeyError`` for a slot that does not exist."""
+        return next(iter(self.parts[slot]), None)
+
+    def _required(self, slot: str) -> Chosen:
+        chosen = self.part(slot)
+        assert chosen is not None, f"resolve() fills {slot}"
+        return chosen
 
     def resolution(self, slot: str) -> Resolution:
         """How the part of this slot was chosen."""
@@ -278,12 +311,13 @@ class Resolved:
                 "num_layers": info.num_layers,
                 "head_dim": info.head_dim,
                 "checkpoint_dtype": info.dtype,
-                "needs": sorted(info.needs),
+                "needs": sorted(map(str, info.needs)),
             },
-            "runtime": sorted(self.runtime),
+            "runtime": sorted(map(str, self.runtime)),
             "chosen": {slot: _chosen_json(chosen) for slot, chosen in self.chosen.items()},
             "grammars": [chosen.name for chosen in self.grammars],
             "apis": [chosen.name for chosen in self.apis],
+            "lists": {slot: [_chosen_json(part) for part in parts] for slot, parts in self.lists.items()},
             "resolutions": [resolution.to_json() for resolution in self.resolutions],
         }
 

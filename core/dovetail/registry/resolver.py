@@ -5,31 +5,34 @@ An explicit choice never falls back: it is used, or startup stops with the reaso
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 
-from dovetail.config import AttentionSelection, Config, PluginConfig, Selection
+from dovetail.config import Config, PluginConfig, Section, Selection
+from dovetail.config.kinds import KindSection
 from dovetail.errors import ConfigError, ResolutionError
-from dovetail.interfaces.features import Feature
 from dovetail.registry import fit
-from dovetail.registry.api_choice import choose_apis
+from dovetail.registry.api_choice import choose_served
 from dovetail.registry.candidates import Slot, Tuning, call_hook, open_slot, tuned_names
 from dovetail.registry.installed import Registry
+from dovetail.registry.kinds import Kinds
 from dovetail.registry.machine import Machine
 from dovetail.registry.model_choice import ModelChoice, choose_model
-from dovetail.registry.parser_choice import PARSERS, Parsers, choose_parsers
+from dovetail.registry.parser_choice import Parsers, choose_parsers
 from dovetail.registry.resolution import (
     Candidate,
+    CandidateVerdict,
+    ChoiceRule,
     Chosen,
     Resolution,
     Resolved,
     ResolveRequest,
-    Rule,
     Stage,
-    Verdict,
 )
-from dovetail.registry.specs import ComponentKind
+from dovetail.registry.specs import KindDescriptor, Selects
 from dovetail.registry.stages import probe
+from dovetail.registry.targets import load_attribute
 from dovetail.registry.tuning import Tuned, record_for, tuned_for
 
 Slots = Mapping[str, Slot]
@@ -56,13 +59,13 @@ def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tun
     _check_batch_invariant(config, machine, model.dtype)
     parsers = choose_parsers(config, registry, machine, model)
     slots = _open_slots(config, registry, machine, model, tuned.slots)
-    combo = _search(slots, config, machine, model)
-    _judge_the_others(slots, combo, _lags(config, machine), model)
-    _check_jump_forward(config, slots, combo)
-    _check_invariant_trees(config, combo)
+    negotiation = fit.Negotiation(registry.kinds, model.info)
+    combo = _search(slots, config, machine, negotiation)
+    _judge_the_others(slots, combo, _lags(config, machine), negotiation)
+    _check(config, slots, combo, registry.kinds)
     resolved = _resolved(config, registry, machine, model, slots, combo, tuned, parsers)
     for resolution in resolved.resolutions:
-        logger.info("%s: %s, %s%s", *_told(resolution))
+        logger.info("%s: %s, %s%s", *_logged(resolution))
     call_hook(registry.hooks, "on_resolved", resolved=resolved)
     return resolved
 
@@ -75,41 +78,52 @@ def _tuned(config: Config, registry: Registry, machine: Machine, model: ModelCho
     return tuned_for(config, registry, machine, model.info, model.dtype, model.kv_dtype)
 
 
-def _told(resolution: Resolution) -> tuple[str, str, str, str]:
+def _logged(resolution: Resolution) -> tuple[str, str, str, str]:
     return resolution.slot, resolution.chosen or "none", resolution.rule, resolution.note and f"; {resolution.note}"
 
 
 def _open_slots(
     config: Config, registry: Registry, machine: Machine, model: ModelChoice, tuning: Tuning
 ) -> dict[str, Slot]:
-    prefill, decode = config.attention.prefill, config.attention.decode
-    if config.batch_invariant:  # both have one backend: what config says of one phase it says of the other
-        prefill, decode = decode if prefill.is_auto else prefill, prefill if decode.is_auto else decode
-    wanted: list[tuple[ComponentKind, str | None, Selection, bool]] = [
-        (ComponentKind.ATTENTION, "prefill", prefill, False),
-        (ComponentKind.ATTENTION, "decode", decode, False),
-        (ComponentKind.CACHE, None, config.cache, False),
-        (ComponentKind.POLICY, None, config.policy, False),
-        (ComponentKind.GRAMMAR, None, config.grammar, True),
-        (ComponentKind.DRAFTER, None, config.speculative, True),
-    ]
     slots = {}
-    for kind, phase, selection, optional in wanted:
-        request = ResolveRequest(kind, phase, config, machine, model.info, model.dtype, model.kv_dtype)
-        slots[request.slot] = open_slot(request, selection, registry, optional=optional, tuning=tuning)
+    for descriptor in fit.negotiated(registry.kinds):
+        assert descriptor.section is not None, "kinds that are negotiated have a section"
+        for phase, selection in _selections(config, descriptor, descriptor.section).items():
+            request = ResolveRequest(descriptor.kind, phase, config, machine, model.info, model.dtype, model.kv_dtype)
+            optional = descriptor.section.optional
+            slots[request.slot] = open_slot(request, selection, registry, optional=optional, tuning=tuning)
     return slots
 
 
-def _search(slots: Slots, config: Config, machine: Machine, model: ModelChoice) -> fit.Combination:
-    """The best combination that fits and whose own probes agree. Probes run only for what is about to be chosen."""
+def _selections(config: Config, descriptor: KindDescriptor, section: KindSection) -> dict[str | None, Selection]:
+    """Return what config selects, by phase. Where all phases must have one component, what config says of one phase also holds
+    for those that it leaves open."""
+    given = config.selection(section)
+    if isinstance(given, Selection):
+        return {None: given}
+    selections: dict[str | None, Selection] = {phase: getattr(given, phase) for phase in section.phases}
+    if _one_for_all_phases(config, descriptor):
+        named = [selection for selection in selections.values() if not selection.is_auto]
+        if named:
+            selections = {phase: named[0] if own.is_auto else own for phase, own in selections.items()}
+    return selections
+
+
+def _one_for_all_phases(config: Config, descriptor: KindDescriptor) -> bool:
+    key = descriptor.one_for_all_phases
+    return bool(key) and bool(functools.reduce(getattr, key.split("."), config))
+
+
+def _search(slots: Slots, config: Config, machine: Machine, negotiation: fit.Negotiation) -> fit.Combination:
+    """Return the best combination that fits and whose own probes agree. Probes run only for what is about to be chosen."""
     while True:
         _refuse_empty(slots)
         domains = _domains(slots, config, machine)
-        combo = fit.search(domains, model.info)
+        combo = negotiation.search(domains)
         if combo is None:
-            raise _misfit(slots, domains, model)
-        used = [*combo.values(), *_beside(slots, combo)]
-        unprobed = [o for o in used if isinstance(o, Candidate) and o.spec.probe and o.stage is not Stage.PROBE]
+            raise _misfit(slots, domains, negotiation)
+        used = [c for name, slot in slots.items() for c in (*fit.candidates_of(combo[name]), *slot.others(combo[name]))]
+        unprobed = [c for c in used if c.spec.probe and c.stage is not Stage.PROBE]
         if machine.assumed or not unprobed:
             return combo
         for candidate in unprobed:
@@ -118,16 +132,9 @@ def _search(slots: Slots, config: Config, machine: Machine, model: ModelChoice) 
             return combo
 
 
-def _beside(slots: Slots, combo: fit.Combination) -> list[Candidate]:
-    """The grammar backends that could serve beside the chosen one."""
-    chosen = combo[fit.GRAMMAR]
-    return [c for c in slots[fit.GRAMMAR].candidates if chosen is not None and c.usable and c is not chosen]
-
-
 def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequence[fit.Option]]:
-    chosen = {name: slot.options() for name, slot in slots.items()}
     return {
-        **chosen,
+        **{name: slot.options() for name, slot in slots.items()},
         fit.OVERLAP: _lags(config, machine),
         fit.MIXED: [config.scheduler.mixed],
         fit.GRAPHS: _graphs(config, machine),
@@ -170,36 +177,11 @@ def _check_batch_invariant(config: Config, machine: Machine, dtype: str) -> None
         )
 
 
-def _check_invariant_trees(config: Config, combo: fit.Combination) -> None:
-    """The keys of a node's ancestors must follow each other as they do in a decode step, whatever lies between them."""
-    drafter = combo[fit.DRAFTER]
-    trees = isinstance(drafter, Candidate) and Feature.DRAFT_TREE in drafter.spec.offers
-    if config.batch_invariant and trees and config.memory.page_size != 1:
-        raise ConfigError(
-            f"batch_invariant is true with speculative {fit.show(drafter)!r}, whose drafts may be trees, and memory.page_size is "
-            f"{config.memory.page_size}; allowed with trees: 1. Set memory.page_size: 1, batch_invariant: false, or a drafter of "
-            "chains"
-        )
-
-
-def _check_jump_forward(config: Config, slots: Slots, combo: fit.Combination) -> None:
-    """Somebody must name the forced text, and drafts must not stand where it goes."""
-    if not config.grammar.jump_forward:
-        return
-    if combo[fit.DRAFTER] is not None:
-        raise ConfigError(
-            f"grammar.jump_forward is true with speculative {fit.show(combo[fit.DRAFTER])!r}; allowed: one of the two. "
-            "Set grammar.jump_forward: false or speculative: none"
-        )
-    usable = [c for c in [combo[fit.GRAMMAR], *_beside(slots, combo)] if isinstance(c, Candidate) and c.asked]
-    if not any(Feature.GRAMMAR_JUMP_FORWARD in c.spec.offers for c in usable):
-        able = [c for c in slots[fit.GRAMMAR].candidates if c.usable and Feature.GRAMMAR_JUMP_FORWARD in c.spec.offers]
-        names = ", ".join(f"grammar {c.spec.name!r}" for c in usable) or "none"
-        changes = [*(f"grammar.backend: {c.spec.name}" for c in able), "grammar.jump_forward: false"]
-        raise ConfigError(
-            f"grammar.jump_forward is true and no grammar backend in use offers {Feature.GRAMMAR_JUMP_FORWARD} (in use: "
-            f"{names}); set {' or '.join(changes)}"
-        )
+def _check(config: Config, slots: Slots, combo: fit.Combination, kinds: Kinds) -> None:
+    """Apply the checks of all kinds to what was chosen. Raises ``ConfigError``."""
+    for descriptor in kinds.in_order:
+        if descriptor.check is not None:
+            load_attribute(descriptor.check, f"the check of kind {descriptor.kind!r}")(config, slots, combo)
 
 
 def _graphs(config: Config, machine: Machine) -> list[bool]:
@@ -241,21 +223,25 @@ def _rejections(slot: Slot) -> tuple[str, ...]:
     return (f"cannot use {given}", *(lines or ["  - none is installed; `dovetail plugins doctor` shows why"]))
 
 
-def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> ResolutionError:
-    combo = fit.closest(domains, model.info)
+def _misfit(slots: Slots, domains: fit.Domains, negotiation: fit.Negotiation) -> ResolutionError:
+    combo = negotiation.closest(domains)
     alternatives: dict[str, Sequence[fit.Option]] = {
         fit.OVERLAP: [False, True],
         fit.MIXED: [False, True],
         fit.GRAPHS: [False, True],
         fit.BATCH_INVARIANT: [False],
         fit.MIN_PROBABILITY: [0],
-        fit.DRAFTER: slots[fit.DRAFTER].alternatives(),
-        "attention": slots[fit.DECODE].alternatives(),
-        **{name: slot.alternatives() for name, slot in slots.items() if name != fit.DRAFTER},
     }
+    by_preference = sorted(slots.values(), key=lambda slot: slot.descriptor.search_order)
+    for slot in by_preference[:1]:  # the component that the search gives up last is the first that could change
+        alternatives[slot.name] = slot.alternatives()
+    for name, slot in slots.items():
+        if slot.request.phase is not None and name == slot.descriptor.slots[-1]:
+            alternatives[str(slot.descriptor.kind)] = slot.alternatives()
+    alternatives |= {name: slot.alternatives() for name, slot in slots.items() if name not in alternatives}
     lines = ["the chosen parts do not fit together:"]
-    lines += [f"  - {reason}" for reason in fit.violations(combo, model.info)]
-    changes = fit.repairs(combo, alternatives, model.info)
+    lines += [f"  - {reason}" for reason in negotiation.violations(combo)]
+    changes = negotiation.repairs(combo, alternatives)
     lines.append(
         "to mend it, set one of:"
         if changes
@@ -265,27 +251,33 @@ def _misfit(slots: Slots, domains: fit.Domains, model: ModelChoice) -> Resolutio
     return ResolutionError("\n".join(lines))
 
 
-def _judge_the_others(slots: Slots, combo: fit.Combination, lags: Sequence[bool], model: ModelChoice) -> None:
-    """Mark the chosen, and say of each other candidate what would not fit if it stood in the chosen one's place."""
+def _judge_the_others(slots: Slots, combo: fit.Combination, lags: Sequence[bool], negotiation: fit.Negotiation) -> None:
+    """Mark the chosen candidates. Give each other candidate the reasons why it would not fit in the place of the chosen one."""
     for name, slot in slots.items():
         for candidate in slot.candidates:
-            if candidate is combo[name]:
-                candidate.verdict = Verdict.CHOSEN
+            if candidate in fit.candidates_of(combo[name]):
+                candidate.verdict = CandidateVerdict.CHOSEN
                 candidate.stage = candidate.stage if candidate.stage is Stage.PROBE else Stage.FEATURES
             elif candidate.usable:
                 candidate.stage = Stage.FEATURES
-                there = {**combo, **dict.fromkeys(_places(name, combo), candidate)}
-                reasons = [fit.violations({**there, fit.OVERLAP: lag}, model.info) for lag in lags]
+                there = {**combo, **dict.fromkeys(_filled(slot), _in_place(slot, combo, candidate))}
+                reasons = [negotiation.violations({**there, fit.OVERLAP: lag}) for lag in lags]
                 if all(reasons):
                     candidate.reject(Stage.FEATURES, *min(reasons, key=len))
-    for candidate in _beside(slots, combo):
-        candidate.verdict = Verdict.AVAILABLE
+    for name, slot in slots.items():
+        for candidate in slot.others(combo[name]):
+            candidate.verdict = CandidateVerdict.AVAILABLE
 
 
-def _places(name: str, combo: fit.Combination) -> tuple[str, ...]:
-    """The slots that a candidate for ``name`` would fill: with ``batch_invariant`` both phases of attention have one."""
-    phases = (fit.PREFILL, fit.DECODE)
-    return phases if combo[fit.BATCH_INVARIANT] and name in phases else (name,)
+def _in_place(slot: Slot, combo: fit.Combination, candidate: Candidate) -> fit.Option:
+    """Return the option with ``candidate``: instead of the chosen one, or, in a list, after those that are chosen."""
+    chosen = combo[slot.name]
+    return (*chosen, candidate) if isinstance(chosen, tuple) else candidate
+
+
+def _filled(slot: Slot) -> tuple[str, ...]:
+    """Return the slots that a candidate for ``slot`` would fill: all phases, where they must have one component."""
+    return slot.descriptor.slots if _one_for_all_phases(slot.request.config, slot.descriptor) else (slot.name,)
 
 
 def _resolved(
@@ -298,73 +290,65 @@ def _resolved(
     tuned: Tuned,
     parsers: Parsers,
 ) -> Resolved:
-    parts = {name: _chosen(combo[name]) for name in slots} | {kind: _chosen(p.chosen) for kind, p in parsers.items()}
-    apis, api_resolution = choose_apis(config, registry)
+    used = {name: [*fit.candidates_of(combo[name]), *slot.others(combo[name])] for name, slot in slots.items()}
+    used |= {str(kind): [*fit.candidates_of(choice.chosen)] for kind, choice in parsers.items()}
+    used |= {str(model.resolution.kind): [model.candidate]}
+    parts = {name: tuple(Chosen(c.component, c.config) for c in found) for name, found in used.items()}
+    named = {name: [c.config for c in found if c.asked] for name, found in used.items()}
+    resolutions = {model.resolution.slot: model.resolution}
+    resolutions |= {name: _resolution(slot, combo[name], tuned) for name, slot in slots.items()}
+    resolutions |= {str(kind): choice.resolution for kind, choice in parsers.items()}
+    for descriptor in registry.kinds.in_order:
+        if descriptor.selects is Selects.SERVED:
+            slot = str(descriptor.kind)
+            parts[slot], resolutions[slot] = choose_served(descriptor.kind, config, registry)
+            named[slot] = [part.config for part in parts[slot]]
+    order = [slot for descriptor in registry.kinds.in_order for slot in descriptor.slots]
     overlap, graphs = bool(combo[fit.OVERLAP]), bool(combo[fit.GRAPHS])
-    grammars = [c for c in [combo[fit.GRAMMAR], *_beside(slots, combo)] if isinstance(c, Candidate)]
     return Resolved(
-        config=_concrete(config, machine, model, parts, [c.config for c in grammars if c.asked], apis, overlap, graphs),
+        config=_concrete(config, machine, model, registry.kinds, named, overlap, graphs),
         machine=machine,
         model_dir=model.directory,
         model_info=model.info,
-        model=_required(model.candidate),
-        models=tuple(c for c in registry.components(ComponentKind.MODEL) if c.incompatible is None),
-        attention_prefill=_required(combo[fit.PREFILL]),
-        attention_decode=_required(combo[fit.DECODE]),
-        cache=_required(combo[fit.CACHE]),
-        policy=_required(combo[fit.POLICY]),
-        grammars=tuple(Chosen(c.component, c.config) for c in grammars),
-        drafter=parts[fit.DRAFTER],
-        tool_parser=parts[ComponentKind.TOOL_PARSER],
-        reasoning_parser=parts[ComponentKind.REASONING_PARSER],
-        apis=apis,
+        models=tuple(c for c in registry.components(model.resolution.kind) if c.incompatible is None),
+        parts={slot: parts[slot] for slot in order},
         runtime=fit.runtime_offers(overlap),
-        resolutions=(
-            model.resolution,
-            *(_resolution(slot, combo[name], tuned) for name, slot in slots.items()),
-            *(p.resolution for p in parsers.values()),
-            api_resolution,
-        ),
+        resolutions=tuple(resolutions[slot] for slot in order),
+        kinds=registry.kinds,
         hooks=registry.hooks,
     )
 
 
-def _chosen(option: fit.Option) -> Chosen | None:
-    if not isinstance(option, Candidate):
-        return None
-    return Chosen(option.component, option.config)
-
-
-def _required(option: fit.Option) -> Chosen:
-    chosen = _chosen(option)
-    assert chosen is not None
-    return chosen
-
-
 def _resolution(slot: Slot, option: fit.Option, tuned: Tuned) -> Resolution:
-    chosen = option if isinstance(option, Candidate) else None
-    note = ""
-    if chosen is None:
-        note = "switched off by config" if slot.disabled else "nothing installed can be used"
-    elif chosen.spec.deprecated:
-        note = f"deprecated: {chosen.spec.deprecated}"
-    elif slot.rule(chosen) is Rule.TUNING:
-        note = tuned.why(slot.name, chosen.spec.name)
-    name, unused = chosen.spec.name if chosen else None, tuned.passed_over(slot.name)
-    return Resolution(slot.name, slot.request.kind, name, slot.rule(chosen), tuple(slot.candidates), note, unused)
+    candidates = fit.candidates_of(option)
+    rule = slot.rule(candidates[0] if candidates else None)
+    name = fit.show(option) if candidates else None
+    unused = tuned.passed_over(slot.name)
+    note = _note(slot, candidates, tuned)
+    return Resolution(slot.name, slot.request.kind, name, rule, tuple(slot.candidates), note, unused)
+
+
+def _note(slot: Slot, chosen: Sequence[Candidate], tuned: Tuned) -> str:
+    if not chosen:
+        return "switched off by config" if slot.disabled else "nothing installed can be used"
+    deprecated = [candidate.spec.deprecated for candidate in chosen if candidate.spec.deprecated]
+    if deprecated:
+        return f"deprecated: {'; '.join(deprecated)}"
+    first = chosen[0]
+    return tuned.why(slot.name, first.spec.name) if slot.rule(first) is ChoiceRule.TUNING else ""
 
 
 def _concrete(
     config: Config,
     machine: Machine,
     model: ModelChoice,
-    parts: Mapping[str, Chosen | None],
-    grammars: Sequence[PluginConfig],
-    apis: Sequence[Chosen],
+    kinds: Kinds,
+    named: Mapping[str, Sequence[PluginConfig]],
     overlap: bool,
     graphs: bool,
 ) -> Config:
-    """A new config in which nothing is left open that the engine would have to guess."""
+    """Return a new config in which nothing is left open that the engine would have to guess. ``named`` holds, by slot, the
+    settings of the components that serve without being named by a request."""
     section = config.model.model_copy(
         update={
             "arch": model.candidate.spec.name,
@@ -379,15 +363,14 @@ def _concrete(
         "max_running": config.scheduler.max_running or (512 if on_cuda else 256),
         "chunk_size": config.scheduler.chunk_size or (8192 if on_cuda else 2048),
     }
-    attention = AttentionSelection(prefill=_selection(parts[fit.PREFILL]), decode=_selection(parts[fit.DECODE]))
+    selections = {d.section.key: _selected(config, d, d.section, named) for d in kinds if d.section is not None}
+    open_kinds = {key: selection for key, selection in selections.items() if key not in type(config).model_fields}
     return config.model_copy(
         update={
             "model": section,
             "device": machine.device,
-            "attention": attention,
-            **{name: _selection(parts[name]) for name in (fit.CACHE, fit.POLICY, fit.DRAFTER, *PARSERS)},
-            "grammar": config.grammar.model_copy(update={"candidates": tuple(grammars), "disabled": not grammars}),
-            "api": Selection(candidates=tuple(api.config for api in apis), disabled=not apis),
+            **{key: selection for key, selection in selections.items() if key not in open_kinds},
+            "kinds": open_kinds,
             "scheduler": config.scheduler.model_copy(update=scheduler),
             "graphs": config.graphs.model_copy(update={"decode": graphs}),
             "memory": config.memory.model_copy(update={"kv_dtype": model.kv_dtype}),
@@ -395,8 +378,20 @@ def _concrete(
     )
 
 
-def _selection(chosen: Chosen | None) -> Selection:
-    return Selection(candidates=(chosen.config,)) if chosen else Selection(disabled=True)
+def _selected(
+    config: Config, descriptor: KindDescriptor, section: KindSection, named: Mapping[str, Sequence[PluginConfig]]
+) -> Section:
+    """Return the selection of exactly the components that were chosen."""
+    given = config.selection(section)
+    if isinstance(given, Selection):
+        return _exactly(given, named[str(descriptor.kind)])
+    phases = {phase: f"{descriptor.kind}.{phase}" for phase in section.phases}
+    update = {phase: _exactly(getattr(given, phase), named[slot]) for phase, slot in phases.items()}
+    return given.model_copy(update=update)
+
+
+def _exactly(selection: Selection, chosen: Sequence[PluginConfig]) -> Selection:
+    return selection.model_copy(update={"candidates": tuple(chosen), "disabled": not chosen})
 
 
 def _context_len(config: Config, model: ModelChoice) -> int:

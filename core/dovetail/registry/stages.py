@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from dovetail.config import Config
 from dovetail.errors import PluginLoadError
 from dovetail.registry.resolution import Candidate, Reason, ResolveRequest, Stage
-from dovetail.registry.specs import API_VERSIONS, Constraints, Requirement
+from dovetail.registry.specs import Constraints, Requirement
 from dovetail.registry.targets import load_attribute
 
 
@@ -19,7 +19,7 @@ def examine(candidate: Candidate, request: ResolveRequest) -> None:
     """Take ``candidate`` through every stage but features and probe; stop at the first that rejects it."""
     component = candidate.component
     if component.incompatible:
-        expected = "interface version " + ".".join(map(str, API_VERSIONS[request.kind]))
+        expected = "interface version " + ".".join(map(str, component.descriptor.api))
         fix = f"pip install --upgrade {component.distribution}"
         candidate.reject(Stage.API, Reason("api.version", expected, component.incompatible, fix))
         return

@@ -10,27 +10,32 @@ from dataclasses import dataclass
 
 import yaml
 
-from dovetail.config.longform import reserved_words
 from dovetail.config.problems import suggest
 from dovetail.errors import ConfigError
 from dovetail.registry.installed import Registry
-from dovetail.registry.specs import ComponentKind
-from dovetail.scaffold.kinds import FACTS
+from dovetail.registry.kinds import Kinds
+from dovetail.registry.specs import ComponentKind, KindDescriptor
+from dovetail.registry.targets import load_attribute
+from dovetail.scaffold.kinds import KindTemplate
 
 LONGEST_NAME, LONGEST_PACKAGE = 30, 48
-ALIASES = {"drafter": "speculative"}
-TAKEN_CLASSES = frozenset(facts.interface for facts in FACTS.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of a component, and of the package, the distribution and the class that it comes in. ``replaces`` is the distribution
-    whose component of this name it takes the place of."""
+    """Hold the names of a component, and of its package, distribution and class. ``replaces`` is the distribution whose
+    component of the same name it replaces."""
 
-    kind: ComponentKind
+    descriptor: KindDescriptor
+    template: KindTemplate
     name: str
     package: str
     replaces: str | None = None
+
+    @property
+    def kind(self) -> ComponentKind:
+        """The kind of the component."""
+        return self.descriptor.kind
 
     @property
     def distribution(self) -> str:
@@ -45,34 +50,45 @@ class Names:
     @property
     def class_name(self) -> str:
         """``LongestWaitPolicy``."""
-        return self.pascal + FACTS[self.kind].suffix
+        return self.pascal + self.template.suffix
 
 
 def named(registry: Registry, kind: str, name: str, package: str | None = None, *, replace: bool = False) -> Names:
-    """The names of a new component. Raises ``ConfigError`` for a kind that does not exist, and for names that are no names or
-    are taken; with ``replace`` the component's own must be."""
-    found = read_kind(kind)
+    """Return the names of a new component. Raises ``ConfigError`` for a kind that does not exist or has no template, and for
+    names that are malformed or taken; with ``replace`` the component's own must be taken."""
+    found = read_kind(registry.kinds, kind)
+    template = _template(found)
     _check_name(found, name)
-    names = Names(found, name, package or f"dovetail_{name}", _replaced(registry, found, name, replace))
-    if names.class_name in TAKEN_CLASSES:
+    replaced = _replaced(registry, found.kind, name, replace)
+    names = Names(found, template, name, package or f"dovetail_{name}", replaced)
+    if names.class_name in {descriptor.interface.partition(":")[2] for descriptor in registry.kinds}:
         raise ConfigError(
-            f"a {found} called {name!r} would be the class {names.class_name}, as its interface is called"
+            f"a {found.kind} called {name!r} would be the class {names.class_name}, as its interface is called"
         )
     _check_package(names)
     return names
 
 
-def read_kind(word: str) -> ComponentKind:
-    """``attention``, ``tool-parser``, ``drafter``. Raises ``ConfigError`` that lists them all."""
+def read_kind(kinds: Kinds, word: str) -> KindDescriptor:
+    """Return the kind of ``attention``, ``tool-parser`` or ``drafter``. Raises ``ConfigError`` that lists them all."""
     plain = word.lower().replace("-", "_")
-    plain = ALIASES.get(plain, plain)
-    if plain not in list(ComponentKind):
-        kinds = [kind.value for kind in ComponentKind]
-        raise ConfigError(f"there is no kind {word!r}; kinds: {', '.join(kinds)}{suggest(plain, kinds)}")
-    return ComponentKind(plain)
+    found = next((descriptor for descriptor in kinds if plain in (descriptor.kind, *descriptor.aliases)), None)
+    if found is None:
+        names = kinds.names
+        raise ConfigError(f"there is no kind {word!r}; kinds: {', '.join(names)}{suggest(plain, names)}")
+    return found
 
 
-def _check_name(kind: ComponentKind, name: str) -> None:
+def _template(descriptor: KindDescriptor) -> KindTemplate:
+    if descriptor.scaffold is None:
+        raise ConfigError(f"the kind {descriptor.kind} has no template; the package that brings the kind may add one")
+    template = load_attribute(descriptor.scaffold, f"the template of kind {descriptor.kind!r}")
+    if not isinstance(template, KindTemplate):
+        raise ConfigError(f"{descriptor.scaffold} is {template!r:.80}; expected a dovetail.scaffold.KindTemplate")
+    return template
+
+
+def _check_name(descriptor: KindDescriptor, name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or len(name) > LONGEST_NAME:
         raise ConfigError(
             f"{name!r} is no name of a component; allowed: lower-case letters, digits and single underscores, a letter first, "
@@ -80,8 +96,8 @@ def _check_name(kind: ComponentKind, name: str) -> None:
         )
     if not isinstance(yaml.safe_load(name), str):
         raise ConfigError(f"{name!r} is a word of YAML, so a config file could not name it; choose another name")
-    if name in reserved_words(kind):
-        raise ConfigError(f"{name!r} is a word that the section {kind} already uses; choose another name")
+    if name in descriptor.reserved:
+        raise ConfigError(f"{name!r} is a word that the section {descriptor.where} already uses; choose another name")
 
 
 def _replaced(registry: Registry, kind: ComponentKind, name: str, replace: bool) -> str | None:

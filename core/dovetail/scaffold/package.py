@@ -1,4 +1,4 @@
-"""From names to files."""
+"""Write the files of a new package."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.registry.loader import REGISTER_HOOKS
-from dovetail.registry.specs import API_VERSIONS, ComponentKind
-from dovetail.scaffold.kinds import FACTS
+from dovetail.interfaces.features import Feature
+from dovetail.registry.specs import ComponentKind, Selects
+from dovetail.scaffold.kinds import FOLDER
 from dovetail.scaffold.names import Names
 
-TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".jinja"
-HOOKS = {kind: hook for hook, kind in REGISTER_HOOKS.items()}
-INTERFACE_MODULES = {ComponentKind.TOOL_PARSER: "parsers", ComponentKind.REASONING_PARSER: "parsers"}
 
 
 def render(names: Names, author: str | None = None) -> dict[str, str]:
-    """The files of the package: text by path. Templates of ``common`` and of the kind; in their paths PACKAGE and NAME stand
-    for the package's and the component's."""
+    """Return the files of the package: text by path. They are written from the templates of ``common`` and of the kind."""
     import jinja2
 
+    own = jinja2.PrefixLoader({"own": jinja2.FileSystemLoader(names.template.folder)})
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(FOLDER), own]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -36,7 +33,7 @@ def render(names: Names, author: str | None = None) -> dict[str, str]:
     return {
         _path(template, names): environment.get_template(template).render(values)
         for template in sorted(environment.list_templates(extensions=[SUFFIX[1:]]))
-        if template.split("/")[0] in ("common", names.kind.value)
+        if template.split("/")[0] in ("common", "own")
     }
 
 
@@ -59,13 +56,14 @@ def _path(template: str, names: Names) -> str:
 
 
 def _values(names: Names, author: str | None) -> dict[str, Any]:
-    """What templates may use."""
+    """Return what templates may use."""
     from dovetail import __version__
 
-    facts = FACTS[names.kind]
+    descriptor, template = names.descriptor, names.template
+    interface_module, _, interface = descriptor.interface.partition(":")
     return {
-        "kind": names.kind.value,
-        "kind_enum": names.kind.name,
+        "kind": str(names.kind),
+        "kind_code": _code(ComponentKind, names.kind),
         "name": names.name,
         "pascal": names.pascal,
         "cls": names.class_name,
@@ -73,44 +71,52 @@ def _values(names: Names, author: str | None) -> dict[str, Any]:
         "distribution": names.distribution,
         "replaces": names.replaces,
         "architecture": f"{names.pascal}ForCausalLM",
-        "module": facts.module,
-        "hook": HOOKS[names.kind],
-        "api": API_VERSIONS[names.kind],
-        "summary": facts.summary,
-        "about": facts.about,
-        "interface": facts.interface,
-        "interface_module": f"dovetail.interfaces.{INTERFACE_MODULES.get(names.kind, names.kind.value)}",
-        "offers": [feature.name for feature in facts.offers],
-        "needs": [feature.name for feature in facts.needs],
+        "module": template.module,
+        "api": descriptor.api,
+        "summary": template.summary,
+        "about": template.about,
+        "interface": interface,
+        "interface_module": interface_module,
+        "described": descriptor.described,
+        "by_priority": descriptor.selects in (Selects.ONE, Selects.ONE_AND_OTHERS),
+        "offers": [_code(Feature, feature) for feature in template.offers],
+        "needs": [_code(Feature, feature) for feature in template.needs],
         "chosen_by": _chosen_by(names),
         "used_by": _used_by(names),
         "in_yaml": _in_yaml(names),
-        "rival": facts.rival,
+        "rival": template.rival,
         "author": _author(author),
         "dovetail": ".".join(__version__.split(".")[:2]),
     }
 
 
+def _code(cls: type, name: str) -> str:
+    """Return a name of an open set as code: its constant, if it has one."""
+    constant = next((key for key, value in vars(cls).items() if isinstance(value, cls) and value == name), None)
+    return f"{cls.__name__}.{constant}" if constant else f'{cls.__name__}("{name}")'
+
+
 def _chosen_by(names: Names) -> str:
-    return f"model: {{arch: {names.name}}}" if names.kind is ComponentKind.MODEL else f"{names.kind}: {names.name}"
+    section, _, key = names.descriptor.where.partition(".")
+    return f"{section}: {{{key}: {names.name}}}" if key else f"{section}: {names.name}"
 
 
 def _used_by(names: Names) -> str:
-    """A command."""
-    if names.kind is ComponentKind.MODEL:
-        return f'dovetail generate "The capital of France is" --set model.arch={names.name}'
-    sets = {"kind": names.name, **FACTS[names.kind].setting}
-    options = " ".join(f"--set {names.kind}.{key}={value}" for key, value in sets.items())
-    if names.kind in (ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER, ComponentKind.API):
-        return f"dovetail serve {options}"
-    return f'dovetail generate "The capital of France is" {options}'
+    """Return a command that uses the component."""
+    descriptor, template = names.descriptor, names.template
+    settings = {f"{names.kind}.kind": names.name} | {f"{names.kind}.{k}": v for k, v in template.setting.items()}
+    sets = settings if descriptor.section is not None else {descriptor.named_at: names.name}
+    options = " ".join(f"--set {key}={value}" for key, value in sets.items())
+    command = "serve" if template.command == "serve" else 'generate "The capital of France is"'
+    return f"dovetail {command} {options}"
 
 
 def _in_yaml(names: Names) -> str:
-    if names.kind is ComponentKind.MODEL:
-        return f"model:\n  path: tiny\n  arch: {names.name}"
-    lines = [f"{key}: {json.dumps(value)}" for key, value in FACTS[names.kind].setting.items()]
-    return "\n  ".join([f"{names.kind}:", f"kind: {names.name}", *lines])
+    section, _, key = names.descriptor.where.partition(".")
+    lines = [f"{name}: {json.dumps(value)}" for name, value in names.template.setting.items()]
+    if not key:
+        return "\n  ".join([f"{section}:", f"kind: {names.name}", *lines])
+    return "\n  ".join([f"{section}:", *(line.replace('"', "") for line in lines), f"{key}: {names.name}"])
 
 
 def _author(given: str | None) -> str | None:

@@ -75,4 +75,4 @@ class ComponentSuite(RegistrationTests):
     def proves(self, *features: Feature) -> None:
         """State that this case proves ``features`` if it passes."""
         if self._item is not None:
-            self._item.user_properties += [("feature", feature.value) for feature in features]
+            self._item.user_properties += [("feature", str(feature)) for feature in features]

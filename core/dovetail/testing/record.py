@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.registry.reports import Case, Findings
+from dovetail.registry.reports import Findings, SuiteCase
 from dovetail.testing.component import ComponentSuite
 
 
@@ -43,7 +43,7 @@ class ReportRecorder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._cases: dict[str, Case] = {}
+        self._cases: dict[str, SuiteCase] = {}
         self._errors: list[str] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -57,7 +57,7 @@ class ReportRecorder:
             return
         features = dict.fromkeys(value for key, value in report.user_properties if key == "feature")
         component = next((str(value) for key, value in report.user_properties if key == "component"), "")
-        self._cases[report.nodeid] = Case(
+        self._cases[report.nodeid] = SuiteCase(
             name=report.nodeid,
             component=component,
             outcome=report.outcome,

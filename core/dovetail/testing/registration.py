@@ -18,7 +18,6 @@ import pytest
 from pydantic import ValidationError
 
 from dovetail.errors import UnknownComponentError
-from dovetail.registry.loader import REGISTER_HOOKS
 from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.registry.targets import load_attribute
 
@@ -39,9 +38,6 @@ HEAVY = (
     "flash_attn",
 )
 """List the packages that listing plugins and reading a config must not import."""
-
-_LIGHT = (ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER)
-"""List the kinds that run in the server's process: their targets must import no heavy package either."""
 
 _PROBE = """
 import importlib, json, sys
@@ -90,7 +86,7 @@ class RegistrationTests:
         spec = self.registered()
         target = spec.target.partition(":")[0]
         parts = [self.entry, spec.config, *([spec.describe] if spec.describe else [])]
-        light = self.kind in _LIGHT
+        light = self.component.descriptor.light_target
         loaded = imported_by([part.partition(":")[0] for part in (*parts, *([target] if light else []))])
         assert not loaded & set(HEAVY), f"imports {', '.join(sorted(loaded & set(HEAVY)))} before they are needed"
         assert light or target not in loaded, f"imports {target} before it is needed"
@@ -110,12 +106,11 @@ class RegistrationTests:
         """The hook may be called again: it returns the same specs, and no name twice."""
         spec = self.registered()
         module = importlib.import_module(self.entry)
-        hook = next(name for name, kind in REGISTER_HOOKS.items() if kind is self.kind)
-        first, second = ([*getattr(module, hook)()] for _ in range(2))
-        assert first == second, f"{hook} returns other specs when it is called again"
-        names = [other.name for other in first]
-        assert names.count(spec.name) == 1, f"{hook} returns {spec.name} {names.count(spec.name)} times"
-        assert first[names.index(spec.name)] == spec
+        first, second = ([*module.register_components()] for _ in range(2))
+        assert first == second, "register_components returns other specs when it is called again"
+        same = [other for other in first if (other.kind, other.name) == (spec.kind, spec.name)]
+        assert len(same) == 1, f"register_components returns {spec.name} {len(same)} times"
+        assert same == [spec]
 
     def test_it_can_be_sent_to_a_spawned_process(self) -> None:
         """Engines run in separate processes: a spawned process finds the same config and the same class."""

@@ -15,7 +15,7 @@ def _api(name: str, target: str, config: str, summary: str) -> ComponentSpec:
 
 
 @hookimpl
-def register_apis() -> Sequence[ComponentSpec]:
+def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of the APIs."""
     return (
         _api("openai", "openai:OpenAIApi", "OpenAIConfig", "OpenAI's chat completions, completions and models."),

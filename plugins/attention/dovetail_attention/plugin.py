@@ -131,6 +131,6 @@ FLASHINFER = ComponentSpec(
 
 
 @hookimpl
-def register_attention_backends() -> Sequence[ComponentSpec]:
+def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of the attention backends of this distribution."""
     return (TORCH_NATIVE, TRITON, FLASH_ATTN, FLASHINFER)

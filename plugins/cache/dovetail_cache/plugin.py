@@ -31,6 +31,6 @@ NONE = ComponentSpec(
 
 
 @hookimpl
-def register_prefix_caches() -> Sequence[ComponentSpec]:
+def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of ``radix`` and ``none``."""
     return (RADIX, NONE)

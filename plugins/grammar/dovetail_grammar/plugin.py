@@ -88,6 +88,6 @@ LM_FORMAT_ENFORCER = ComponentSpec(
 
 
 @hookimpl
-def register_grammar_backends() -> list[ComponentSpec]:
+def register_components() -> list[ComponentSpec]:
     """Return the specs of the grammar backends."""
     return [XGRAMMAR, LLGUIDANCE, OUTLINES, LM_FORMAT_ENFORCER]

@@ -24,7 +24,7 @@ def _dense(name: str, config: str, architecture: str, summary: str) -> Component
 
 
 @hookimpl
-def register_models() -> Sequence[ComponentSpec]:
+def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of the dense Llama family."""
     return (
         _dense("llama", "LlamaConfig", "LlamaForCausalLM", "Llama 2 and 3, and models of their shape."),

@@ -95,12 +95,7 @@ GPT_OSS_REASONING = _spec(
 
 
 @hookimpl
-def register_tool_parsers() -> Sequence[ComponentSpec]:
-    """One for each format of calls."""
-    return (HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, GPT_OSS_TOOLS)
-
-
-@hookimpl
-def register_reasoning_parsers() -> Sequence[ComponentSpec]:
-    """One for each way to mark reasoning."""
-    return (DEEPSEEK_R1, QWEN3, GPT_OSS_REASONING)
+def register_components() -> Sequence[ComponentSpec]:
+    """Return a parser for each format of tool calls, and one for each way to mark reasoning."""
+    tools = (HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, GPT_OSS_TOOLS)
+    return (*tools, DEEPSEEK_R1, QWEN3, GPT_OSS_REASONING)

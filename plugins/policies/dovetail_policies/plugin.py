@@ -46,6 +46,6 @@ DFS_WEIGHT = ComponentSpec(
 
 
 @hookimpl
-def register_policies() -> Sequence[ComponentSpec]:
+def register_components() -> Sequence[ComponentSpec]:
     """Return the specs of ``fcfs``, ``priority``, ``lpm`` and ``dfs_weight``."""
     return (FCFS, PRIORITY, LPM, DFS_WEIGHT)

@@ -88,6 +88,6 @@ EAGLE3_TREE = _eagle("eagle3_tree", "Eagle3Drafter", "Eagle3TreeConfig", "EAGLE-
 
 
 @hookimpl
-def register_drafters() -> Sequence[ComponentSpec]:
+def register_components() -> Sequence[ComponentSpec]:
     """What follows from the text, a model of its own, heads that read hidden states of the target."""
     return (NGRAM, DRAFT_MODEL, EAGLE, EAGLE3, EAGLE3_TREE, MTP, DFLASH)

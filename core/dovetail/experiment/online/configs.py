@@ -8,8 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from dovetail.config import Config, dump, validate
-from dovetail.config.longform import combine, long_form
-from dovetail.config.sources import Layer, Raw
+from dovetail.config.longform import long_form
+from dovetail.config.sources import Raw, SettingsSource
 from dovetail.config.tree import Choices
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.tokenizer import load_tokenizer
@@ -21,13 +21,14 @@ SHARED = ("server", "plugins", "tool_parser", "reasoning_parser", "api", "experi
 def arm_configs(config: Config, choices: Choices) -> dict[str, Config]:
     """Return the config of each arm that runs. The first one is the control, with which the others are compared. Raises
     ``ConfigError`` or ``PluginError`` that names the arm."""
-    tree = long_form({key: value for key, value in dump(config).items() if key != "experiment"})
+    given = {key: value for key, value in dump(config).items() if key != "experiment"}
+    tree = long_form(given, choices.sections)
     arms = config.experiment.arms
     return {name: _arm(name, tree, arms.get(name, {}), choices) for name in config.experiment.names}
 
 
 def _arm(name: str, base: Mapping[str, Any], settings: Mapping[str, Any], choices: Choices) -> Config:
-    own = long_form(settings)
+    own = long_form(settings, choices.sections)
     where = f"experiment.arms.{name}"
     for key in own:
         if key in SHARED:
@@ -39,7 +40,7 @@ def _arm(name: str, base: Mapping[str, Any], settings: Mapping[str, Any], choice
             f"{where}.model.served_name cannot be set: all arms are served under one name; set model.served_name at the top level of the config"
         )
     try:
-        return validate(Raw((Layer(where, own),), combine(dict(base), own)), choices)
+        return validate(Raw((SettingsSource(where, own),), choices.sections, dict(base)), choices)
     except (ConfigError, PluginError) as error:
         raise type(error)(f"arm {name}: {error}") from error
 

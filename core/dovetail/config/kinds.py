@@ -1,0 +1,94 @@
+"""Describe the config sections that select components: one for each kind, those of third parties included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dovetail.config.plugin import AttentionSelection, GrammarSelection, GrammarSettings, Section, Selection
+
+BACKEND = "backend"
+"""The key of the selection in a section that has settings too, as in ``grammar: {backend: ..., timeout: 5}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindSection:
+    """Describe the config section of one kind of component.
+
+    ``key`` is the top-level key. An ``optional`` section takes ``none``. Of a list, a section selects the first component that
+    fits, or, if it ``takes_all``, every one. ``default`` is what a config without the key means.
+    ``phases`` are the keys of a section that may select one component for each phase. ``settings`` holds the fields that may
+    stand in the section beside ``backend``. ``selection`` is the class of the value in ``Config``; a section with phases or
+    settings brings its own, with a field for each.
+    """
+
+    key: str
+    description: str
+    optional: bool = False
+    takes_all: bool = False
+    default: Literal["auto", "none"] = "auto"
+    phases: tuple[str, ...] = ()
+    settings: type[Section] | None = None
+    selection: type[Section] = Selection
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """The words that the section takes instead of a component's name. No component may have one as its name."""
+        return ("auto", "none") if self.optional else ("auto",)
+
+    @property
+    def value(self) -> Section:
+        """The selection of a config without the key."""
+        return self.selection(disabled=True) if self.default == "none" else self.selection()
+
+    @property
+    def field(self) -> Any:
+        """The pydantic field of the section in ``Config``."""
+        return Field(default=self.value, description=self.description)
+
+    def is_phased(self, value: Any) -> bool:
+        """Return True for ``{prefill: ..., decode: ...}``, a section that selects a component for each phase."""
+        return isinstance(value, dict) and "kind" not in value and any(phase in value for phase in self.phases)
+
+
+Sections = Sequence[KindSection]
+
+ATTENTION = KindSection(
+    "attention",
+    "Attention over the paged KV pool; may differ by phase.",
+    phases=("prefill", "decode"),
+    selection=AttentionSelection,
+)
+CACHE = KindSection("cache", "Prefix cache: which computed prompts are kept.")
+GRAMMAR = KindSection(
+    "grammar",
+    "Compiles JSON schemas, regexes and grammars to token masks.",
+    optional=True,
+    settings=GrammarSettings,
+    selection=GrammarSelection,
+)
+SPECULATIVE = KindSection(
+    "speculative",
+    "Drafter: proposes tokens that the model then verifies at once.",
+    optional=True,
+    default="none",
+)
+POLICY = KindSection("policy", "The order in which waiting requests are admitted.")
+TOOL_PARSER = KindSection(
+    "tool_parser", "Finds tool calls in outputs; `auto` goes by the model's chat template.", optional=True
+)
+REASONING_PARSER = KindSection(
+    "reasoning_parser", "Tells reasoning from answer; `auto` goes by the model's chat template.", optional=True
+)
+API = KindSection(
+    "api",
+    "Protocols that the server speaks: `auto` is all that are installed, a list these.",
+    optional=True,
+    takes_all=True,
+)
+
+BUILT_IN: Sections = (ATTENTION, CACHE, GRAMMAR, SPECULATIVE, POLICY, TOOL_PARSER, REASONING_PARSER, API)
+"""The sections of the built-in kinds."""

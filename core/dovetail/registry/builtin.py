@@ -1,0 +1,150 @@
+"""Register the built-in kinds and features, through the hooks that a third party's plugin uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.config import kinds
+from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature, FeatureDescriptor
+from dovetail.registry.hookspecs import hookimpl
+from dovetail.registry.specs import ComponentKind, KindDescriptor, RuntimeNeed, Selects
+
+_RULES = "dovetail.registry.rules"
+_TEMPLATES = "dovetail.scaffold.kinds"
+
+ATTENTION = KindDescriptor(
+    ComponentKind.ATTENTION,
+    "attention over the paged KV pool",
+    "dovetail.interfaces.attention:AttentionBackend",
+    # shares, shared prefixes, graph hooks as the engine calls them; graphs of verify rows; AttentionContext.batch_invariant
+    api=(1, 3),
+    section=kinds.ATTENTION,
+    one_for_all_phases="batch_invariant",
+    namespaces=("attention",),
+    runtime_needs=(
+        RuntimeNeed(Feature.ATTN_EXTEND),
+        RuntimeNeed(Feature.ATTN_DECODE),
+        RuntimeNeed(Feature.ATTN_MIXED, when="scheduler.mixed"),
+        RuntimeNeed(Feature.ATTN_GRAPH, when="graphs.decode", phases=("decode",)),
+        RuntimeNeed(Feature.ATTN_BATCH_INVARIANT, when="batch_invariant"),
+        RuntimeNeed(Feature.ATTN_INVARIANT_WINDOW, when="batch_invariant", if_model_needs=Feature.ATTN_SLIDING_WINDOW),
+        RuntimeNeed(Feature.MODEL_BATCH_INVARIANT, when="batch_invariant"),
+    ),
+    rules=f"{_RULES}:attention",
+    suite="dovetail.testing.attention:AttentionSuite",
+    scaffold=f"{_TEMPLATES}:ATTENTION",
+    order=20,
+    search_order=20,
+)
+CACHE = KindDescriptor(
+    ComponentKind.CACHE,
+    "prefix caches",
+    "dovetail.interfaces.cache:PrefixCache",
+    api=(1, 1),  # shared_prefixes
+    section=kinds.CACHE,
+    namespaces=("cache",),
+    suite="dovetail.testing.cache:PrefixCacheSuite",
+    scaffold=f"{_TEMPLATES}:CACHE",
+    order=30,
+    search_order=30,
+)
+GRAMMAR = KindDescriptor(
+    ComponentKind.GRAMMAR,
+    "grammar backends",
+    "dovetail.interfaces.grammar:GrammarBackend",
+    api=(1, 2),  # check, GrammarSpec.backend, more kinds; dump and load
+    section=kinds.GRAMMAR,
+    selects=Selects.ONE_AND_OTHERS,
+    namespaces=("grammar",),
+    check=f"{_RULES}:check_grammar",
+    suite="dovetail.testing.grammar:GrammarSuite",
+    scaffold=f"{_TEMPLATES}:GRAMMAR",
+    order=50,
+    search_order=50,
+)
+DRAFTER = KindDescriptor(
+    ComponentKind.DRAFTER,
+    "drafters",
+    "dovetail.interfaces.speculative:Drafter",
+    api=(1, 3),  # DraftRuntime, must_see_all; DraftCache.run; draft.probs, tokens_ahead
+    section=kinds.SPECULATIVE,
+    namespaces=("draft",),
+    rules=f"{_RULES}:drafter",
+    check=f"{_RULES}:check_drafter",
+    suite="dovetail.testing.drafter:DrafterSuite",
+    scaffold=f"{_TEMPLATES}:DRAFTER",
+    aliases=("drafter",),
+    order=60,
+    search_order=10,
+)
+POLICY = KindDescriptor(
+    ComponentKind.POLICY,
+    "schedule policies",
+    "dovetail.interfaces.policy:SchedulePolicy",
+    section=kinds.POLICY,
+    namespaces=("policy",),
+    rules=f"{_RULES}:policy",
+    suite="dovetail.testing.policy:PolicySuite",
+    scaffold=f"{_TEMPLATES}:POLICY",
+    order=40,
+    search_order=40,
+)
+MODEL = KindDescriptor(
+    ComponentKind.MODEL,
+    "model architectures",
+    "dovetail.interfaces.model:ModelArchitecture",
+    api=(1, 4),  # batch.last; batch.watch, embed_tokens; before the final norm; model.batch_invariant
+    named_at="model.arch",
+    selects=Selects.BY_CHECKPOINT,
+    suite="dovetail.testing.model:ModelSuite",
+    scaffold=f"{_TEMPLATES}:MODEL",
+    described=True,
+    order=10,
+)
+TOOL_PARSER = KindDescriptor(
+    ComponentKind.TOOL_PARSER,
+    "parsers of tool calls",
+    "dovetail.interfaces.parsers:ToolParser",
+    api=(1, 1),  # ConstraintGate.marks
+    section=kinds.TOOL_PARSER,
+    selects=Selects.BY_TEMPLATE,
+    suite="dovetail.testing.parsers:ToolParserSuite",
+    scaffold=f"{_TEMPLATES}:TOOL_PARSER",
+    light_target=True,
+    order=70,
+)
+REASONING_PARSER = KindDescriptor(
+    ComponentKind.REASONING_PARSER,
+    "parsers of reasoning",
+    "dovetail.interfaces.parsers:ReasoningParser",
+    section=kinds.REASONING_PARSER,
+    selects=Selects.BY_TEMPLATE,
+    suite="dovetail.testing.parsers:ReasoningParserSuite",
+    scaffold=f"{_TEMPLATES}:REASONING_PARSER",
+    light_target=True,
+    order=80,
+)
+API = KindDescriptor(
+    ComponentKind.API,
+    "protocols over HTTP",
+    "dovetail.interfaces.api:Api",
+    section=kinds.API,
+    selects=Selects.SERVED,
+    suite="dovetail.testing.api:ApiSuite",
+    scaffold=f"{_TEMPLATES}:API",
+    order=90,
+)
+
+KINDS = (ATTENTION, CACHE, GRAMMAR, DRAFTER, POLICY, MODEL, TOOL_PARSER, REASONING_PARSER, API)
+
+
+@hookimpl
+def register_kinds() -> Sequence[KindDescriptor]:
+    """Return the built-in kinds."""
+    return KINDS
+
+
+@hookimpl
+def register_features() -> Sequence[FeatureDescriptor]:
+    """Return the built-in features."""
+    return BUILT_IN_FEATURES

@@ -1,0 +1,105 @@
+"""State the rules of the built-in kinds that their descriptors name: what components imply, and what they exclude."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from dovetail.config import Config, PluginConfig
+from dovetail.errors import ConfigError
+from dovetail.interfaces.cache import CacheGroupKind
+from dovetail.interfaces.features import Feature
+from dovetail.registry.candidates import Slot
+from dovetail.registry.fit import BATCH_INVARIANT, MIN_PROBABILITY, Combination, Need, Situation, show
+from dovetail.registry.resolution import Candidate, Reason
+from dovetail.registry.specs import ComponentKind
+
+PREFILL, DECODE = "attention.prefill", "attention.decode"
+POLICY, GRAMMAR, DRAFTER = ComponentKind.POLICY, ComponentKind.GRAMMAR, ComponentKind.DRAFTER
+
+
+def attention(situation: Situation) -> Iterator[Reason]:
+    """With ``batch_invariant``, both phases need one backend: another one gives a token other bits in another step, although
+    each is invariant by itself."""
+    prefill, decode = situation.candidate(PREFILL), situation.candidate(DECODE)
+    if not situation.combo[BATCH_INVARIANT] or prefill is None or decode is None:
+        return
+    if _identity(prefill) != _identity(decode):
+        yield Reason(
+            "batch_invariant.attention",
+            f"{BATCH_INVARIANT} needs one attention backend, of the same settings, for both phases (what decode steps have "
+            "computed, a prompt may compute again)",
+            f"{PREFILL} is {_settings(prefill)}, {DECODE} is {_settings(decode)}",
+        )
+
+
+def _identity(candidate: Candidate) -> tuple[str, PluginConfig]:
+    return candidate.spec.name, candidate.config
+
+
+def _settings(candidate: Candidate) -> str:
+    given = candidate.config.model_dump(exclude_defaults=True, exclude={"kind"})
+    return repr(show(candidate)) + (f" with {given}" if given else "")
+
+
+def policy(situation: Situation) -> Iterator[Need]:
+    """A policy that is aware of prefixes needs a cache that keeps some."""
+    chosen = situation.candidate(POLICY)
+    if chosen is not None and Feature.POLICY_PREFIX_AWARE in chosen.spec.offers:
+        why = "it orders requests by what the prefix cache holds"
+        yield from situation.needs(Feature.CACHE_REUSE, f"{POLICY} {chosen.spec.name!r}", why)
+
+
+def drafter(situation: Situation) -> Iterator[Need]:
+    """Draft tokens are verified, and rejected ones taken back, in attention, KV and grammar."""
+    chosen = situation.candidate(DRAFTER)
+    if chosen is None:
+        return
+    who = f"{DRAFTER} {chosen.spec.name!r}"
+    yield from situation.needs(Feature.ATTN_VERIFY, who)
+    if Feature.DRAFT_TREE in chosen.spec.offers:
+        yield from situation.needs(Feature.ATTN_TREE_MASK, who)
+    if situation.combo[MIN_PROBABILITY]:
+        yield from situation.needs(Feature.DRAFT_PROBS, MIN_PROBABILITY)
+    groups = {group.kind for group in situation.model.cache_groups}
+    if groups - {CacheGroupKind.STATE}:
+        yield from situation.needs(Feature.KV_ROLLBACK, who)
+    if CacheGroupKind.STATE in groups:
+        yield from situation.needs(Feature.KV_STATE_ROLLBACK, who, "the model keeps recurrent state")
+    if situation.candidate(GRAMMAR) is not None:
+        why = "rejected drafts are taken back from the grammar"
+        yield from situation.needs(Feature.GRAMMAR_ROLLBACK, who, why)
+
+
+def check_drafter(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
+    """With ``batch_invariant``, trees need pages of one token: the keys of a node's ancestors must follow each other as they do
+    in a decode step, whatever lies between them. Raises ``ConfigError``."""
+    chosen = combo[DRAFTER]
+    trees = isinstance(chosen, Candidate) and Feature.DRAFT_TREE in chosen.spec.offers
+    if config.batch_invariant and trees and config.memory.page_size != 1:
+        raise ConfigError(
+            f"batch_invariant is true with speculative {show(chosen)!r}, whose drafts may be trees, and memory.page_size is "
+            f"{config.memory.page_size}; allowed with trees: 1. Set memory.page_size: 1, batch_invariant: false, or a drafter of "
+            "chains"
+        )
+
+
+def check_grammar(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
+    """Jump-forward needs a backend that returns the forced text, and excludes drafts, which would stand where that text goes.
+    Raises ``ConfigError``."""
+    if not config.grammar.jump_forward:
+        return
+    if combo[DRAFTER] is not None:
+        raise ConfigError(
+            f"grammar.jump_forward is true with speculative {show(combo[DRAFTER])!r}; allowed: one of the two. "
+            "Set grammar.jump_forward: false or speculative: none"
+        )
+    slot, default = slots[GRAMMAR], combo[GRAMMAR]
+    usable = [c for c in [default, *slot.others(default)] if isinstance(c, Candidate) and c.asked]
+    if not any(Feature.GRAMMAR_JUMP_FORWARD in c.spec.offers for c in usable):
+        able = [c for c in slot.candidates if c.usable and Feature.GRAMMAR_JUMP_FORWARD in c.spec.offers]
+        names = ", ".join(f"grammar {c.spec.name!r}" for c in usable) or "none"
+        changes = [*(f"grammar.backend: {c.spec.name}" for c in able), "grammar.jump_forward: false"]
+        raise ConfigError(
+            f"grammar.jump_forward is true and no grammar backend in use offers {Feature.GRAMMAR_JUMP_FORWARD} (in use: "
+            f"{names}); set {' or '.join(changes)}"
+        )
