@@ -140,7 +140,7 @@ def test_forms_of_the_grammar_section(registry):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("grammar={backend: gram, tiemout: 3}", "grammar.tiemout is no key of grammar; allowed: backend, isolation"),
+        ("grammar={backend: gram, tiemout: 3}", "grammar.tiemout is not a key of grammar; allowed: backend, isolation"),
         ("grammar={backend: gram, timeout: 0}", "grammar.timeout is 0; allowed: a number greater than 0"),
         ("grammar.isolation=jail", "grammar.isolation is 'jail'; allowed: 'process' or 'thread'"),
         ("grammar={threads: 3}", "grammar.backend has no `kind`"),
@@ -181,7 +181,7 @@ def test_unknown_key_of_the_core_is_named_with_close_match_and_origin(registry, 
     file = tmp_path / "c.yaml"
     file.write_text("scheduler:\n  max_runing: 8\n")
     text = problems(registry, files=[file])
-    assert text.startswith("scheduler.max_runing is no key of scheduler; allowed: max_running, max_waiting, chunk_size")
+    assert text.startswith("scheduler.max_runing is not a key of scheduler; allowed: max_running, max_waiting, chunk_size")
     assert "did you mean 'max_running'?" in text
     assert text.endswith(f"[{file}]")
 
@@ -189,7 +189,7 @@ def test_unknown_key_of_the_core_is_named_with_close_match_and_origin(registry, 
 def test_unknown_section(registry):
     text = problems(registry, "schedular.mixed=true")
     assert text.startswith(
-        "schedular is no key of the config; allowed: model, device, threads, batch_invariant, attention"
+        "schedular is not a key of the config; allowed: model, device, threads, batch_invariant, attention"
     )
     assert "did you mean 'scheduler'?" in text
     assert "[--set schedular.mixed=true]" in text
@@ -197,14 +197,14 @@ def test_unknown_section(registry):
 
 def test_environment_variable_that_is_no_setting_is_named(registry):
     text = problems(registry, env={"DOVETAIL_MAX_RUNNING": "3"})
-    assert "max_running is no key of the config" in text
+    assert "max_running is not a key of the config" in text
     assert "[environment variable DOVETAIL_MAX_RUNNING]" in text
 
 
 def test_unknown_key_in_a_plugins_own_section_names_plugin_and_keys(registry):
     text = problems(registry, "attention={kind: fast, workspace: 3}")
     assert text.startswith(
-        "attention.workspace is no key of attention 'fast' (fakes-dist 1.0); allowed: workspace_mib, mode"
+        "attention.workspace is not a key of attention 'fast' (fakes-dist 1.0); allowed: workspace_mib, mode"
     )
     assert "did you mean 'workspace_mib'?" in text
     assert "it has no settings" in problems(registry, "grammar={kind: gram, x: 1}")
@@ -241,7 +241,7 @@ def test_wrong_values_say_what_was_given_and_what_is_allowed(registry):
         ("cache={eviction: lfu}", "cache has no `kind`"),
         ("cache={kind: auto, eviction: lfu}", "cache.kind is 'auto', which stands alone and takes no settings"),
         ("cache={kind: tree, eviction: lifo}", "cache.eviction is 'lifo'; allowed: 'lru' or 'lfu'"),
-        ("attention={prefill: fast, decod: plain}", "attention.decod is no key of attention by phase"),
+        ("attention={prefill: fast, decod: plain}", "attention.decod is not a key of attention by phase"),
         ("attention.prefill=none", "attention.prefill.kind: no attention component is called 'none'"),
     ],
 )
@@ -329,7 +329,7 @@ def test_plugin_policy_is_read_before_the_rest_is_valid(fakes):
     config, registry = setup([], ["cache=tree"], {"DOVETAIL_PLUGINS__ALLOW": "extra"}, [entry, fakes.entry("other")])
     assert {p.name: p.status for p in registry.plugins}["other"] is PluginStatus.BLOCKED
     assert config.plugins.allow == ("extra",)
-    with pytest.raises(ConfigError, match=r"^plugins\.alow is no key of plugins"):
+    with pytest.raises(ConfigError, match=r"^plugins\.alow is not a key of plugins"):
         plugins_section(read([], ["plugins.alow=x"], {}))
 
 

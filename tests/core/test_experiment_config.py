@@ -46,7 +46,7 @@ def load(experiment: dict[str, Any], **sections: Any) -> dict[str, Config]:
             r"arms\.base is the config itself",
         ),
         ({"arms": {"a": {}}, "split": {"a": 1, "base": 1}, "key": "cookie"}, r"experiment\.key is 'cookie'.*header:"),
-        ({"arms": {"a": {}}, "splits": {}}, r"experiment\.splits is no key of experiment"),
+        ({"arms": {"a": {}}, "splits": {}}, r"experiment\.splits is not a key of experiment"),
         ({"arms": {"a": {}}, "shadow": {"arm": "a", "percent": 0, "tokens_per_minute": 1}}, r"shadow\.percent is 0"),
         ({"arms": {"a": {}}, "shadow": {"arm": "a", "percent": 1}}, r"shadow\.tokens_per_minute is missing"),
     ],
@@ -60,7 +60,7 @@ def test_a_wrong_experiment_is_refused_by_key(experiment: dict[str, Any], messag
     ("settings", "message"),
     [
         ({"cache": "radixx"}, r"arm a: cache.*experiment\.arms\.a"),
-        ({"memory": {"page_sise": 8}}, r"arm a: memory\.page_sise is no key of memory.*page_size"),
+        ({"memory": {"page_sise": 8}}, r"arm a: memory\.page_sise is not a key of memory.*page_size"),
         ({"server": {"port": 1}}, r"experiment\.arms\.a\.server would differ"),
         ({"model": {"served_name": "x"}}, r"experiment\.arms\.a\.model\.served_name"),
         ({"experiment": {}}, r"experiment\.arms\.a\.experiment would differ"),

@@ -177,7 +177,7 @@ class _Reader(NamedTuple):
         try:
             checked = settings.model_validate(known)
         except ValidationError as error:
-            self.problems += from_pydantic(error, settings, known, path, self.key)
+            self.problems.extend(from_pydantic(error, settings, known, path, self.key))
             checked = settings()
         return self.section.selection(**dict(checked), disabled=chosen.disabled, candidates=chosen.candidates)
 
@@ -220,7 +220,7 @@ class _Reader(NamedTuple):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            self.problems += from_pydantic(error, cls, given, path, self.choices.label(self.key, name))
+            self.problems.extend(from_pydantic(error, cls, given, path, self.choices.label(self.key, name)))
             return None
 
     def _forms(self) -> str:

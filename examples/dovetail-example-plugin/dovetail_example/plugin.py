@@ -1,4 +1,4 @@
-"""The entry point: what there is. Importing this module imports no torch, and none of the parts."""
+"""Register the components. Importing this module imports neither torch nor any of them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _spec(
 
 
 @hookimpl
-def register_attention_backends() -> list[ComponentSpec]:
-    """``example_eager``."""
+def register_components() -> list[ComponentSpec]:
+    """Return one component of each built-in kind."""
     return [
         _spec(
             ComponentKind.ATTENTION,
@@ -44,14 +44,7 @@ def register_attention_backends() -> list[ComponentSpec]:
             Feature.ATTN_VERIFY,
             Feature.ATTN_MIXED,
             Feature.ATTN_SLIDING_WINDOW,
-        )
-    ]
-
-
-@hookimpl
-def register_prefix_caches() -> list[ComponentSpec]:
-    """``example_pages``."""
-    return [
+        ),
         _spec(
             ComponentKind.CACHE,
             "example_pages",
@@ -61,14 +54,7 @@ def register_prefix_caches() -> list[ComponentSpec]:
             Feature.CACHE_REUSE,
             Feature.CACHE_NAMESPACES,
             Feature.CACHE_EVICT,
-        )
-    ]
-
-
-@hookimpl
-def register_grammar_backends() -> list[ComponentSpec]:
-    """``example_choices``."""
-    return [
+        ),
         _spec(
             ComponentKind.GRAMMAR,
             "example_choices",
@@ -77,14 +63,7 @@ def register_grammar_backends() -> list[ComponentSpec]:
             "Regexes that are a choice of plain texts, like yes|no.",
             Feature.GRAMMAR_REGEX,
             Feature.GRAMMAR_ROLLBACK,
-        )
-    ]
-
-
-@hookimpl
-def register_drafters() -> list[ComponentSpec]:
-    """``example_bigram``."""
-    return [
+        ),
         _spec(
             ComponentKind.DRAFTER,
             "example_bigram",
@@ -93,28 +72,14 @@ def register_drafters() -> list[ComponentSpec]:
             "Drafts what followed the last two tokens before.",
             Feature.DRAFT_CHAIN,
             needs=frozenset({Feature.ATTN_VERIFY, Feature.KV_ROLLBACK}),
-        )
-    ]
-
-
-@hookimpl
-def register_policies() -> list[ComponentSpec]:
-    """``example_shortest``."""
-    return [
+        ),
         _spec(
             ComponentKind.POLICY,
             "example_shortest",
             "policy:ShortestFirst",
             "ShortestConfig",
             "Shortest prompt first; waiting makes a prompt shorter.",
-        )
-    ]
-
-
-@hookimpl
-def register_models() -> list[ComponentSpec]:
-    """``example``: checkpoints whose config.json names ``ExampleForCausalLM``."""
-    return [
+        ),
         ComponentSpec(
             kind=ComponentKind.MODEL,
             name="example",
@@ -124,39 +89,20 @@ def register_models() -> list[ComponentSpec]:
             aliases=("ExampleForCausalLM",),
             summary="A decoder of Llama's shape, built from dovetail.layers.",
             stability=Stability.EXPERIMENTAL,
-        )
-    ]
-
-
-@hookimpl
-def register_tool_parsers() -> list[ComponentSpec]:
-    """``example_lines``; without a ``template`` it is taken by name only."""
-    return [
+        ),
         _spec(
             ComponentKind.TOOL_PARSER,
             "example_lines",
             "parsers:CallLines",
             "CallLinesConfig",
             "A line CALL name {...} is a call.",
-        )
-    ]
-
-
-@hookimpl
-def register_reasoning_parsers() -> list[ComponentSpec]:
-    """``example_comments``."""
-    return [
+        ),
         _spec(
             ComponentKind.REASONING_PARSER,
             "example_comments",
             "parsers:Comments",
             "CommentsConfig",
             "Lines that begin with # are reasoning.",
-        )
+        ),
+        _spec(ComponentKind.API, "example_line", "lines:Lines", "LineConfig", "POST /line: a line goes on."),
     ]
-
-
-@hookimpl
-def register_apis() -> list[ComponentSpec]:
-    """``example_line``; a server speaks every API that is installed, unless its config names some."""
-    return [_spec(ComponentKind.API, "example_line", "lines:Lines", "LineConfig", "POST /line: a line goes on.")]
