@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -278,3 +281,11 @@ def test_the_table_of_rates_fits_80_columns(monkeypatch, capsys):
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[3:5]] == ["0.00391", "1.23e+03"]
     assert lines[3].rstrip().endswith("100.0% yes")
+
+
+def test_the_package_runs_as_a_module(tmp_path):
+    commands = [[sys.executable, "-m", "dovetail", "--version"], [sys.executable, "-m", "dovetail", "config", "no_such"]]
+    version, wrong = (subprocess.run(c, capture_output=True, text=True, cwd=tmp_path, check=False) for c in commands)
+    assert (version.returncode, version.stdout.strip()) == (0, importlib.metadata.version("dovetail"))
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("Usage: dovetail config")

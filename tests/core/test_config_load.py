@@ -181,7 +181,9 @@ def test_unknown_key_of_the_core_is_named_with_close_match_and_origin(registry, 
     file = tmp_path / "c.yaml"
     file.write_text("scheduler:\n  max_runing: 8\n")
     text = problems(registry, files=[file])
-    assert text.startswith("scheduler.max_runing is not a key of scheduler; allowed: max_running, max_waiting, chunk_size")
+    assert text.startswith(
+        "scheduler.max_runing is not a key of scheduler; allowed: max_running, max_waiting, chunk_size"
+    )
     assert "did you mean 'max_running'?" in text
     assert text.endswith(f"[{file}]")
 

@@ -42,7 +42,7 @@ class KindSection:
     @property
     def value(self) -> Section:
         """The selection of a config without the key."""
-        return self.selection(disabled=True) if self.default == "none" else self.selection()
+        return self.selection.model_validate({"disabled": True}) if self.default == "none" else self.selection()
 
     @property
     def field(self) -> Any:

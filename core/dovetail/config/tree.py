@@ -179,7 +179,7 @@ class _Reader(NamedTuple):
         except ValidationError as error:
             self.problems.extend(from_pydantic(error, settings, known, path, self.key))
             checked = settings()
-        return self.section.selection(**dict(checked), disabled=chosen.disabled, candidates=chosen.candidates)
+        return self.section.selection.model_validate({**dict(checked), **dict(chosen)})
 
     def _selection(self, value: Any, path: Path_) -> Selection:
         if isinstance(value, dict) and value == {"kind": "auto"}:
