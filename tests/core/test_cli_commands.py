@@ -284,7 +284,10 @@ def test_the_table_of_rates_fits_80_columns(monkeypatch, capsys):
 
 
 def test_the_package_runs_as_a_module(tmp_path):
-    commands = [[sys.executable, "-m", "dovetail", "--version"], [sys.executable, "-m", "dovetail", "config", "no_such"]]
+    commands = [
+        [sys.executable, "-m", "dovetail", "--version"],
+        [sys.executable, "-m", "dovetail", "config", "no_such"],
+    ]
     version, wrong = (subprocess.run(c, capture_output=True, text=True, cwd=tmp_path, check=False) for c in commands)
     assert (version.returncode, version.stdout.strip()) == (0, importlib.metadata.version("dovetail"))
     assert wrong.returncode == 2

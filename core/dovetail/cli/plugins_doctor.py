@@ -149,6 +149,10 @@ def _names_at(tree: dict[str, Any], descriptor: KindDescriptor) -> Iterator[obje
     value = tree.get(section.key)
     if section.settings is not None and isinstance(value, dict):
         value = value.get(BACKEND)
-    parts = [value.get(phase) for phase in section.phases] if isinstance(value, dict) and section.is_phased(value) else [value]
+    parts = (
+        [value.get(phase) for phase in section.phases]
+        if isinstance(value, dict) and section.is_phased(value)
+        else [value]
+    )
     for choice in (one for part in parts for one in (part if isinstance(part, list) else [part])):
         yield choice.get("kind") if isinstance(choice, dict) else None
