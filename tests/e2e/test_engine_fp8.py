@@ -12,7 +12,7 @@ import torch
 import dovetail_attention.torch_native as torch_native
 from dovetail import SamplingParams
 from dovetail.memory.pool import PagedKVPool, pool_dtype
-from dovetail.ops import kv
+from dovetail.ops.kv_dtypes import narrowed
 
 _spec = importlib.util.spec_from_file_location("engine_runs", Path(__file__).parent / "engine_runs.py")
 runs = importlib.util.module_from_spec(_spec)
@@ -39,7 +39,7 @@ def rounding(monkeypatch):
     def use(dtype):
         def rounded(self, layer_id, k, v, out_loc):
             if self.dtype is torch.float32:
-                k, v = (kv.narrowed(x, dtype).float() for x in (k, v))
+                k, v = (narrowed(x, dtype).float() for x in (k, v))
             store(self, layer_id, k, v, out_loc)
 
         monkeypatch.setattr(PagedKVPool, "store", rounded)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from dovetail.interfaces.cache import CacheGroup, KVPool
-from dovetail.ops.kv import raw, store
+from dovetail.ops.kv import store
+from dovetail.ops.kv_dtypes import raw
 
 _NAMED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 

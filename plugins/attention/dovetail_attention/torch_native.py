@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from dovetail.interfaces.attention import AttentionBackend, AttentionContext, AttentionLayer
 from dovetail.ops.cpu.kernels import PagedKV, kernels
-from dovetail.ops.kv import raw
+from dovetail.ops.kv_dtypes import raw
 from dovetail.types import Batch
 from dovetail_attention.kernels import attend, attend_shared
 from dovetail_attention.planner import CPU, CUDA, Group, Planner
@@ -23,7 +23,7 @@ LayerView = tuple[int | None, bool]
 
 class Buffer(NamedTuple):
     """Hold three views of the memory that a group's keys or values are gathered into. The first two are as
-    ``ops.kv.raw``."""
+    ``ops.kv_dtypes.raw``."""
 
     pieces: torch.Tensor  # [pieces of all rows, unit * kv_heads * head_dim]
     places: torch.Tensor  # [places, kv_heads * head_dim]

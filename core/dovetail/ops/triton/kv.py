@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.ops.kv import limit
+from dovetail.ops.kv_dtypes import limit
 from dovetail.ops.triton.launch import launch
 
 
