@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dovetail.errors import DovetailError, RequestError
 from dovetail.lang.state import ProgramState
@@ -16,14 +16,26 @@ from dovetail.lang.tracing import trace
 if TYPE_CHECKING:
     from dovetail.lang.backends.base import Backend
     from dovetail.lang.ir import SamplingOptions
-    from dovetail.lang.program import Function
 
 MOST_THREADS = 128
 """The number of rows that run at a time if the caller sets no other."""
 
 
+class BatchProgram(Protocol):
+    """Describe what ``run_batch`` needs of a program; ``program.Function`` is one."""
+
+    func: Callable[..., Any]
+    """The function whose first argument is a state."""
+    arg_names: list[str]
+    """The names of its other arguments."""
+
+    def guarded(self, state: ProgramState, arguments: inspect.BoundArguments, traced: bool) -> None:
+        """Run on ``state`` and wait for its calls. What the program raises becomes the error of ``state``."""
+        ...
+
+
 def run_batch(
-    program: Function,
+    program: BatchProgram,
     rows: Sequence[inspect.BoundArguments],
     backend: Backend,
     num_threads: int | str,
@@ -55,7 +67,7 @@ def threads_for(asked: int | str, rows: int) -> int:
     return max(min(asked, rows), 1)
 
 
-def send_common_prefix(program: Function, rows: Sequence[inspect.BoundArguments], backend: Backend) -> str:
+def send_common_prefix(program: BatchProgram, rows: Sequence[inspect.BoundArguments], backend: Backend) -> str:
     """Let the backend compute the common prefix of all prompts before the rows are sent, and return this prefix.
 
     It is found by tracing the program up to its first call, with the arguments that all rows share and symbols for the
@@ -74,7 +86,7 @@ def send_common_prefix(program: Function, rows: Sequence[inspect.BoundArguments]
     return text
 
 
-def shared_arguments(program: Function, rows: Sequence[inspect.BoundArguments]) -> dict[str, Any]:
+def shared_arguments(program: BatchProgram, rows: Sequence[inspect.BoundArguments]) -> dict[str, Any]:
     """Return the arguments that are the same in all rows, and symbols in place of the others."""
     by_name = []
     for row in rows:
@@ -93,7 +105,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _one(
-    program: Function, row: inspect.BoundArguments, backend: Backend, sampling: SamplingOptions, traced: bool
+    program: BatchProgram, row: inspect.BoundArguments, backend: Backend, sampling: SamplingOptions, traced: bool
 ) -> ProgramState:
     state = ProgramState(backend, sampling)
     program.guarded(state, row, traced)

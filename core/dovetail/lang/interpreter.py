@@ -17,8 +17,6 @@ from dovetail.lang.ir import (
     ExprSeq,
     Gen,
     Image,
-    Join,
-    Ref,
     RoleBegin,
     RoleEnd,
     SamplingOptions,
@@ -33,6 +31,7 @@ from dovetail.lang.ir import (
     reasoning_name,
 )
 from dovetail.lang.reasoning import split_reasoning
+from dovetail.lang.references import Join, Ref
 from dovetail.lang.state_interface import GATHER, State
 
 

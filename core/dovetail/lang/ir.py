@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dovetail.lang.choices import ChoicesMethod
-
-if TYPE_CHECKING:
-    from dovetail.lang.state_interface import State
-
 
 REGEX_INT = r"[+-]?[0-9]{1,18}"
 REGEX_FLOAT = r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?"
@@ -160,14 +156,6 @@ class ScopeEnd(Expr):
 
 
 @dataclass(frozen=True, slots=True)
-class Ref(Expr):
-    """Stand for the value that ``name`` will have in ``state``."""
-
-    state: State
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Arg(Expr):
     """Stand for an argument that is unknown in a trace."""
 
@@ -176,18 +164,10 @@ class Arg(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Assign(Expr):
-    """Set ``name`` to ``value``, or to the value of a ``Ref``, without appending to the prompt."""
+    """Set ``name`` to ``value``, or to the value of a ``references.Ref``, without appending to the prompt."""
 
     name: str
     value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Join(Expr):
-    """Take over the results of forks: their variables as lists (``gather``) or their text (``concatenate``)."""
-
-    forks: tuple[State, ...]
-    mode: str
 
 
 def joined(*parts: object) -> Expr:
@@ -218,15 +198,6 @@ def expression(part: object) -> Expr:
 def leaves(expr: Expr) -> tuple[Expr, ...]:
     """Return the expressions of ``expr`` in order."""
     return expr.parts if isinstance(expr, ExprSeq) else (expr,)
-
-
-def waits(expr: Expr) -> bool:
-    """Return whether executing ``expr`` waits for the model or another state."""
-    waiting = Ref | Join
-    found = (
-        isinstance(part, waiting) or (isinstance(part, Assign) and isinstance(part.value, Ref)) for part in leaves(expr)
-    )
-    return any(found) or bool(calls_of(expr))
 
 
 def names_of(expr: Expr) -> list[str]:

@@ -12,7 +12,8 @@ from dovetail.errors import ProgramError
 from dovetail.lang.backends.base import Backend, ReuseHints
 from dovetail.lang.conversation import Conversation
 from dovetail.lang.interpreter import Interpreter
-from dovetail.lang.ir import Assign, Expr, Join, SamplingOptions, waits
+from dovetail.lang.ir import Assign, Expr, SamplingOptions
+from dovetail.lang.references import Join, waits
 from dovetail.lang.state_interface import State, program_line
 from dovetail.lang.task_queue import TaskQueue
 

@@ -14,8 +14,6 @@ from dovetail.lang.ir import (
     ExprSeq,
     Gen,
     Image,
-    Join,
-    Ref,
     RoleBegin,
     RoleEnd,
     SeparateReasoning,
@@ -24,6 +22,7 @@ from dovetail.lang.ir import (
     leaves,
     names_of,
 )
+from dovetail.lang.references import Join, Ref
 from dovetail.lang.state_interface import GATHER, State, line_of, program_line
 from dovetail.lang.symbols import Symbol, TraceStop, has_symbol
 
