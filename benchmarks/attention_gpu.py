@@ -22,7 +22,7 @@ from dovetail.interfaces.cache import CacheGroup
 from dovetail.memory.pool import PagedKVPool
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table, share_prefixes
-from dovetail.testing.component import installed
+from dovetail.testing.installed import installed
 from dovetail.types import Batch
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 32, 8, 128, 16, 4

@@ -36,7 +36,7 @@ from dovetail.ops.rotary import apply_rotary
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.batches import make_batch, make_page_table
-from dovetail.testing.component import installed
+from dovetail.testing.installed import installed
 from dovetail_models.dense import DenseModel
 from dovetail_models.describe import describe_llama
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
-from dovetail.testing.component import installed
+from dovetail.testing.installed import installed
 from dovetail_apis.native import NativeSampling
 
 anything = st.recursive(

@@ -18,7 +18,7 @@ from dovetail.registry import setup
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
 from dovetail.testing.api import ApiSuite
-from dovetail.testing.component import installed
+from dovetail.testing.installed import installed
 
 PAGE = Path(__file__).parents[2] / "docs" / "apis.md"
 BEGIN, END = "<!-- routes: begin -->\n", "<!-- routes: end -->\n"

@@ -24,7 +24,7 @@ from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelArchitecture, ModelInfo
 from dovetail.registry.specs import ComponentKind
 from dovetail.registry.targets import load_attribute
-from dovetail.testing.component import installed
+from dovetail.testing.installed import installed
 from dovetail.testing.model import ModelSuite, Reference, read_tensors
 from dovetail_models.describe import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
 
-from dovetail.config import PluginConfig, PluginsSection
+from dovetail.config import PluginConfig
 from dovetail.interfaces.features import Feature
-from dovetail.registry.installed import RegisteredComponent, Registry
-from dovetail.registry.loader import load_plugins
+from dovetail.registry.installed import RegisteredComponent
 from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.registry.targets import load_attribute
+from dovetail.testing.installed import installed
 from dovetail.testing.registration import RegistrationTests
-
-
-@functools.cache
-def installed() -> Registry:
-    """Return the registry of every installed plugin. Plugins are loaded once."""
-    return load_plugins(PluginsSection())
 
 
 class ComponentSuite(RegistrationTests):

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from dovetail.errors import UnknownComponentError
 from dovetail.registry.specs import ComponentKind, ComponentSpec
 from dovetail.registry.targets import load_attribute
+from dovetail.testing.installed import installed
 
 if TYPE_CHECKING:
     from dovetail.config import PluginConfig
@@ -64,8 +65,6 @@ class RegistrationTests:
     @property
     def entry(self) -> str:
         """Return the module that the component's entry point names."""
-        from dovetail.testing.component import installed
-
         component = self.component
         return next(
             record.target.partition(":")[0]
