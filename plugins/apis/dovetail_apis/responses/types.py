@@ -19,8 +19,8 @@ Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class FunctionTool(ApiModel):
-    """Describe a function that the model may call. If ``strict`` is true, arguments are forced to satisfy
-    ``parameters``; if it is null or false, they are not."""
+    """Describe a function that the model may call. If ``strict`` is true, calls are forced to satisfy ``parameters``; null
+    leaves this to the model."""
 
     type: Literal["function"]
     name: str
