@@ -206,7 +206,7 @@ def test_eagle3_of_speculators(target: Path, tmp_path: Path, case: str, chunk: i
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speculators_model_type": "dspark"}, "speculators_model_type is 'dspark'; read here: 'eagle3'"),
+        ({"speculators_model_type": "dspark"}, "speculators_model_type is 'dspark', but this drafter reads 'eagle3'"),
         ({"transformer_layer_config": None}, "transformer_layer_config is None"),
         (
             {"transformer_layer_config": LAYERS | {"num_hidden_layers": 2}},

@@ -342,7 +342,7 @@ def change(directory: Path, **tensors: torch.Tensor | None) -> None:
         (None, "lacks tensor d2t"),
         (torch.zeros(60, dtype=torch.int64), r"d2t of the drafter is torch.int64 \[60\]"),
         (torch.zeros(61), r"d2t of the drafter is torch.float32 \[61\]"),
-        (torch.full((61,), 170), "leads to tokens 170 to 230; the target has 199"),
+        (torch.full((61,), 170), "maps to tokens 170 to 230; the target has 199"),
     ],
 )
 def test_a_bad_map_of_the_vocabulary_is_refused(target, tmp_path, d2t, message):

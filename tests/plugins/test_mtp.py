@@ -234,10 +234,13 @@ LAYER = f"model.layers.{LAYERS}"
     [
         (
             {f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(9, HIDDEN)},
-            "latent attention, which is missing",
+            "latent attention, which is not implemented",
         ),
-        ({f"{LAYER}.mlp.gate.weight": torch.zeros(8, HIDDEN)}, "a mixture of experts, which is missing"),
-        ({f"{LAYER}.self_attn.q_proj.weight": torch.zeros(96, HIDDEN)}, "a gate on its attention, which is missing"),
+        ({f"{LAYER}.mlp.gate.weight": torch.zeros(8, HIDDEN)}, "a mixture of experts, which is not implemented"),
+        (
+            {f"{LAYER}.self_attn.q_proj.weight": torch.zeros(96, HIDDEN)},
+            "a gate on its attention, which is not implemented",
+        ),
         ({f"{LAYER}.self_attn.k_proj.weight": None}, r"lacks model\.layers\.3\.self_attn\.k_proj\.weight"),
         (
             {f"{LAYER}.eh_proj.weight": None},

@@ -1,4 +1,4 @@
-"""Checkpoints of drafters: where they are, and what their files hold."""
+"""Find the checkpoints of drafters, and read what their files contain."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from dovetail_speculative.config import CheckpointConfig, Eagle3TreeConfig, EagleConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of tensors, by name."""
+"""The shapes of tensors, by name."""
 
 
 def find_checkpoint(runtime: DraftRuntime, section: CheckpointConfig) -> Path:
-    """The directory that ``speculative.path`` stands for. Raises ``ConfigError``."""
+    """Return the directory of the checkpoint that ``speculative.path`` names. Raises ``ConfigError`` if there is
+    none."""
     if section.path != "auto":
         return locate(section.path, "speculative.path")
     reason = _missing(runtime.directory, section.folder)
@@ -37,7 +38,7 @@ def probe(section: CheckpointConfig, config: Config) -> str | None:
 
 
 def probe_tree(section: EagleConfig | Eagle3TreeConfig, config: Config) -> str | None:
-    """``probe``, and whether there are the probabilities that are asked for."""
+    """Do what ``probe`` does, and check that the drafter states the probabilities that the config requires."""
     least = config.scheduler.min_draft_probability
     if section.topk == 1 and least > 0:
         return (
@@ -57,7 +58,8 @@ def _missing(target: Path, folder: str) -> str | None:
 
 
 def tensor_shapes(directory: Path) -> Shapes:
-    """Of all tensors in the safetensors files of a checkpoint; none where there are none (the loader says so)."""
+    """Return the shapes of all tensors in the safetensors files of a checkpoint. Empty if there are no files (the
+    loader reports that)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -66,12 +68,12 @@ def tensor_shapes(directory: Path) -> Shapes:
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
-    """Of all tensors in the safetensors files of a checkpoint."""
+    """Return the names of all tensors in the safetensors files of a checkpoint."""
     return frozenset(tensor_shapes(directory))
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Raise ``ConfigError`` unless KV heads are shared evenly."""
+    """Raise ``ConfigError`` unless every KV head serves the same number of query heads."""
     if heads % kv_heads:
         raise ConfigError(
             f"config.json of the drafter: num_attention_heads is {heads}, num_key_value_heads {kv_heads}; the first must be a "
@@ -80,17 +82,21 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def read_tensor(directory: Path, name: str) -> torch.Tensor:
-    """A tensor of a checkpoint, as it is, in host memory. Raises ``WeightsError`` if no file has it."""
+    """Return a tensor of a checkpoint as it is stored, in host memory. Raises ``WeightsError`` if no file has it."""
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 - no mapping
+            if name in tensors.keys():  # noqa: SIM118 - not a mapping
                 return tensors.get_tensor(name)
     raise WeightsError(f"the checkpoint in {directory} lacks tensor {name}")
 
 
 def target_ids(directory: Path, names: frozenset[str], count: int, vocab_size: int) -> torch.Tensor | None:
-    """What each of ``count`` tokens of the draft vocabulary is in the target's: ``d2t`` has the differences. None where they are
-    the same, and for random weights (no ``names``). Raises ``WeightsError``."""
+    """Return the target's token for each of the ``count`` tokens of the draft vocabulary, from the differences in
+    ``d2t``.
+
+    Returns None if both vocabularies are the same, and for random weights (no ``names``). Raises ``WeightsError`` if
+    ``d2t`` has another shape or dtype, or if a token is outside the target's vocabulary.
+    """
     if not names or ("d2t" not in names and count == vocab_size):
         return None
     offsets = read_tensor(directory, "d2t")
@@ -102,6 +108,6 @@ def target_ids(directory: Path, names: frozenset[str], count: int, vocab_size: i
     ids = offsets.long() + torch.arange(count)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise WeightsError(
-            f"tensor d2t of the drafter leads to tokens {int(ids.min())} to {int(ids.max())}; the target has {vocab_size}"
+            f"tensor d2t of the drafter maps to tokens {int(ids.min())} to {int(ids.max())}; the target has {vocab_size}"
         )
     return ids

@@ -1,8 +1,10 @@
-"""Block drafting in one pass: DFlash, block diffusion for flash speculative decoding (Chen et al. 2026, arXiv 2602.06036).
+"""Draft a block of tokens in one pass: DFlash, block diffusion for flash speculative decoding (Chen et al. 2026, arXiv
+2602.06036).
 
-The drafter's keys and values of the text are made from hidden states of the target as tokens are committed. To draft, a block
-of the text's last token and mask tokens goes through the drafter once, each seeing the text and all of the block, or where the
-drafter is causal what is before it; what it says at each mask is the draft for that place.
+The drafter computes its keys and values of a text from hidden states of the target, as tokens are committed. To draft,
+a block of the text's last token and mask tokens goes through the drafter once. Each token of the block sees the text
+and the whole block, or, if the drafter is causal, the text and the part of the block before it. The prediction at each
+mask is the draft for its place.
 """
 
 from __future__ import annotations
@@ -30,30 +32,33 @@ if TYPE_CHECKING:
     from dovetail_speculative.steps import Committed
 
 MISSED = -1
-"""In place of a length: tokens of the request went unseen."""
+"""The value in place of a length if tokens of the request were not observed."""
 
 
 class Blocks(NamedTuple):
-    """``ids [rows, width]`` of blocks, what the model says at each, ``said [rows, width]``, and which tokens of its block each sees,
-    bool ``seen [rows, width, width]``."""
+    """Hold the state of blocks.
+
+    ``ids [rows, width]`` are their tokens, and ``predicted [rows, width]`` the model's most likely token at each. Bool
+    ``seen [rows, width, width]`` tells which tokens of its block each token sees.
+    """
 
     ids: torch.Tensor
-    said: torch.Tensor
+    predicted: torch.Tensor
     seen: torch.Tensor
 
 
 class BlockSteps(DraftSteps):
-    """The one pass over blocks of up to ``width`` tokens."""
+    """Run the single pass over blocks of up to ``width`` tokens."""
 
     def __init__(
-        self, speak: Callable[[Batch], torch.Tensor], width: int, shape: DFlashShape, device: torch.device
+        self, predict: Callable[[Batch], torch.Tensor], width: int, shape: DFlashShape, device: torch.device
     ) -> None:
-        """``speak`` runs the model: the most likely token at each of a batch, int64 ``[tokens]``."""
+        """``predict`` runs the model and returns the most likely token at each token of a batch: int64 ``[tokens]``."""
         self.widths = (width,)
-        self._speak, self._shape, self._device = speak, shape, device
+        self._predict, self._shape, self._device = predict, shape, device
 
     def state(self, rows: int) -> Blocks:
-        """See ``DraftSteps.state``: blocks of mask tokens."""
+        """Return blocks of mask tokens. See ``DraftSteps.state``."""
         (width,) = self.widths
         ids = torch.full((rows, width), self._shape.mask_token_id, device=self._device)
         seen = torch.ones(rows, width, width, dtype=torch.bool, device=self._device)
@@ -64,19 +69,24 @@ class BlockSteps(DraftSteps):
         return Blocks(*state).seen
 
     def run(self, kind: int, batch: Batch, tokens: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
-        """See ``DraftSteps.run``. What fills up is told apart by nobody: it is written to the first token, of which nobody asks
-        what is said there."""
+        """Run the model and store its predictions. See ``DraftSteps.run``.
+
+        Additional tokens of a graph are written to the first token of a block, whose prediction is not used.
+        """
         blocks = Blocks(*state)
         batch.input_ids = blocks.ids.flatten().index_select(0, tokens)
-        blocks.said.view(-1).index_copy_(0, tokens, self._speak(batch))
+        blocks.predicted.view(-1).index_copy_(0, tokens, self._predict(batch))
 
 
 class DFlashDrafter(Drafter):
-    """Needs nothing of a request but the keys and values of its text in the draft cache. A request of which a token was missed is not
-    drafted for until it starts anew."""
+    """Draft blocks with a DFlash model.
+
+    The only state of a request is the KV of its text in the draft cache. If a token of a request was not observed, the
+    request gets no drafts until it starts again.
+    """
 
     def __init__(self, config: DFlashConfig, context: DrafterContext) -> None:
-        """Raises ``ConfigError`` for a checkpoint that does not fit the target."""
+        """Load the drafter. Raises ``ConfigError`` if the checkpoint does not fit the target."""
         runtime = context.runtime
         assert runtime is not None, "drafters that run a model are built by an engine"
         directory = find_checkpoint(runtime, config)
@@ -92,29 +102,28 @@ class DFlashDrafter(Drafter):
         build = partial(DFlashModel, target=runtime.target)
         self._model = cast("DFlashModel", runtime.load(build, info, directory, config.load_format))
         ids = target_ids(directory, names, self._shape.draft_vocab or target.vocab_size, target.vocab_size)
-        self._target_ids = (
-            None if ids is None else ids.to(context.device)
-        )  # of the draft vocabulary, where it is another
+        # The target's tokens of the draft vocabulary, if that is another vocabulary.
+        self._target_ids = None if ids is None else ids.to(context.device)
         width, size = 1 + self._num_draft_tokens, len(self._shape.layer_ids) * target.hidden_size
-        self._texts = TextSteps(self._remember, width, (size, 0), runtime.dtype, context.device)
-        self._block = BlockSteps(self._speak, width, self._shape, context.device)
+        self._texts = TextSteps(self._store_context, width, (size, 0), runtime.dtype, context.device)
+        self._block = BlockSteps(self._predict, width, self._shape, context.device)
         self._cache.register(self._texts)
         self._cache.register(self._block)
-        self._seen_lens: dict[int, int] = {}  # by uid: tokens of its text whose keys and values are in the draft cache
+        self._seen_lens: dict[int, int] = {}  # by uid: the number of tokens of its text whose KV is in the draft cache
 
     @property
     def max_draft_tokens(self) -> int:
-        """``num_draft_tokens`` of the config, or all of a block."""
+        """Return ``num_draft_tokens`` of the config, or the size of a block."""
         return self._num_draft_tokens
 
     @property
     def must_see_all(self) -> bool:
-        """True: every token's hidden states are needed."""
+        """Return True: the hidden states of every token are needed."""
         return True
 
     @torch.inference_mode()
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Write keys and values of what is part of the text from now on."""
+        """Write the keys and values of the tokens that were committed."""
         new = committed(batch, output)
         if new is None:
             return
@@ -123,7 +132,7 @@ class DFlashDrafter(Drafter):
             return
         self._read(batch, new)
         for row, length in zip(new.rows.tolist(), (new.starts + new.counts).tolist(), strict=True):
-            if batch.reqs[row].uid in self._seen_lens:  # else it has ended, and been forgotten
+            if batch.reqs[row].uid in self._seen_lens:  # otherwise it has ended and was forgotten
                 self._seen_lens[batch.reqs[row].uid] = length
 
     def _read(self, batch: Batch, new: Committed) -> None:
@@ -136,14 +145,15 @@ class DFlashDrafter(Drafter):
         if few:
             self._texts.take(self._cache, (slots, new.starts, counts), places[0], next_ids, features)
         else:
-            self._model.remember(self._cache.batch(slots, new.starts, counts), features)
+            self._model.store_context(self._cache.batch(slots, new.starts, counts), features)
 
-    def _remember(self, batch: Batch, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        self._model.remember(batch, features)
-        return features[:, :0]  # nothing goes on from it
+    def _store_context(self, batch: Batch, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        self._model.store_context(batch, features)
+        return features[:, :0]  # there is no output
 
     def _seen(self, batch: Batch, new: Committed) -> BoolArray:
-        """Of which rows nothing was missed before. Until their tokens have been read, all count as missed."""
+        """Return of which rows every token was observed. Until their tokens have been read, all rows count as
+        missed."""
         seen = np.zeros(len(new.rows), np.bool_)
         for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
             uid = batch.reqs[row].uid
@@ -155,7 +165,7 @@ class DFlashDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
-        """A chain for each decode row of which every token was seen: all blocks in one pass."""
+        """Return a chain for each decode row of which every token was observed. All blocks run in one pass."""
         assert batch.draft_limits is not None, "pages were reserved for no drafts"
         rows = [row for row in range(batch.num_extend, len(batch.reqs)) if self._can_draft(batch, row)]
         if not rows:
@@ -168,13 +178,13 @@ class DFlashDrafter(Drafter):
         )
         state.ids[:, 0] = to_device(lasts, self._device)
         passes = [DraftPass(0, ends, (lens + 1).astype(np.int32))]
-        said = self._cache.run(self._block, batch.slots[rows], passes, state)[1]
-        drafts = said.cpu().numpy().astype(np.int32)
+        predicted = self._cache.run(self._block, batch.slots[rows], passes, state)[1]
+        drafts = predicted.cpu().numpy().astype(np.int32)
         return chains(len(batch.reqs), {row: drafts[i, 1 : 1 + lens[i]] for i, row in enumerate(rows)})
 
-    def _speak(self, batch: Batch) -> torch.Tensor:
-        said = self._model.logits(self._model.forward(batch)).argmax(-1)
-        return said if self._target_ids is None else self._target_ids[said]
+    def _predict(self, batch: Batch) -> torch.Tensor:
+        predicted = self._model.logits(self._model.forward(batch)).argmax(-1)
+        return predicted if self._target_ids is None else self._target_ids[predicted]
 
     def _can_draft(self, batch: Batch, row: int) -> bool:
         assert batch.draft_limits is not None
@@ -182,15 +192,15 @@ class DFlashDrafter(Drafter):
         return batch.draft_limits[row] > 0 and self._seen_lens.get(req.uid) == req.known_len - 1
 
     def forget(self, req: Req) -> None:
-        """What its pages held is the prefix cache's, or nobody's."""
+        """Drop the request's state. Its pages belong to the prefix cache or are free."""
         self._seen_lens.pop(req.uid, None)
 
 
 def _check_layers(layer_ids: tuple[int, ...], count: int) -> None:
     if max(layer_ids) >= count:
         raise ConfigError(
-            f"config.json of the drafter names layers {list(layer_ids)} of its target, counted from 0; this one has {count} layers: a "
-            "drafter works with the target that it was trained for"
+            f"config.json of the drafter names layers {list(layer_ids)} of its target, counted from 0; this target has {count} layers: "
+            "a drafter works only with the target that it was trained for"
         )
 
 
@@ -198,7 +208,7 @@ def _num_draft_tokens(config: DFlashConfig, shape: DFlashShape) -> int:
     most = shape.block_size - 1
     if config.num_draft_tokens is not None and config.num_draft_tokens > most:
         raise ConfigError(
-            f"speculative.num_draft_tokens is {config.num_draft_tokens}; this drafter's blocks have {shape.block_size} tokens with the "
-            f"text's last one: allowed: 1 to {most}"
+            f"speculative.num_draft_tokens is {config.num_draft_tokens}; a block of this drafter has {shape.block_size} tokens, one of "
+            f"which is the text's last token; allowed: 1 to {most}"
         )
     return config.num_draft_tokens or most

@@ -1,5 +1,5 @@
-"""What a DFlash checkpoint is, from its config.json: the layout that https://github.com/z-lab/dflash publishes, or that of the
-speculators library."""
+"""Read the config.json of a DFlash checkpoint, in the layout of https://github.com/z-lab/dflash or of the speculators
+library."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "target_hidden_size": (),
     "use_swa": (False,),
 }
-"""Settings seen in published checkpoints, with the values (besides null) that are implemented."""
+"""Settings of published checkpoints, with the values (besides null) that are implemented."""
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashShape:
-    """``layer_ids`` are layers of the target, counted from 0: their outputs are the context. A block is the last token of the
-    text and ``block_size - 1`` times ``mask_token_id``; ``causal``: no token of it sees those after it. ``windows`` are those of the layers.
-    ``rope.context_len`` is the longest context. ``draft_vocab``: it has a head of its own, over so many tokens; ``own_embedding``:
-    and an embedding."""
+    """Describe a DFlash drafter.
+
+    ``layer_ids`` are layers of the target, counted from 0, whose outputs are the context. A block is the last token of
+    the text and ``block_size - 1`` times ``mask_token_id``. With ``causal``, a token of a block does not see the tokens
+    after it. ``windows`` are those of the layers. ``rope.context_len`` is the longest context. If ``draft_vocab`` is
+    set, the drafter has its own head over that number of tokens. With ``own_embedding`` it has its own embedding.
+    """
 
     decoder: DecoderShape
     rope: RopeConfig
@@ -53,8 +56,11 @@ class DFlashShape:
 def describe_dflash(
     config: Mapping[str, Any], target: ModelInfo, max_context: int, names: frozenset[str] = frozenset()
 ) -> ModelInfo:
-    """The facts of a checkpoint for a ``target``; their ``config`` is a ``DFlashShape``. ``names`` are its tensors, none for random
-    weights. Raises ``ConfigError``."""
+    """Return the facts of a checkpoint for ``target``; their ``config`` is a ``DFlashShape``.
+
+    ``names`` are the tensors of the checkpoint; there are none for random weights. Raises ``ConfigError`` if something
+    is not implemented or does not fit the target.
+    """
     config = flattened(config, "dflash")
     given = {**config, **_section(config)}
     _refuse_unread(given)
@@ -67,7 +73,7 @@ def describe_dflash(
     if attention.hidden_size != target.hidden_size:
         raise ConfigError(
             f"config.json of the drafter: hidden_size is {attention.hidden_size}, that of the target {target.hidden_size}; a DFlash drafter "
-            "has the embeddings of its target: take the one that was trained for it"
+            "uses the embeddings of its target: use the drafter that was trained for this target"
         )
     if shape.mask_token_id >= target.vocab_size:
         raise ConfigError(
@@ -89,7 +95,7 @@ def describe_dflash(
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "speculators_model_type" in config:  # which counts layers as what enters them
+    if "speculators_model_type" in config:  # this layout numbers layers by what enters them
         ids = config.get("aux_hidden_state_layer_ids")
         return {"target_layer_ids": [i - 1 for i in ids] if isinstance(ids, list) else ids}
     section = config.get("dflash_config")
@@ -122,15 +128,16 @@ def _windows(given: Mapping[str, Any], count: int, block_size: int) -> tuple[int
 
 
 def _causal(given: Mapping[str, Any], windows: tuple[int | None, ...]) -> bool:
-    """Unless something says otherwise, blocks are causal in layers that slide, and in no others."""
+    """Return whether blocks are causal. By default they are causal in layers with a sliding window, and in no other
+    layers."""
     for key in ("causal", "is_causal"):
         if given.get(key) is not None:
             return bool(given[key])
     sliding = {window is not None for window in windows} if not given.get("sliding_window_non_causal") else {False}
     if len(sliding) > 1:
         raise ConfigError(
-            f"config.json of the drafter: layer_types is {given['layer_types']}: blocks are causal in layers that slide and not in the "
-            "others; implemented: layers that agree, or causal (is_causal) for all of them"
+            f"config.json of the drafter: layer_types is {given['layer_types']}: by default, blocks are causal only in the layers with a "
+            "sliding window; implemented: layers that agree, or causal (is_causal) for all of them"
         )
     return True in sliding
 

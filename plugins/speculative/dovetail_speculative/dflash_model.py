@@ -1,7 +1,8 @@
-"""The model of a DFlash drafter (arXiv 2602.06036): Qwen3's layers over keys and values of two kinds.
+"""Define the model of a DFlash drafter (arXiv 2602.06036): Qwen3's layers over two kinds of keys and values.
 
-Of the text before the block they are made from what layers of the target have said (the context); of the block from its own
-tokens, which all see each other unless it is causal. Embeddings and head are the target's, or its own.
+For the text before the block, keys and values are computed from outputs of the target's layers (the context). For the
+block they are computed from the block's tokens, which all see each other unless the drafter is causal. The embeddings
+and the head are the target's, or the drafter's own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DFlashModel(Layer, ModelArchitecture):
-    """The model of a ``ModelInfo`` whose ``config`` is a ``DFlashShape``, for a ``target``."""
+    """Run the model of a ``ModelInfo`` whose ``config`` is a ``DFlashShape``, for a ``target``."""
 
     def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
         super().__init__()
@@ -50,7 +51,8 @@ class DFlashModel(Layer, ModelArchitecture):
         self._key_norms: list[HeadNorm]
 
     def prepare(self) -> None:
-        """See ``Layer.prepare``: keys and values of the context are one product for all layers."""
+        """Join the weights that compute keys and values of the context into one product for all layers. See
+        ``Layer.prepare``."""
         attention = [layer.attn for layer in self._layers]
         queries = self.info.num_heads * self.info.head_dim
         context = Linear(self.info.hidden_size, 0, bias=attention[0].qkv.bias is not None)
@@ -62,11 +64,12 @@ class DFlashModel(Layer, ModelArchitecture):
         for ours, norm in zip(of_keys, norms, strict=True):
             ours.q_weight, ours.k_weight = norm.q_weight, norm.k_weight
         self._key_norms = of_keys
-        object.__setattr__(self, "_context", context)  # no module of this one: its parameters are not the checkpoint's
+        object.__setattr__(self, "_context", context)  # not a submodule: its parameters are not in the checkpoint
         super().prepare()
 
-    def remember(self, batch: Batch, features: torch.Tensor) -> None:
-        """Write keys and values of tokens of the text: ``features [tokens, watched layers * hidden_size]`` of the target."""
+    def store_context(self, batch: Batch, features: torch.Tensor) -> None:
+        """Write the keys and values of tokens of the text, from ``features [tokens, watched layers * hidden_size]`` of
+        the target."""
         if not self.prepared:
             self.prepare()
         context = self.hidden_norm.forward(self.fc.forward(features))
@@ -78,7 +81,7 @@ class DFlashModel(Layer, ModelArchitecture):
             rotation.rotate_and_store(kv[:, index], HeadCounts(0, heads), norm, place)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See ``ModelArchitecture.forward``: of blocks."""
+        """Run the model over blocks. See ``ModelArchitecture.forward``."""
         x, residual = self._embed(batch.input_ids), None
         rotation = self.rotary.forward(batch.positions)
         for layer in self._layers:
@@ -87,7 +90,7 @@ class DFlashModel(Layer, ModelArchitecture):
         return self.norm.add_forward(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``ModelArchitecture.logits``: the target's, or of the tokens that it can draft."""
+        """Return logits over the target's vocabulary, or over ``draft_vocab``. See ``ModelArchitecture.logits``."""
         return self._logits(hidden)
 
     def weights_map(self) -> Mapping[str, WeightTarget]:

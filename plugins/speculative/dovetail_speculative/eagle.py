@@ -1,4 +1,4 @@
-"""EAGLE: a head of one layer that goes on from the target's hidden states, in chains or in trees."""
+"""Draft with EAGLE heads: one layer that continues from the target's hidden states, in chains or in trees."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class EagleDrafterBase(HiddenDrafter):
-    """Drafts chains or trees with a head."""
+    """Draft chains or trees with a head. Subclasses load the head."""
 
     def __init__(
         self, context: DrafterContext, head: EagleModel, num_draft_tokens: int, tree: TreeShape | None
     ) -> None:
-        """``tree`` says how trees grow; None makes chains."""
+        """Build the drafter. ``tree`` describes how trees grow; None makes chains."""
         runtime = _runtime(context)
         cache, size = runtime.create_cache(head.info), head.info.hidden_size
         accepted = num_draft_tokens if tree is None else tree.depth
@@ -50,11 +50,12 @@ class EagleDrafterBase(HiddenDrafter):
             self._growth = TreeSteps(tree, self.step, self._best, partial(_zeros, size, runtime.dtype, context.device))
             if tree.depth > 1:
                 cache.register(self._growth)
-        self._target_ids: torch.Tensor | None = None  # of the draft vocabulary, where it is another
+        self._target_ids: torch.Tensor | None = None  # the target tokens of the draft vocabulary, if not equal
 
     @property
     def max_draft_tokens(self) -> int:
-        """``num_draft_tokens`` of the config, or what has to be reserved to grow such a tree."""
+        """Return ``num_draft_tokens`` of the config, or the number of tokens to reserve so that such a tree can
+        grow."""
         count = super().max_draft_tokens
         return count if self._growth is None else max(count, self._growth.shape.nodes - 1)
 
@@ -63,7 +64,7 @@ class EagleDrafterBase(HiddenDrafter):
         return self.head.enter(hidden)
 
     def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """One pass of the head."""
+        """Run one pass of the head. See ``HiddenDrafter.step``."""
         batch.input_ids, batch.hidden = ids, hidden
         return self.head.forward(batch)
 
@@ -75,7 +76,7 @@ class EagleDrafterBase(HiddenDrafter):
         return ids if self._target_ids is None else self._target_ids[ids]
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
-        """Trees, or chains."""
+        """Return draft trees, or chains. See ``HiddenDrafter.draft``."""
         if self._growth is None:
             return super().draft(rows, outputs)
         widths, depths = fitted(self._growth.shape, rows.limits)
@@ -95,7 +96,7 @@ class EagleDrafterBase(HiddenDrafter):
 
 
 class EagleDrafter(EagleDrafterBase):
-    """EAGLE-2: the head of EAGLE-1, and trees that grow where it is sure."""
+    """Draft with EAGLE-2: the head of EAGLE-1, and trees that grow at their most probable nodes."""
 
     def __init__(self, config: EagleConfig, context: DrafterContext) -> None:
         runtime = _runtime(context)
@@ -111,7 +112,7 @@ class EagleDrafter(EagleDrafterBase):
 
 
 class Eagle3Drafter(EagleDrafterBase):
-    """EAGLE-3, in chains or in trees."""
+    """Draft with EAGLE-3, in chains or in trees."""
 
     def __init__(self, config: Eagle3Config | Eagle3TreeConfig, context: DrafterContext) -> None:
         runtime = _runtime(context)
@@ -143,7 +144,7 @@ def _check_size(key: str, size: int, runtime: DraftRuntime) -> None:
     needed = runtime.target.info.hidden_size
     if size != needed:
         raise ConfigError(
-            f"config.json of the drafter: {key} is {size}; the target's hidden states have {needed}: a head works with the "
+            f"config.json of the drafter: {key} is {size}; the target's hidden states have {needed}: a head works only with the "
             "target that it was trained for"
         )
 
@@ -153,8 +154,11 @@ def _names(directory: Path, load_format: str) -> frozenset[str]:
 
 
 def fitted(tree: TreeShape, limits: IntArray) -> tuple[IntArray, IntArray]:
-    """How wide and how deep trees can be where there are pages for ``limits [rows]`` drafts, at least 1: rather narrow than
-    shallow. The nodes that the head runs on have their keys at the places from the text's last one on."""
+    """Return how wide and how deep trees can be if there are pages for ``limits [rows]`` drafts, at least 1 each.
+
+    Where pages are short, trees are narrow rather than shallow. The nodes that the head runs on have their keys at the
+    indices from that of the text's last token on.
+    """
     places = limits + 1
     widths = np.clip(places // max(tree.depth - 1, 1), 1, tree.topk)
     depths = np.minimum(np.minimum(tree.depth, 1 + places // widths), limits)
@@ -162,7 +166,8 @@ def fitted(tree: TreeShape, limits: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _spread(found: torch.Tensor, rows: DraftRows) -> DraftTree:
-    """What ``best_of`` found for ``rows``, among all of their batch. Waits for the device."""
+    """Return the trees that ``best_of`` found for ``rows``, as a tree for all rows of the batch. Waits for the
+    device."""
     drafts = found.cpu().numpy().astype(np.int32)
     most = drafts.shape[1] // 3
     spread = np.zeros((rows.total, drafts.shape[1]), np.int32)

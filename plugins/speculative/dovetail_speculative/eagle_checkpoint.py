@@ -1,10 +1,11 @@
-"""What EAGLE checkpoints are, from their config.json: the layouts of https://github.com/SafeAILab/EAGLE, which SGLang and vLLM
-read too, and that of the speculators library. What is optional in them (biases, norms over heads, an embedding of their own)
-shows in the names of their tensors.
+"""Read the config.json of EAGLE checkpoints, in the layouts of https://github.com/SafeAILab/EAGLE (which SGLang and
+vLLM read too) and of the speculators library. Optional parts (biases, norms of heads, an own embedding) are recognised
+by the names of tensors.
 
-Layers of the target that EAGLE-3 reads are counted in two ways. Here, and in ``DraftRuntime.watch``, i is the residual stream
-that enters layer i. So it is in the default, (2, n // 2, n - 3) of n layers, and in ``eagle_aux_hidden_state_layer_ids`` at
-the top of config.json (vLLM). In the section ``eagle_config`` (SGLang) i is what layer i returns, which enters layer i + 1.
+The layers of the target that EAGLE-3 reads are numbered in two ways. In this module, and in ``DraftRuntime.watch``, i
+means the residual stream that enters layer i. This is also the meaning in the default, (2, n // 2, n - 3) of n layers,
+and in ``eagle_aux_hidden_state_layer_ids`` at the top of config.json (vLLM). In the section ``eagle_config`` (SGLang),
+i means the output of layer i, which enters layer i + 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _Config = TypeVar("_Config", bound="EagleConfigJson")
 
 
 class EagleConfigJson(BaseModel):
-    """Keys of an EAGLE-1 or EAGLE-2 head's config.json that are read here; of those with few values, what is implemented."""
+    """Validate the keys of an EAGLE-1 or EAGLE-2 head's config.json that are used. Literal types list what is
+    implemented."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,14 +51,15 @@ class EagleConfigJson(BaseModel):
 
 
 class AuxLayers(BaseModel):
-    """The section ``eagle_config``."""
+    """Validate the section ``eagle_config``."""
 
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
     use_aux_hidden_state: Literal[True] = True
 
 
 class Eagle3ConfigJson(EagleConfigJson):
-    """Keys of an EAGLE-3 head's config.json. Without ``draft_vocab_size`` it drafts every token of the target."""
+    """Validate the keys of an EAGLE-3 head's config.json. Without ``draft_vocab_size`` the head drafts every token of
+    the target."""
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -69,8 +72,11 @@ class Eagle3ConfigJson(EagleConfigJson):
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What a head needs beside ``ModelInfo``. ``names`` are the tensors of its checkpoint, none for random weights.
-    ``target_size`` is the size of a hidden state of the target."""
+    """Describe what a head needs in addition to ``ModelInfo``.
+
+    ``names`` are the tensors of its checkpoint; there are none for random weights. ``target_size`` is the size of a
+    hidden state of the target.
+    """
 
     names: frozenset[str]
     intermediate_size: int
@@ -82,7 +88,8 @@ class HeadShape:
 
 
 def parse(config: Mapping[str, Any], schema: type[_Config]) -> _Config:
-    """config.json, typed. Raises ``ConfigError`` naming the keys that are missing or not implemented."""
+    """Return config.json as ``schema``. Raises ``ConfigError`` that names the keys that are missing or not
+    implemented."""
     try:
         return schema.model_validate(config)
     except ValidationError as error:
@@ -91,14 +98,19 @@ def parse(config: Mapping[str, Any], schema: type[_Config]) -> _Config:
             + ("" if fault["type"] == "missing" else f" (it is {fault['input']!r})")
             for fault in error.errors()
         )
-        raise ConfigError(f"config.json of the drafter: {faults}; is it the checkpoint of such a head?") from error
+        raise ConfigError(
+            f"config.json of the drafter: {faults}; check that this is the checkpoint of such a head"
+        ) from error
 
 
 def describe(
     head: EagleConfigJson, config: Mapping[str, Any], names: frozenset[str], context: DrafterContext
 ) -> ModelInfo:
-    """The facts of a head, whose ``config`` is a ``HeadShape``. The context is the target's: rotary positions go on beyond
-    what a head was trained for. Raises ``ConfigError``."""
+    """Return the facts of a head, whose ``config`` is a ``HeadShape``. Raises ``ConfigError`` if it does not fit the
+    target.
+
+    The longest context is that of the target: rotary positions continue beyond those that a head was trained for.
+    """
     assert context.runtime is not None
     heads = head.num_attention_heads
     kv_heads, head_dim = head.num_key_value_heads or heads, head.head_dim or head.hidden_size // heads
@@ -106,7 +118,7 @@ def describe(
     if head.vocab_size != context.vocab_size:
         raise ConfigError(
             f"config.json of the drafter: vocab_size is {head.vocab_size}, that of the target {context.vocab_size}; a head works "
-            "with the target that it was trained for"
+            "only with the target that it was trained for"
         )
     norms = (head.norm_before_residual, head.norm_before_fc) if isinstance(head, Eagle3ConfigJson) else ()
     rope = replace(read_rope(config, head_dim, head.max_position_embeddings), context_len=context.max_context)
@@ -127,8 +139,10 @@ def describe(
 
 
 def aux_layers(head: Eagle3ConfigJson, num_layers: int) -> tuple[int, ...]:
-    """The layers of a target of ``num_layers`` whose entering residual streams the head reads, in order. Raises
-    ``ConfigError``."""
+    """Return the layers of a target of ``num_layers`` layers whose entering residual streams the head reads, in order.
+
+    Raises ``ConfigError`` unless they are three layers of the target in rising order.
+    """
     section = head.eagle_config
     given = section.eagle_aux_hidden_state_layer_ids if section is not None else None
     layers = tuple(i + 1 for i in given) if given else head.eagle_aux_hidden_state_layer_ids
@@ -137,7 +151,7 @@ def aux_layers(head: Eagle3ConfigJson, num_layers: int) -> tuple[int, ...]:
     if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[2] < num_layers:
         raise ConfigError(
             f"the drafter reads the residual streams that enter layers {list(layers)} of a target of {num_layers}; needed: three, "
-            f"rising, below {num_layers}; config.json of the drafter says which: eagle_config.eagle_aux_hidden_state_layer_ids "
-            "has the layers that return them (one less), by default 1, n / 2 - 1, n - 4 of n"
+            f"rising, below {num_layers}. They are set in config.json of the drafter: eagle_config.eagle_aux_hidden_state_layer_ids "
+            "has the layers that return them (one less); the default is 1, n / 2 - 1, n - 4 of n"
         )
     return layers

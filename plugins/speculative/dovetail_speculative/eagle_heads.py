@@ -1,4 +1,5 @@
-"""The models of EAGLE drafters: one decoder layer over the target's hidden states and embeddings of the tokens that follow."""
+"""Define the models of EAGLE drafters: one decoder layer over the target's hidden states and the embeddings of the next
+tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 
 
 class EagleLayer(Layer):
-    """Self-attention over inputs of ``input_size``, and a gated MLP; which norm comes before, the head says. Its checkpoint
-    calls it ``prefix``."""
+    """Run self-attention over inputs of ``input_size``, and a gated MLP. The head applies the norm before it.
+
+    ``prefix`` is the name of the layer in the checkpoint.
+    """
 
     def __init__(self, info: ModelInfo, prefix: str, input_size: int) -> None:
         super().__init__()
@@ -48,21 +51,25 @@ class EagleLayer(Layer):
         self.mlp = GatedMLP(info.hidden_size, config.intermediate_size)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
-        """``x [tokens, input_size]`` and ``residual [tokens, hidden_size]`` -> the residual stream behind the layer."""
+        """Return the residual stream after the layer, from ``x [tokens, input_size]`` and
+        ``residual [tokens, hidden_size]``."""
         added = self.attn.parts_forward(x, rotation, batch)
         x, residual = self.mlp_norm.add_forward(added, residual)
         return self.mlp.forward(x) + residual
 
     def targets(self, ours: str) -> Targets:
-        """Names in the checkpoint, and where they go in the model that calls the layer ``ours``."""
+        """Yield the names in the checkpoint and their targets in a model in which the layer is named ``ours``."""
         yield f"{self.prefix}.post_attention_layernorm.weight", WeightTarget(f"{ours}.mlp_norm.weight")
         yield from attention_targets(self.attn, f"{self.prefix}.self_attn", f"{ours}.attn")
         yield from mlp_targets(self.mlp, f"{self.prefix}.mlp", f"{ours}.mlp")
 
 
 class EagleModel(Layer, ModelArchitecture):
-    """What EAGLE heads have in common. ``forward`` reads ``batch.hidden``: what ``enter`` made of the target's hidden state of
-    each token, or the output for the one before it. It returns the residual stream behind the layer."""
+    """Define what EAGLE heads have in common.
+
+    ``forward`` reads ``batch.hidden``: for each token, what ``enter`` made of the target's hidden state, or the head's
+    output for the token before it. It returns the residual stream after the layer.
+    """
 
     def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
         super().__init__()
@@ -76,10 +83,11 @@ class EagleModel(Layer, ModelArchitecture):
 
     @abstractmethod
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states of the layers watched, side by side, as ``forward`` takes them."""
+        """Return the target's hidden states of the watched layers, which are side by side, in the form that ``forward``
+        reads."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of what ``forward`` returns, over the tokens that the head can draft."""
+        """Return the logits of ``forward``'s output, over the tokens that the head can draft."""
         raise NotImplementedError
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
@@ -95,8 +103,10 @@ class EagleModel(Layer, ModelArchitecture):
 
 
 class EagleHead(EagleModel):
-    """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): it predicts the target's next final hidden state, of which the
-    target's own head makes logits."""
+    """Run a head of EAGLE-1 or EAGLE-2 (arXiv 2401.15077, 2406.16858).
+
+    It predicts the target's next final hidden state, from which the target's head computes logits.
+    """
 
     def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
         super().__init__(info, target)
@@ -106,17 +116,17 @@ class EagleHead(EagleModel):
         self._logits = target.logits
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As it is."""
+        """Return ``hidden`` unchanged."""
         return hidden
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See ``EagleModel``."""
+        """Run the head. See ``EagleModel``."""
         assert batch.hidden is not None
         x = self.fc.forward(torch.cat((self._embed(batch.input_ids), batch.hidden), 1))
         return self.layer.forward(x, x, self.rotary.forward(batch.positions), batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``EagleModel.logits``: of every token."""
+        """Return logits of every token. See ``EagleModel.logits``."""
         return self._logits(hidden)
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
@@ -125,8 +135,11 @@ class EagleHead(EagleModel):
 
 
 class Eagle3Head(EagleModel):
-    """EAGLE-3 (arXiv 2503.01840): it reads three layers of the target, and has a head of its own over ``draft_vocab``
-    tokens. Trained to go on with its own outputs, which need not resemble what the target computes."""
+    """Run a head of EAGLE-3 (arXiv 2503.01840).
+
+    It reads three layers of the target, and has its own head over ``draft_vocab`` tokens. It was trained to continue
+    from its own outputs, which need not resemble the target's hidden states.
+    """
 
     def __init__(self, info: ModelInfo, target: ModelArchitecture, draft_vocab: int) -> None:
         super().__init__(info, target)
@@ -142,11 +155,11 @@ class Eagle3Head(EagleModel):
         self._norm_before_residual: bool = config.norm_before_residual
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Three layers as one state of the head's size."""
+        """Return the three layers' hidden states projected to one state of the head's size."""
         return self.fc.forward(hidden if self.input_norm is None else self.input_norm.forward(hidden))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See ``EagleModel``."""
+        """Run the head. See ``EagleModel``."""
         hidden = batch.hidden
         assert hidden is not None
         normed = self.hidden_norm.forward(hidden)
@@ -155,7 +168,7 @@ class Eagle3Head(EagleModel):
         return self.layer.forward(x, residual, self.rotary.forward(batch.positions), batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``EagleModel.logits``: of the draft vocabulary."""
+        """Return logits of the draft vocabulary. See ``EagleModel.logits``."""
         return self.head.forward(self.norm.forward(hidden))
 
     def weights_map(self) -> Mapping[str, WeightTarget]:

@@ -1,8 +1,9 @@
-"""The base of drafters that go on from the target's hidden states (EAGLE, MTP).
+"""Provide the base of drafters that continue from the target's hidden states (EAGLE, MTP).
 
-A head's key and value at place i are made of the target's hidden state at i and the embedding of the token at i + 1; its
-output there says which token is at i + 2. As tokens are committed, their hidden states are known: the head sees them all in
-one pass. To draft it goes on alone, with its own output in the hidden state's stead.
+A head's key and value at index i are computed from the target's hidden state at i and the embedding of the token at i +
+1. Its output at i predicts the token at i + 2. When tokens are committed, their hidden states are known, and the head
+processes all of them in one pass. To draft, the head continues alone, with its own outputs in place of the target's
+hidden states.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
     from dovetail_speculative.steps import Committed
 
 MISSED = -2
-"""In place of a place: tokens of the request went unseen. No place follows it."""
+"""The value in place of an index if tokens of the request were not observed. No index follows it."""
 
 
 class DraftRows(NamedTuple):
-    """Rows ``rows`` of a batch of ``total``. The text of row i ends at place ``ends[i]`` (its last token is there, which no
-    model has seen yet), it is in slot ``slots[i]`` and has pages for ``limits[i] >= 1`` drafts, those with the most first. All
-    int32 ``[n]``."""
+    """Describe the rows ``rows`` of a batch of ``total`` rows that get drafts, those with the largest limits first.
+
+    The text of row i ends at index ``ends[i]``, where its last token is, which no model has read yet. Its request is in
+    slot ``slots[i]`` and has pages for ``limits[i] >= 1`` drafts. All arrays are int32 ``[n]``.
+    """
 
     total: int
     rows: Sequence[int]
@@ -40,11 +43,11 @@ class DraftRows(NamedTuple):
 
 
 class HiddenDrafter(Drafter):
-    """Keeps, by slot, a head's output at the last place of each request of which it has seen every token.
+    """Keep, by slot, a head's output at the last index of each request of which every token was observed.
 
-    Subclasses call ``runtime.watch`` in their constructor, and say what the head computes. A request of which a token was
-    missed is not drafted for until it starts anew. A text that begins in the prefix cache finds the head's keys and values
-    there, where the steps that computed it were observed.
+    Subclasses call ``runtime.watch`` in their constructor and implement what the head computes. If a token of a request
+    was not observed, the request gets no drafts until it starts again. A text whose beginning is in the prefix cache
+    finds the head's keys and values there, if the steps that computed them were observed.
     """
 
     def __init__(
@@ -57,8 +60,12 @@ class HiddenDrafter(Drafter):
         accepted: int | None,
         chains: bool = True,
     ) -> None:
-        """``hidden_size`` is that of the head's output. ``accepted`` is the most drafts that can be accepted at once; None: ``step``
-        asks the host, and cannot be replayed. ``chains``: ``draft`` is the one of this class."""
+        """Build the drafter.
+
+        ``hidden_size`` is the size of the head's output. ``accepted`` is the largest number of drafts that can be
+        accepted in a step. None means that ``step`` uses values on the host and cannot be replayed. ``chains`` means
+        that ``draft`` is not overridden.
+        """
         assert context.runtime is not None, "drafters that run a model are built by an engine"
         dtype, device = context.runtime.dtype, context.device
         self.cache = cache
@@ -68,49 +75,55 @@ class HiddenDrafter(Drafter):
             self._texts = TextSteps(self.step, 1 + accepted, (hidden_size, hidden_size), dtype, device)
             cache.register(self._texts)
         if chains:
-            self._chain = ChainSteps(self._go_on, num_draft_tokens, hidden_size, dtype, device)
+            self._chain = ChainSteps(self._next, num_draft_tokens, hidden_size, dtype, device)
             cache.register(self._chain)
         self.device = context.device
         self._outputs = torch.zeros(context.max_rows + 1, hidden_size, dtype=dtype, device=device)
-        self._places: dict[int, int] = {}  # by uid: the place that the output is of
+        self._places: dict[int, int] = {}  # by uid: the index that the kept output belongs to
         self._num_draft_tokens = num_draft_tokens
 
     @property
     def max_draft_tokens(self) -> int:
-        """``num_draft_tokens`` of the constructor."""
+        """Return ``num_draft_tokens`` of the constructor."""
         return self._num_draft_tokens
 
     @property
     def must_see_all(self) -> bool:
-        """True: every token's hidden state is needed."""
+        """Return True: the hidden state of every token is needed."""
         return True
 
     @property
     def tokens_ahead(self) -> int:
-        """1: see the module."""
+        """Return 1: a key at index i depends on the token at i + 1 (see the module)."""
         return 1
 
-    # -- what a head says --------------------------------------------------------------------------------------------
+    # -- what a head computes ----------------------------------------------------------------------------------------
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What ``step`` takes of the target's hidden states ``[tokens, watched layers * their size]``. As they are, unless a
-        subclass projects them."""
+        """Return what ``step`` needs of the target's hidden states ``[tokens, watched layers * their size]``.
+
+        Returns them unchanged, unless a subclass projects them.
+        """
         return hidden
 
     @abstractmethod
     def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The head's output ``[tokens, hidden_size]`` for a batch of its cache: of ``ids`` int64 ``[tokens]``, the token after
-        each place, and ``hidden``: what ``enter`` returned for that place, or this method for the one before it."""
+        """Return the head's output ``[tokens, hidden_size]`` for a batch of its cache. Mutates ``batch`` and the cache.
+
+        ``ids`` (int64 ``[tokens]``) are the tokens after each index. ``hidden`` is what ``enter`` returned for that
+        index, or what this method returned for the index before it.
+        """
 
     @abstractmethod
     def tokens(self, output: torch.Tensor) -> torch.Tensor:
-        """The most likely token after each of ``output [n, hidden_size]``, in the target's vocabulary: int64 ``[n]``."""
+        """Return the most likely token after each of ``output [n, hidden_size]``, in the target's vocabulary: int64
+        ``[n]``."""
 
-    # -- what the loop asks ------------------------------------------------------------------------------------------
+    # -- what the loop calls -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Bring the head's keys and values up to the text."""
+        """Write the head's keys and values of the tokens that were committed."""
         new = committed(batch, output)
         if new is None:
             return
@@ -119,17 +132,17 @@ class HiddenDrafter(Drafter):
             return
         self._read(batch, new)
         for row, place in zip(new.rows.tolist(), (new.starts + new.counts - 1).tolist(), strict=True):
-            if batch.reqs[row].uid in self._places:  # else it has ended, and been forgotten
+            if batch.reqs[row].uid in self._places:  # otherwise it has ended and was forgotten
                 self._places[batch.reqs[row].uid] = place
 
     def _read(self, batch: Batch, new: Committed) -> None:
-        """Keep the outputs of the last of the ``new`` tokens."""
+        """Run the head over the ``new`` tokens and keep its outputs at their last indices."""
         assert batch.hidden is not None, "the engine keeps the layers that are watched"
         slots, counts, texts = batch.slots[new.rows], new.counts, self._texts
         if texts is not None and int(counts.max()) > texts.widths[-1]:
             texts = None
-        where_to = np.cumsum(counts) - 1 if texts is None else texts.places(counts)
-        arrays = [new.index, new.next_ids, slots, where_to]
+        targets = np.cumsum(counts) - 1 if texts is None else texts.places(counts)
+        arrays = [new.index, new.next_ids, slots, targets]
         sent = to_device(np.concatenate(arrays).astype(np.int64), self.device)
         index, next_ids, slots_there, where = sent.split([len(array) for array in arrays])
         entered = self.enter(batch.hidden.index_select(0, index))
@@ -141,7 +154,8 @@ class HiddenDrafter(Drafter):
         self._outputs.index_copy_(0, slots_there, outputs)
 
     def _seen(self, batch: Batch, new: Committed) -> BoolArray:
-        """Of which rows nothing was missed before. Until the pass over their tokens has succeeded, all count as missed."""
+        """Return of which rows every token was observed. Until the pass over their tokens has succeeded, all rows count
+        as missed."""
         seen = np.zeros(len(new.rows), np.bool_)
         for i, (row, start) in enumerate(zip(new.rows.tolist(), new.starts.tolist(), strict=True)):
             uid = batch.reqs[row].uid
@@ -153,7 +167,7 @@ class HiddenDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftTree | None:
-        """Drafts for the decode rows of which every token was seen."""
+        """Return drafts for the decode rows of which every token was observed."""
         assert batch.draft_limits is not None, "pages were reserved for no drafts"
         rows = [
             row
@@ -169,16 +183,17 @@ class HiddenDrafter(Drafter):
         return self.draft(DraftRows(len(batch.reqs), rows, at, ends, batch.draft_limits[rows]), outputs)
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
-        """Drafts of ``rows``, whose last outputs are ``outputs [n, hidden_size]``: chains, unless a subclass grows trees."""
-        assert self._chain is not None, "the constructor was told that chains are drafted"
+        """Return drafts of ``rows``, whose last outputs are ``outputs [n, hidden_size]``: chains, unless a subclass
+        grows trees."""
+        assert self._chain is not None, "the constructor was called with chains=False"
         lens = np.minimum(rows.limits, self._num_draft_tokens)
         drafts = self._chain.draft(self.cache, rows.slots, rows.ends, lens, self.tokens(outputs), outputs)
         return chains(rows.total, {row: drafts[i, : lens[i]] for i, row in enumerate(rows.rows)})
 
-    def _go_on(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _next(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = self.step(batch, ids, hidden)
         return self.tokens(outputs), outputs
 
     def forget(self, req: Req) -> None:
-        """Its output is nobody's any more."""
+        """Drop the request's state. Its kept output is not used again."""
         self._places.pop(req.uid, None)

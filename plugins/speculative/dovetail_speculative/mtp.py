@@ -1,5 +1,5 @@
-"""Drafting with the target's own layers that predict further tokens: multi-token prediction as in DeepSeek-V3 (arXiv
-2412.19437, section 2.2), Qwen3-Next and MiMo."""
+"""Draft with the target's own layers for further tokens: multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437,
+section 2.2), Qwen3-Next and MiMo."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ if TYPE_CHECKING:
     from dovetail_speculative.steps import Committed
 
 OF_ONE_LAYER = 3
-"""Tokens drafted by default with a single layer, which is applied to its own output."""
+"""The default number of drafts with a single layer, which is applied to its own output."""
 
 
 class MtpDrafter(HiddenDrafter):
-    """A single layer is one that all further drafts are made with. Of several, each makes one draft: layer d at place i takes
-    the token at i + 1 + d and what layer d - 1 said at i.
+    """Draft with layers that predict further tokens.
 
-    Layer d lags d places behind the first: a step that commits the tokens up to place i + 1 brings it up to place i - d. What a
-    layer's output at the last place but so many was is kept beside that of the first.
+    A single layer makes all drafts. Of several layers, each makes one draft: layer d at index i reads the token at i +
+    1 + d and the output of layer d - 1 at i.
+
+    Layer d is d indices behind the first layer: a step that commits the tokens up to index i + 1 runs it up to index i
+    - d. The last output of every layer is kept with that of the first layer.
     """
 
     def __init__(self, config: MtpConfig, context: DrafterContext) -> None:
-        """Raises ``ConfigError`` for layers that are not implemented."""
+        """Load the layers. Raises ``ConfigError`` if they are not implemented."""
         runtime = context.runtime
         assert runtime is not None, "drafters that run a model are built by an engine"
         target, directory = runtime.target.info, runtime.directory
@@ -43,21 +45,21 @@ class MtpDrafter(HiddenDrafter):
         info = describe_mtp(runtime.checkpoint, source, target, context.max_context)
         runtime.watch([info.config.watch])
         count, layers = _num_draft_tokens(config, info.num_layers), info.num_layers
-        one = layers == 1  # several are told apart on the host
+        one = layers == 1  # several layers are run by the host, one at a time
         size, accepted = layers * info.hidden_size, count if one else None
         super().__init__(context, runtime.create_cache(info), size, count, accepted=accepted, chains=one)
         build = partial(MtpModel, target=runtime.target)
         self._model = cast("MtpModel", runtime.load(build, info, directory, config.load_format))
         self._depth, self._size = info.num_layers, info.hidden_size
-        self._floors = np.zeros(context.max_rows + 1, np.int32)  # by slot: the first place that was seen
+        self._floors = np.zeros(context.max_rows + 1, np.int32)  # by slot: the first index that was observed
 
     @property
     def tokens_ahead(self) -> int:
-        """As many as there are layers: the last one takes a token so far ahead."""
+        """Return the number of layers: the last layer reads the token that is this number of indices ahead."""
         return self._depth
 
     def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``HiddenDrafter.step``: the layers' outputs side by side, each after the same token."""
+        """Return the layers' outputs side by side, each after the same token. See ``HiddenDrafter.step``."""
         outputs = [self._model.advance(0, batch, ids, hidden)]
         if self._depth == 1:
             return outputs[0]
@@ -75,8 +77,12 @@ class MtpDrafter(HiddenDrafter):
     def _at_depth(
         self, depth: int, rows: tuple[IntArray, IntArray, IntArray], ids: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Layer ``depth`` over the rows' slots, first places and counts of the first layer. Zeros where it would begin before the
-        first place that was seen: pages before that are others' too."""
+        """Run layer ``depth``, where ``rows`` are slots, first indices and counts of the first layer. Returns its
+        outputs.
+
+        The output is zero where the layer would begin before the first index that was observed: other requests may use
+        the pages before that index.
+        """
         slots, starts, counts = rows
         own_starts = starts - np.int32(depth)
         skipped = np.clip(self._floors[slots] - own_starts, 0, counts)
@@ -103,25 +109,29 @@ class MtpDrafter(HiddenDrafter):
         return super()._seen(batch, new)
 
     def draft(self, rows: DraftRows, outputs: torch.Tensor) -> DraftTree | None:
-        """See ``HiddenDrafter.draft``. With several layers the i-th makes the i-th draft, for all rows: it writes nothing behind
-        their texts."""
+        """Return chains. See ``HiddenDrafter.draft``.
+
+        With several layers, the i-th layer makes the i-th draft of all rows. It writes no KV after the ends of their
+        texts.
+        """
         if self._depth == 1:
             return super().draft(rows, outputs)
         lens = np.minimum(rows.limits, self._num_draft_tokens)
         one, most = np.ones_like(rows.ends), int(lens.max())
-        said = [outputs[:, self._part(depth)].contiguous() for depth in range(most)]
-        columns = [self.tokens(said[0])]
+        layer_outputs = [outputs[:, self._part(depth)].contiguous() for depth in range(most)]
+        columns = [self.tokens(layer_outputs[0])]
         for step in range(1, most):
             at = (rows.slots, rows.ends + np.int32(step - 1), one)
-            deeper = [self._at_depth(depth, at, columns[-1], said[depth - 1]) for depth in range(step, most)]
-            said[step:] = deeper
-            columns.append(self.tokens(said[step]))
+            deeper = [self._at_depth(depth, at, columns[-1], layer_outputs[depth - 1]) for depth in range(step, most)]
+            layer_outputs[step:] = deeper
+            columns.append(self.tokens(layer_outputs[step]))
         drafts = torch.stack(columns, 1).cpu().numpy().astype(np.int32)
         return chains(rows.total, {row: drafts[i, : lens[i]] for i, row in enumerate(rows.rows)})
 
 
 def _one_earlier(counts: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Where each token's predecessor is, of rows of ``counts`` tokens, when what was kept of each row stands before them all."""
+    """Return the index of each token's predecessor, for rows of ``counts`` tokens, after one kept output for each row:
+    int64."""
     places = np.arange(int(counts.sum())) + len(counts) - 1
     firsts = np.cumsum(counts) - counts
     places[firsts] = np.arange(len(counts))
@@ -135,6 +145,6 @@ def _num_draft_tokens(config: MtpConfig, num_layers: int) -> int:
     if given is not None and given > num_layers:
         raise ConfigError(
             f"speculative.num_draft_tokens is {given}; the checkpoint has {num_layers} layers that predict further tokens, "
-            f"each of which makes one draft: allowed: 1 to {num_layers}"
+            f"each of which makes one draft; allowed: 1 to {num_layers}"
         )
     return given or num_layers

@@ -1,8 +1,9 @@
-"""Layers that predict further tokens, as checkpoints hold them beside their model: which layout, and what the layers are.
+"""Describe the layers that predict further tokens, which some checkpoints hold in addition to their model.
 
-Both are read off the names and shapes of the tensors. In all layouts such a layer takes the embedding of the next token and
-the target's hidden state (further on its own output), each normed, side by side, and projects them to the input of a decoder
-layer; embedding and head are the target's, copies of them are left alone. Those that differ are its own.
+The layout and the layers are recognised by the names and shapes of tensors. In all layouts such a layer takes the
+embedding of the next token and the target's hidden state (for further tokens, its own output). It normalises both, and
+projects them side by side to the input of a decoder layer. The embedding and the head are the target's; copies of them
+are ignored. An embedding or a head that differs from the target's is the layer's own.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of tensors. ``layer`` begins those of a decoder layer and ``entry`` those of norms and projection around it, where
-    {index} counts from 0 and {behind} from the number of the target's layers. ``embedding`` and ``head`` are what the layout
-    repeats of the target. ``hidden_first``: the hidden state is the first half of what is projected; ``blind_start``: the embedding at
-    position 0 counts as zeros; ``before_norm``: the target's hidden state is the one before its final norm."""
+    """Describe the names of the tensors in a layout.
+
+    ``layer`` is the prefix of the names of a decoder layer, and ``entry`` that of the norms and the projection around
+    it. {index} counts from 0 and {behind} from the number of the target's layers. ``embedding`` and ``head`` are copies
+    of the target's. With ``hidden_first``, the hidden state is the first half of the projection's input. With
+    ``blind_start``, the embedding at position 0 is replaced by zeros. With ``before_norm``, the target's hidden state
+    is the one before its final norm.
+    """
 
     layer: str
     entry: str
@@ -46,7 +51,7 @@ class Layout:
 
     @property
     def shares_entry(self) -> bool:
-        """True if all layers have one set of norms and projection."""
+        """Return True if all layers share one set of norms and projection."""
         return "{" not in self.entry
 
 
@@ -60,10 +65,10 @@ DEEPSEEK = Layout(
     embedding="embed_tokens",
     head="shared_head.head",
 )
-"""DeepSeek-V3 (arXiv 2412.19437, section 2.2)."""
+"""The layout of DeepSeek-V3 (arXiv 2412.19437, section 2.2)."""
 QWEN = Layout("mtp.layers.{index}", "mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-"""Qwen3-Next and later. Norms are those of the target's family: Qwen3-Next's own, kept as what they exceed one by, are no part of
-the families that are implemented."""
+"""The layout of Qwen3-Next and later models. The norms are those of the target's family. Qwen3-Next stores its norm
+weights minus one, which is not implemented."""
 MIMO = Layout(
     "model.mtp_layers.{index}",
     "model.mtp_layers.{index}",
@@ -75,11 +80,11 @@ MIMO = Layout(
     blind_start=True,
     before_norm=True,
 )
-"""MiMo (arXiv 2505.07608), as its authors run it in vLLM."""
+"""The layout of MiMo (arXiv 2505.07608), as its authors run it in vLLM."""
 LAYOUTS = (DEEPSEEK, QWEN, MIMO)
 
 EMBEDDING = "model.embed_tokens"
-"""The target's."""
+"""The name of the target's embedding."""
 
 MISSING = {
     "self_attn.kv_a_proj_with_mqa.weight": "latent attention",
@@ -87,13 +92,16 @@ MISSING = {
     "mlp.gate.weight": "a mixture of experts",
     "linear_attn.in_proj_qkvz.weight": "linear attention",
 }
-"""Tensors of layers that are not implemented."""
+"""Tensors by which layers that are not implemented are recognised."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpShape:
-    """``first`` is the number of the target's layers: what {behind} counts from. ``rope.context_len`` is the longest context.
-    ``own_embedding`` and ``own_head``: not the target's."""
+    """Describe the layers of a checkpoint.
+
+    ``first`` is the number of the target's layers, from which {behind} counts. ``rope.context_len`` is the longest
+    context. With ``own_embedding`` or ``own_head``, the layers do not use the target's.
+    """
 
     layout: Layout
     decoder: DecoderShape
@@ -105,23 +113,26 @@ class MtpShape:
 
     @property
     def watch(self) -> int:
-        """Which of the target's hidden states is read, see ``Batch.watch``."""
+        """Return the number of the target's hidden states that are read (see ``Batch.watch``)."""
         return self.first + self.layout.before_norm
 
     def layer(self, index: int) -> str:
-        """Begins the names of a decoder layer."""
+        """Return the prefix of the names of decoder layer ``index``."""
         return self.layout.layer.format(index=index, behind=self.first + index)
 
     def entry(self, index: int) -> str:
-        """Begins the names of what is around it."""
+        """Return the prefix of the names of the norms and the projection around layer ``index``."""
         return self.layout.entry.format(index=index, behind=self.first + index)
 
 
 def describe_mtp(config: Mapping[str, Any], directory: Path | None, target: ModelInfo, max_context: int) -> ModelInfo:
-    """The layers that predict further tokens in the checkpoint of ``target`` in ``directory``; ``config`` of the answer is a
-    ``MtpShape``. Without a directory, of random weights, they are as config.json would have them, in DeepSeek-V3's layout.
-    Raises ``ConfigError``."""
-    shapes = _imagined(config, target) if directory is None else tensor_shapes(directory)
+    """Return the facts of the layers in the checkpoint of ``target`` in ``directory``. Their ``config`` is an
+    ``MtpShape``.
+
+    Without a directory (for random weights), the layers are those that ``config`` (config.json) describes, in
+    DeepSeek-V3's layout. Raises ``ConfigError`` if there are no such layers or if they are not implemented.
+    """
+    shapes = _described_shapes(config, target) if directory is None else tensor_shapes(directory)
     layout = _layout(shapes, target.num_layers)
     attention = _attention(layout, shapes, config, target)
     rope = read_rope(config, attention.head_dim, int(config.get("max_position_embeddings") or max_context))
@@ -154,15 +165,16 @@ def describe_mtp(config: Mapping[str, Any], directory: Path | None, target: Mode
 
 
 def _with_own(shape: MtpShape, directory: Path, shapes: Shapes) -> MtpShape:
-    """``shape``, where embedding and head are told from copies of the target's. Raises ``ConfigError``."""
+    """Return ``shape`` with ``own_embedding`` and ``own_head`` set. Raises ``ConfigError`` if one of several layers has
+    them."""
     head = "lm_head" if "lm_head.weight" in shapes else EMBEDDING
     for index in range(shape.num_layers):
         own_embedding = _differs(directory, shapes, f"{shape.entry(index)}.{shape.layout.embedding}.weight", EMBEDDING)
         own_head = _differs(directory, shapes, f"{shape.entry(index)}.{shape.layout.head}.weight", head)
         if (own_embedding or own_head) and shape.num_layers > 1:
             raise ConfigError(
-                f"speculative is 'mtp', and one of {shape.num_layers} layers that predict further tokens ({shape.entry(index)}) has an "
-                "embedding or a head other than the target's; implemented: of a single layer. Choose another drafter, such as ngram"
+                f"speculative is 'mtp', but one of {shape.num_layers} layers that predict further tokens ({shape.entry(index)}) has an "
+                "embedding or a head other than the target's, which is implemented for a single layer only. Choose another drafter, such as ngram"
             )
         shape = replace(shape, own_embedding=own_embedding, own_head=own_head)
     return shape
@@ -185,7 +197,7 @@ def _layout(shapes: Shapes, behind: int) -> Layout:
             return layout
     wanted = " or ".join(f"{layout.entry}.{layout.projection}.weight" for layout in LAYOUTS)
     raise ConfigError(
-        f"speculative is 'mtp', and the target's checkpoint has no layers that predict further tokens in a layout known here: "
+        f"speculative is 'mtp', but the target's checkpoint has no layers that predict further tokens in a supported layout: "
         f"{wanted.format(index=0, behind=behind)}; choose another drafter, such as ngram"
     )
 
@@ -197,14 +209,14 @@ def _refuse_missing(layer: str, shapes: Shapes) -> None:
         found.append("a gate on its attention")
     if found:
         raise ConfigError(
-            f"speculative is 'mtp', and the layer that predicts further tokens ({layer}) has {found[0]}, which is missing here; "
+            f"speculative is 'mtp', but the layer that predicts further tokens ({layer}) has {found[0]}, which is not implemented; "
             "implemented: decoder layers of the Llama and Qwen families. Choose another drafter, such as ngram"
         )
     needed = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "input_layernorm"]
     lacking = [f"{layer}.{name}.weight" for name in needed if f"{layer}.{name}.weight" not in shapes]
     if lacking:
         raise ConfigError(
-            f"speculative is 'mtp', and the layer that predicts further tokens lacks {', '.join(lacking)}: it is no decoder layer "
+            f"speculative is 'mtp', but the layer that predicts further tokens lacks {', '.join(lacking)}. It is not a decoder layer "
             "of the Llama and Qwen families, which are implemented. Choose another drafter, such as ngram"
         )
 
@@ -224,7 +236,7 @@ def _attention(layout: Layout, shapes: Shapes, config: Mapping[str, Any], target
     )
 
 
-def _imagined(config: Mapping[str, Any], target: ModelInfo) -> Shapes:
+def _described_shapes(config: Mapping[str, Any], target: ModelInfo) -> Shapes:
     hidden, queries, keys = (
         target.hidden_size,
         target.num_heads * target.head_dim,

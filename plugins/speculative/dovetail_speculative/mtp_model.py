@@ -1,4 +1,4 @@
-"""Layers that predict further tokens, over the target's embedding and head or their own."""
+"""Define the model of layers that predict further tokens, over the target's embedding and head or their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class MtpInput(Layer):
-    """What is around a decoder layer: the way in, from an embedding and a hidden state, and the norm of what comes out."""
+    """Compute the input of a decoder layer from an embedding and a hidden state, and hold the norm of the layer's
+    output."""
 
     def __init__(self, hidden_size: int, eps: float, *, hidden_first: bool) -> None:
         super().__init__()
@@ -34,13 +35,14 @@ class MtpInput(Layer):
         self._hidden_first = hidden_first
 
     def forward(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Both ``[tokens, hidden_size]``, the shape stays. Mutates nothing."""
+        """Return the input ``[tokens, hidden_size]`` of the decoder layer. Both arguments have the same shape; mutates
+        nothing."""
         halves = [self.embed_norm.forward(embedding), self.hidden_norm.forward(hidden)]
         return self.projection.forward(torch.cat(halves[::-1] if self._hidden_first else halves, -1))
 
 
 class MtpModel(Layer, ModelArchitecture):
-    """The layers of a ``ModelInfo`` whose ``config`` is a ``MtpShape``, for a ``target``."""
+    """Run the layers of a ``ModelInfo`` whose ``config`` is an ``MtpShape``, for a ``target``."""
 
     def __init__(self, info: ModelInfo, target: ModelArchitecture) -> None:
         super().__init__()
@@ -60,8 +62,12 @@ class MtpModel(Layer, ModelArchitecture):
         self._logits = target.logits if self.head is None else self.head.forward
 
     def advance(self, index: int, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Layer ``index`` over a batch of tokens ``ids`` int64 ``[tokens]``, with the hidden states that go with them. Returns
-        its own, after its norm, ``[tokens, hidden_size]``; mutates nothing but the cache."""
+        """Run layer ``index`` over a batch of the tokens ``ids`` (int64 ``[tokens]``), and return its normalised
+        output.
+
+        ``hidden [tokens, hidden_size]`` are the hidden states for these tokens; the output has the same shape. Mutates
+        the draft cache only.
+        """
         shape: MtpShape = self.info.config
         entry = self._entries[index % len(self._entries)]
         embedding = self._embed(ids)
@@ -72,8 +78,9 @@ class MtpModel(Layer, ModelArchitecture):
         return entry.final_norm.add_forward(added, residual)[0]
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The first layer over ``batch.input_ids``, with the hidden states ``batch.hidden`` of the tokens before them."""
-        assert batch.hidden is not None, "what these layers go on from"
+        """Run the first layer over ``batch.input_ids``; ``batch.hidden`` are the hidden states of the tokens before
+        them."""
+        assert batch.hidden is not None, "the drafter sets the hidden states that the layers continue from"
         return self.advance(0, batch, batch.input_ids, batch.hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -104,7 +111,7 @@ class MtpModel(Layer, ModelArchitecture):
         return targets
 
     def ignored_weights(self) -> Iterable[str]:
-        """See ``ModelArchitecture.ignored_weights``: the target's own tensors, and copies of them."""
+        """Ignore the target's own tensors, and copies of them. See ``ModelArchitecture.ignored_weights``."""
         shape: MtpShape = self.info.config
         own = "|".join(re.escape(shape.entry(index)) for index in range(self.info.num_layers))
         copies = [f"{name}.weight" for name in (shape.layout.embedding, shape.layout.head) if name is not None]

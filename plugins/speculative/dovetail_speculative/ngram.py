@@ -1,4 +1,5 @@
-"""Prompt lookup decoding: a text often repeats itself (https://github.com/apoorvumang/prompt-lookup-decoding), or others."""
+"""Draft by prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding): texts often repeat themselves or each
+other."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 from dovetail.interfaces.speculative import Drafter, DrafterContext
 from dovetail.types import Batch, DraftTree, ForwardOutput, IntArray, Req
 from dovetail_speculative.config import NgramConfig
-from dovetail_speculative.ngram_doubts import Doubts
+from dovetail_speculative.ngram_confidence import NgramConfidence
 from dovetail_speculative.ngram_index import TOKEN, NgramIndex
 from dovetail_speculative.ngram_memory import SharedMemory, SharedText
 
@@ -18,7 +19,8 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class _Guess(NamedTuple):
-    """``token`` was drafted for ``place``, or would have been, but for doubts of ``key``."""
+    """Describe a guess: ``token`` was drafted for index ``place``, or would have been if the confidence of ``key`` were
+    not 0."""
 
     place: int
     token: int
@@ -28,30 +30,32 @@ class _Guess(NamedTuple):
 
 @dataclass(slots=True)
 class _State:
-    """What is known of one request. ``doubts`` are its own, or the server's where memory is shared."""
+    """Hold the state of one request. ``confidence`` is its own, or that of the whole server if outputs are shared."""
 
     index: NgramIndex
-    doubts: Doubts
+    confidence: NgramConfidence
     shared: SharedText | None
     guess: _Guess | None = None
 
 
 class NgramDrafter(Drafter):
-    """Drafts what followed the last occurrence of the longest n-gram that ends the text, prompt and output alike, or that ended
-    what another request of the namespace said; the request's own text comes first where both know n-grams of one length.
-    It does not after n-grams where that came to nothing lately, nor, unless it was right there before, after single tokens and
-    what others said after less than the longest n-gram.
+    """Draft what followed the last occurrence of the longest n-gram that ends the text, in prompt and output alike.
 
-    Where the own occurrence is so close to the end that too few tokens follow it, the draft repeats them: a text that has
-    begun to go round goes round once more.
+    The occurrence can also be in the text of another request of the namespace. For n-grams of one length, the request's
+    own text comes first. No draft is made after an n-gram where recent drafts were wrong. After single tokens, and
+    after n-grams of other requests that are shorter than the longest length, a draft is made only if such a draft was
+    right before.
+
+    If fewer tokens follow the occurrence in the request's own text than may be drafted, the draft repeats them: a text
+    that has begun to repeat itself is expected to go on repeating.
     """
 
     def __init__(self, config: NgramConfig, context: DrafterContext) -> None:
-        """``context`` is not needed: drafts are made on the host."""
+        """Build the drafter. ``context`` is not used: drafts are made on the host."""
         self._config = config
         self._lengths = range(config.min_ngram, config.max_ngram + 1)
         self._states: dict[int, _State] = {}
-        self._doubts = Doubts(config.shared)
+        self._confidence = NgramConfidence(config.shared)
         self._shared = (
             SharedMemory(self._lengths, config.shared, lag=config.num_draft_tokens, prompts=config.share_prompts)
             if config.shared
@@ -60,11 +64,11 @@ class NgramDrafter(Drafter):
 
     @property
     def max_draft_tokens(self) -> int:
-        """``num_draft_tokens`` of the config."""
+        """Return ``num_draft_tokens`` of the config."""
         return self._config.num_draft_tokens
 
     def propose(self, batch: Batch) -> DraftTree | None:
-        """A chain for each decode row whose latest tokens have occurred before."""
+        """Return a chain for each decode row whose latest tokens have occurred before."""
         assert batch.draft_limits is not None, "pages were reserved for no drafts"
         limits = np.minimum(batch.draft_limits, self._config.num_draft_tokens).tolist()
         rows = range(batch.num_extend, len(batch.reqs))
@@ -75,18 +79,18 @@ class NgramDrafter(Drafter):
         return _chains(lens, drafts) if lens.any() else None
 
     def observe(self, batch: Batch, output: ForwardOutput) -> None:
-        """Learn what came of the drafts and, for others, what the requests have said."""
+        """Record whether drafts were right and, if outputs are shared, add what the requests generated."""
         for req in batch.reqs:
             state = self._states.get(req.uid)
             if state is not None and state.guess is not None and req.known_len > state.guess.place:
                 place, token, key, start = state.guess
-                state.doubts.settle(key, start, req.token_ids[place] == token)
+                state.confidence.update(key, start, req.token_ids[place] == token)
                 state.guess = None
             if self._shared is not None and req.params.speculative and req.finish is None:
-                self._shared.follow(req)  # one that has ended is closed by ``forget``, or has been
+                self._shared.follow(req)  # ``forget`` closes, or has closed, requests that have ended
 
     def forget(self, req: Req) -> None:
-        """Drop the request's state, and learn the rest of what it has said."""
+        """Drop the request's state, and add the rest of its text to the shared memory."""
         self._states.pop(req.uid, None)
         if self._shared is not None and req.params.speculative:
             self._shared.close(req)
@@ -95,8 +99,10 @@ class NgramDrafter(Drafter):
         state = self._states.get(req.uid)
         if state is None:
             shared, memory = self._shared, self._config.memory
-            doubts, text = (self._doubts, shared.open(req)) if shared is not None else (Doubts(memory), None)
-            state = self._states[req.uid] = _State(NgramIndex(self._lengths, memory), doubts, text)
+            confidence, text = (
+                (self._confidence, shared.open(req)) if shared is not None else (NgramConfidence(memory), None)
+            )
+            state = self._states[req.uid] = _State(NgramIndex(self._lengths, memory), confidence, text)
         return state
 
     def _draft(self, req: Req, count: int) -> IntArray:
@@ -108,14 +114,15 @@ class NgramDrafter(Drafter):
         key = ngram + kind + state.shared.salt if state.shared is not None else ngram
         start = 1 if len(ngram) >= TOKEN * (2 if kind == _OWN else self._lengths[-1]) else 0
         state.guess = _Guess(len(text), int(draft[0]), key, start)
-        if not state.doubts.mark(key, start):
+        if not state.confidence.counter(key, start):
             return _NONE
         if kind == _OWN and count > len(draft):
             return draft[np.arange(count) % len(draft)]
         return draft[:count]
 
     def _longest(self, state: _State, text: IntArray) -> tuple[IntArray, bytes, bytes]:
-        """What follows the longest n-gram that has occurred; that n-gram; and where it has."""
+        """Return what follows the longest n-gram that has occurred, that n-gram, and the kind of text in which it has
+        occurred."""
         end, mine, shared = text[-self._lengths[-1] :].tobytes(), state.shared, self._shared
         for n in reversed(self._lengths):
             ngram = end[len(end) - n * TOKEN :] if n * TOKEN <= len(end) else b""
@@ -133,7 +140,7 @@ _OWN, _OTHERS = b"o", b"t"
 
 
 def _chains(lens: IntArray, drafts: dict[int, IntArray]) -> DraftTree:
-    """``drafts`` by row as chains, ``lens [rows]`` long; zeros elsewhere."""
+    """Return ``drafts`` (by row) as chains of lengths ``lens [rows]``, with zeros elsewhere."""
     width = int(lens.max())
     token_ids = np.zeros((len(lens), width), dtype=np.int32)
     for row, draft in drafts.items():

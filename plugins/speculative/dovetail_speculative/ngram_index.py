@@ -1,4 +1,4 @@
-"""Where each n-gram of a growing text occurred last."""
+"""Find where each n-gram of a growing text occurred last."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ from collections.abc import Iterator
 from dovetail.types import IntArray
 
 TOKEN = 4
-"""Bytes of a token."""
+"""The number of bytes of a token."""
 
 
 class NgramIndex:
-    """Finds the last occurrence of a text's own end, in constant time per token of text.
+    """Find the last occurrence of the end of a text, in constant time per token of text.
 
-    An n-gram is known by the bytes of its tokens. Two generations of at most ``memory`` positions each bound the memory.
+    The key of an n-gram is the bytes of its tokens. Two generations of at most ``memory`` positions each bound the
+    memory.
     """
 
     def __init__(self, lengths: range, memory: int) -> None:
-        """``lengths`` of n-grams that are learnt."""
+        """Build an empty index for n-grams of these ``lengths``."""
         self._lengths = lengths
         self._memory = memory
         self._recent: dict[bytes, int] = {}  # n-gram: the position after it
         self._older: dict[bytes, int] = {}
-        self._turn = memory  # where the next generation begins
-        self._indexed = 0  # n-grams that end at or before this position are known
+        self._turn = memory  # the position at which the next generation begins
+        self._indexed = 0  # n-grams that end at or before this position are in the index
 
     def find(self, ngram: bytes) -> int | None:
-        """The position after the last occurrence of ``ngram``, as far as ``extend`` has learnt it."""
+        """Return the position after the last occurrence of ``ngram`` that ``extend`` has added, or None."""
         return self._recent.get(ngram) or self._older.get(ngram)
 
     def extend(self, text: IntArray) -> None:
-        """Learn the n-grams that end before the end of ``text``, but for those that would be forgotten at once. ``text`` must
-        begin with what it was at the last call."""
+        """Add the n-grams that end before the end of ``text``, except those that would be dropped at once.
+
+        ``text`` must begin with the text of the last call.
+        """
         end = len(text) - 1
         start = max(self._indexed, end - 2 * self._memory)
         while start < end:
@@ -44,7 +47,8 @@ class NgramIndex:
 
 
 def ngrams_of(text: IntArray, lengths: range, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
-    """The n-grams of ``text`` that end at a place in ``(start, stop]``, of each length that fits, with that place."""
+    """Yield the n-grams of ``text`` that end at a position in ``(start, stop]``, of each length that fits, with that
+    position."""
     base = max(0, start + 1 - lengths[-1])
     data = text[base:stop].tobytes()
     for n in lengths:

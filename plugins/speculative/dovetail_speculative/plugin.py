@@ -1,4 +1,4 @@
-"""What this package registers. Imports nothing heavy."""
+"""Register the drafters of this package without importing them."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ EAGLE3_TREE = _eagle("eagle3_tree", "Eagle3Drafter", "Eagle3TreeConfig", "EAGLE-
 
 @hookimpl
 def register_components() -> Sequence[ComponentSpec]:
-    """What follows from the text, a model of its own, heads that read hidden states of the target."""
+    """Return the specs of the drafters of this package."""
     return (NGRAM, DRAFT_MODEL, EAGLE, EAGLE3, EAGLE3_TREE, MTP, DFLASH)

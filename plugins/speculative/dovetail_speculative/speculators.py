@@ -1,5 +1,7 @@
-"""The config.json that the speculators library writes (https://github.com/vllm-project/speculators): settings of the layers in a
-section of their own, those of the drafter beside it."""
+"""Read the config.json of the speculators library (https://github.com/vllm-project/speculators).
+
+It has the settings of the layers in a section, and those of the drafter next to that section.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,23 @@ from typing import Any
 from dovetail.errors import ConfigError
 
 NO_PARAMETERS = ("d2t", "t2d", r"verifier_(norm|lm_head)\.weight")
-"""Patterns of names in drafters' checkpoints: maps between vocabularies, and parts of the target that training alone needs."""
+"""Patterns of tensor names in drafters' checkpoints that are not parameters: maps between vocabularies, and parts of
+the target that only training needs."""
 
 
 def flattened(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Such a config.json as one mapping: ``transformer_layer_config``, and over it what stands beside it and is not null. Any other is
-    returned as it is. ``kind`` is the ``speculators_model_type`` that is read. Raises ``ConfigError`` for another one."""
+    """Return such a config.json as one mapping, or any other config.json unchanged.
+
+    The mapping has the settings of ``transformer_layer_config``, overridden by those next to it that are not null.
+    Raises ``ConfigError`` unless ``speculators_model_type`` is ``kind``.
+    """
     given = config.get("speculators_model_type")
     if given is None:
         return config
     if given != kind:
         raise ConfigError(
-            f"config.json of the drafter: speculators_model_type is {given!r}; read here: {kind!r}; speculative can be 'eagle3' "
-            "or 'dflash' for checkpoints of the speculators library, the one that they were trained as"
+            f"config.json of the drafter: speculators_model_type is {given!r}, but this drafter reads {kind!r}; for checkpoints of the "
+            "speculators library, set speculative to the type that they were trained as, 'eagle3' or 'dflash'"
         )
     layers = config.get("transformer_layer_config")
     if not isinstance(layers, Mapping):

@@ -1,4 +1,4 @@
-"""What drafters do to batches, whichever model they run."""
+"""Provide the steps on batches that drafters of all models have in common."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Committed:
-    """Tokens of a step that are part of their texts from now on, row by row. ``rows`` int32 ``[n]`` are rows of the batch;
-    row i has ``counts[i]`` tokens at its places ``starts[i]`` and on. ``index`` int64 ``[tokens]`` says which tokens of the step they
-    were (of ``batch.hidden``, say), ``next_ids`` int64 ``[tokens]`` which token follows each."""
+    """Describe the tokens of a step that have become part of their texts, row by row.
+
+    ``rows`` (int32 ``[n]``) are rows of the batch. Row i has ``counts[i]`` tokens at indices ``starts[i]``,
+    ``starts[i] + 1`` and so on. ``index`` (int64 ``[tokens]``) tells which tokens of the step they are, for example in
+    ``batch.hidden``. ``next_ids`` (int64 ``[tokens]``) is the token that follows each of them.
+    """
 
     rows: IntArray
     starts: IntArray
@@ -33,15 +36,18 @@ class Committed:
     next_ids: Array
 
     def __getitem__(self, chosen: BoolArray) -> Committed:
-        """The tokens of the ``chosen`` of the rows, bool ``[n]``."""
+        """Return the tokens of the rows that ``chosen`` (bool ``[n]``) selects."""
         tokens = np.repeat(chosen, self.counts)
         rows, starts, counts = (array[chosen] for array in (self.rows, self.starts, self.counts))
         return Committed(rows, starts, counts, self.index[tokens], self.next_ids[tokens])
 
 
 def committed(batch: Batch, output: ForwardOutput) -> Committed | None:
-    """Of a step that has been committed: whole chunks of prompts, one token of a decode row, the accepted path of a verify row
-    with the token that it starts from. None if there is nothing."""
+    """Return the tokens of a step that has been committed, or None if there are none.
+
+    These are whole chunks of prompts, one token of a decode row, and of a verify row the accepted path with the token
+    before it.
+    """
     nodes = (output.on_host or output).nodes
     paths = None if nodes is None else nodes.cpu().numpy()
     sampled = np.cumsum(batch.samples) - 1
@@ -71,7 +77,8 @@ def committed(batch: Batch, output: ForwardOutput) -> Committed | None:
 
 
 def chains(num_rows: int, drafts: Mapping[int, IntArray]) -> DraftTree | None:
-    """``drafts[row]``, the tokens drafted for a row, as chains of a batch of ``num_rows`` rows; None if there are none."""
+    """Return ``drafts[row]``, the tokens drafted for a row, as chains of a batch of ``num_rows`` rows; None if there
+    are none."""
     width = max(map(len, drafts.values()), default=0)
     if not width:
         return None
@@ -83,8 +90,11 @@ def chains(num_rows: int, drafts: Mapping[int, IntArray]) -> DraftTree | None:
 
 
 class ChainState(NamedTuple):
-    """``drafts [rows, most]`` int64, of which ``lens [rows]`` are there; the last of them, ``ids [rows]``, and ``hidden [rows, size]``
-    that the model goes on from."""
+    """Hold the state of chains.
+
+    ``drafts`` (int64 ``[rows, most]``) has ``lens [rows]`` drafts of each row. ``ids [rows]`` are the last of them, and
+    ``hidden [rows, size]`` are the hidden states that the model continues from.
+    """
 
     ids: torch.Tensor
     hidden: torch.Tensor
@@ -93,8 +103,12 @@ class ChainState(NamedTuple):
 
 
 class ChainSteps(DraftSteps):
-    """Drafts one after the other. ``step(batch, ids, hidden)`` takes a token of each row, int64 ``[rows]``, and what it returned beside
-    it, ``hidden [rows, hidden_size]``; it returns the next of both. See ``DraftSteps`` for what it may do."""
+    """Draft one token after the other.
+
+    ``step(batch, ids, hidden)`` takes one token of each row (int64 ``[rows]``) and the ``hidden [rows, hidden_size]``
+    that it returned with that token. It returns the next tokens and hidden states. It must do what ``DraftSteps``
+    requires of passes.
+    """
 
     widths = (1,)
 
@@ -106,7 +120,7 @@ class ChainSteps(DraftSteps):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """For chains of up to ``most`` drafts."""
+        """Build the steps for chains of up to ``most`` drafts."""
         self._step, self._most, self._hidden_size = step, most, hidden_size
         self._dtype, self._device = dtype, device
 
@@ -134,8 +148,11 @@ class ChainSteps(DraftSteps):
         ids: torch.Tensor,
         hidden: torch.Tensor,
     ) -> IntArray:
-        """Chains of ``lens[i] >= 1`` drafts, longest first, of which ``ids`` are the first: int32 ``[rows, longest]``. The first is read at
-        place ``starts[i]``, the last not at all. Waits for the device."""
+        """Return chains of ``lens[i] >= 1`` drafts, int32 ``[rows, longest]``.
+
+        The rows are ordered from the longest chain to the shortest. ``ids`` are the first drafts. The model reads the
+        first draft of row i at index ``starts[i]``, and does not read the last draft. Waits for the device.
+        """
         longest = int(lens.max())
         fresh = self.state(len(lens))
         fresh.drafts[:, 0] = ids
@@ -150,8 +167,11 @@ class ChainSteps(DraftSteps):
 
 
 class TextState(NamedTuple):
-    """Tokens of texts, ``ids [rows, most]``, with the hidden states that go with them, ``hidden [rows, most, size]``, and what was said
-    to the last of each row: ``outputs [rows, output size]``."""
+    """Hold the state of texts.
+
+    ``ids [rows, most]`` are tokens of texts and ``hidden [rows, most, size]`` the hidden states for them.
+    ``outputs [rows, output size]`` are the model's outputs for the last token of each row.
+    """
 
     ids: torch.Tensor
     hidden: torch.Tensor
@@ -159,8 +179,11 @@ class TextState(NamedTuple):
 
 
 class TextSteps(DraftSteps):
-    """Reads what has become part of texts since the last time: up to ``most`` tokens a row. ``read(batch, ids, hidden)`` returns the
-    model's outputs of all tokens, ``[tokens, output size]``. See ``DraftSteps`` for what it may do."""
+    """Read the tokens that have become part of texts since the last time, up to ``most`` tokens per row.
+
+    ``read(batch, ids, hidden)`` returns the model's outputs of all tokens, ``[tokens, output size]``. It must do what
+    ``DraftSteps`` requires of passes.
+    """
 
     def __init__(
         self,
@@ -170,7 +193,7 @@ class TextSteps(DraftSteps):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``sizes`` are those of hidden states and outputs."""
+        """Build the steps. ``sizes`` are the sizes of hidden states and of outputs."""
         self.widths = (1, most)
         self._read, self._sizes, self._dtype, self._device = read, sizes, dtype, device
 
@@ -188,7 +211,8 @@ class TextSteps(DraftSteps):
         outputs.copy_(read.index_select(0, batch.qo_indptr[1 : len(outputs) + 1] - 1))
 
     def places(self, counts: IntArray) -> Array:
-        """Where tokens of rows of ``counts`` tokens go among ``[rows, most]``: int64 ``[tokens]``."""
+        """Return where the tokens of rows of ``counts`` tokens go in the flattened ``[rows, most]``: int64
+        ``[tokens]``."""
         before = np.cumsum(counts) - counts
         return np.arange(int(counts.sum())) + np.repeat(np.arange(len(counts)) * self.widths[-1] - before, counts)
 
@@ -200,7 +224,11 @@ class TextSteps(DraftSteps):
         ids: torch.Tensor,
         hidden: torch.Tensor,
     ) -> torch.Tensor:
-        """Outputs of the last tokens of ``rows``: slots, starts and counts. ``places`` are those of ``ids`` and ``hidden``."""
+        """Read tokens and return the outputs of the last token of each row.
+
+        ``rows`` are slots, starts and counts. ``places`` are those of ``ids`` and ``hidden`` (see
+        ``TextSteps.places``).
+        """
         slots, starts, counts = rows
         state = self.state(len(slots))
         state.ids.view(-1).index_copy_(0, places, ids)

@@ -1,12 +1,13 @@
-"""Growing draft trees level by level, the most probable nodes first (EAGLE-2, arXiv 2406.16858).
+"""Grow draft trees level by level, the most probable nodes first (EAGLE-2, arXiv 2406.16858).
 
-A level has the children of ``topk`` nodes of the level above, ``topk`` each: candidates. Of these the ``topk`` most probable,
-given their ancestors, are expanded next. In the end the best candidates of all levels are the draft: as a child is never
-more probable than its parent, they hang together.
+A level consists of candidates: ``topk`` children of each of ``topk`` nodes of the level above. The ``topk`` most
+probable candidates, given their ancestors, are expanded next. In the end the best candidates of all levels are the
+draft. Because a child is never more probable than its parent, they form a tree.
 
-All of it is done on the device, in tensors whose shapes depend on the number of rows alone. Row r may be narrower: it has
-``widths[r] <= topk`` nodes a level. Its expanded nodes then stand closer together, node i of level l at ``widths[r] * l + i``;
-those of ranks that it does not have are written too, behind the level, and overwritten by the next.
+All of this runs on the device, in tensors whose shapes depend on the number of rows only. Row r may be narrower: it has
+``widths[r] <= topk`` nodes per level. Its expanded nodes are then closer together: node i of level l is at
+``widths[r] * l + i``. The nodes of ranks that it does not have are written too, after the level, and overwritten by the
+next level.
 """
 
 from __future__ import annotations
@@ -25,30 +26,34 @@ if TYPE_CHECKING:
     from dovetail_speculative.config import TreeShape
 
 Children = tuple[torch.Tensor, torch.Tensor]
-"""The most likely tokens after each of ``n`` nodes, best first, and the logarithms of their probabilities: int64 and float32
-``[n, topk]``."""
+"""The most likely tokens after each of ``n`` nodes, best first, and the logarithms of their probabilities: int64 and
+float32 ``[n, topk]``."""
 
 
 class Trees(NamedTuple):
-    """Trees of several rows. ``nodes`` is the most nodes of a row that are expanded, ``candidates`` the most that there can be. A
-    candidate has a token, the logarithm of its probability given the text (minus infinity: there is none), and its parent
-    among the candidates (-1: the text's last token). int64 unless said otherwise."""
+    """Hold the trees of several rows. All tensors are int64 unless another dtype is given.
 
-    hidden: torch.Tensor  # [rows, nodes, hidden_size] what the model goes on from, of each expanded node
+    ``nodes`` is the largest number of expanded nodes of a row, and ``candidates`` the largest number of candidates. A
+    candidate has a token, the logarithm of its probability given the text (minus infinity: the candidate does not
+    exist), and its parent among the candidates (-1: the text's last token).
+    """
+
+    hidden: torch.Tensor  # [rows, nodes, hidden_size] what the model continues from, for each expanded node
     tokens: torch.Tensor  # [rows, nodes]
-    seen: torch.Tensor  # bool [rows, nodes, nodes] who descends from whom, and is itself
-    newest: torch.Tensor  # [rows, topk] the candidates that the nodes of the last level are
+    seen: torch.Tensor  # bool [rows, nodes, nodes] whether a node is the other node or descends from it
+    newest: torch.Tensor  # [rows, topk] the candidates that are the nodes of the last level
     ids: torch.Tensor  # [rows, candidates]
     scores: torch.Tensor  # float32 [rows, candidates]
     parents: torch.Tensor  # [rows, candidates]
     widths: torch.Tensor  # [rows]
-    depths: torch.Tensor  # [rows] levels of the row
+    depths: torch.Tensor  # [rows] the number of levels of the row
 
 
 class TreeSteps(DraftSteps):
-    """Grows trees: pass l finds the children of the nodes of level l, which stand at ``kind`` l - 1 of ``widths``.
+    """Grow trees. Pass l finds the children of the nodes of level l; its ``kind`` is l - 1, an index into ``widths``.
 
-    The model runs on all expanded nodes of a row in every pass: those of the levels above see no sibling in a tree mask.
+    The model runs on all expanded nodes of a row in every pass, because nodes of the levels above see no siblings in a
+    tree mask.
     """
 
     def __init__(
@@ -58,19 +63,23 @@ class TreeSteps(DraftSteps):
         best: Callable[[torch.Tensor], Children],
         zeros: Callable[[int], torch.Tensor],
     ) -> None:
-        """``step(batch, ids, hidden)`` is the model: its output ``[tokens, hidden_size]`` for int64 ``[tokens]`` and what it returned for
-        their parents. ``best`` are the children that an output ``[n, hidden_size]`` promises, ``zeros(n)`` makes ``n`` outputs."""
+        """Build the steps.
+
+        ``step(batch, ids, hidden)`` runs the model: it returns the outputs ``[tokens, hidden_size]`` for tokens (int64
+        ``[tokens]``) and the outputs of their parents. ``best`` returns the children that an output
+        ``[n, hidden_size]`` predicts. ``zeros(n)`` returns ``n`` outputs that are zero.
+        """
         self.shape = shape
         self.widths = tuple(shape.topk * level for level in range(1, shape.depth)) or (1,)
         self._step, self._best, self._zeros = step, best, zeros
 
     @property
     def candidates(self) -> int:
-        """The most of a row."""
+        """Return the largest number of candidates of a row."""
         return self.shape.topk + self.shape.topk**2 * (self.shape.depth - 1)
 
     def state(self, rows: int) -> Trees:
-        """See ``DraftSteps.state``. Every node sees itself."""
+        """Return trees in which every node sees itself. See ``DraftSteps.state``."""
         nodes = self.widths[-1]
         hidden = self._zeros(rows * nodes).unflatten(0, (rows, nodes))
         device = hidden.device
@@ -87,21 +96,23 @@ class TreeSteps(DraftSteps):
         return Trees(*state).seen
 
     def begin(self, outputs: torch.Tensor, widths: torch.Tensor, depths: torch.Tensor) -> Trees:
-        """Trees of one level: the children of the texts' last tokens, whose outputs are ``outputs [rows, hidden_size]``."""
+        """Return trees of one level: the children of the texts' last tokens, whose outputs are
+        ``outputs [rows, hidden_size]``."""
         topk, trees = self.shape.topk, self.state(len(outputs))
         ids, scores = self._best(outputs)
         ranks = torch.arange(topk, device=outputs.device)
         trees.ids[:, :topk], trees.parents[:] = ids, -1
         trees.scores[:, :topk] = scores.masked_fill(ranks >= widths[:, None], -torch.inf)
         trees.newest[:] = ranks
-        nodes = min(topk, trees.tokens.shape[1])  # none are expanded where there is one level
+        nodes = min(topk, trees.tokens.shape[1])  # with one level, no node is expanded
         trees.tokens[:, :nodes] = ids[:, :nodes]
         trees.hidden[:, :nodes] = outputs[:, None]
         trees.widths[:], trees.depths[:] = widths, depths
         return trees
 
     def passes(self, starts: IntArray, widths: IntArray, depths: IntArray) -> list[DraftPass]:
-        """What grows trees at ``starts``, deepest first."""
+        """Return the passes that grow trees at indices ``starts``, for rows ordered from the deepest tree to the
+        shallowest."""
         return [
             DraftPass(level, starts, counts, np.repeat(starts, counts) + depth)
             for level, (counts, depth) in enumerate(_levels(tuple(widths.tolist()), tuple(depths.tolist())))
@@ -123,8 +134,12 @@ class TreeSteps(DraftSteps):
             self.expand(trees, level, parents, newest.view(rows, topk, -1))
 
     def grow(self, trees: Trees, level: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Add the children of the newest nodes, ``[rows, topk, topk]``, whose logarithms of probabilities are those given their
-        parents. The best of them are the newest from now on; returns the ranks of their parents, ``[rows, topk]``."""
+        """Add the children of the newest nodes. Mutates ``trees`` and returns the ranks of the parents of the new
+        level, ``[rows, topk]``.
+
+        ``ids`` and ``scores`` (``[rows, topk, topk]``) are tokens and logarithms of probabilities given the parents.
+        The best of the children become the newest nodes.
+        """
         topk = self.shape.topk
         used = topk + topk * topk * (level - 1)
         added = slice(used, used + topk * topk)
@@ -139,8 +154,11 @@ class TreeSteps(DraftSteps):
         return best // topk
 
     def expand(self, trees: Trees, level: int, parents: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Write down the newest candidates as nodes of ``level``. ``parents`` are the ranks of their parents in the level above, whose
-        outputs are ``outputs [rows, topk, hidden_size]``."""
+        """Write the newest candidates to ``trees`` as nodes of ``level``.
+
+        ``parents`` are the ranks of their parents in the level above, whose outputs are
+        ``outputs [rows, topk, hidden_size]``.
+        """
         first = (trees.widths * level)[:, None]
         own = first + torch.arange(self.shape.topk, device=first.device)
         above = (first - trees.widths[:, None] + parents).clamp_(min=0)
@@ -155,8 +173,11 @@ class TreeSteps(DraftSteps):
 
 @functools.lru_cache(64)
 def _levels(widths: tuple[int, ...], depths: tuple[int, ...]) -> list[tuple[IntArray, IntArray]]:
-    """Of each pass how many nodes a row has, int32 ``[rows]``, and how deep each is, int32 ``[nodes]``. Kept: most rows have a limit of
-    a whole tree."""
+    """Return for each pass the number of nodes of each row (int32 ``[rows]``) and the depth of each node (int32
+    ``[nodes]``).
+
+    The results are cached, because most rows have a limit that allows a whole tree.
+    """
     found: list[tuple[IntArray, IntArray]] = []
     of_rows = np.array(widths, np.int32)
     for level in range(1, max(depths)):
@@ -168,18 +189,21 @@ def _levels(widths: tuple[int, ...], depths: tuple[int, ...]) -> list[tuple[IntA
 
 
 def best_of(trees: Trees, counts: torch.Tensor, most: int) -> torch.Tensor:
-    """The ``counts [rows]`` best candidates of each row, ``most`` at most, or as many as there are, as a tree: int64 ``[rows, 1 + 3 *
-    most]``, how many they are, their tokens, their parents, and the bits of their probabilities, float32. Of equals the first
-    stays, so that no node is without its parent."""
+    """Return the ``counts [rows]`` best candidates of each row as a tree, at most ``most``, or as many as there are.
+
+    The result is int64 ``[rows, 1 + 3 * most]``: the number of candidates, their tokens, their parents, and the bits of
+    their probabilities (float32). Of equal candidates the first is taken, so that the parent of every node is in the
+    tree.
+    """
     width, there_are = trees.scores.shape[1], trees.scores.isfinite()
-    scores = trees.scores.masked_fill(~there_are, -torch.inf)  # NaN would be the best of all
+    scores = trees.scores.masked_fill(~there_are, -torch.inf)  # otherwise NaN would be the best score
     lens = torch.minimum(counts, there_are.sum(1))
     place = torch.arange(most, device=lens.device)
     ranked = torch.sort(scores, stable=True, dim=1, descending=True).indices[:, :most]
     kept = ranked.masked_fill(place >= lens[:, None], width).sort(1).values
     there = torch.full((len(lens), width + 1), -1, device=lens.device)
     there.scatter_(1, kept, place.expand_as(kept))
-    there[:, width] = -1  # stands for no node: beyond a row's draft, and for the text's last token
+    there[:, width] = -1  # the entry for no node: beyond a row's draft, and for the text's last token
     own = kept.clamp(max=width - 1)
     parents = trees.parents.gather(1, own)
     parents = there.gather(1, parents.masked_fill(parents < 0, width))
