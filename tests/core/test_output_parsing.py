@@ -108,7 +108,7 @@ def test_marks_that_are_special_tokens_stay_in_the_text():
 
 def test_a_mark_that_is_no_token_cannot_be_waited_for():
     parser = GptOssTools(GptOssToolsConfig(), ParserContext())
-    with pytest.raises(GrammarError, match=r"'<\|end\|>', which is no token"):
+    with pytest.raises(GrammarError, match=r"'<\|end\|>', which is not a token"):
         parsers(parser, None).plan(PARAMS, BARE, ToolRequest((ADD,), required=True))
 
 

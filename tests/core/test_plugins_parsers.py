@@ -36,7 +36,7 @@ def chosen(fakes, tmp_path):
     return run
 
 
-def test_auto_goes_by_the_template(chosen):
+def test_auto_follows_the_template(chosen):
     resolved = chosen(template="{{ messages }}<call>")
     assert resolved.tool_parser.name == "angle"
     assert resolved.reasoning_parser is None

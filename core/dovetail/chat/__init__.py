@@ -1,1 +1,1 @@
-"""Chats: what is shown to the model, how its outputs are constrained, and how they are read. No torch."""
+"""Prepare chat requests for the model, constrain their outputs, and read them. No torch."""

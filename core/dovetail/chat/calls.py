@@ -1,4 +1,4 @@
-"""Tool calls in OpenAI's form."""
+"""Write tool calls in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.interfaces.parsers import CallDelta
 
 
 def call_json(call: CallDelta, whole: bool = False) -> dict[str, Any]:
-    """A part of a tool call in a stream, or a ``whole`` one: without its index."""
+    """Return a part of a tool call in a stream, or a ``whole`` tool call, which has no index."""
     function = {"name": call.name} if call.name is not None else {}
     head = {"id": call.id, "type": "function"} if call.id is not None else {}
     index = {} if whole else {"index": call.index}
@@ -18,7 +18,7 @@ def call_json(call: CallDelta, whole: bool = False) -> dict[str, Any]:
 
 
 def whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
-    """The calls that ``deltas`` add up to."""
+    """Return the calls that ``deltas`` add up to."""
     calls: list[CallDelta] = []
     for delta in deltas:
         if delta.index == len(calls):

@@ -1,4 +1,4 @@
-"""How the outputs of a chat are constrained, so that they come out as was asked, and who reads them."""
+"""Constrain the outputs of a chat to the tool calls that the client requests, and choose the parsers that read them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dovetail.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """How the outputs of one request are constrained and read."""
+    """Describe how the outputs of one request are constrained and read."""
 
     params: SamplingParams
     parsers: OutputParsers
@@ -38,7 +38,7 @@ class OutputPlan:
     stops: Stops | None = None
 
     def reader(self) -> OutputReader:
-        """For one output."""
+        """Return a new reader for one output."""
         reasoning, tool = self.parsers.reasoning, self.parsers.tool
         return OutputReader(
             reasoning.stream(self.prompt) if reasoning and self.separate_reasoning else None,
@@ -49,7 +49,7 @@ class OutputPlan:
 
 
 class OutputParsers:
-    """The server's parsers. ``offers`` are the features of its grammar backends."""
+    """Hold the tool parser and the reasoning parser of a model. ``offers`` are the features of the grammar backends in use."""
 
     def __init__(
         self,
@@ -66,9 +66,11 @@ class OutputParsers:
     def plan(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
     ) -> OutputPlan:
-        """What a request with this prompt needs. Raises ``RequestError`` where ``tools`` cannot be read or enforced.
+        """Plan how the outputs of a request with this prompt are constrained and read. Raises ``RequestError`` if calls of
+        ``tools`` cannot be read or enforced.
 
-        With tools, the reader looks for stop strings and not the engine, which does not know what a call is."""
+        With tools the reader finds stop strings instead of the engine, which cannot distinguish calls from content.
+        """
         gate = self.reasoning.gate(prompt) if self.reasoning else None
         stops = Stops.of(params) if tools else None
         marks: list[str] = list(self.reasoning.special_tokens) if self.reasoning and separate_reasoning else []
@@ -84,7 +86,7 @@ class OutputParsers:
     def _tool_parser(self) -> ToolParser:
         if self.tool is None:
             raise RequestError(
-                "this server has no tool parser for its model, so that it could not tell calls from text; start it with "
+                "this server has no tool parser for its model, so it cannot distinguish calls from text; start it with "
                 "tool_parser: name (`dovetail explain` shows which there are), or give tool_choice: none",
                 param="tools",
                 code="unsupported_parameter",
@@ -110,13 +112,13 @@ class OutputParsers:
         return replace(params, grammar=constraint.grammar, grammar_gate=gate)
 
     def _in_tokens(self, gate: ConstraintGate) -> GrammarGate | None:
-        """The gate in token ids; None for one that does nothing."""
+        """Return the gate in token ids; None for a gate that does nothing."""
         if gate == ConstraintGate():
             return None
         until = self._tokenizer.token_to_id(gate.until) if gate.until else None
         if gate.until and until is None:
             raise GrammarError(
-                f"a constraint would have to wait for {gate.until!r}, which is no token of this model: its output cannot be "
+                f"the constraint would begin after {gate.until!r}, which is not a token of this model, so its output cannot be "
                 "constrained",
                 keyword="until",
             )
@@ -131,7 +133,8 @@ class OutputParsers:
         )
 
     def _stand_in(self, mark: str, char: str) -> tuple[int, int]:
-        """The token of a mark, and the one that stands for it in the grammar: no other token has its character."""
+        """Return the token of a mark, and the token that stands for it in the grammar, which must be the only one with its
+        character."""
         token, code = self._tokenizer.token_to_id(mark), ord(char)
         holders = self._control_tokens.get(code, [])
         if token is None or len(holders) != 1 or self._tokenizer.bytes_of(holders[0]) != char.encode():
@@ -145,7 +148,7 @@ class OutputParsers:
 
     @cached_property
     def _control_tokens(self) -> dict[int, list[int]]:
-        """The tokens that have each of the control characters that may stand for a mark."""
+        """The tokens whose bytes contain a control character that may stand for a mark, by that character."""
         found: dict[int, list[int]] = {code: [] for code in range(0x0E, 0x20)}
         for token in range(self._tokenizer.vocab_size):
             for code in found.keys() & set(self._tokenizer.bytes_of(token)):
@@ -166,7 +169,7 @@ class OutputParsers:
 
 
 def _joined(constraint: ToolConstraint, reasoning: ConstraintGate | None) -> ConstraintGate:
-    """The constraint's gate behind the reasoning."""
+    """Return the gate of the constraint, preceded by that of the reasoning. Raises ``GrammarError`` if the two cannot be joined."""
     gate = constraint.gate
     if reasoning is None or constraint.covers_reasoning:
         return gate
@@ -182,7 +185,7 @@ def _joined(constraint: ToolConstraint, reasoning: ConstraintGate | None) -> Con
 
 
 def load_parsers(info: Mapping[str, Any], config: Config, tokenizer: Tokenizer, registry: Registry) -> OutputParsers:
-    """The parsers that the engine has resolved, by its ``info``. Raises ``PluginError``."""
+    """Build the parsers that the engine has resolved, according to its ``info``. Raises ``PluginError``."""
     resolved = info["resolved"]
     names: list[str] = resolved.get("grammars") or []
     offers = [registry.get(ComponentKind.GRAMMAR, name).spec.offers for name in names]
@@ -194,9 +197,9 @@ def load_parsers(info: Mapping[str, Any], config: Config, tokenizer: Tokenizer, 
         if part is None:
             return None
         component = registry.get(kind, part["name"])
-        asked: tuple[PluginConfig, ...] = getattr(config, kind).candidates
+        configured: tuple[PluginConfig, ...] = getattr(config, kind).candidates
         default = registry.config_class(kind, part["name"])(kind=part["name"])
-        section = next((section for section in asked if section.kind == part["name"]), default)
+        section = next((section for section in configured if section.kind == part["name"]), default)
         return Chosen(component, section).build(context)
 
     return OutputParsers(

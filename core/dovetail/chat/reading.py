@@ -1,4 +1,4 @@
-"""Outputs of chats taken apart as they grow: reasoning, content, tool calls, and stop strings in what is no call."""
+"""Split the output of a chat as it grows into reasoning, content and tool calls, and find stop strings outside of calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Stop strings that hold for reasoning and content, and not inside of calls; from the ``min_tokens``-th token on."""
+    """Describe stop strings that apply to reasoning and content, and not inside of calls, from the ``min_tokens``-th token on."""
 
     texts: tuple[str, ...]
     include: bool = False
@@ -25,7 +25,7 @@ class Stops:
 
     @classmethod
     def of(cls, params: SamplingParams) -> Stops | None:
-        """Those that a request asks for."""
+        """Return the stop strings of a request; None if it has none."""
         return cls(params.stop, params.include_stop, params.min_new_tokens) if params.stop else None
 
     def cutter(self) -> StopCutter:
@@ -34,8 +34,11 @@ class Stops:
 
 
 class OutputReader:
-    """One output: its text runs through the reasoning stream and then the tool stream, where there are any. With
-    ``single``, calls after the first are left out. What follows a stop string is left out."""
+    """Read one output: pass its text through the reasoning stream and then the tool stream, as far as there are any.
+
+    With ``single``, calls after the first are left out. Everything after a stop string is left out. ``calls`` is the number of
+    tool calls so far.
+    """
 
     def __init__(
         self, reasoning: ReasoningStream | None, tools: ToolStream | None, single: bool, stops: Stops | None = None
@@ -49,14 +52,15 @@ class OutputReader:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that has ended the output."""
+        """The stop string that has ended the output; None if there is none."""
         return next((cutter.matched for cutter in self._cutters or () if cutter.matched is not None), None)
 
     def take(
         self, text: str, finish: FinishReason | None, num_tokens: int
     ) -> tuple[list[ChatDelta], FinishReason | None]:
-        """Add what the engine sent: ``text``, after which there are ``num_tokens``, and why it has ended. Returns what it
-        turned out to be, and the end: a stop string that is found here ends the output where the engine has not."""
+        """Add text of the engine, with which the output has ``num_tokens`` tokens, and the reason why the output has ended, if it
+        has. Return the deltas that are final, and the finish reason: a stop string that is found here ends the output even if the
+        engine has not ended it."""
         parts = [self.feed(text, num_tokens >= self._min_tokens)]
         if finish is not None or self.stopped is not None:
             parts.append(self.finish())
@@ -65,17 +69,17 @@ class OutputReader:
         return [part for both in parts for part in _in_order(both) if any(part)], finish
 
     def feed(self, text: str, may_stop: bool = True) -> ChatDelta:
-        """What is certain now. ``may_stop`` says whether stop strings count already."""
+        """Add text and return what is final now. Stop strings are found only with ``may_stop``."""
         if self._cutters is None:
             return self._parsed(text)
         delta = ChatDelta()
-        for char in text:  # so that it is known what came first, content or call
+        for char in text:  # one by one, to find out which came first, content or call
             if self.stopped is None:
                 delta = _joined(delta, self._cut(self._parsed(char), may_stop))
         return delta
 
     def finish(self) -> ChatDelta:
-        """What was held back. Called once, last."""
+        """Return what was held back. Call it once, after the last text."""
         if self.stopped is not None:
             return ChatDelta()
         reasoning, content = self._reasoning.finish() if self._reasoning else ("", "")
@@ -100,7 +104,8 @@ class OutputReader:
         return ChatDelta(reasoning, "".join(delta.content for delta in found), calls)
 
     def _cut(self, delta: ChatDelta, may_stop: bool) -> ChatDelta:
-        """Up to the stop string in it. A call that one character told together with content came after that."""
+        """Return ``delta`` up to the first stop string in it. A call that begins with the same character as content comes after
+        that content."""
         assert self._cutters is not None
         before = self.calls - sum(call.id is not None for call in delta.calls)
         reasoning = self._cutters[0].feed(delta.reasoning, may_stop)
@@ -117,8 +122,8 @@ class OutputReader:
 
 
 def _in_order(delta: ChatDelta) -> list[ChatDelta]:
-    """A step of several tokens may hold the end of a call and what follows it: the call's comes first. A new call comes after
-    content."""
+    """Split ``delta`` into parts that are in the order of the output. A step of several tokens may hold the end of a call and the
+    content after it: the end of the call comes first. A new call comes after the content."""
     further = tuple(takewhile(lambda call: call.id is None, delta.calls))
     return [ChatDelta(calls=further), delta._replace(calls=delta.calls[len(further) :])]
 

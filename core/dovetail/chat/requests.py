@@ -1,4 +1,4 @@
-"""What a chat shows to the model: messages and tools as its template expects them, and the calls that are asked for."""
+"""Read the tools and messages of a chat request, and write them as chat templates expect them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.interfaces.parsers import Tool, ToolRequest
 
 
 class FunctionSpec(Bounded):
-    """A function that the model may call. Fields beyond these are handed to the chat template."""
+    """Describe a function that the model may call. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -25,7 +25,7 @@ class FunctionSpec(Bounded):
 
 
 class ToolSpec(Bounded):
-    """One of ``tools``."""
+    """Describe one of ``tools``."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -34,7 +34,7 @@ class ToolSpec(Bounded):
 
 
 class FunctionName(Bounded):
-    """The function that ``tool_choice`` names."""
+    """Name the function that ``tool_choice`` requires."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -42,7 +42,7 @@ class FunctionName(Bounded):
 
 
 class NamedTool(Bounded):
-    """``tool_choice`` where it is one function."""
+    """Require a call of one function, as a value of ``tool_choice``."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -51,17 +51,17 @@ class NamedTool(Bounded):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-"""Which calls are wanted; None is ``auto``."""
+"""The values of ``tool_choice``; None stands for ``auto``."""
 
 
 def calls_wanted(tools: Sequence[ToolSpec], choice: ToolChoice | None, parallel: bool) -> ToolRequest | None:
-    """The calls that ``tools`` and ``tool_choice`` ask for; None where there are to be none. Raises ``RequestError``."""
+    """Return the calls that ``tools`` and ``tool_choice`` request; None if they exclude calls. Raises ``RequestError``."""
     found = [Tool(t.function.name, t.function.parameters or {}, bool(t.function.strict)) for t in tools]
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return tool_request(found, choice if isinstance(choice, str) else None, named, parallel)
 
 
-class _Asked(BaseModel):
+class _ToolFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     tools: list[ToolSpec] = []
@@ -69,24 +69,25 @@ class _Asked(BaseModel):
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None, choice: object) -> tuple[list[ToolSpec], ToolChoice | None]:
-    """``tools`` and ``tool_choice`` as OpenAI's API has them. Raises ``RequestError``."""
+    """Validate ``tools`` and ``tool_choice`` in the form of OpenAI's API, and return them. Raises ``RequestError``."""
     try:
         given = list(tools) if isinstance(tools, tuple) else tools or []
-        asked = _Asked.model_validate({"tools": given, "tool_choice": choice})
+        fields = _ToolFields.model_validate({"tools": given, "tool_choice": choice})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise RequestError(f"{where} is {first['input']!r:.80}: {first['msg']}", param=str(first["loc"][0])) from None
-    return asked.tools, asked.tool_choice
+    return fields.tools, fields.tool_choice
 
 
 def shown_tools(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """The tools as chat templates expect them."""
+    """Return the tools in the form that chat templates expect."""
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
 def tool_request(tools: Sequence[Tool], choice: str | None, named: str | None, parallel: bool) -> ToolRequest | None:
-    """The calls that ``tools`` and ``tool_choice`` ask for; None where there are to be none. Raises ``RequestError``."""
+    """Return the calls that the client requests; None if it excludes calls. ``choice`` is ``tool_choice`` if it is a word,
+    ``named`` the function that it names. Raises ``RequestError``."""
     if not tools and (named or choice == "required"):
         raise RequestError(f"tool_choice is {named or choice!r} and there are no tools", param="tool_choice")
     if not tools or choice == "none":
@@ -106,7 +107,7 @@ def tool_request(tools: Sequence[Tool], choice: str | None, named: str | None, p
 
 
 def _check_parameters(tool: Tool) -> None:
-    """Arguments have names, so that they are an object: parsers would take no other call for one."""
+    """Raise ``RequestError`` if the parameters are not an object: arguments have names, and parsers read no other calls."""
     given = tool.parameters.get("type", "object")
     if given != "object":
         raise RequestError(
@@ -115,8 +116,8 @@ def _check_parameters(tool: Tool) -> None:
 
 
 def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A message as chat templates expect it: text content in one string, tool arguments parsed, no empty fields. ``index``
-    is its place among the messages. Raises ``RequestError``."""
+    """Return a message in the form that chat templates expect: text content in one string, tool arguments parsed, no empty
+    fields. ``index`` is its index among the messages. Raises ``RequestError``."""
     role = message.get("role")
     plain: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
@@ -145,7 +146,8 @@ def _part(part: object, index: int) -> str:
 
 
 def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """Calls of an earlier turn. Some templates expect their arguments parsed, others as text."""
+    """Return the calls of an earlier turn with arguments that serve as an object and as text, because some templates expect one
+    and some the other. Raises ``RequestError``."""
     try:
         return [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
     except (TypeError, KeyError, msgspec.DecodeError, RecursionError) as error:
@@ -164,7 +166,7 @@ def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call that are a mapping to templates that look into them, and their text to those that print them or
+    """Hold the arguments of a call: a mapping for templates that look into them, and their text for templates that print them or
     join them to other text."""
 
     def __init__(self, parsed: dict[str, Any], text: str) -> None:

@@ -1,4 +1,4 @@
-"""Conformance suites of tool parsers and reasoning parsers: their contract, over texts in any pieces."""
+"""Test tool parsers and reasoning parsers against their contract, with texts in any pieces: the conformance suites."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.registry.specs import ComponentKind
 from dovetail.testing.component import ComponentSuite
 
 SENTINEL = "zqxzqx"
-"""A word that no text has by itself."""
+"""A word that no generated text contains."""
 
 OPEN: dict[str, Any] = {"type": "object"}
 TOOLS = (Tool("get_weather", OPEN), Tool("add", OPEN), Tool("get", OPEN), Tool("find_user_by_name", OPEN))
@@ -33,7 +33,7 @@ words = st.text(string.ascii_letters + " .,é漢🙂\n", max_size=40).map(str.st
 
 
 class ExpectedCall(NamedTuple):
-    """A call, its arguments as a value."""
+    """Describe a call with its arguments as a value."""
 
     name: str
     arguments: dict[str, Any]
@@ -51,19 +51,19 @@ calls = st.lists(
 
 
 class ParsedOutput(NamedTuple):
-    """All that a tool stream told: content, and (name, text of the arguments) of each call."""
+    """Hold everything that a tool stream has emitted: content, and (name, text of the arguments) of each call."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
 
     @property
     def values(self) -> list[ExpectedCall]:
-        """The calls, their arguments read."""
+        """The calls, with their arguments parsed."""
         return [ExpectedCall(name, json.loads(arguments)) for name, arguments in self.calls]
 
 
 def run_stream(stream: ToolStream, pieces: Sequence[str]) -> ParsedOutput:
-    """Run ``pieces`` through ``stream`` and hold its deltas to the rules of their form."""
+    """Run ``pieces`` through ``stream``, check the form of its deltas, and return what they add up to."""
     content = ""
     found: list[list[str]] = []
     ids: list[str] = []
@@ -85,7 +85,7 @@ def run_stream(stream: ToolStream, pieces: Sequence[str]) -> ParsedOutput:
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
-    """``text`` in pieces, cut at ``places``, empty pieces among them."""
+    """Return ``text`` in pieces, cut at ``places``; pieces may be empty."""
     at = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(at)]
 
@@ -95,7 +95,7 @@ places = st.lists(st.integers(0, 10_000), max_size=12)
 
 @st.composite
 def damaged(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> str:
-    """A valid text, or what is left of it: cut short, holes, doubled or foreign parts."""
+    """Draw a valid text, or one that is damaged: cut short, or with holes, doubled parts or foreign parts."""
     text = draw(texts)
     for _ in range(draw(st.integers(0, 3))):
         a, b = sorted(draw(st.integers(0, len(text))) for _ in range(2))
@@ -113,13 +113,13 @@ def damaged(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> str:
 
 
 class PropertySuite(ComponentSuite):
-    """Base of both suites."""
+    """Provide the base of both suites."""
 
     max_examples: ClassVar[int] = 50
     phases: ClassVar[Sequence[Phase]] = tuple(Phase)
 
     def check(self, test: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> None:
-        """Run a property. (``@given`` methods that are inherited would share their examples and failures.)"""
+        """Test a property. Inherited methods with ``@given`` would share their examples and failures, so it is applied here."""
         quiet = settings(
             max_examples=self.max_examples,
             phases=self.phases,
@@ -130,9 +130,12 @@ class PropertySuite(ComponentSuite):
 
 
 class ToolParserSuite(PropertySuite):
-    """A subclass sets ``name`` and says how a model writes: ``write``. Formats that have no text beside calls set
-    ``mixed = False``; those of whose outputs no more than one call comes set ``most_calls = 1``; parsers that tell calls whole set
-    ``in_fragments = False``."""
+    """Test a tool parser.
+
+    A subclass sets ``name`` and implements ``write``, which writes outputs as the model does. It sets ``mixed = False`` if the format
+    has no text beside calls, ``most_calls = 1`` if an output has at most one call, and ``in_fragments = False`` if the parser emits
+    whole calls.
+    """
 
     kind: ClassVar[ComponentKind] = ComponentKind.TOOL_PARSER
     context: ClassVar[ParserContext] = ParserContext()
@@ -141,26 +144,26 @@ class ToolParserSuite(PropertySuite):
     in_fragments: ClassVar[bool] = True
 
     def write(self, content: str, calls: Sequence[ExpectedCall]) -> str:
-        """An output of the model, as this format has it: ``content``, perhaps empty, then the calls."""
+        """Return an output in this format: ``content``, which may be empty, and then the calls."""
         raise NotImplementedError
 
     def make(self) -> ToolParser:
-        """A new parser. Override it to test a class that no plugin registers."""
+        """Return a new parser. A subclass may override this to test a class that no plugin registers."""
         return self.build(self.context)
 
     def parse(self, *pieces: str) -> ParsedOutput:
-        """What the parser makes of a text."""
+        """Return what the parser emits for a text in these pieces."""
         return run_stream(self.make().stream(TOOLS), pieces)
 
     def texts(self) -> st.SearchStrategy[str]:
-        """Valid texts."""
+        """Return a strategy of valid texts."""
         return st.builds(lambda content, made: self.write(*self._fit(content, made)), words, calls)
 
     def _fit(self, content: str, made: list[ExpectedCall]) -> tuple[str, list[ExpectedCall]]:
         return content if self.mixed else "", made[: self.most_calls]
 
     def test_calls_are_found_in_any_pieces(self) -> None:
-        """Content and calls are those that were written, however the text is cut."""
+        """Content and calls are those that were written, whatever pieces the text comes in."""
 
         def test(content: str, made: list[ExpectedCall], at: list[int]) -> None:
             content, made = self._fit(content, made)
@@ -171,7 +174,7 @@ class ToolParserSuite(PropertySuite):
         self.check(test, content=words, made=calls, at=places)
 
     def test_pieces_do_not_matter(self) -> None:
-        """Damaged texts too: the same content and calls in any pieces, and a character at a time."""
+        """The content and the calls of a text, damaged or not, are the same in any pieces, and one character at a time."""
 
         def test(text: str, at: list[int]) -> None:
             whole = self.parse(text)
@@ -181,7 +184,7 @@ class ToolParserSuite(PropertySuite):
         self.check(test, text=damaged(self.texts()), at=places)
 
     def test_text_without_calls_is_unchanged(self) -> None:
-        """Where no call comes of it, the text is the content, to the last character."""
+        """If a text contains no call, all of it is content, to the last character."""
 
         def test(text: str) -> None:
             parsed = self.parse(text)
@@ -190,7 +193,7 @@ class ToolParserSuite(PropertySuite):
         self.check(test, text=damaged(self.texts()) | st.text())
 
     def test_no_word_is_lost(self) -> None:
-        """A word put anywhere is in the content, or in a call's name or arguments."""
+        """A word inserted anywhere is found in the content, or in the name or arguments of a call."""
 
         def test(text: str, at: int) -> None:
             at %= len(text) + 1
@@ -218,7 +221,7 @@ class ToolParserSuite(PropertySuite):
     def test_arguments_come_as_they_grow(self) -> None:
         """A long argument is emitted in parts, before the call has ended."""
         if not self.in_fragments:
-            pytest.skip(f"{self.name} tells calls whole")
+            pytest.skip(f"{self.name} emits whole calls")
         text = self.write("", [ExpectedCall("get_weather", {"first": "a", "second": "b" * 200})])
         stream = self.make().stream(TOOLS)
         early = [stream.feed(char) for char in text[: text.index("b" * 100)]]
@@ -231,33 +234,33 @@ class ToolParserSuite(PropertySuite):
 
 
 class ReasoningParserSuite(PropertySuite):
-    """A subclass sets ``name`` and says how a model writes: ``write``."""
+    """Test a reasoning parser. A subclass sets ``name`` and implements ``write``, which writes outputs as the model does."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.REASONING_PARSER
     context: ClassVar[ParserContext] = ParserContext()
     prompts: ClassVar[Sequence[str]] = ("Hello",)
-    """Ends of prompts, after each of which a model writes so."""
+    """The ends of prompts after which the model writes outputs as ``write`` does."""
 
     def write(self, reasoning: str, answer: str, prompt: str) -> str:
-        """An output that follows ``prompt``; neither part is empty."""
+        """Return an output that follows ``prompt``; neither part is empty."""
         raise NotImplementedError
 
     def make(self) -> ReasoningParser:
-        """A new parser. Override it to test a class that no plugin registers."""
+        """Return a new parser. A subclass may override this to test a class that no plugin registers."""
         return self.build(self.context)
 
     def parse(self, prompt: str, *pieces: str) -> tuple[str, str]:
-        """Reasoning and answer that the parser finds."""
+        """Return the reasoning and the answer that the parser finds in a text in these pieces."""
         stream: ReasoningStream = self.make().stream(prompt)
         deltas = [*map(stream.feed, pieces), stream.finish()]
         return "".join(d.reasoning for d in deltas), "".join(d.content for d in deltas)
 
     def texts(self, prompt: str) -> st.SearchStrategy[str]:
-        """Valid texts."""
+        """Return a strategy of valid texts that follow ``prompt``."""
         return st.builds(lambda a, b: self.write(a or "x", b or "y", prompt), words, words)
 
     def test_both_parts_are_found_in_any_pieces(self) -> None:
-        """Reasoning and answer are those that were written, however the text is cut."""
+        """Reasoning and answer are those that were written, whatever pieces the text comes in."""
         for prompt in self.prompts:
 
             def test(reasoning: str, answer: str, at: list[int], prompt: str) -> None:
@@ -268,7 +271,7 @@ class ReasoningParserSuite(PropertySuite):
             self.check(test, prompt=st.just(prompt), reasoning=words, answer=words, at=places)
 
     def test_pieces_do_not_matter(self) -> None:
-        """Damaged texts too."""
+        """The reasoning and the answer of a text, damaged or not, are the same in any pieces, and one character at a time."""
         for prompt in self.prompts:
 
             def test(text: str, at: list[int], prompt: str) -> None:
@@ -279,7 +282,7 @@ class ReasoningParserSuite(PropertySuite):
             self.check(test, prompt=st.just(prompt), text=damaged(self.texts(prompt)), at=places)
 
     def test_no_word_is_lost(self) -> None:
-        """A word put anywhere is in one of the parts."""
+        """A word inserted anywhere is found in the reasoning or in the answer."""
         for prompt in self.prompts:
 
             def test(text: str, at: int, prompt: str) -> None:
@@ -295,11 +298,13 @@ class ReasoningParserSuite(PropertySuite):
             text = self.write("x" * 200 + "\n" + "y" * 200, "z" * 400, prompt)
             stream = self.make().stream(prompt)
             deltas = [stream.feed(char) for char in text]
-            told = [sum(map(len, parts)) for parts in zip(*deltas, strict=True)]
-            assert min(told) >= 200, f"of 400 characters of reasoning and answer, {told} were told before the end"
+            emitted = [sum(map(len, parts)) for parts in zip(*deltas, strict=True)]
+            assert min(emitted) >= 200, (
+                f"of 400 characters of reasoning and answer, {emitted} were emitted before the end"
+            )
 
     def test_a_gate_ends_with_what_it_writes(self) -> None:
-        """Where a constraint on the answer has to wait, there is a mark to wait for."""
+        """If a constraint on the answer begins after the reasoning, the output contains the mark at which it begins."""
         for prompt in self.prompts:
             gate = self.make().gate(prompt)
             if gate is not None:

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, in a sandbox, with the helpers that published templates expect of their renderer."""
+"""Render chat templates: Jinja in a sandbox, with the helpers that published templates expect from their renderer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.errors import ConfigError, RequestError
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}``: marks the assistant's words for training; when serving, its body and nothing more."""
+    """Parse ``{% generation %}``, which marks the assistant's text for training, as its body only."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -54,12 +54,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @functools.lru_cache(16)
 def _compiled(source: str) -> jinja2.Template:
-    """Templates keep nothing from one rendering to the next, and engines of one model have the same."""
+    """Compile a template once per source: templates keep no state between renderings, and all engines of a model share them."""
     return _environment().from_string(source)
 
 
 class ChatTemplate:
-    """One compiled template. ``variables`` (bos_token, ...) are given to every rendering."""
+    """Render one compiled template. ``variables`` (bos_token, ...) are passed to every rendering."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         """Raises ``ConfigError`` if ``source`` is not valid Jinja."""
@@ -77,7 +77,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
     ) -> str:
-        """The prompt. Raises ``RequestError`` where the template refuses the conversation."""
+        """Return the prompt. Raises ``RequestError`` if the template refuses the conversation."""
         own = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         clash = sorted(set(extra) & set(own))
         if clash:
@@ -91,8 +91,8 @@ class ChatTemplate:
 
 
 def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: bool = False) -> str | None:
-    """The text of the template: chat_template.jinja, else chat_template.json, else tokenizer_config.json. Where a model
-    has several, ``tool_use`` is taken for ``tools`` and ``default`` otherwise."""
+    """Return the source of the template, from chat_template.jinja, else chat_template.json, else tokenizer_config.json; None if
+    there is none. If a model has several, ``tool_use`` is taken for ``tools`` and ``default`` otherwise."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def find_source(directory: Path, tokenizer_config: Mapping[str, Any], tools: boo
 
 
 def read_source(directory: Path) -> str | None:
-    """The text of the template that ``directory`` has for conversations with tools; None without one."""
+    """Return the source of the template that ``directory`` has for conversations with tools; None if there is none."""
     file = directory / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return find_source(directory, config, tools=True)

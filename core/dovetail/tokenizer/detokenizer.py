@@ -1,4 +1,4 @@
-"""Tokens to text, as they arrive."""
+"""Turn tokens into text as they arrive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """The text of one output, piece by piece; costs O(new tokens) a push.
+    """Return the text of one output in pieces; a push costs O(new tokens).
 
-    ``push`` never returns half of a UTF-8 character, nor text that may be the beginning of a stop string: what it
-    returned is final. Joined, the pieces are ``tokenizer.decode`` of all tokens, cut at the first stop string
-    (with it, if ``include_stop``). The stop string that ends first counts, whatever the token borders are.
-    Stop strings count from the ``min_tokens``-th token on: those that end before it are text like any other.
-    ``continues=True`` keeps a leading space that a SentencePiece tokenizer would drop, for text that follows a prompt.
+    ``push`` never returns half of a UTF-8 character, nor text that may be the beginning of a stop string: the text that it
+    returned is final. Joined, the pieces are ``tokenizer.decode`` of all tokens, cut before the first stop string (after it, if
+    ``include_stop``). The first stop string is the one that ends first, wherever the tokens end. Stop strings that end before the
+    ``min_tokens``-th token are text like any other. ``continues=True`` keeps a leading space that a SentencePiece tokenizer would
+    drop, for text that follows a prompt. ``matched`` is the stop string that has ended the text, None before.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
     def for_params(
         cls, tokenizer: Tokenizer, params: SamplingParams, continues: bool = False
     ) -> IncrementalDetokenizer:
-        """One that shows an output as its request asked for it."""
+        """Return a detokenizer with the settings of a request's parameters."""
         return cls(
             tokenizer,
             params.stop,
@@ -60,8 +60,8 @@ class IncrementalDetokenizer:
         )
 
     def take(self, output: TokenOutput) -> tuple[str, int]:
-        """Add what the engine sent. Returns the text that has become final, and how many of the tokens are shown in it:
-        the stop token that ended the output is not, unless ``include_stop``."""
+        """Add an output of the engine. Return the text that has become final, and the number of tokens that it shows: the stop
+        token that ended the output is not shown, unless ``include_stop``."""
         ids, finish = output.token_ids, output.finish
         if finish is None:
             return self.push(ids), len(ids)
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
         return self.push(ids[:shown]) + self.finish(), shown
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add tokens; returns the text that has become final. After a stop string matched, always empty."""
+        """Add tokens and return the text that has become final. The text is always empty after a stop string has matched."""
         if self._unstoppable:
             ids = list(ids)
             first, ids = ids[: self._unstoppable], ids[self._unstoppable :]

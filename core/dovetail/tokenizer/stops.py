@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives in pieces: one pass, each character looked at once."""
+"""Find stop strings in text that arrives in pieces, in one pass that looks at each character once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import NamedTuple
 
 
 class StopHit(NamedTuple):
-    """A stop string was found: it is ``text``, and ends after ``end`` characters of the piece that was fed."""
+    """Describe a stop string that was found: it is ``text``, and ends after ``end`` characters of the piece that was fed."""
 
     text: str
     end: int
 
 
 class StopFinder:
-    """Looks for stop strings; costs O(new characters) a piece.
+    """Find stop strings; a piece costs O(new characters).
 
-    ``pending`` is the length of the longest suffix of the text so far that may become a stop string. Where two stop
-    strings overlap, the one that ends first is found, and of those that end together the longest; so the answer does
-    not depend on how the text was cut into pieces.
+    If two stop strings overlap, the one that ends first is found, and of those that end together the longest. The result therefore
+    does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -30,14 +29,15 @@ class StopFinder:
 
     @property
     def pending(self) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
+        """The length of the longest suffix of the text so far that may be the beginning of a stop string."""
         return self._automaton.depth[self._state]
 
     def feed(self, text: str) -> StopHit | None:
-        """Look at the next piece, up to the end of the first stop string in it; what follows has not been looked at."""
+        """Search the next piece up to the end of the first stop string in it, and return that stop string; None if there is none.
+        The caller must feed the rest of the piece again."""
         automaton, state, index = self._automaton, self._state, 0
         while index < len(text):
-            if state == 0:  # most text cannot start a stop string: skip it at the speed of re
+            if state == 0:  # most text cannot start a stop string: re skips it faster
                 start = automaton.first.search(text, index)
                 if start is None:
                     break
@@ -90,7 +90,9 @@ class StopCutter:
 
 
 class _Automaton:
-    """Aho and Corasick, "Efficient string matching" (1975). States are prefixes of the stop strings, 0 the empty one.
+    """Match several strings as in Aho and Corasick, "Efficient string matching" (1975).
+
+    States are prefixes of the stop strings; state 0 is the empty one.
 
     ``depth[s]`` is the length of state s, ``hit[s]`` the longest stop string that is a suffix of it.
     """
@@ -106,7 +108,7 @@ class _Automaton:
         self.first = re.compile("[" + "".join(re.escape(char) for char in self._edges[0]) + "]")
 
     def next(self, state: int, char: str) -> int:
-        """The longest suffix of the text that is a state, after one more character."""
+        """Return the longest suffix of the text that is a state, after one more character."""
         while state and char not in self._edges[state]:
             state = self._fail[state]
         return self._edges[state].get(char, 0)
@@ -124,7 +126,7 @@ class _Automaton:
         self.hit[node] = stop
 
     def _link(self) -> None:
-        """Breadth first: the fail link of a node is its longest proper suffix that is a node as well."""
+        """Set the fail link of every node, breadth first, to its longest proper suffix that is a node as well."""
         queue = deque(self._edges[0].values())
         while queue:
             node = queue.popleft()
@@ -137,5 +139,6 @@ class _Automaton:
 
 @functools.lru_cache(maxsize=64)
 def _automaton(stops: tuple[str, ...]) -> _Automaton:
-    """Shared: the n outputs of a request have the same stop strings, and so do most requests of an application."""
+    """Return a shared automaton: the n outputs of a request have the same stop strings, and so do most requests of an
+    application."""
     return _Automaton(stops)

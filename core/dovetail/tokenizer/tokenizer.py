@@ -1,4 +1,4 @@
-"""The tokenizer of one model directory."""
+"""Load the tokenizer of a model directory, and encode and decode text with it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dovetail.tokenizer.detokenizer import IncrementalDetokenizer
 from dovetail.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
 _PROBE_CHARS = 12
-"""Characters a token, more than prose has."""
+"""A number of characters per token that is higher than that of prose."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Text to token ids and back. Safe to share between threads.
+    """Turn text into token ids and back. Safe to share between threads.
 
-    ``token_bytes[i]`` are the bytes that token i adds to the text; None for special tokens and ids without one.
-    ``eos_token_ids`` are all ids that end an output, from the tokenizer's and the model's own files.
+    ``token_bytes[i]`` are the bytes that token i adds to the text; None for special tokens and for ids without a token.
+    ``eos_token_ids`` are all ids that end an output, from the files of the tokenizer and of the model.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
         self.special_token_ids = self._vocabulary.special_ids
         self.token_bytes = self._visible_bytes()
-        self._kept_bytes: dict[tuple[int, ...], list[bytes | None]] = {}  # by the special tokens kept; parsers keep few
+        self._kept_bytes: dict[tuple[int, ...], list[bytes | None]] = {}  # by the special tokens that are kept
         self._template = ChatTemplate(chat_template, self._names) if chat_template else None
         self._tool_template = ChatTemplate(tool_template, self._names) if tool_template else self._template
         self._prepend = self._missing_bos(config or {})
 
     @classmethod
     def from_dir(cls, path: Path | str, model: Path | str | None = None) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of ``path``; end-of-sequence ids also from
-        config.json and generation_config.json of ``model`` (by default ``path``). Raises ``ConfigError``."""
+        """Read tokenizer.json, tokenizer_config.json and the chat template of ``path``. End-of-sequence ids are also read from
+        config.json and generation_config.json of ``model``, by default ``path``. Raises ``ConfigError``."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -96,7 +96,7 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """``bos_token`` and the like, which chat templates may use, by their names."""
+        """The tokens that chat templates may use as variables (``bos_token``, ...), by the names of the variables."""
         return dict(self._names)
 
     @property
@@ -110,9 +110,9 @@ class Tokenizer:
         return self._tool_template.source if self._tool_template else ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. ``add_special_tokens`` lets the tokenizer add its own (a BOS, say); text that spells
-        a special token becomes that token. Releases the GIL for most of its time. Raises ``RequestError`` for text that
-        UTF-8 cannot hold."""
+        """Return the token ids of ``text``. With ``add_special_tokens`` the tokenizer adds its special tokens, a BOS for example.
+        Text that spells a special token becomes that token. Releases the GIL for most of its time. Raises ``RequestError`` for
+        text that cannot be written in UTF-8."""
         try:  # of the backend's calls, only those for batches release the GIL
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
@@ -120,23 +120,24 @@ class Tokenizer:
         return self._prepend + ids if add_special_tokens else ids
 
     def surely_exceeds(self, text: str, limit: int) -> bool:
-        """True only if ``text`` has more than ``limit`` tokens; reads no more of it than that takes. False is no promise."""
+        """Return True only if ``text`` has more than ``limit`` tokens; it may also return False for such a text. Reads no more of
+        ``text`` than necessary."""
         size = _PROBE_CHARS * limit
         while size < len(text):
-            # a cut changes the tokens near it; twice the limit leaves room for that
+            # cutting the text changes the tokens near the cut; comparing with twice the limit allows for that
             if len(self.encode(text[:size], add_special_tokens=False)) > 2 * limit:
                 return True
             size *= 4
         return False
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``. Bytes that are no UTF-8 become U+FFFD; ids without a token add nothing."""
+        """Return the text of ``ids``. Bytes that are not valid UTF-8 become U+FFFD; ids without a token add nothing."""
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.finish()
 
     def text_bytes(self, skip_special_tokens: bool, keep: tuple[int, ...] = ()) -> list[bytes | None]:
-        """The bytes of every token, special ones included unless they are to be skipped and are not in ``keep``. Do not
-        change it."""
+        """Return the bytes of every token. With ``skip_special_tokens`` special tokens that are not in ``keep`` have None. The
+        caller must not change the list."""
         if not skip_special_tokens or not keep:
             return self.token_bytes if skip_special_tokens else self._vocabulary.token_bytes
         if keep not in self._kept_bytes:
@@ -146,12 +147,12 @@ class Tokenizer:
         return self._kept_bytes[keep]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token, special ones by their name; empty for an id without a token."""
+        """Return the bytes of one token, for a special token those of its name; empty for an id without a token."""
         every = self._vocabulary.token_bytes
         return (every[token_id] if token_id < len(every) else None) or b""
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token by its name in the vocabulary."""
+        """Return the id of a token by its name in the vocabulary; None if there is none."""
         return self._backend.token_to_id(token)
 
     def apply_chat_template(
@@ -161,8 +162,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation; encode it with ``add_special_tokens=False``. ``extra`` are further variables of
-        the template. Raises ``RequestError`` if there is no template or it refuses the conversation."""
+        """Return the prompt of a conversation, which the caller must encode with ``add_special_tokens=False``. ``extra`` are
+        further variables of the template. Raises ``RequestError`` if there is no template or it refuses the conversation."""
         template = self._tool_template if tools else self._template
         if template is None:
             raise RequestError("this model has no chat template; use /v1/completions or /generate", param="messages")
@@ -177,7 +178,7 @@ class Tokenizer:
         return [None if i in special else data or None for i, data in enumerate(self._vocabulary.token_bytes)]
 
     def _missing_bos(self, config: Mapping[str, Any]) -> list[int]:
-        """``add_bos_token`` asks for a BOS that tokenizer.json itself may not add."""
+        """Return the BOS if ``add_bos_token`` requires one that tokenizer.json does not add, else nothing."""
         bos = self.bos_token_id
         if not config.get("add_bos_token") or bos is None or self._backend.encode("").ids[:1] == [bos]:
             return []
@@ -185,7 +186,8 @@ class Tokenizer:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the configured model: that of ``model.tokenizer``, else its own. Raises ``ConfigError``."""
+    """Load the tokenizer of the configured model, from ``model.tokenizer`` if that is set, else from the model's directory. Raises
+    ``ConfigError``."""
     model, own = locate(config.model.path), config.model.tokenizer
     return Tokenizer.from_dir(locate(own, "model.tokenizer") if own else model, model)
 
@@ -201,7 +203,7 @@ def _load_backend(json_text: str) -> Backend:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and friends; each is a string or a dict with its ``content``."""
+    """Return the named tokens of a tokenizer_config.json, each of which is a string or a dict with its ``content``."""
     found = {name: config.get(name) for name in _NAMED_TOKENS}
     named = {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
     return {name: token for name, token in named.items() if token is not None}

@@ -1,8 +1,8 @@
-"""The bytes that each token adds to the text, read from tokenizer.json.
+"""Read from tokenizer.json the bytes that each token adds to the text.
 
-Two families cover the models that are served. Byte-level BPE (GPT-2) writes each byte as one printable character.
-SentencePiece style writes a space as U+2581 and, with byte fallback, a single byte as ``<0xAB>``. In both the text is
-the concatenation of the tokens' bytes, decoded as UTF-8; anything else (WordPiece, ...) is refused.
+Two families cover the models that are served. Byte-level BPE (GPT-2) writes each byte as one printable character. SentencePiece
+style writes a space as U+2581 and, with byte fallback, a single byte as ``<0xAB>``. In both the text is the concatenation of the
+tokens' bytes, decoded as UTF-8. Other families (WordPiece, ...) are refused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ _SPACE = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """``token_bytes[i]`` is what token i adds to the text, None for ids without a token. ``special_ids`` are skipped
-    when decoding with ``skip_special_tokens``. ``strip_leading_space``: a space at the very start of a text was put
-    there by the tokenizer and is dropped."""
+    """Hold the vocabulary of a tokenizer.
+
+    ``token_bytes[i]`` are the bytes that token i adds to the text, None for ids without a token. ``special_ids`` are skipped when
+    decoding with ``skip_special_tokens``. ``strip_leading_space`` is true if the tokenizer puts a space at the very start of a
+    text, which decoding drops.
+    """
 
     token_bytes: list[bytes | None]
     special_ids: frozenset[int]
@@ -50,7 +53,7 @@ def _model_tokens(model: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
-    """How a token's text becomes bytes, and whether one leading space is stripped."""
+    """Return the function that turns a token's text into bytes, and whether one leading space is stripped."""
     parts = _flatten(decoder)
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
@@ -81,7 +84,7 @@ def _strips_space(part: Mapping[str, Any]) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 bytes stand for themselves, the others for U+0100 and up, in order."""
+    """Return GPT-2's table: printable Latin-1 bytes are written as themselves, the others as U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What the readers of tool calls have in common: content, calls that are told piece by piece, whitespace beside calls."""
+"""Provide the base of readers of tool calls: content, calls that are emitted in parts, and whitespace around calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from dovetail_parsers.reader import END, MalformedError, Reading, TextReader
 
 
 class CallReader(TextReader, ToolStream):
-    """A tool stream over a ``read``. A call that turns out malformed before anything of it was told is content whole; one
-    that does so later ends there, and content follows."""
+    """Implement a tool stream on top of ``read``.
+
+    If a call turns out to be malformed before any part of it was emitted, all of it is content. If parts were emitted, the call
+    ends where it is malformed, and the rest is content.
+    """
 
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str]) -> None:
         self.names = frozenset(tool.name for tool in tools)
@@ -19,7 +22,7 @@ class CallReader(TextReader, ToolStream):
         self._index = -1
         self._content: list[str] = []
         self._deltas: list[CallDelta] = []
-        self._spaces = ""  # whitespace after content or a call: shown once content follows
+        self._spaces = ""  # whitespace after content or a call, emitted once content follows
         self._after_call = False
         self.call_begun = False
         super().__init__()
@@ -43,7 +46,7 @@ class CallReader(TextReader, ToolStream):
         return ToolDelta(content, calls)
 
     def add_content(self, text: str) -> None:
-        """``text`` is content. Whitespace at its end waits for what follows."""
+        """Emit ``text`` as content. Whitespace at its end is held back until it is known what follows."""
         bare = text.rstrip(" \t\r\n")
         if bare:
             self._content += (self._spaces, bare)
@@ -51,24 +54,24 @@ class CallReader(TextReader, ToolStream):
         self._spaces += text[len(bare) :]
 
     def begin_call(self, name: str) -> None:
-        """A call begins."""
+        """Emit the beginning of a call of function ``name``."""
         self.accept()
         self._index += 1
         self._spaces, self._after_call, self.call_begun = "", True, True
         self._deltas.append(CallDelta(self._index, self._new_id(), name))
 
     def add_arguments(self, text: str) -> None:
-        """The next characters of its arguments."""
+        """Emit the next characters of the call's arguments."""
         self.accept()
         self._deltas.append(CallDelta(self._index, arguments=text))
 
     def content_until(self, *marks: str) -> Reading[str]:
-        """Say content up to the first of ``marks``, which stays kept; "" at the end of the text."""
+        """Emit content up to the first of ``marks``, and return that mark, which stays kept; "" at the end of the text."""
         return (yield from self.copy_until(self.add_content, *marks))
 
     def attempt(self, call: Reading[None]) -> Reading[bool]:
-        """Read a call whose first characters are kept; True if it was one. What is left of one that was not is read again
-        as content: from its second character on, if nothing was told."""
+        """Read a call whose first characters are kept, and return True if it is one. If it is malformed, the characters that were
+        not emitted are read again as content; if nothing was emitted, the first character becomes content at once."""
         self.call_begun = False
         try:
             yield from call
@@ -82,8 +85,8 @@ class CallReader(TextReader, ToolStream):
         return True
 
     def close(self, *parts: str | Collection[str]) -> Reading[None]:
-        """Read marks that end what has been told, whitespace before each left out. Where the text ends before, or goes on
-        otherwise, the call stands: what was read for a mark is given back."""
+        """Read the marks that end a call, and skip whitespace before each. If the text ends before that, or continues in another
+        way, the call remains valid and the characters that were read for a mark are given back."""
         for part in parts:
             self.accept()
             char = yield from self.space()
@@ -96,7 +99,7 @@ class CallReader(TextReader, ToolStream):
 
 
 def _joined(calls: Sequence[CallDelta]) -> list[CallDelta]:
-    """Fragments of one call's arguments as one; a call's first delta takes those that follow it."""
+    """Join the deltas of each call into one, the first delta of a call with the arguments that follow it."""
     joined: list[CallDelta] = []
     for delta in calls:
         if joined and delta.id is None and joined[-1].index == delta.index:

@@ -1,4 +1,4 @@
-"""DeepSeek's marks around each call; V3 and R1 write the arguments as a Markdown block, V3.1 bare."""
+"""Read calls between DeepSeek's marks. V3 and R1 write the arguments as a Markdown block, V3.1 writes them without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 FENCE, FENCE_END = "\n```json\n", "\n```"
 _LONGEST_NAME = 80
 _COMMON = "<｜tool▁call"
-"""What both marks that may follow a call begin with."""
+"""The common beginning of the two marks that may follow a call."""
 
 
 class _DeepseekReader(CallReader):
@@ -69,7 +69,7 @@ class _DeepseekReader(CallReader):
         yield from self.close(*(("```",) if fenced else ()), CALL_END)
 
     def _another(self) -> Reading[bool]:
-        """Read the mark behind a call; true if it begins another."""
+        """Read the mark after a call, and return True if it begins another call."""
         if (yield from self.space()) == END:
             self.accept()
             return False
@@ -85,7 +85,7 @@ class _DeepseekReader(CallReader):
 
 
 class Deepseek(ToolParser):
-    """The formats of DeepSeek V3, R1 and V3.1."""
+    """Read and constrain calls in the formats of DeepSeek V3, R1 and V3.1."""
 
     special_tokens = (CALLS, CALLS_END, CALL, CALL_END, SEPARATOR)
     call_end = CALL_END
@@ -100,7 +100,7 @@ class Deepseek(ToolParser):
         return _DeepseekReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """Structural tags; without them, arguments alone where one function must be called."""
+        """Constrain calls with structural tags. Without these, constrain the arguments if one function must be called."""
         if not enforced(request):
             return None
         if Feature.GRAMMAR_STRUCTURAL_TAG not in offers and request.required and len(request.tools) == 1:

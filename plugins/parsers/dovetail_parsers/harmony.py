@@ -1,7 +1,7 @@
-"""OpenAI's harmony format, as gpt-oss writes it: messages in channels.
+"""Read OpenAI's harmony format as gpt-oss writes it: messages in channels.
 
-``<|channel|>analysis<|message|>`` reasoning ``<|end|><|start|>assistant<|channel|>final<|message|>`` answer ``<|return|>``;
-calls are messages of the commentary channel to a function, ``to=functions.name``, which end with ``<|call|>``.
+An output is ``<|channel|>analysis<|message|>`` reasoning ``<|end|><|start|>assistant<|channel|>final<|message|>`` answer
+``<|return|>``. Calls are messages of the commentary channel to a function, ``to=functions.name``, which end with ``<|call|>``.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ _HEADER = re.compile(
 
 
 def read_header(reader: TextReader, mark: str) -> Reading[re.Match[str]]:
-    """The header of a message, of which ``mark`` has been read. Raises ``MalformedError``."""
+    """Read the header of a message, of which ``mark`` has been read already. Raises ``MalformedError``."""
     header = yield from reader.until(MESSAGE, _LONGEST_HEADER)
     found = _HEADER.fullmatch(mark + header + MESSAGE)
     if found is None:
-        raise MalformedError("no header of a message")
+        raise MalformedError("this is not the header of a message")
     return found
 
 
 def recipient(header: re.Match[str]) -> str | None:
-    """The function that a message is for."""
+    """Return the function that a message is addressed to; None if there is none."""
     return header["first"] or header["second"]
 
 
@@ -83,7 +83,7 @@ class _CallsInChannels(CallReader):
 
 
 class GptOssTools(ToolParser):
-    """Calls of gpt-oss."""
+    """Read and constrain the calls of gpt-oss."""
 
     special_tokens = MARKS
     call_end = CALL_END
@@ -97,7 +97,7 @@ class GptOssTools(ToolParser):
         return _CallsInChannels(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """Messages before the call, and the call; without Lark, one function behind one message of analysis."""
+        """Constrain the messages before the call, and the call. Without Lark, one function after one message of analysis."""
         if not enforced(request):
             return None
         if Feature.GRAMMAR_LARK in offers:
@@ -112,7 +112,8 @@ class GptOssTools(ToolParser):
         return ToolConstraint(json_spec(object_schema(tool)), gate, covers_reasoning=True)
 
     def _messages(self, request: ToolRequest) -> GrammarSpec:
-        """One call at the end; where none is required, perhaps an answer. What comes before has no marks inside."""
+        """Return a grammar for one call at the end, or an answer if no call is required. The messages before it contain no
+        marks."""
         literal = self._marks.literal
         calls = [f"{literal(_call_header(tool))} {json_block(object_schema(tool))}" for tool in loosened(request)]
         answer = [] if request.required else [f"{literal(f'{CHANNEL}final{MESSAGE}')} FREE"]
@@ -132,7 +133,8 @@ def _call_header(tool: Tool) -> str:
 
 
 class _ChannelStream(TextReader, ReasoningStream):
-    """Analysis is reasoning; messages to functions pass as they are, for the tool parser; all else is content."""
+    """Split an output by its channels: analysis is reasoning, messages to functions are passed on unchanged for the tool parser, and
+    the rest is content."""
 
     def __init__(self) -> None:
         self._reasoning: list[str] = []
@@ -156,7 +158,7 @@ class _ChannelStream(TextReader, ReasoningStream):
         return delta
 
     def read(self) -> Reading[None]:
-        """Text outside of messages is content."""
+        """Read messages to the end; text outside of them is content."""
         while (mark := (yield from self.copy_until(self._content.append, START, CHANNEL))) != END:
             try:
                 header = yield from read_header(self, mark)
@@ -172,7 +174,7 @@ class _ChannelStream(TextReader, ReasoningStream):
 
 
 class GptOssReasoning(ReasoningParser):
-    """Reasoning of gpt-oss."""
+    """Read the reasoning of gpt-oss."""
 
     special_tokens = MARKS
 
@@ -184,5 +186,5 @@ class GptOssReasoning(ReasoningParser):
         return _ChannelStream()
 
     def gate(self, prompt: str) -> ConstraintGate | None:
-        """The analysis comes first, and then the message with the answer."""
+        """Return the gate: first the analysis, and then the header of the message with the answer."""
         return ConstraintGate(lead=THINK, until=MESSAGE_END, prefix=f"{START}assistant{CHANNEL}final{MESSAGE}")

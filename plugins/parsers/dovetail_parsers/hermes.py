@@ -1,4 +1,4 @@
-"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as often as there are calls."""
+"""Read calls that are written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, one after another."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _HermesReader(CallReader):
 
 
 class Hermes(ToolParser):
-    """The format of Hermes and Qwen."""
+    """Read and constrain calls in the format of Hermes and Qwen."""
 
     special_tokens = (BEGIN, CLOSE)
     call_end = CLOSE
@@ -65,7 +65,7 @@ class Hermes(ToolParser):
         return _HermesReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """Structural tags, where a backend has them; one call as JSON otherwise."""
+        """Constrain calls with structural tags if a grammar backend offers them, else one call as JSON."""
         if not enforced(request):
             return None
         tags = Feature.GRAMMAR_STRUCTURAL_TAG in offers

@@ -1,4 +1,4 @@
-"""JSON as it is written, a character at a time (RFC 8259), and calls that are JSON objects."""
+"""Read JSON (RFC 8259) one character at a time, and calls that are JSON objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = Literal[
 
 
 class ObjectScanner:
-    """Reads one JSON object, its ``{`` first."""
+    """Scan one JSON object, beginning with its ``{``."""
 
     def __init__(self) -> None:
         self._open: list[str] = []  # brackets, outermost first
@@ -30,13 +30,13 @@ class ObjectScanner:
         self._is_key = False
 
     def push(self, char: str) -> bool:
-        """Read a character; True if the object ends with it. Raises ``MalformedError``."""
+        """Read a character, and return True if the object ends with it. Raises ``MalformedError``."""
         if self._state == "number":
             if char in _IN_NUMBER:
                 self._token += char
                 return False
             if not _NUMBER.fullmatch(self._token):
-                raise MalformedError(f"{self._token!r} is no number")
+                raise MalformedError(f"{self._token!r} is not a number")
             self._state = "comma"
         if self._state in ("string", "escape", "hex"):
             self._in_string(char)
@@ -63,7 +63,7 @@ class ObjectScanner:
             raise MalformedError(f"{char!r} where JSON has a {state}")
 
     def _begin(self, char: str) -> None:
-        """A value begins; the outermost is an object."""
+        """Begin a value with ``char``; the outermost value must be an object."""
         if char == "{" or (char == "[" and self._open):
             self._open.append(char)
             self._state = "first key" if char == "{" else "first value"
@@ -78,12 +78,12 @@ class ObjectScanner:
         if self._state == "hex":
             self._token += char
             if char not in _HEX:
-                raise MalformedError(f"{char!r} is no hexadecimal digit")
+                raise MalformedError(f"{char!r} is not a hexadecimal digit")
             if len(self._token) == 4:
                 self._state = "string"
         elif self._state == "escape":
             if char not in '"\\/bfnrtu':
-                raise MalformedError(f"\\{char} is no escape of JSON")
+                raise MalformedError(f"\\{char} is not an escape of JSON")
             self._state, self._token = "hex" if char == "u" else "string", ""
         elif char == "\\":
             self._state = "escape"
@@ -101,7 +101,7 @@ class ObjectScanner:
 
 
 def json_object(reader: TextReader, emit: Callable[[str], None]) -> Reading[None]:
-    """Read an object, its ``{`` next, and tell it as it comes."""
+    """Read an object, whose ``{`` is the next character, and emit each character as it comes."""
     scanner = ObjectScanner()
     while True:
         char = yield from reader.next()
@@ -118,7 +118,7 @@ def json_object(reader: TextReader, emit: Callable[[str], None]) -> Reading[None
 
 
 def json_string(reader: TextReader) -> Reading[str]:
-    """Read the rest of a string behind its first quote; returns its value."""
+    """Read the rest of a string after its opening quote, and return its value."""
     text = '"'
     escaped = False
     while True:
@@ -136,10 +136,12 @@ def json_string(reader: TextReader) -> Reading[str]:
 
 
 def json_call(reader: CallReader) -> Reading[None]:
-    """Read ``{"name": ..., "arguments": {...}}`` and tell it; the ``{`` has been read. The keys come in any order, each
-    once; ``parameters`` is another word for ``arguments``; without either there are none."""
+    """Read a call ``{"name": ..., "arguments": {...}}``, whose ``{`` has been read, and emit it.
+
+    The keys may come in any order, each once. ``parameters`` is accepted for ``arguments``; without either the arguments are empty.
+    """
     name: str | None = None
-    arguments: list[str] | None = None  # those that came before the name; told ones are gone
+    arguments: list[str] | None = None  # the arguments that came before the name; None if none have come
     while True:
         yield from reader.skip_space()
         yield from reader.one_of('"')
@@ -177,7 +179,7 @@ def _check_name(reader: CallReader, name: str) -> None:
 
 
 def _arguments(reader: CallReader, name: str | None, kept: list[str]) -> Reading[None]:
-    """Tell the arguments, or keep them until the name is known."""
+    """Read the arguments. Emit them if the name is known, else append them to ``kept``."""
     if (yield from reader.peek()) != "{":
         raise MalformedError("arguments are an object")
     if name is not None:
@@ -193,7 +195,7 @@ def _whole_call(reader: CallReader, name: str, arguments: str) -> None:
 
 
 def read_arguments(reader: CallReader, name: str) -> Reading[None]:
-    """Tell a call of ``name`` and its arguments, which come next."""
+    """Emit a call of ``name``, and read and emit its arguments, which come next."""
     if (yield from reader.peek()) != "{":
         raise MalformedError("arguments are an object")
     reader.begin_call(name)

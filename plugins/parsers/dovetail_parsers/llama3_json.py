@@ -1,4 +1,4 @@
-"""A call is the whole answer, ``{"name": ..., "parameters": {...}}``; further ones follow behind ``;``."""
+"""Read calls that are the whole answer, ``{"name": ..., "parameters": {...}}``, separated by ``;``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TAG = "<|python_tag|>"
 
 class _LlamaReader(CallReader):
     def read(self) -> Reading[None]:
-        """Calls at the beginning of the output, and behind the tag."""
+        """Read calls at the beginning of the output, and after the tag."""
         if (yield from self.space()) == "{":
             yield from self.attempt(self._calls())
         else:
@@ -42,7 +42,7 @@ class _LlamaReader(CallReader):
         yield from self._calls()
 
     def _calls(self) -> Reading[None]:
-        """The first ``{`` has been read."""
+        """Read calls; the first ``{`` has been read."""
         while True:
             yield from json_call(self)
             self.accept()
@@ -56,7 +56,7 @@ class _LlamaReader(CallReader):
 
 
 class Llama3Json(ToolParser):
-    """The format of Llama 3.1 to 3.3."""
+    """Read and constrain calls in the format of Llama 3.1 to 3.3."""
 
     special_tokens = (TAG,)
 
@@ -68,7 +68,7 @@ class Llama3Json(ToolParser):
         return _LlamaReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """One call as JSON; strict functions need not be called, but no other text begins as a call does."""
+        """Constrain one call as JSON. If no call is required, other text is allowed that does not begin like a call."""
         if not enforced(request):
             return None
         if request.required:

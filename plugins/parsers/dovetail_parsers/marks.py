@@ -1,4 +1,4 @@
-"""Marks in grammars: those that are special tokens are written by characters that stand for them."""
+"""Write the marks of a format in grammars; characters stand for marks that are special tokens."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Marks:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """(mark, stand-in)."""
+        """The pairs (mark, stand-in) of marks that are special tokens."""
         return tuple(self._stand_ins.items())
 
     def write(self, text: str) -> str:
-        """``text`` as a grammar has it."""
+        """Return ``text`` as it is written in a grammar, with stand-ins in place of marks."""
         for mark, stand_in in self._stand_ins.items():
             text = text.replace(mark, stand_in)
         return text
 
     def literal(self, text: str) -> str:
-        """``text`` as a literal of a Lark grammar."""
+        """Return ``text`` as a literal of a Lark grammar."""
         return json.dumps(self.write(text), ensure_ascii=False)
 
     def terminals(self) -> list[str]:
-        """Lark terminals: ``ANY`` text, and ``FREE`` text without a mark."""
+        """Return two Lark terminals: ``ANY`` is any text, ``FREE`` is text without a mark."""
         found = "|".join(re.sub(r"[^\w<>\-]", _escaped, self.write(mark), flags=re.ASCII) for mark in self._marks)
         return ["ANY: /(?s:.*)/", f"FREE: ANY & ~/(?s:.*)(?:{found})(?s:.*)/"]
 
@@ -45,5 +45,5 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def json_block(schema: Mapping[str, Any]) -> str:
-    """A JSON text in a Lark grammar."""
+    """Return the expression of a Lark grammar for a JSON text of ``schema``."""
     return f"%json {json.dumps(schema, ensure_ascii=False)}"

@@ -1,4 +1,4 @@
-"""``[TOOL_CALLS]`` and a JSON array of calls, or, from the tokenizers of 2025 on, name and arguments of each:
+"""Read calls after ``[TOOL_CALLS]``: a JSON array of calls or, with Mistral's tokenizers since 2025, the name and arguments of each,
 ``[TOOL_CALLS]name[ARGS]{...}``."""
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class _MistralReader(CallReader):
         return word
 
     def _marks(self) -> Reading[None]:
-        """``[ARGS]``, perhaps with ``[CALL_ID]`` and an id before it, which is not told."""
+        """Read ``[ARGS]``, perhaps with ``[CALL_ID]`` and an id before it, which is dropped."""
         yield from self.expect("[")
         if (yield from self.one_of("AC")) == "A":
             yield from self.expect(ARGUMENTS[2:])
         else:
             yield from self.expect(CALL_ID[2:])
             if len((yield from self._word())) != _ID_LENGTH:
-                raise MalformedError("no id of a call")
+                raise MalformedError("this is not the id of a call")
             yield from self.expect(ARGUMENTS)
 
 
@@ -98,7 +98,7 @@ _ID_LENGTH = 9
 
 
 class Mistral(ToolParser):
-    """The formats of Mistral."""
+    """Read and constrain calls in the formats of Mistral."""
 
     special_tokens = (MARK, ARGUMENTS, CALL_ID)
 
@@ -112,7 +112,8 @@ class Mistral(ToolParser):
         return _MistralReader(tools, self.new_id)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """An array of calls behind the mark; of the newer format, structural tags, or the arguments of one function."""
+        """Constrain the array of calls after the mark. In the newer format, constrain calls with structural tags, or the arguments
+        of one function."""
         if not enforced(request):
             return None
         if Feature.GRAMMAR_STRUCTURAL_TAG in offers and (self._named or not request.required):
@@ -146,7 +147,7 @@ class Mistral(ToolParser):
         return ToolConstraint(json_spec(object_schema(tool)), ConstraintGate(prefix=f"{MARK}{tool.name}{ARGUMENTS}"))
 
     def new_id(self) -> str:
-        """Nine letters and digits, which Mistral's templates insist on."""
+        """Return nine letters and digits, which Mistral's templates require."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_ID_LENGTH))
 
 

@@ -1,4 +1,4 @@
-"""The parsers of this distribution. Imports nothing heavy."""
+"""Register the parsers of this distribution. Imports no large package."""
 
 from __future__ import annotations
 

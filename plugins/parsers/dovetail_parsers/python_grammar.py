@@ -1,4 +1,4 @@
-"""Calls with Python literals as a grammar (GBNF): the part of JSON Schema that can be written so, and refusal of the rest."""
+"""Write calls with Python literals as a GBNF grammar, for the part of JSON Schema that can be expressed; refuse the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOTES = frozenset(
         "definitions",
     ]
 )
-"""Keywords that demand nothing."""
+"""Keywords that do not constrain a value."""
 _OF_TYPE = {
     "string": frozenset({"minLength", "maxLength"}),
     "integer": frozenset[str](),
@@ -48,11 +48,11 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "anyOf": (lambda v: _is_list(v), "a list of schemas"),
     "$ref": (lambda v: isinstance(v, str), "'#', or '#/' and a path"),
 }
-"""What the values of keywords have to be, and how that is said."""
+"""A check of the value of each keyword, and the words for what is allowed."""
 _MOST = 1000
 _DEEPEST = 40
 _MOST_RULES = 5000
-"""About as many as a constraint's text has room for."""
+"""About the number of rules that fit into the text of a constraint."""
 _ANY_LEVELS = 3
 _BASE = r"""
 chars ::= [^"\\\x00-\x1f\x7f] | "\\" ["\\nrt]
@@ -72,8 +72,8 @@ any{n} ::= scalar | "[" (any{m} (", " any{m})*)? "]" | "{{" (string ": " any{m} 
 
 
 def call_grammar(tools: Sequence[Tool], parallel: bool, required: bool) -> str:
-    """A list of calls of ``tools``, one unless ``parallel``; or, unless ``required``, text that begins otherwise. Raises
-    ``GrammarError`` for a keyword that has no translation."""
+    """Return the grammar of a list of calls of ``tools``: one call unless ``parallel``. Unless ``required``, text that does not begin
+    like a list is allowed too. Raises ``GrammarError`` for a keyword that cannot be translated."""
     rules = _Rules()
     calls = [f"{quoted(tool.name + '(')} {rules.arguments(tool)} {quoted(')')}" for tool in tools]
     rules.add("call", " | ".join(calls))
@@ -88,8 +88,8 @@ class _Rules:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._tool = Tool("", {})
-        self._path: list[str] = []  # references that are being followed
-        self._referenced: dict[str, str] = {}  # the rules of those that were
+        self._path: list[str] = []  # the references that are being followed
+        self._referenced: dict[str, str] = {}  # the rules of references that were followed
 
     def add(self, name: str, body: str) -> str:
         self.lines.append(f"{name} ::= {body}")
@@ -101,7 +101,7 @@ class _Rules:
         return self.add(f"r{len(self.lines)}", body)
 
     def arguments(self, tool: Tool) -> str:
-        """The arguments of a call, without the parentheses."""
+        """Return the body for the arguments of a call, without the parentheses."""
         self._tool, self._path, self._referenced = tool, [], {}
         schema = {"type": "object", **tool.parameters}
         self._check_forms(schema)
@@ -112,7 +112,7 @@ class _Rules:
         return self._members(schema, 0, lambda name: f"{name}=", "word", '"="')
 
     def value(self, schema: Any, depth: int) -> str:
-        """A rule for the values that ``schema`` allows."""
+        """Return a rule for the values that ``schema`` allows."""
         if depth > _DEEPEST:
             raise self._refuse("nesting", f"at most {_DEEPEST} levels")
         if schema is True or schema == {}:
@@ -132,7 +132,8 @@ class _Rules:
         return self.new(" | ".join(self._typed(kind, schema, depth) for kind in types))
 
     def _types(self, schema: Mapping[str, Any]) -> list[str]:
-        """Without ``type``, that of which the schema says more; any subset of what is allowed is right."""
+        """Return the types that ``schema`` allows. Without ``type``, return the first type that one of its keywords constrains; that
+        is valid because a grammar may allow fewer values than the schema."""
         if "type" not in schema:
             known = [kind for kind, keywords in _OF_TYPE.items() if keywords & schema.keys()]
             return known[:1] or list(_OF_TYPE)
@@ -140,7 +141,7 @@ class _Rules:
         types = list(given) if isinstance(given, list) else [given]
         for kind in types:
             if kind not in _OF_TYPE:
-                raise self._refuse("type", f"{kind!r:.80} is no type")
+                raise self._refuse("type", f"{kind!r:.80} is not a type")
         return types
 
     def _typed(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
@@ -175,7 +176,8 @@ class _Rules:
         return schema.get(low, 0), schema.get(high)
 
     def _members(self, schema: Mapping[str, Any], depth: int, key: Any, free: str, between: str) -> str:
-        """Named members in their order, those that are not required left out or not; where none is named, free ones."""
+        """Return the named members in their order, of which those that are not required may be left out. If none is named, return
+        any number of members with free names."""
         required = list(schema.get("required", ()))
         others = schema.get("additionalProperties", True)
         named: dict[str, Any] = {
@@ -187,7 +189,7 @@ class _Rules:
                 return '""'
             pair = f"{free} {between} {self.value(others, depth + 1)}"
             return f'({pair} (", " {pair})*)?'
-        tails = ['""', '""']  # what may follow the members so far, seen from the end: behind none, behind some
+        tails = ['""', '""']  # what may follow, built from the last member on: after no member, after at least one
         for name, part in reversed(named.items()):
             pair = f"{quoted(key(name))} {self.value(part, depth + 1)}"
             first, later = f"{pair} {tails[1]}", f'", " {pair} {tails[1]}'
@@ -223,7 +225,7 @@ class _Rules:
             for part in ref.split("/")[1:]:
                 target = target[part.replace("~1", "/").replace("~0", "~")]
         except (LookupError, TypeError, AttributeError):
-            raise self._refuse("$ref", f"{ref!r:.80} is no part of the schema") from None
+            raise self._refuse("$ref", f"{ref!r:.80} is not a part of the schema") from None
         self._path.append(ref)
         made = self._referenced[ref] = self.value(target, depth + 1)
         self._path.pop()
@@ -255,5 +257,5 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """True if it can be written."""
+    """Return True if ``value`` is a text that can be written in UTF-8."""
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)

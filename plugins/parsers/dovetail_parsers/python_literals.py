@@ -1,4 +1,4 @@
-"""JSON values as Python literals, and texts as literals of GBNF."""
+"""Write JSON values as Python literals, and texts as literals of GBNF."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def is_a(value: Any, kind: str) -> bool:
-    """True if a JSON value is of this type of JSON Schema."""
+    """Return True if a JSON value is of type ``kind`` of JSON Schema."""
     match kind:
         case "string":
             return isinstance(value, str)
@@ -28,7 +28,7 @@ def is_a(value: Any, kind: str) -> bool:
 
 
 def literal(value: Any) -> str:
-    """A JSON value as a Python literal. Raises ``ValueError``."""
+    """Return a JSON value as a Python literal. Raises ``ValueError`` for what has none."""
     if isinstance(value, str):
         value.encode()
         return json.dumps(value, ensure_ascii=False)
@@ -37,16 +37,16 @@ def literal(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{literal(key)}: {literal(part)}' for key, part in value.items())}}}"
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no number of JSON")
+        raise ValueError(f"{value} is not a number of JSON")
     return repr(value)
 
 
 def quoted(text: str) -> str:
-    """A literal of GBNF."""
+    """Return ``text`` as a literal of GBNF."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
 
 
 def repeat(low: int, high: int | None) -> str:
-    """GBNF behind what comes ``low`` to ``high`` times."""
+    """Return the suffix of GBNF that repeats an expression ``low`` to ``high`` times."""
     return f"{{{low},{'' if high is None else high}}}"

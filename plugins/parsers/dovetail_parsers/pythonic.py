@@ -1,4 +1,4 @@
-"""A list of Python calls is the whole answer: ``[name(argument="value"), ...]``."""
+"""Read answers that are a list of Python calls, ``[name(argument="value"), ...]``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _PythonicReader(CallReader):
         super().__init__(tools, new_id)
 
     def read(self) -> Reading[None]:
-        """Calls at the beginning of the output, and behind the mark, where there is one."""
+        """Read calls at the beginning of the output, and after the mark if the model has it."""
         if (yield from self.space()) == "[":
             yield from self.attempt(self._calls())
         else:
@@ -45,7 +45,7 @@ class _PythonicReader(CallReader):
         yield from self.close(CLOSE)
 
     def _calls(self) -> Reading[None]:
-        """The ``[`` has been read."""
+        """Read calls; the ``[`` has been read."""
         while True:
             yield from self.skip_space()
             yield from self._call()
@@ -76,7 +76,7 @@ class _PythonicReader(CallReader):
         self.add_arguments("}")
 
     def _word(self, end: str) -> Reading[str]:
-        """A name, and the ``end`` behind it."""
+        """Read a name and the ``end`` after it, and return the name."""
         word = ""
         while (char := (yield from self.next())) != END and char in _IN_NAME:
             word += char
@@ -89,12 +89,12 @@ class _PythonicReader(CallReader):
         return word
 
     def _value(self) -> Reading[tuple[str, str]]:
-        """A literal as JSON, and the comma or parenthesis behind it."""
+        """Read a literal, and return it as JSON with the comma or parenthesis that follows it."""
         text, depth, quote, escaped = "", 0, "", False
         while True:
             char = yield from self.next()
             if char == END or (char == "#" and not quote):
-                raise MalformedError("no literal")
+                raise MalformedError("this is not a literal")
             if quote:
                 quote = "" if char == quote and not escaped else quote
                 escaped = char == "\\" and not escaped
@@ -108,18 +108,18 @@ class _PythonicReader(CallReader):
 
 
 def as_json(text: str) -> str:
-    """A Python literal as JSON; JSON's own words count as literals too. Raises ``MalformedError``."""
+    """Return a Python literal as JSON; ``true``, ``false`` and ``null`` are literals too. Raises ``MalformedError``."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # unknown escapes
             node = ast.parse(text.strip(), mode="eval").body
         return _json_of(node, _DEEPEST)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
-        raise MalformedError(f"{text!r} is no literal: {error}") from error
+        raise MalformedError(f"{text!r} is not a literal: {error}") from error
 
 
 def _json_of(node: ast.expr, depth: int) -> str:
-    """Keys that come twice stay: readers of JSON take the last, as Python does."""
+    """Return the literal of ``node`` as JSON. Repeated keys are kept, because readers of JSON take the last one, as Python does."""
     match node:
         case _ if not depth:
             raise ValueError("it is nested too deep")
@@ -146,12 +146,12 @@ def _dumps(value: object) -> str:
 
 
 class Pythonic(ToolParser):
-    """The format of Llama 3.2 and 4."""
+    """Read and constrain calls in the format of Llama 3.2 and 4."""
 
     special_tokens = (BEGIN, CLOSE)
 
     def __init__(self, config: BaseModel, context: ParserContext) -> None:
-        """See ``ToolParser``. Where the mark is no special token, it is text."""
+        """See ``ToolParser``. If the mark is not a special token, it is read as text."""
         self._marked = BEGIN in context.special_tokens
 
     def stream(self, tools: Sequence[Tool]) -> ToolStream:
@@ -159,7 +159,7 @@ class Pythonic(ToolParser):
         return _PythonicReader(tools, self.new_id, self._marked)
 
     def constraint(self, request: ToolRequest, offers: frozenset[Feature]) -> ToolConstraint | None:
-        """A list of calls in GBNF; strict functions need not be called, but no other text begins as a list does."""
+        """Constrain a list of calls in GBNF. If no call is required, other text is allowed that does not begin like a list."""
         if not enforced(request):
             return None
         needs("pythonic", offers, Feature.GRAMMAR_EBNF, "a call", "give tool_choice: auto and no strict functions")

@@ -1,7 +1,7 @@
-"""Reading text that arrives in pieces: a parser is written as if it had all of it, and stops where the text does.
+"""Read text that arrives in pieces with parsers that are written as if they had the whole text.
 
-A reader's ``read`` is a generator. ``yield from self.next()`` is the next character, "" at the end; what is read is kept until
-``accept`` or ``say``, so that a parse that fails gives its characters back.
+The ``read`` of a reader is a generator, which pauses where the text so far ends. ``yield from self.next()`` is the next character, ""
+at the end. Characters that were read are kept until ``accept``, so that a parse that fails can give them back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, str, T]
-"""A part of a parse that ends in a ``T``."""
+"""A part of a parse that returns a ``T``."""
 
 END = ""
 """The character after the last."""
@@ -23,22 +23,24 @@ SPACE = frozenset(" \t\r\n")
 
 
 class MalformedError(Exception):
-    """The text cannot be what was expected; raised and caught within one parse."""
+    """Raised when the text cannot be what was expected; caught within the same parse."""
 
 
 class TextReader(ABC):
-    """Runs ``read`` over the text. Subclasses tell what they find as they find it."""
+    """Run ``read`` over the text. Subclasses emit what they find as they find it."""
 
     def __init__(self) -> None:
-        self._back: list[str] = []  # characters to be read again, last first
-        self._kept: list[str] = []  # characters read since the last accept
+        self._back: list[str] = []  # characters to read again, the next one last
+        self._kept: list[str] = []  # characters that were read since the last accept
         self._ended = False
-        self._copying: tuple[re.Pattern[str], Callable[[str], None]] | None = None  # text that copy_until says unread
+        self._copying: tuple[re.Pattern[str], Callable[[str], None]] | None = (
+            None  # text that copy_until emits without reading it
+        )
         self._run = self._start()
         next(self._run)
 
     def push(self, text: str) -> None:
-        """More text."""
+        """Add text and read it."""
         at = 0
         while at < len(text):
             if self._copying and not self._kept:
@@ -52,7 +54,7 @@ class TextReader(ABC):
             at += 1
 
     def end(self) -> None:
-        """No more text."""
+        """End the text."""
         self._ended = True
         for _ in self._run:
             pass
@@ -62,10 +64,10 @@ class TextReader(ABC):
 
     @abstractmethod
     def read(self) -> Reading[None]:
-        """Read to the end."""
+        """Read the text to its end."""
 
     def next(self) -> Reading[str]:
-        """The next character."""
+        """Read the next character, "" at the end of the text."""
         if self._back:
             char = self._back.pop()
         elif self._ended:
@@ -78,53 +80,53 @@ class TextReader(ABC):
         return char
 
     def unread(self) -> None:
-        """The last character will be read again; at the end there is none to give back."""
+        """Give the last character back, so that it is read again. At the end of the text there may be none to give back."""
         if self._kept:
             self._back.append(self._kept.pop())
 
     def accept(self) -> str:
-        """What was read since the last time stays read; returns it."""
+        """Drop the kept characters, and return them as a text."""
         text = "".join(self._kept)
         self._kept.clear()
         return text
 
     def give_back(self) -> None:
-        """What was read since the last ``accept`` will be read again."""
+        """Give all kept characters back, so that they are read again."""
         self._back.extend(reversed(self._kept))
         self._kept.clear()
 
     def first_of_kept(self) -> str:
-        """Keep the first of the characters kept as read, return it, and give the others back."""
+        """Drop the first kept character and return it; give the other ones back."""
         kept = self.accept()
         self._back.extend(reversed(kept[1:]))
         return kept[:1]
 
     def peek(self) -> Reading[str]:
-        """The next character, which stays unread."""
+        """Return the next character without reading it."""
         char = yield from self.next()
         if char != END:
             self.unread()
         return char
 
     def space(self) -> Reading[str]:
-        """Skip whitespace; returns the first character after it."""
+        """Skip whitespace, and read and return the first character after it."""
         char = yield from self.next()
         while char != END and char in SPACE:
             char = yield from self.next()
         return char
 
     def skip_space(self) -> Reading[None]:
-        """Skip whitespace; the first character after it stays unread."""
+        """Skip whitespace; the first character after it is not read."""
         if (yield from self.space()) != END:
             self.unread()
 
     def expect(self, text: str) -> Reading[None]:
-        """Read exactly ``text``. Raises ``MalformedError`` at the first character that differs, which stays unread."""
+        """Read exactly ``text``. Raises ``MalformedError`` at the first character that differs, which is not read."""
         for wanted in text:
             yield from self.one_of(wanted)
 
     def one_of(self, chars: Collection[str]) -> Reading[str]:
-        """One of these characters. Raises ``MalformedError``, with the character unread, for any other."""
+        """Read and return one of ``chars``. Raises ``MalformedError`` for any other character, which is not read."""
         char = yield from self.next()
         if char not in chars or char == END:
             if char != END:
@@ -133,7 +135,8 @@ class TextReader(ABC):
         return char
 
     def until(self, mark: str, limit: int) -> Reading[str]:
-        """The text before ``mark``, which is read too. Raises ``MalformedError`` if it is longer than ``limit``."""
+        """Read the text before ``mark`` and the mark, and return the text. Raises ``MalformedError`` if it is longer than
+        ``limit``."""
         text = ""
         while not text.endswith(mark):
             char = yield from self.next()
@@ -143,7 +146,8 @@ class TextReader(ABC):
         return text.removesuffix(mark)
 
     def copy_until(self, emit: Callable[[str], None], *marks: str) -> Reading[str]:
-        """Say text up to the first of ``marks``, which stays kept; "" at the end of the text, the only one without marks."""
+        """Emit text up to the first of ``marks``, and return that mark, which stays kept; "" at the end of the text. Without
+        marks the text is emitted to its end."""
         self.accept()
         finder = Finder(marks)
         self._copying = _none_of(frozenset(mark[0] for mark in marks)), emit
@@ -168,14 +172,14 @@ def _none_of(chars: frozenset[str]) -> re.Pattern[str]:
 
 
 class Finder:
-    """Looks for the first of a few marks, a character at a time; ``held`` characters may be the beginning of one."""
+    """Find the first of a few marks, one character at a time."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = marks
         self._tail = ""
 
     def feed(self, char: str) -> str | None:
-        """The mark that ``char`` ends, if it does."""
+        """Add a character, and return the mark that ends with it; None if there is none."""
         self._tail += char
         for mark in self._marks:
             if self._tail.endswith(mark):
@@ -186,10 +190,10 @@ class Finder:
 
     @property
     def held(self) -> int:
-        """How many of the last characters may be the beginning of a mark."""
+        """The number of last characters that may be the beginning of a mark."""
         return len(self._tail)
 
 
 def _overlap(text: str, mark: str) -> int:
-    """The length of the longest end of ``text`` with which ``mark`` begins."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``mark``."""
     return next((n for n in range(min(len(text), len(mark)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""Grammars for calls that are JSON."""
+"""Write constraints for calls that are JSON, and check that a grammar backend supports them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NAME_ONE = "name one function in tool_choice, or start the server with such a ba
 
 
 def dumps(value: object) -> str:
-    """JSON as the house writes it in constraints."""
+    """Return ``value`` as JSON in the form that constraints have here: characters beyond ASCII are not escaped."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def call_schema(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str, Any]:
-    """The schema of one call of any of ``tools``, an object with ``name`` and ``arguments``. References inside of the
-    parameters are moved along with them."""
+    """Return the schema of one call of any of ``tools``: an object with ``name`` and the key ``arguments``. References inside the
+    parameters are adjusted to their new position."""
     calls = [_call(tool, index, arguments) for index, tool in enumerate(tools)]
     schemas = {str(index): _moved(object_schema(tool), f"#/$defs/{index}") for index, tool in enumerate(tools)}
     return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": schemas}
@@ -50,33 +50,35 @@ def _pointer(ref: object, root: str) -> object:
 
 
 def json_spec(schema: Mapping[str, Any]) -> GrammarSpec:
-    """A constraint to one JSON text."""
+    """Return a constraint to one JSON text."""
     return GrammarSpec(GrammarKind.JSON_SCHEMA, dumps(schema))
 
 
 def tag_spec(structures: Sequence[Mapping[str, Any]], trigger: str) -> GrammarSpec:
-    """A constraint to free text in which what begins with ``trigger`` is one of ``structures``."""
+    """Return a constraint to free text in which a part that begins with ``trigger`` must be one of ``structures``."""
     return GrammarSpec(GrammarKind.STRUCTURAL_TAG, dumps({"structures": list(structures), "triggers": [trigger]}))
 
 
 def object_schema(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's arguments, which are an object."""
+    """Return the schema of a tool's arguments, which are an object."""
     return {"type": "object", **tool.parameters}
 
 
 def enforced(request: ToolRequest) -> bool:
-    """True if anything is to be enforced: a call, or the schema of a strict function."""
+    """Return True if a call or the schema of a strict function must be enforced."""
     return request.required or any(tool.strict for tool in request.tools)
 
 
 def loosened(request: ToolRequest) -> list[Tool]:
-    """The tools with the schemas that are to be enforced: any arguments where only others are strict."""
+    """Return the tools with the schemas that must be enforced. If no call is required, functions that are not strict may have any
+    arguments."""
     keep = request.required
     return [tool if keep or tool.strict else Tool(tool.name, {"type": "object"}) for tool in request.tools]
 
 
 def needs(parser: str, offers: frozenset[Feature], feature: Feature, what: str, instead: str) -> None:
-    """Raises ``GrammarError`` unless a backend offers ``feature``, without which ``what`` cannot be enforced."""
+    """Raise ``GrammarError`` unless a backend offers ``feature``, without which ``what`` cannot be enforced. ``instead`` says what
+    the client can do."""
     if feature not in offers:
         raise GrammarError(
             f"{what} in the tool format {parser!r} cannot be enforced without a grammar backend that offers {feature}, and "
@@ -87,5 +89,5 @@ def needs(parser: str, offers: frozenset[Feature], feature: Feature, what: str, 
 
 
 def lark_spec(lines: Sequence[str]) -> GrammarSpec:
-    """A constraint to a Lark grammar."""
+    """Return a constraint to a Lark grammar."""
     return GrammarSpec(GrammarKind.LARK, "\n".join([*lines, ""]))

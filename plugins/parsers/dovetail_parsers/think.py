@@ -1,4 +1,4 @@
-"""Reasoning between ``<think>`` and ``</think>``, before the answer."""
+"""Read reasoning between ``<think>`` and ``</think>``, which comes before the answer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dovetail_parsers.reader import Finder
 
 OPEN, CLOSE = "<think>", "</think>"
 _OPENS = re.compile(r"""<think>(\\n|\s)*['"]\s*-?\}\}""")
-"""A template that ends a prompt with the mark."""
+"""The end of a template that ends prompts with ``<think>``."""
 
 
 class ThinkState(enum.Enum):
-    """Where a text stands."""
+    """Identify the part of an output that the text has reached."""
 
-    UNDECIDED = enum.auto()  # it may begin to think
+    UNDECIDED = enum.auto()  # nothing but whitespace so far: reasoning or answer may begin
     THINKING = enum.auto()
     ANSWER = enum.auto()
 
 
 def state_after(prompt: str, otherwise: ThinkState) -> ThinkState:
-    """Where an output begins: a prompt may end with either mark."""
+    """Return the state in which an output begins: that of the mark at the end of the prompt, or ``otherwise``."""
     tail = prompt.rstrip()
     if tail.endswith(OPEN):
         return ThinkState.THINKING
@@ -32,12 +32,12 @@ def state_after(prompt: str, otherwise: ThinkState) -> ThinkState:
 
 
 class ThinkStream(ReasoningStream):
-    """Reads an output that begins at ``state``. A first ``<think>`` is a mark, also where the prompt had one already."""
+    """Read an output that begins in ``state``. ``<think>`` at its beginning is a mark, even if the prompt ends with one."""
 
     def __init__(self, state: ThinkState) -> None:
         self._state = state
         self._at_start = state is not ThinkState.ANSWER
-        self._held = ""  # may belong to a mark, or is whitespace that may stand next to one
+        self._held = ""  # text that may belong to a mark, or whitespace that may be next to one
         self._skip_space = state is ThinkState.ANSWER
         self._finder = Finder((CLOSE,))
 
@@ -58,7 +58,7 @@ class ThinkStream(ReasoningStream):
         return ReasoningDelta(content=held)
 
     def _start(self, text: str) -> str:
-        """Look for ``<think>`` as the first word; returns what is left to read once that is decided."""
+        """Look for ``<think>`` as the first word. Return the text that is left to read once that is decided, else ""."""
         self._held += text
         word = self._held.lstrip()
         if OPEN.startswith(word):
@@ -78,7 +78,7 @@ class ThinkStream(ReasoningStream):
         return ""
 
     def _think(self, text: str) -> tuple[str, str]:
-        """Reasoning up to ``</think>``, and what follows that."""
+        """Return the reasoning up to ``</think>``, and the text after that."""
         if self._skip_space:
             text = text.lstrip()
             self._skip_space = not text
@@ -94,7 +94,7 @@ class ThinkStream(ReasoningStream):
         return self._sure()
 
     def _sure(self) -> tuple[str, str]:
-        """The reasoning that no mark can follow at once."""
+        """Return the reasoning that cannot be followed directly by a mark, and no text after it."""
         sure = len(self._held[: len(self._held) - self._finder.held].rstrip())
         reasoning, self._held = self._held[:sure], self._held[sure:]
         return reasoning, ""
@@ -107,7 +107,7 @@ class ThinkStream(ReasoningStream):
 
 
 class Qwen3(ReasoningParser):
-    """A model that may think or not."""
+    """Read the output of a model that may reason or not."""
 
     special_tokens = (OPEN, CLOSE)
     otherwise = ThinkState.UNDECIDED
@@ -121,7 +121,8 @@ class Qwen3(ReasoningParser):
         return ThinkStream(state_after(prompt, self.otherwise))
 
     def gate(self, prompt: str) -> ConstraintGate | None:
-        """A model whose template opens the reasoning, where it is wanted, does not reason otherwise; others may."""
+        """See ``ReasoningParser``. A model whose template opens the reasoning does not reason if the prompt does not open it; other
+        models may."""
         state = state_after(prompt, self.otherwise)
         if state is ThinkState.THINKING:
             return ConstraintGate(until=CLOSE)
@@ -131,6 +132,6 @@ class Qwen3(ReasoningParser):
 
 
 class DeepseekR1(Qwen3):
-    """A model that always thinks first."""
+    """Read the output of a model that always reasons first."""
 
     otherwise = ThinkState.THINKING
