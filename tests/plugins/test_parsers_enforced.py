@@ -19,7 +19,7 @@ from dovetail.chat.parsing import OutputParsers, OutputPlan
 from dovetail.config.checkpoint import EMBEDDED
 from dovetail.constraints.gated import FreeTokens, gated
 from dovetail.errors import GrammarError
-from dovetail.interfaces.features import Feature
+from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.interfaces.grammar import GrammarBackend, GrammarContext
 from dovetail.interfaces.parsers import ParserContext, Tool, ToolRequest
 from dovetail.sampling_params import SamplingParams
@@ -43,6 +43,7 @@ from dovetail_parsers.mistral import Mistral
 from dovetail_parsers.pythonic import Pythonic
 
 EOS = (0, 2)
+EVERY_FEATURE = frozenset(Feature(descriptor.name) for descriptor in BUILT_IN_FEATURES)
 TAG = {
     "type": "object",
     "properties": {"key": {"type": "boolean"}, "value": {"type": ["number", "null"]}},
@@ -124,7 +125,7 @@ class Setting:
         t = self.tokenizer
         specials = frozenset(t.bytes_of(i).decode() for i in t.special_token_ids)
         parser = made(config(), ParserContext(template, specials))
-        self.parsers = OutputParsers(t, parser, None, frozenset(Feature))
+        self.parsers = OutputParsers(t, parser, None, EVERY_FEATURE)
         texts = [None if i in t.special_token_ids else t.bytes_of(i) for i in range(t.vocab_size)]
         context = GrammarContext(t.vocab_size, texts, EOS, "{}")
         self.backends: dict[str, GrammarBackend] = {

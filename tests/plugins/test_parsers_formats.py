@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dovetail.errors import GrammarError
-from dovetail.interfaces.features import Feature
+from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature
 from dovetail.interfaces.parsers import ConstraintGate, ParserContext, Tool, ToolParser, ToolRequest
 from dovetail.testing.parsers import TOOLS, ExpectedCall, ParsedOutput, ToolParserSuite, run_stream
 from dovetail_parsers.config import (
@@ -32,6 +32,8 @@ from dovetail_parsers.reader import MalformedError
 TAGS = frozenset({Feature.GRAMMAR_STRUCTURAL_TAG})
 STRICT = tuple(Tool(tool.name, tool.parameters, strict=True) for tool in TOOLS)
 V3 = ParserContext("... <｜tool▁sep｜>' + name + '\n```json\n' ...")
+
+EVERY_FEATURE = frozenset(Feature(descriptor.name) for descriptor in BUILT_IN_FEATURES)
 
 
 def as_text(call: ExpectedCall, arguments: str = "arguments") -> str:
@@ -311,7 +313,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 def test_keywords_that_python_literals_cannot_be_held_to_are_refused_by_name(keyword: str):
     tool = Tool("f", {"type": "object", "properties": {"x": PROPERTIES[keyword]}})
     with pytest.raises(GrammarError, match="cannot be enforced in Python literals") as error:
-        PYTHONIC.constraint(ToolRequest((tool,), required=True), frozenset(Feature))
+        PYTHONIC.constraint(ToolRequest((tool,), required=True), EVERY_FEATURE)
     assert error.value.keyword == keyword
 
 
@@ -338,14 +340,14 @@ def test_schemas_for_python_literals_that_are_none_are_refused_by_name(keyword: 
     for parameters in (inner, {"properties": {"y": {"items": {keyword: given}}}}, {"additionalProperties": inner}):
         tool = Tool("f", {"type": "object", **parameters})
         with pytest.raises(GrammarError, match=r"'f' have .*; allowed: ") as error:
-            PYTHONIC.constraint(ToolRequest((tool,), required=True), frozenset(Feature))
+            PYTHONIC.constraint(ToolRequest((tool,), required=True), EVERY_FEATURE)
         assert error.value.keyword == keyword
 
 
 def test_references_that_double_at_each_level_are_followed_once():
     defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(15)}
     parameters = {"properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": {**defs, "d15": {"type": "null"}}}
-    found = PYTHONIC.constraint(ToolRequest((Tool("f", parameters),), required=True), frozenset(Feature))
+    found = PYTHONIC.constraint(ToolRequest((Tool("f", parameters),), required=True), EVERY_FEATURE)
     assert found is not None
     assert len(found.grammar.text) < 2500
 
@@ -353,4 +355,4 @@ def test_references_that_double_at_each_level_are_followed_once():
 def test_a_grammar_for_python_literals_has_bounded_size():
     tool = Tool("f", {"properties": {f"p{i}": {"type": "null"} for i in range(20_000)}})
     with pytest.raises(GrammarError, match="'size'"):
-        PYTHONIC.constraint(ToolRequest((tool,), required=True), frozenset(Feature))
+        PYTHONIC.constraint(ToolRequest((tool,), required=True), EVERY_FEATURE)
