@@ -91,7 +91,7 @@ class Bench:
         """Decode one request; seconds of a step: until the next is launched, of which drafting, and in all."""
         loop = self.llm.loop
         self.seen, self.gaps = 0.0, []
-        before, steps = dict(loop._seconds), loop._steps
+        drafting, steps = loop.times.draft, loop.times.steps
         params = SamplingParams(temperature=0, max_new_tokens=OUTPUT, ignore_eos=True)
         loop.handle(GenerateMsg(str(round), PROMPT, params, seed=0))
         took: list[float] = []
@@ -99,7 +99,7 @@ class Bench:
             start = time.perf_counter()
             loop.step()
             took.append(time.perf_counter() - start)
-        drafting = (loop._seconds["draft"] - before["draft"]) / (loop._steps - steps)
+        drafting = (loop.times.draft - drafting) / (loop.times.steps - steps)
         return statistics.median(self.gaps), drafting, statistics.median(took)
 
 

@@ -104,7 +104,7 @@ class Watch:
             (drafter, "propose", self.proposes),
             (drafter, "observe", self.observes),
             (drafter, "forget", self.forgets),
-            (llm.loop._pace, "note", self.notes),
+            (llm.loop.adaptive_drafting, "record", self.notes),
         ):
             self.wrap(owner, name, check)
 
@@ -287,13 +287,13 @@ def run_mess(llm, jobs, said, monkeypatch, seed, *, drafter=None, luck=(), error
     monkeypatch.setattr(admission, "DECODE_HEADROOM", 0)
     rng, luck = random.Random(seed), dict(luck)
     llm.loop.engine.pool.k.fill_(50.0)
-    always = llm.loop._pace._always
+    always = llm.loop.adaptive_drafting._always
     with drafting(llm, drafter or llm.loop.drafter), monkeypatch.context() as patch:
         if not luck:
             compute_late(llm.loop.engine, patch)
         watch = Watch(llm, patch, rng, luck, error)
         if not always:
-            patch.setattr(llm.loop._pace, "drafts", lambda rows: rng.random() < 0.6)
+            patch.setattr(llm.loop.adaptive_drafting, "should_draft", lambda rows: rng.random() < 0.6)
         mess = Mess(llm, watch, jobs, said, rng)
         mess.run()
     assert (llm.loop.drafter_errors > 0) == bool({"propose", "observe"} & luck.keys())
@@ -392,7 +392,7 @@ def test_all_that_is_cached_of_an_aborted_request_has_been_written(target, monke
             traffic.add("short", prompt, params)
             for _ in range(steps):
                 traffic.step()
-            assert llm.loop._launched is not None
+            assert llm.loop.has_step_in_flight
             traffic.abort("short")
             have = prompt + traffic.tokens["short"]
             lengths.add(len(have))

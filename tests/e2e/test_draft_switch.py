@@ -53,7 +53,7 @@ def test_switching_in_the_middle_of_texts_changes_none(said, overlap, monkeypatc
         asked.append(rows)
         return len(asked) // 3 % 2 == 0
 
-    monkeypatch.setattr(llm.loop._pace, "drafts", in_turns)
+    monkeypatch.setattr(llm.loop.adaptive_drafting, "should_draft", in_turns)
     assert ask(llm, 4, temperature=0.9) == said(4, temperature=0.9)
     assert len(asked) > 12
     assert llm.loop.stats().drafted_tokens > 0
@@ -78,7 +78,7 @@ def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(said, monkeyp
         gone.add(req.uid)
         forget(req)
 
-    monkeypatch.setattr(llm.loop._pace, "drafts", one_in_four)
+    monkeypatch.setattr(llm.loop.adaptive_drafting, "should_draft", one_in_four)
     monkeypatch.setattr(drafter, "observe", watch)
     monkeypatch.setattr(drafter, "forget", note)
     for _ in range(4):
@@ -135,7 +135,7 @@ def test_requests_that_accept_little_get_few_drafts(said):
         return propose(batch)
 
     llm.loop.drafter.propose = watch
-    llm.loop._pace._always = True
+    llm.loop.adaptive_drafting._always = True
     assert ask(llm, temperature=5.0, ignore_eos=True) == said(temperature=5.0, ignore_eos=True)
     drafted = llm.loop.stats().drafted_tokens
     assert widths[0] == 8

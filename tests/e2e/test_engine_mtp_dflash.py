@@ -135,9 +135,9 @@ def test_drafts_that_are_asked_for_now_and_then_change_nothing(drafter):
     expected = results(make_llm(drafter[0]).generate(prompts, params))
     llm = with_drafter(drafter, scheduler={"draft": "adaptive"})
     rng = random.Random(0)
-    llm.loop._pace.drafts = lambda rows: rng.random() < 0.6
+    llm.loop.adaptive_drafting.should_draft = lambda rows: rng.random() < 0.6
     assert results(llm.generate(prompts, params)) == expected
-    llm.loop._pace.drafts = lambda rows: True
+    llm.loop.adaptive_drafting.should_draft = lambda rows: True
     before = llm.loop.stats().drafted_tokens
     assert results(llm.generate(prompts, params)) == expected
     assert llm.loop.stats().drafted_tokens > before

@@ -65,7 +65,7 @@ def test_random_traffic(checkpoint, expected, monkeypatch, seed, overlap, drafts
     llm = make_llm(checkpoint, **paged(page_size, 260, scheduler=scheduler, cache=cache))
     traffic, aborted = Traffic(llm), set()
     if overlap:
-        monkeypatch.setattr(llm.loop._pace, "drafts", lambda rows: rng.random() < 0.6)
+        monkeypatch.setattr(llm.loop.adaptive_drafting, "should_draft", lambda rows: rng.random() < 0.6)
     with drafting(llm, TreeDrafter(width=4, seed=seed) if drafts else None):
         for i, (prompt, params) in enumerate(jobs_of(len(expected))):
             traffic.add(f"r{i}", prompt, replace(params, seed=None), seed=params.seed)

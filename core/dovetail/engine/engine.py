@@ -243,6 +243,11 @@ class Engine:
             output.event.record()
         return output
 
+    @property
+    def mask_seconds(self) -> float:
+        """Return the seconds that the host has spent on grammar masks since the start."""
+        return self.sampler.mask_seconds
+
     def locate_updates(self, updates: PageUpdates) -> None:
         """Prepare page updates of the next step while the device computes this one. The next step may have others."""
         self.inputs.locate_updates(updates)

@@ -1,4 +1,4 @@
-"""From resolved parts to the scheduler's half of a loop."""
+"""Build the scheduler of a loop, and what compiles constraints, from the resolved parts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def build_scheduler(
     tokenizer: Tokenizer | None,
     eos: frozenset[int],
 ) -> Scheduler:
-    """The scheduler, with books that fit the engine's pool. ``draft_width`` is the most drafts a row can have."""
+    """Build the scheduler, with a page ledger for the engine's pool. ``draft_width`` is the most drafts that a row can have."""
     section = resolved.config.scheduler
     ahead = engine.drafter.tokens_ahead if engine.drafter is not None else 0
     cache = with_lookahead(resolved.cache.build, engine.page_size, ahead)

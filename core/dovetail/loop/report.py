@@ -1,8 +1,7 @@
-"""What a loop says of itself: numbers for /metrics, and what it is made of for /server_info."""
+"""Describe a loop: numbers for /metrics, and the parts that it is made of for /server_info."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.pooling import default_pooling
@@ -12,27 +11,28 @@ from dovetail.ops.cpu.library import library
 
 if TYPE_CHECKING:
     from dovetail.engine.engine import Engine
+    from dovetail.loop.verbs import StepTimes
     from dovetail.registry.resolver import Resolved
     from dovetail.scheduler.scheduler import Scheduler
 
 
 def stats_of(
-    scheduler: Scheduler, seconds: Mapping[str, float], steps: int, drafter_errors: int, call_id: str
+    scheduler: Scheduler, times: StepTimes, mask_seconds: float, drafter_errors: int, call_id: str
 ) -> EngineStats:
-    """Gauges now, totals since the start. ``seconds`` has those of a step's parts, and of ``step`` as a whole."""
-    ledger, totals, grammars = scheduler.ledger, scheduler.totals, scheduler.constraints
+    """Return gauges as they are now, and totals since the start."""
+    pages, totals, grammars = scheduler.page_counts(), scheduler.totals, scheduler.constraints
     return EngineStats(
         call_id=call_id,
         running=len(scheduler.prefilling) + len(scheduler.decoding),
         waiting=len(scheduler.waiting),
-        pages_total=ledger.allocator.num_total,
-        pages_used=ledger.allocator.num_total - ledger.available - scheduler.pins.count_unread(scheduler.running),
-        pages_cached=ledger.cache.total_pages,
-        pages_pinned=scheduler.pins.pages,
+        pages_total=pages.total,
+        pages_used=pages.used,
+        pages_cached=pages.cached,
+        pages_pinned=pages.pinned,
         prompt_tokens=totals.prompt_tokens,
         cached_tokens=totals.cached_tokens,
         generated_tokens=totals.generated_tokens,
-        steps=steps,
+        steps=times.steps,
         retractions=totals.retractions,
         drafted_tokens=totals.drafted_tokens,
         accepted_tokens=totals.accepted_tokens,
@@ -52,19 +52,19 @@ def stats_of(
         grammar_cached_bytes=grammars.cached_bytes,
         grammar_compile_seconds=grammars.totals.seconds,
         grammar_requests=dict(grammars.totals.backends),
-        step_seconds=seconds["step"],
-        schedule_seconds=seconds["schedule"],
-        launch_seconds=seconds["launch"],
-        wait_seconds=seconds["wait"],
-        commit_seconds=seconds["commit"],
-        draft_seconds=seconds["draft"],
-        mask_seconds=seconds["mask"],
-        verify_seconds=seconds["verify"],
+        step_seconds=times.step,
+        schedule_seconds=times.schedule,
+        launch_seconds=times.launch,
+        wait_seconds=times.wait,
+        commit_seconds=times.commit,
+        draft_seconds=times.draft,
+        mask_seconds=mask_seconds,
+        verify_seconds=times.verify,
     )
 
 
 def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]:
-    """The engine's device, memory, graphs and parts, as JSON."""
+    """Return the engine's device, memory, graphs and parts, as JSON."""
     return {
         "architecture": engine.info.architecture,
         "device": str(engine.device),
@@ -83,7 +83,7 @@ def info_of(resolved: Resolved, engine: Engine, overlap: bool) -> dict[str, Any]
 
 
 def _embedding(resolved: Resolved, engine: Engine) -> dict[str, Any] | None:
-    """The size of embeddings and how they are pooled unless a request says so; None of a model that has none."""
+    """Return the size of embeddings and how they are pooled unless a request sets it; None for a model without embeddings."""
     if Feature.MODEL_EMBED not in engine.info.offers:
         return None
     return {"size": engine.info.hidden_size, "pooling": default_pooling(resolved.model_dir)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dovetail.types import DraftTree
@@ -43,6 +43,15 @@ class SchedulerLimits:
         ``min_draft_probability`` either, because a pruned tree may be a chain.
         """
         return self.adapt_drafts and self.min_draft_probability == 0 and drafts.is_chain
+
+
+class PageCounts(NamedTuple):
+    """Count pages: all, those that requests read, those in the prefix cache, and those that pins hold there."""
+
+    total: int
+    used: int
+    cached: int
+    pinned: int
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from dovetail.scheduler.decoding import Decoding
 from dovetail.scheduler.drafts import checked
 from dovetail.scheduler.groups import Groups
 from dovetail.scheduler.intake import make_req
-from dovetail.scheduler.limits import SchedulerLimits, Totals
+from dovetail.scheduler.limits import PageCounts, SchedulerLimits, Totals
 from dovetail.scheduler.outcome import (
     add_pooled,
     add_prompt_logprobs,
@@ -282,6 +282,13 @@ class Scheduler:
         self.groups.clear()
         self.pins.clear()
 
+    def flush_cache(self) -> int:
+        """Empty the prefix cache and return the number of pages that this frees. No request may be running or waiting."""
+        self.release_pins()
+        pages = self.ledger.cache.reset()
+        self.ledger.allocator.free(pages)
+        return pages.shape[1]
+
     def _abort(self, reqs: list[Req], message: str) -> list[Answer]:
         for req in reqs:
             req.finish = FinishReason(FinishKind.ABORT, message=message)
@@ -330,6 +337,12 @@ class Scheduler:
 
     def _forget(self, req: Req) -> None:
         del self._by_rid[req.rid]
+
+    def page_counts(self) -> PageCounts:
+        """Return how the pages of the pool are used now."""
+        ledger, total = self.ledger, self.ledger.allocator.num_total
+        used = total - ledger.available - self.pins.count_unread(self.running)
+        return PageCounts(total, used, ledger.cache.total_pages, self.pins.pages)
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and pages are consistent; the loop calls this when idle, and tests do."""

@@ -80,7 +80,7 @@ class _Load:
         return self.drafted.rate >= ADVANTAGE * self.plain.rate
 
 
-class Pace:
+class AdaptiveDrafting:
     """Decides before each step, and is told afterwards what it took. Not thread-safe."""
 
     def __init__(self, *, always: bool, must_see_all: bool) -> None:
@@ -89,7 +89,7 @@ class Pace:
         self._loads: dict[int, _Load] = {}
         self._mode, self._in_mode = True, 0
 
-    def drafts(self, rows: int) -> bool:
+    def should_draft(self, rows: int) -> bool:
         """Whether the drafter is asked in a step of so many requests."""
         if self._always:
             return True
@@ -100,7 +100,7 @@ class Pace:
             return self._must_see_all and self._is_sure(load)
         return load.pays
 
-    def note(self, rows: int, drafted: bool, seconds: float, tokens: int, verify_seconds: float) -> None:
+    def record(self, rows: int, drafted: bool, seconds: float, tokens: int, verify_seconds: float) -> None:
         """A step of decode rows alone took ``seconds`` and brought ``tokens``; ``verify_seconds`` of it went into the target's
         forward pass. Steps with prompts are not told."""
         if drafted is not self._mode:

@@ -1,0 +1,85 @@
+"""Decide what an error ends: the requests of one step, or the whole loop."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+from dovetail.engine.device import first_line
+from dovetail.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dovetail.engine.engine import Engine
+    from dovetail.messages import Answer
+    from dovetail.registry.resolver import Resolved
+    from dovetail.scheduler.scheduler import Scheduler
+    from dovetail.types import Batch
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_START_AGAIN = "the engine cannot go on and must be started again"
+
+
+class FailureHandler:
+    """Handle what the parts of a loop raise.
+
+    ``dead`` is the reason why the loop has ended, or None. ``interrupt`` is an interrupt (Ctrl-C) that a step has caught, or None: the
+    loop raises it once the step is over.
+    """
+
+    def __init__(self, resolved: Resolved, engine: Engine, scheduler: Scheduler) -> None:
+        self.dead: str | None = None
+        self.interrupt: BaseException | None = None
+        self._resolved, self._engine, self._scheduler = resolved, engine, scheduler
+        self._kept: EngineDeadError | None = None  # its traceback holds tensors of a lost device: freeing them aborts
+
+    def fail_step(self, batch: Batch, error: BaseException) -> list[Answer]:
+        """End the requests of a step in which the engine raised ``error``, and return their answers. An interrupt fails the step as
+        well, because it is not known what the step has written. Raises ``EngineDeadError`` if the device is lost."""
+        self.raise_if_lost(error)
+        if not isinstance(error, Exception):
+            self.defer(error)
+        log.error("a step of %d requests failed", len(batch.reqs), exc_info=error)
+        return self._scheduler.fail(batch.reqs, f"{type(error).__name__}: {first_line(error)}")
+
+    def defer(self, interrupt: BaseException) -> None:
+        """Keep an interrupt until the step is over. Of several the first is kept."""
+        self.interrupt = self.interrupt or interrupt
+
+    def take_interrupt(self) -> BaseException | None:
+        """Return the interrupt that was kept, and forget it."""
+        interrupt, self.interrupt = self.interrupt, None
+        return interrupt
+
+    def raise_if_lost(self, error: BaseException) -> None:
+        """End the loop if the device cannot be used any more after ``error``. Raises ``EngineDeadError`` then."""
+        reason = self._engine.lost_device(error)
+        if reason is not None:
+            log.error("the device was lost", exc_info=error)
+            self.dead = f"the device was lost: {reason}; {_START_AGAIN}"
+            self._kept = EngineDeadError(self.dead)
+            raise self._kept from error
+
+    def run(self, part: Callable[[], T]) -> T:
+        """Run a part of the loop that changes the scheduler. Whatever it raises leaves the scheduler's state unknown and ends the
+        loop. Raises ``EngineDeadError`` if it raises an ``Exception`` or the loop has ended before; an interrupt goes through."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        try:
+            return part()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            policy, cache = (chosen.spec.name for chosen in (self._resolved.policy, self._resolved.cache))
+            self.dead = (
+                f"the scheduler failed: {type(error).__name__}: {error} (policy {policy!r}, prefix cache {cache!r}); "
+                f"{_START_AGAIN}"
+            )
+            raise EngineDeadError(self.dead) from error
+        except BaseException as error:
+            self.dead = f"the scheduler was interrupted by {type(error).__name__}; {_START_AGAIN}"
+            raise

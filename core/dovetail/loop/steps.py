@@ -1,0 +1,147 @@
+"""Make one step after another: schedule, launch, commit.
+
+    plain        schedule N | launch N | commit N
+    overlapped   schedule N + 1 | launch N + 1 | commit N | sample N + 1
+    drafted      commit N | schedule N + 1 | propose drafts | launch N + 1
+
+Under overlap the host reads the tokens of step N, advances grammars and sends answers while the device computes step N + 1. A step that
+is left to compute is a value, ``InFlight``, which the next step is given.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from dovetail.loop.verbs import Failure, InFlight
+
+if TYPE_CHECKING:
+    from dovetail.loop.adaptive_drafting import AdaptiveDrafting
+    from dovetail.loop.drafter_guard import DrafterGuard
+    from dovetail.loop.verbs import Verbs
+    from dovetail.messages import Answer
+    from dovetail.types import Batch
+
+
+class StepEnd(NamedTuple):
+    """Describe what a step leaves: answers, the step in flight if there is one, and the batch that was scheduled in it."""
+
+    answers: list[Answer]
+    in_flight: InFlight | None = None
+    batch: Batch | None = None
+
+
+class StepStrategy(Protocol):
+    """Make a step. ``previous`` is the step in flight, if there is one."""
+
+    def run(self, previous: InFlight | None) -> StepEnd: ...
+
+
+class PlainStep:
+    """Commit a step before the next one is scheduled. Nothing is left in flight."""
+
+    def __init__(self, verbs: Verbs) -> None:
+        self._verbs = verbs
+
+    def run(self, previous: InFlight | None) -> StepEnd:
+        """See ``StepStrategy``."""
+        assert previous is None, "plain steps leave nothing in flight"
+        verbs = self._verbs
+        batch = verbs.schedule()
+        if batch is None:
+            return StepEnd([])
+        output = verbs.forward(batch)
+        if isinstance(output, Failure):
+            return StepEnd(verbs.fail(batch, output), None, batch)
+        return StepEnd(verbs.commit(InFlight(batch, output)), None, batch)
+
+
+class OverlappedStep:
+    """Launch a step before the one in flight is committed, and leave it in flight."""
+
+    def __init__(self, verbs: Verbs) -> None:
+        self._verbs = verbs
+
+    def run(self, previous: InFlight | None) -> StepEnd:
+        """See ``StepStrategy``."""
+        verbs = self._verbs
+        batch = verbs.schedule(pause=previous is None)
+        launched = None if batch is None else verbs.launch(batch)
+        answers = [] if previous is None else verbs.commit(previous)
+        if batch is None or launched is None:
+            return StepEnd(answers)
+        output = launched if isinstance(launched, Failure) else verbs.sample(batch, launched)
+        if isinstance(output, Failure):
+            return StepEnd(answers + verbs.fail(batch, output), None, batch)
+        step = InFlight(batch, output)
+        if verbs.scheduler.has_work:
+            return StepEnd(answers, step, batch)
+        return StepEnd(answers + verbs.commit(step), None, batch)  # all requests have ended: none waits for this step
+
+
+class DraftedStep:
+    """Let the drafter propose drafts for a step. It needs every token before, so the step in flight is committed first."""
+
+    def __init__(self, verbs: Verbs, guard: DrafterGuard, *, overlap: bool) -> None:
+        """With ``overlap`` the step is left in flight, so that it computes while the answers of the one before are sent."""
+        self._verbs, self._guard, self._overlap = verbs, guard, overlap
+
+    def run(self, previous: InFlight | None) -> StepEnd:
+        """See ``StepStrategy``."""
+        verbs, guard = self._verbs, self._guard
+        answers = self.finish(previous)
+        batch = verbs.schedule()
+        if batch is None:
+            return StepEnd(answers)
+        guard.forget_departed()  # a request that was retracted and admitted again is in the batch as a new one
+        if batch.num_extend < len(batch.reqs):
+            start = time.perf_counter()
+            guard.propose(batch)
+            verbs.times.draft += time.perf_counter() - start
+        output = verbs.forward(batch)
+        if isinstance(output, Failure):
+            return StepEnd(answers + verbs.fail(batch, output), None, batch)
+        if batch.drafts is not None:
+            verbs.reserve_ahead()
+        step = InFlight(batch, output, drafted=True)
+        if self._overlap:
+            return StepEnd(answers, step, batch)
+        return StepEnd(answers + self.finish(step), None, batch)
+
+    def finish(self, step: InFlight | None) -> list[Answer]:
+        """Commit a step, if there is one, and show the drafter what it accepted."""
+        return [] if step is None else self._verbs.commit(step, self._guard)
+
+
+class AdaptiveStep:
+    """Make drafted steps while drafts pay, and steps without drafts otherwise. Measures both."""
+
+    def __init__(self, verbs: Verbs, drafted: DraftedStep, undrafted: StepStrategy, adaptive: AdaptiveDrafting) -> None:
+        self._verbs, self._drafted, self._undrafted, self._adaptive = verbs, drafted, undrafted, adaptive
+
+    def run(self, previous: InFlight | None) -> StepEnd:
+        """See ``StepStrategy``."""
+        scheduler, times = self._verbs.scheduler, self._verbs.times
+        rows = len(scheduler.decoding) or len(scheduler.prefilling) + len(scheduler.waiting)
+        drafting = self._adaptive.should_draft(rows)
+        tokens, start = scheduler.totals.generated_tokens, time.perf_counter()
+        verify = times.launch + times.wait
+        end = self._drafted.run(previous) if drafting else self._run_undrafted(previous)
+        verify = times.launch + times.wait - verify
+        if drafting:
+            times.verify += verify
+        if scheduler.decoding and not (_has_prompts(previous and previous.batch) or _has_prompts(end.batch)):
+            seconds, brought = time.perf_counter() - start, scheduler.totals.generated_tokens - tokens
+            self._adaptive.record(rows, drafting, seconds, brought, verify)
+        return end
+
+    def _run_undrafted(self, previous: InFlight | None) -> StepEnd:
+        if previous is None or not previous.drafted:
+            return self._undrafted.run(previous)
+        answers = self._drafted.finish(previous)
+        end = self._undrafted.run(None)
+        return end._replace(answers=answers + end.answers)
+
+
+def _has_prompts(batch: Batch | None) -> bool:
+    return batch is not None and batch.num_extend > 0
