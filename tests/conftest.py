@@ -1,4 +1,4 @@
-"""Settings of every test run."""
+"""Configure every test run."""
 
 import os
 import signal
@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests of every folder import fresh.py by its name
+sys.path.insert(0, str(Path(__file__).parent))  # tests in every folder import fresh.py by its name
 
-# A background job of a script starts with SIGINT ignored, and so would everything that it starts. Tests of Ctrl-C need Python's handler.
+# A background job of a script ignores SIGINT, and so do its children. Tests of Ctrl-C need Python's handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests run beside each other, and small models gain nothing from more threads: libgomp's threads spin at every barrier,
+# Tests run in parallel, and small models gain nothing from more threads: libgomp's threads spin at every barrier,
 # so two test processes with two threads each would wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quick_engines import _engines_are_built_quickly, _what_is_there_is_set_apart  # noqa: F401
 
-# The same examples in every run, so that what fails fails for everybody; `make fuzz` looks for new ones.
+# The same examples in every run, so that a failure is repeatable; `make fuzz` searches for new examples.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("fuzz", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("repeatable")
@@ -30,5 +30,5 @@ LONG = ("test_parsers_enforced.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those come first."""
+    """Move these files to the front."""
     items.sort(key=lambda item: item.path.name not in LONG)

@@ -1,8 +1,6 @@
-"""A pretended device that remembers which token every place of the pool holds, and a driver of schedulers. Shared by tests.
-
-The device's next token is a hash of the whole text, read back through the page table: a page that is lost, shared
-wrongly, freed too early or written by two requests shows up as a wrong token.
-"""
+"""Pretend to be a device that remembers which token each location of the pool holds, and drive schedulers. The
+device's next token is a hash of the whole text, read back through the page table: a page that is lost, shared wrongly,
+freed too early or written by two requests shows up as a wrong token."""
 
 import time
 import zlib
@@ -31,12 +29,12 @@ VOCAB, EOS, CONTEXT = 50, 7, 120
 
 
 def next_token(text):
-    """What the pretended model says after ``text``."""
+    """Return the token that the pretended model predicts after ``text``."""
     return zlib.crc32(np.asarray(text, np.int32).tobytes()) % VOCAB
 
 
 class Device:
-    """A pool of places that hold tokens, and a page table of its own, fed by the batches' updates."""
+    """Hold a pool of locations with one token each and a separate page table, which the batches' updates fill."""
 
     def __init__(self, num_slots, max_pages, num_pages, page_size):
         self.table = np.zeros((num_slots + 1, max_pages), np.int64)
@@ -56,7 +54,7 @@ class Device:
             new = [self.last[slot], *drafts] if row >= batch.num_extend else req.token_ids[start : start + count]
             where = np.arange(start + count)
             where = self.table[slot, where // self.page_size] * self.page_size + where % self.page_size
-            assert (where >= self.page_size).all(), "page 0 belongs to nobody"
+            assert (where >= self.page_size).all(), "page 0 belongs to no request"
             self.places[where[start:]] = new
             if batch.samples[row]:
                 text = self.places[where]
@@ -70,7 +68,8 @@ class Device:
         return HostOutput(rows)
 
     def check_shared(self, batch):
-        """Groups cover the rows one after another, and each has its tokens in the same pages."""
+        """Check that groups cover the rows one after another, and that the rows of a group have its tokens in the same
+        pages."""
         starts, lens = batch.shared.starts.tolist(), batch.shared.lens.tolist()
         assert batch.num_extend == 0
         assert batch.shared.saved > 0
@@ -104,7 +103,7 @@ def build(page_size=4, num_pages=40, cache="radix", clock=time.monotonic, **limi
 
 
 class Run:
-    """Drives a scheduler like the loop does, with or without a lag of one step, and checks every answer."""
+    """Drive a scheduler as the loop does, with or without a lag of one step, and check every output."""
 
     def __init__(self, scheduler, device, lag=False, drafts=None, ahead=False):
         self.scheduler, self.device, self.lag, self.drafts = scheduler, device, lag, drafts
@@ -112,7 +111,7 @@ class Run:
         self.prompts, self.texts, self.ends, self.cached = {}, {}, {}, {}
 
     def add(self, rid, prompt, hints=None, **params):
-        """``hints`` are further fields of the message."""
+        """Add a request; ``hints`` are further fields of its message."""
         self.prompts[rid], self.texts[rid] = list(prompt), list(prompt)
         self.scheduler.add(GenerateMsg(rid, list(prompt), SamplingParams(**params), seed=0, **(hints or {})))
 
@@ -122,7 +121,7 @@ class Run:
             assert answer.rid not in self.ends
             self.cached[answer.rid] = answer.cached_tokens
             for token in answer.token_ids:
-                assert token == next_token(self.texts[answer.rid]), f"{answer.rid} went astray"
+                assert token == next_token(self.texts[answer.rid]), f"{answer.rid} has wrong tokens"
                 self.texts[answer.rid].append(token)
             if answer.finish is not None:
                 self.ends[answer.rid] = answer.finish.kind
@@ -144,7 +143,7 @@ class Run:
         self.check_rows()
 
     def check_draft_limits(self, batch):
-        """As many drafts as a row wants, or has pages for."""
+        """Check that each row has as many drafts as it requested, or as its pages can hold."""
         width, page_size = self.scheduler.limits.draft_width, self.scheduler.ledger.page_size
         limits = batch.draft_limits.tolist()
         assert not any(limits[: batch.num_extend])
@@ -153,7 +152,7 @@ class Run:
             assert found == min(req.remain_len, req.draft_len, width, pages), req.rid
 
     def check_rows(self):
-        """What is kept of the decode rows from step to step is what their requests say."""
+        """Check that what the scheduler keeps of the decode rows between steps agrees with their requests."""
         rows = self.scheduler._rows.rows
         if rows is not None and not self.lag:
             assert rows.lens.tolist() == [r.device_len for r in rows.reqs]
@@ -172,10 +171,10 @@ class Run:
             if not self.busy:
                 break
             self.step()
-        assert not self.busy, "the scheduler does not come to an end"
+        assert not self.busy, "the scheduler does not finish"
 
     def finish(self, bound=5000):
-        """All requests end, and all pages come back."""
+        """Run until all requests have ended, and check that all pages are free again."""
         self.finish_requests(bound)
         ledger = self.scheduler.ledger
         self.scheduler.release_pins()
@@ -184,7 +183,7 @@ class Run:
 
 
 def half_right(batch):
-    """Drafts of which some are what the device will say."""
+    """Return drafts of which some are the tokens that the device will predict."""
     rows, width = len(batch.reqs), 3
     ids, lens = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
     for row in range(batch.num_extend, rows):

@@ -1,4 +1,7 @@
-"""The output gate: divergences, near ties judged against A/A, KL, schemas. Run: pytest tests/core/test_ab_gate.py"""
+"""Test the output gate: divergences, near ties judged against A/A, KL, schemas.
+
+Run: pytest tests/core/test_ab_gate.py
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LIMITS = GateThresholds(margin=0.01, kl=1e-4)
 
 
 def place(logits, chosen=None):
-    """A place with these logits: the most likely token, unless another was chosen, and the best of all."""
+    """Return a place with these logits: the most likely token, unless another is chosen, and the most likely ones."""
     logprobs = np.asarray(logits) - np.logaddexp.reduce(logits)
     best = np.argsort(-logprobs, kind="stable")[:TOP]
     token = int(best[0]) if chosen is None else chosen
@@ -33,13 +36,14 @@ def logits_of(seed, length):
 
 
 def answer(logits, name="c0", text="", ended=False):
-    """The greedy output that these logits make."""
+    """Return the greedy output that these logits make."""
     places = [place(row) for row in logits]
     return GreedyOutput(name, [1, 2], [p.token_id for p in places], text, ended, places)
 
 
 def outputs(*answers, noise=0.0, facts=None):
-    """An arm's outputs; the second time with ``noise`` added to every log-probability of the first token of a place."""
+    """Return the outputs of an arm. The second run has ``noise`` added to every log-probability of the first token of
+    a place."""
     forced = [ForcedOutput(a.id, a.logprobs) for a in answers]
 
     def shaken(p):
@@ -52,7 +56,7 @@ def outputs(*answers, noise=0.0, facts=None):
 
 
 def with_lead(logits, where, lead):
-    """The same logits, but at ``where`` the second best is only ``lead`` behind the best."""
+    """Return the same logits, except that at ``where`` the second best is only ``lead`` behind the best."""
     changed = logits.copy()
     first, second = np.argsort(-changed[where])[:2]
     changed[where, second] = changed[where, first] - lead
@@ -69,11 +73,11 @@ def test_the_same_outputs_pass():
 
 @pytest.mark.parametrize(("lead", "near"), [(0.004, True), (0.5, False)])
 def test_a_divergence_is_a_near_tie_only_where_the_two_tokens_are_as_likely(lead, near):
-    """B's logits are A's but for a shake that turns the order of the two best tokens at place 5 around."""
+    """B's logits are A's with a small change that swaps the two best tokens at place 5."""
     base, first, second = with_lead(logits_of(0, 10), 5, lead)
     other = base.copy()
     other[5, second] = base[5, first] + lead
-    other[6:] = logits_of(9, 4)  # another text goes on otherwise
+    other[6:] = logits_of(9, 4)  # a different text continues differently
     b = ArmOutputs([answer(other)], [ForcedOutput("c0", [place(row) for row in base])])
     gate = judge(outputs(answer(base)), b, LIMITS, {}, decode=lambda ids: f"<{ids[0]}>")
     (divergence,) = gate.divergences
@@ -87,7 +91,7 @@ def test_a_divergence_is_a_near_tie_only_where_the_two_tokens_are_as_likely(lead
 
 
 def test_a_clear_lead_in_either_arm_is_real():
-    """Close in A, far apart in B: B has seen something else."""
+    """The tokens are close in A and far apart in B: B has read something else."""
     base, first, second = with_lead(logits_of(1, 6), 2, 0.001)
     other = base.copy()
     other[2, second] = base[2, first] + 2
@@ -114,8 +118,8 @@ def test_prompts_read_otherwise_are_caught_though_the_outputs_are_the_same():
     assert gate.kl_mean > LIMITS.kl
 
 
-def test_steps_that_think_otherwise_are_caught_though_the_outputs_are_the_same():
-    """A fault of decode steps alone that has not yet turned a token."""
+def test_steps_with_other_probabilities_are_caught_though_the_outputs_are_the_same():
+    """Decode steps have a defect that has not changed a token yet."""
     base = logits_of(4, 10)
     sharper = [place(row * 1.2) for row in base]
     a = outputs(answer(base))
@@ -138,7 +142,7 @@ def test_limits_come_from_a_against_itself_and_have_a_floor_and_a_ceiling():
     assert limits_of(quiet, ["float32"], near_tie=0.3).margin == 0.3
 
 
-def test_an_arm_that_does_not_agree_with_itself_is_told():
+def test_an_arm_that_does_not_agree_with_itself_is_reported():
     a = outputs(answer(logits_of(6, 8)))
     torn = ArmOutputs(a.answers, a.forced, [answer(logits_of(7, 8))], a.forced_again)
     gate = judge(torn, a, limits_of(torn, ["float32"]), {})
@@ -160,7 +164,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ('{"n": 3}', True, (1, 1)),
         ('{"n": "3"}', True, (0, 1)),
         ('{"n": 3', True, (0, 1)),
-        ('{"n": 3', False, (0, 0)),  # cut off at its length: nothing is known
+        ('{"n": 3', False, (0, 0)),  # cut off at its length limit: the schema cannot be checked
     ],
 )
 def test_constrained_outputs_must_keep_their_schema(text, ended, counts):
@@ -181,7 +185,7 @@ def test_first_difference_is_where_the_longest_common_prefix_ends(a, b):
 @settings(max_examples=100)
 @given(st.integers(0, 10_000), st.floats(0, 2))
 def test_kl_is_never_above_the_true_one_and_near_it(seed, shake):
-    """Against the whole distributions."""
+    """The reference is the KL of the whole distributions."""
     rng = np.random.default_rng(seed)
     p, q = rng.normal(0, 3, VOCAB), np.zeros(VOCAB)
     q = p + shake * rng.normal(0, 1, VOCAB)

@@ -1,5 +1,7 @@
-"""The course of an experiment, with jobs that are made up: order of the runs, when it ends, what is written.
-Run: pytest tests/core/test_ab_runner.py"""
+"""Test the course of an experiment with invented jobs: the order of the runs, when it ends, what is written.
+
+Run: pytest tests/core/test_ab_runner.py
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,9 @@ def answers(shift=0):
 
 
 class Made:
-    """Stands for the processes: ``slower`` is how many times as long arm B takes, ``noise`` the spread of runs; ``shift`` makes B's
-    outputs others. After ``interrupt`` runs the user presses Ctrl-C, after ``crash`` runs a process fails; ``failed`` calls of
-    ``failing`` arms fail."""
+    """Stand in for the processes. ``slower`` is how many times as long arm B takes, ``noise`` the spread of runs;
+    ``shift`` changes B's outputs. After ``interrupt`` runs the user presses Ctrl-C, after ``crash`` runs a process
+    fails; ``failed`` calls of ``failing`` arms fail."""
 
     def __init__(self, slower=1.0, noise=0.004, shift=0, interrupt=None, failed=0, failing="ab", crash=None):
         self.slower, self.noise, self.shift, self.interrupt, self.failed = slower, noise, shift, interrupt, failed
@@ -76,10 +78,10 @@ class Made:
         return [job for job in self.jobs if job.kind == "measure"]
 
     def run(self, job):
-        pace = 0.01 * (self.slower if job.arm == "b" else 1.0) * np.exp(self.rng.normal(0, self.noise))
+        seconds_per_token = 0.01 * (self.slower if job.arm == "b" else 1.0) * np.exp(self.rng.normal(0, self.noise))
         found = []
         for i in range(CALLS):
-            step = pace * np.exp(self.rng.normal(0, self.noise))
+            step = seconds_per_token * np.exp(self.rng.normal(0, self.noise))
             times = tuple(float(0.05 + step * (k + 1)) for k in range(TOKENS))
             fields = {"due": 0.0, "sent": 0.0, "end": times[-1], "token_times": times, "output_tokens": TOKENS}
             ok = i >= self.failed or job.arm not in self.failing
@@ -103,7 +105,7 @@ class Made:
 
 
 class Silent:
-    """A watcher that notes the stages."""
+    """Watch an experiment and record its stages."""
 
     def __init__(self):
         self.stages = []
@@ -165,7 +167,7 @@ def test_other_outputs_stop_it_before_any_run(arms, tmp_path):
     assert not found.comparisons
 
 
-def test_other_outputs_that_are_allowed_are_told_loudly_in_every_report(arms, tmp_path):
+def test_different_outputs_that_are_allowed_are_marked_in_every_report(arms, tmp_path):
     from rich.console import Console
 
     from dovetail.experiment.report import html
@@ -276,8 +278,8 @@ def test_a_frozen_trace_asks_token_ids_and_lengths():
         continues=True,
     )
     asked = Workload(name="w", calls=(given, schema))
-    told = [GreedyOutput("x", [1, 2, 3], [4, 5], "", True), GreedyOutput("y", [1, 2, 3, 4, 5, 6], [7], "", True)]
-    first, second = frozen_trace(asked, told).calls
+    recorded = [GreedyOutput("x", [1, 2, 3], [4, 5], "", True), GreedyOutput("y", [1, 2, 3, 4, 5, 6], [7], "", True)]
+    first, second = frozen_trace(asked, recorded).calls
     assert (first.token_ids, first.max_tokens, first.sampling.ignore_eos, first.sampling.stop) == (
         (1, 2, 3),
         2,
@@ -287,12 +289,12 @@ def test_a_frozen_trace_asks_token_ids_and_lengths():
     assert first.sampling.temperature == 0.5
     assert (second.token_ids, second.max_tokens, second.sampling.ignore_eos) == ((1, 2, 3, 4, 5, 6), 50, False)
     assert (second.parent, second.think, second.continues, second.json_schema) == ("x", 0.5, False, {"type": "object"})
-    warm = warm_up(frozen_trace(asked, told), 5).calls
+    warm = warm_up(frozen_trace(asked, recorded), 5).calls
     assert [call.token_ids for call in warm] == [(3, 2, 1)]
 
 
 def test_a_job_that_fails_says_why(arms, tmp_path):
-    """In truth: a process that finds another config than the one it was told of."""
+    """The process finds another config than the one that it was sent."""
     write_json(workload(), tmp_path / "workload.json")
     job = ArmJob(
         kind="measure", arm="b", config={"model": {"path": "no-such-model"}}, config_hash="0", workload=tmp_path / "workload.json",

@@ -1,5 +1,7 @@
-"""Tuning records: what an experiment teaches, which records count, and what `auto` and `explain` make of them.
-Run: pytest tests/core/test_ab_tuning.py"""
+"""Test tuning records: what an experiment records, which records count, and how `auto` and `explain` use them.
+
+Run: pytest tests/core/test_ab_tuning.py
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ def record(slot="cache", winner="a", loser="b", **given):
     return MeasuredRecord(slot=slot, winner=part(winner), loser=part(loser), **{**fields, **given})
 
 
-class House:
-    """Two caches and three attentions that nobody has told apart, and the file in which records are kept."""
+class TuningSetup:
+    """Register two caches and three attention backends of equal priority, and name the file that holds the records."""
 
     def __init__(self, fakes, folder):
         self.file = folder / "tuning.json"
@@ -79,23 +81,23 @@ class House:
 
 
 @pytest.fixture
-def house(fakes, tmp_path):
-    return House(fakes, tmp_path)
+def tuned(fakes, tmp_path):
+    return TuningSetup(fakes, tmp_path)
 
 
 # which records count
 
 
-def test_auto_goes_by_a_record_and_explain_says_so(house):
-    assert house.cache().chosen == "a"
-    house.keep(record(winner="b", loser="a"))
-    found = house.cache()
+def test_auto_follows_a_record_and_explain_reports_it(tuned):
+    assert tuned.cache().chosen == "a"
+    tuned.keep(record(winner="b", loser="a"))
+    found = tuned.cache()
     assert (found.chosen, found.rule) == ("b", ChoiceRule.TUNING)
     assert found.note == "1.50x (1.40 to 1.60) as fast as a by Throughput on chat, measured 2026-11-21"
     assert found.unused == ()
-    explicit = house.cache("cache=a")
+    explicit = tuned.cache("cache=a")
     assert (explicit.chosen, explicit.rule) == ("a", ChoiceRule.EXPLICIT)
-    assert house.cache("tuning.use=false").chosen == "a"
+    assert tuned.cache("tuning.use=false").chosen == "a"
     assert found.to_json()["unused_tuning_records"] == []
 
 
@@ -121,66 +123,66 @@ def test_auto_goes_by_a_record_and_explain_says_so(house):
         ),
     ],
 )
-def test_a_record_that_does_not_count_is_passed_over_with_the_reason(house, change, reason):
-    house.keep(record(winner="b", loser="a").model_copy(update=change))
-    found = house.cache()
+def test_a_record_that_does_not_count_is_passed_over_with_the_reason(tuned, change, reason):
+    tuned.keep(record(winner="b", loser="a").model_copy(update=change))
+    found = tuned.cache()
     assert (found.chosen, found.rule) == ("a", ChoiceRule.PRIORITY)
     (text,) = found.unused
     assert reason in text
     assert "of 2026-11-21" in text
-    assert house.resolve().resolution("policy").unused == ()
+    assert tuned.resolve().resolution("policy").unused == ()
 
 
-def test_another_dtype_is_another_model(house):
-    house.keep(record(winner="b", loser="a"))
-    assert house.cache("memory.kv_dtype=bfloat16").chosen == "a"
+def test_another_dtype_is_another_model(tuned):
+    tuned.keep(record(winner="b", loser="a"))
+    assert tuned.cache("memory.kv_dtype=bfloat16").chosen == "a"
 
 
-def test_the_newest_counts_or_that_of_the_workload_that_config_names(house):
-    house.keep(record(winner="b", loser="a", workload="json", measured="2026-01-01T00:00:00+00:00"))
-    house.keep(record(winner="a", loser="b", workload="chat", measured="2026-02-01T00:00:00+00:00"))
-    assert house.cache().chosen == "a"
-    assert house.cache("tuning.workload=json").chosen == "b"
+def test_the_newest_counts_or_that_of_the_workload_that_config_names(tuned):
+    tuned.keep(record(winner="b", loser="a", workload="json", measured="2026-01-01T00:00:00+00:00"))
+    tuned.keep(record(winner="a", loser="b", workload="chat", measured="2026-02-01T00:00:00+00:00"))
+    assert tuned.cache().chosen == "a"
+    assert tuned.cache("tuning.workload=json").chosen == "b"
 
 
-def test_winners_are_ordered_by_who_beat_whom(house):
+def test_winners_are_ordered_by_who_beat_whom(tuned):
     for pairs in itertools.permutations([("x", "y"), ("y", "z")]):
         records = [record("attention.decode", *pair, measured=f"2026-0{i + 1}-01") for i, pair in enumerate(pairs)]
         assert best_first(reversed(records), "attention.decode") == ["x", "y"]
     assert best_first([], "cache") == []
 
 
-def test_a_winner_that_cannot_be_used_here_is_passed_over(house):
-    house.keep(record(winner="b", loser="a"))
-    found = house.cache("policy=fcfs", "cache=[a, b]")
+def test_a_winner_that_cannot_be_used_here_is_passed_over(tuned):
+    tuned.keep(record(winner="b", loser="a"))
+    found = tuned.cache("policy=fcfs", "cache=[a, b]")
     assert (found.chosen, found.rule) == ("a", ChoiceRule.EXPLICIT)
 
 
-def test_the_same_question_asked_again_replaces_its_answer(house):
-    house.keep(record(winner="a", loser="b"), record("attention.decode", "x", "y"))
-    house.keep(record(winner="b", loser="a", measured="2026-12-01T00:00:00+00:00"))
-    house.keep(record(winner="b", loser="a", shape="9 calls"))
-    kept = [(r.slot, r.winner.name, r.shape) for r in read_records(house.file)]
+def test_the_same_question_asked_again_replaces_its_answer(tuned):
+    tuned.keep(record(winner="a", loser="b"), record("attention.decode", "x", "y"))
+    tuned.keep(record(winner="b", loser="a", measured="2026-12-01T00:00:00+00:00"))
+    tuned.keep(record(winner="b", loser="a", shape="9 calls"))
+    kept = [(r.slot, r.winner.name, r.shape) for r in read_records(tuned.file)]
     assert kept == [("attention.decode", "x", "8 calls"), ("cache", "b", "8 calls"), ("cache", "b", "9 calls")]
 
 
-def test_a_file_that_is_none_stops_with_what_to_do(house):
-    house.file.write_text("{]")
+def test_a_file_without_records_stops_with_what_to_do(tuned):
+    tuned.file.write_text("{]")
     with pytest.raises(ConfigError, match=r"holds no tuning records.*Delete it"):
-        house.resolve()
-    assert house.resolve("tuning.use=false").cache.name == "a"
-    house.file.write_text(json.dumps({"schema_version": 2, "records": []}))
+        tuned.resolve()
+    assert tuned.resolve("tuning.use=false").cache.name == "a"
+    tuned.file.write_text(json.dumps({"schema_version": 2, "records": []}))
     with pytest.raises(ConfigError, match="schema version 1"):
-        house.resolve()
+        tuned.resolve()
 
 
-def test_records_lie_in_the_data_folder_unless_config_says_otherwise(house, monkeypatch, tmp_path):
-    config = house.fakes.config(house.registry)
+def test_records_are_in_the_data_folder_unless_config_sets_another(tuned, monkeypatch, tmp_path):
+    config = tuned.fakes.config(tuned.registry)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert tuning_file(config) == tmp_path / "data" / "dovetail" / "tuning.json"
     monkeypatch.delenv("XDG_DATA_HOME")
     assert tuning_file(config).parts[-4:] == (".local", "share", "dovetail", "tuning.json")
-    assert tuning_file(house.fakes.config(house.registry, f"tuning.path={house.file}")) == house.file
+    assert tuning_file(tuned.fakes.config(tuned.registry, f"tuning.path={tuned.file}")) == tuned.file
 
 
 def test_the_command_shows_records_that_count_and_those_that_do_not(tmp_path, capsys):
@@ -202,7 +204,7 @@ def test_the_command_shows_records_that_count_and_those_that_do_not(tmp_path, ca
     assert "tuning record not used: cache none over radix of 2026-11-21: foreign: measured on NVIDIA H200" in text
 
 
-# what an experiment teaches
+# what an experiment records
 
 
 def comparison(metric, verdict, ratio, better="lower"):
@@ -294,7 +296,7 @@ def test_prompts_and_decode_are_judged_by_their_own_metric(fakes):
 
 
 def test_the_record_in_the_documentation_is_one():
-    """As ``dovetail ab --write-tuning`` kept it on a GPU."""
+    """``dovetail ab --write-tuning`` wrote this record on a GPU."""
     records = read_records(Path(__file__).parents[2] / "docs" / "tuning" / "h200-llama-3b.json")
     assert [(r.slot, r.winner.name, r.loser.name) for r in records] == [
         ("attention.prefill", "flash_attn", "flashinfer"),

@@ -1,4 +1,4 @@
-"""Tokens that a step brings together are taken as if they had come one by one.
+"""Test that tokens which one step brings together are taken as if they had come one by one.
 
 .venv/bin/python -m pytest -q tests/core/test_accepted_tokens.py
 """
@@ -18,17 +18,17 @@ TOKENS = st.integers(0, VOCAB - 1)
 
 @st.composite
 def requests(draw):
-    """A prompt, what was said before, how the request ends."""
-    room = draw(st.integers(1, 12))
+    """Draw a prompt, the tokens so far, and how the request ends."""
+    limit = draw(st.integers(1, 12))
     params = SamplingParams(
-        max_new_tokens=room,
-        min_new_tokens=draw(st.integers(0, room)),
+        max_new_tokens=limit,
+        min_new_tokens=draw(st.integers(0, limit)),
         stop_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, 0])),
     )
     prompt = draw(st.lists(TOKENS, min_size=1, max_size=5))
-    said = draw(st.lists(st.just(0), max_size=room - 1))
+    said = draw(st.lists(st.just(0), max_size=limit - 1))
     return prompt, said, params
 
 
@@ -39,7 +39,7 @@ def running(prompt, said, params):
 
 
 def end_of(params, said, tokens):
-    """How many of ``tokens`` are taken, and why no more are."""
+    """Return how many of ``tokens`` are taken, and why the rest is not."""
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS)
     for i, token in enumerate(tokens):
         count = len(said) + i + 1
@@ -63,9 +63,11 @@ def test_a_run_is_taken_up_to_the_token_that_ends_the_request(request, tokens):
     assert answer.finish is req.finish
     assert answer.token_ids == tokens[:count]
     assert answer.completion_tokens == len(said) + count
-    assert req.accepted == totals.accepted_tokens == count - 1, "what a step brought beyond the one that any brings"
+    assert req.accepted == totals.accepted_tokens == count - 1, (
+        "the tokens of a step beyond the one that every step brings"
+    )
     assert req.token_ids[: req.known_len].tolist() == prompt + said + tokens[:count]
-    assert not req.token_ids[req.known_len :].any(), "what comes after the end is not the request's"
+    assert not req.token_ids[req.known_len :].any(), "tokens after the end do not belong to the request"
     assert answer.logprobs == (None if logprobs is None else logprobs[:count])
     if kind is FinishKind.STOP:
         assert req.finish.matched == tokens[count - 1]

@@ -1,4 +1,4 @@
-"""Bodies of requests that arrive slowly, or are made to take long.
+"""Test bodies of requests that arrive slowly, or that take long to parse.
 
 Run: .venv/bin/python -m pytest -q tests/core/test_api_body.py
 """
@@ -24,7 +24,7 @@ SCOPE = {"type": "http", "method": "POST", "path": "/", "headers": []}
 
 
 def trickle(pieces: int, pause: float):
-    """What a client sends that pauses before each piece, and another piece after the last."""
+    """Return what a client sends that pauses before each piece and sends another piece after the last."""
     left = pieces
 
     async def receive():
@@ -47,7 +47,7 @@ def test_a_body_in_pieces():
 def test_a_body_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
     with pytest.raises(HTTPException) as refused:
-        read(trickle(1000, 0.01))  # some bytes all the time
+        read(trickle(1000, 0.01))  # a few bytes at a time, without a long pause
     problem = problem_of(refused.value)
     assert (problem.status, problem.code) == (408, "request_timeout")
     assert "0.05 seconds" in problem.message
@@ -65,7 +65,7 @@ HOSTILE = {
 @pytest.mark.parametrize("hostile", HOSTILE)
 @pytest.mark.parametrize("field", ["stop", "logit_bias", "messages", "stream_options", "tool_choice", "tools"])
 def test_of_a_million_wrong_entries_not_each_is_an_error(monkeypatch: pytest.MonkeyPatch, field: str, hostile: str):
-    """It would take seconds, in which nobody else is answered."""
+    """To report each of them would take seconds, in which no other client is answered."""
     found = []
     monkeypatch.setattr(
         body, "_explain", lambda error, model: found.append(error.error_count()) or RequestError("wrong")
@@ -91,7 +91,7 @@ def test_nor_where_they_are_inside_of_something(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(
         body, "_explain", lambda error, model: found.append(error.error_count()) or RequestError("wrong")
     )
-    with contextlib.suppress(RequestError):  # content may be any objects
+    with contextlib.suppress(RequestError):  # the entries of content may be any objects
         body.validate({"model": "m", **nest(HOSTILE[hostile])}, ChatCompletionRequest)
     assert found == [] or found[0] < 20
 

@@ -1,4 +1,4 @@
-"""``dovetail bench spec`` on the embedded model, and its prompts.
+"""Test ``dovetail bench spec`` on the embedded model, and its prompts.
 
 Run: python -m pytest -q tests/core/test_bench_spec.py
 """
@@ -19,7 +19,7 @@ from dovetail.cli import main
 
 @pytest.fixture
 def bench(capsys, monkeypatch):
-    """Run ``dovetail bench spec ...``; returns (exit status, stdout, stderr)."""
+    """Run ``dovetail bench spec ...``; return (exit status, stdout, stderr)."""
     monkeypatch.setenv("COLUMNS", "160")
 
     def run(*words):

@@ -1,4 +1,7 @@
-"""Where a model is found. No network is used. Run: pytest tests/core/test_checkpoint.py"""
+"""Test how a model is found. No network is used.
+
+Run: pytest tests/core/test_checkpoint.py
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_hub_names_without_the_hub_library_say_what_to_install(monkeypatch: pyte
         locate("org/name")
 
 
-def test_a_hub_that_does_not_answer_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_that_does_not_answer_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch):
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
         raise OSError("no route to host")
 

@@ -1,4 +1,7 @@
-"""The commands, over plugins made in memory. Run: pytest tests/core/test_cli_commands.py"""
+"""Test the commands over plugins made in memory.
+
+Run: pytest tests/core/test_cli_commands.py
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ K = ComponentKind
 
 @pytest.fixture
 def cli(fakes, monkeypatch, capsys):
-    """Run ``dovetail ...``; returns (exit status, stdout, stderr)."""
+    """Run ``dovetail ...``; return (exit status, stdout, stderr)."""
     missing = Requirement("no-such-dist", ">=2", "pip install no-such-dist[fast]")
     specs = [
         *fakes.basics(),
@@ -127,9 +130,9 @@ def test_environment_counts(cli, monkeypatch):
         (["chat", "--config", "absent.yaml"], 2, "cannot be read"),
         (["plugins", "list", "--set", "plugins.require=bad"], 2, "which is failed: RuntimeError: boom [red]"),
         (
-            ["config", "show", "--set", "plugins.allow=nobody"],
+            ["config", "show", "--set", "plugins.allow=absent"],
             2,
-            "plugins.allow names 'nobody', which is not installed",
+            "plugins.allow names 'absent', which is not installed",
         ),
     ],
 )
@@ -138,7 +141,7 @@ def test_errors_are_one_message_on_stderr_and_exit_status_2(cli, words, status, 
     assert got == status
     assert err.startswith("error: ")
     assert message in err
-    assert "cli/__init__.py" not in err  # no traceback of our own
+    assert "cli/__init__.py" not in err  # no traceback of Dovetail's own code
     assert out == ""
 
 
@@ -165,7 +168,7 @@ def test_serve_hands_over_config_and_registry(cli, monkeypatch):
 
 
 class FakeLLM:
-    """Repeats what it is told, in two pieces."""
+    """Repeat the prompt in two pieces."""
 
     closed = 0
 
@@ -254,7 +257,7 @@ def test_checking_a_file_leaves_nothing_behind(cli, tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_explain_has_room_for_reasons_on_a_narrow_terminal(cli, fakes, monkeypatch):
+def test_explain_shows_whole_reasons_on_a_narrow_terminal(cli, fakes, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = cli("explain", "--model", str(fakes.directory), "--assume", "sm90")
     assert "stage" not in out

@@ -1,4 +1,4 @@
-"""``dovetail plugins check``, what ``show`` says of it, and ``dovetail plugins doctor``.
+"""Test ``dovetail plugins check``, what ``show`` reports about it, and ``dovetail plugins doctor``.
 
 .venv/bin/python -m pytest -q tests/core/test_cli_plugins.py
 """
@@ -31,7 +31,7 @@ K = ComponentKind
 
 @pytest.fixture
 def call(monkeypatch, capfd, tmp_path):
-    """Run ``dovetail plugins ...``; returns (exit status, stdout, stderr), with reports in a folder of the test's own."""
+    """Run ``dovetail plugins ...`` with a separate folder for reports; return (exit status, stdout, stderr)."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     for name in [n for n in os.environ if n.startswith("DOVETAIL_")]:
@@ -55,7 +55,7 @@ def call(monkeypatch, capfd, tmp_path):
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A generated policy, in the folder that it is imported from, as after ``pip install -e``."""
+    """Generate a policy in the folder that it is imported from, as after ``pip install -e``."""
     source = tmp_path / "dovetail-checked-turn"
     write(render(named(load_plugins(PluginsSection()), "policy", "checked_turn")), source)
     install(source, "0.1.0")
@@ -78,7 +78,7 @@ def install(source: Path, version: str) -> None:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suites run in processes that need not import torch."""
+    """Run suites in processes that need not import torch."""
 
     def run(command: list[str], cwd: str, stdout: TextIO | None, timeout: float, check: bool) -> CompletedProcess[str]:
         done = run_python(command[1:], Path(cwd), os.environ, timeout)
@@ -224,7 +224,7 @@ def test_another_dovetail_makes_a_report_stale(fakes):
 
 @pytest.fixture
 def doctor(call, fakes, monkeypatch):
-    """``plugins doctor`` over plugins made in memory: (exit status, findings by what they are about)."""
+    """Run ``plugins doctor`` over plugins made in memory; return (exit status, findings by what they are about)."""
     missing = Requirement("no-such-dist", ">=2", "pip install no-such-dist[fast]")
     specs = [*fakes.basics(), fakes.spec(K.ATTENTION, "fast", requires=(missing,))]
     specs.append(fakes.spec(K.CACHE, "newer", api=(9, 0)))
@@ -246,7 +246,7 @@ def doctor(call, fakes, monkeypatch):
     return run
 
 
-def test_doctor_finds_nothing_wrong_with_what_nobody_asks_for(doctor):
+def test_doctor_finds_nothing_wrong_with_what_is_not_required(doctor):
     status, found = doctor()
     assert status == 0
     assert found["attention/plain"]["status"] == "ready"
@@ -269,8 +269,8 @@ def test_doctor_finds_nothing_wrong_with_what_nobody_asks_for(doctor):
         ({"model": {"path": "x", "arch": "nosuch"}}, "model/nosuch", "missing", "the config names it"),
         ({"plugins": {"deny": ["extra"]}, "speculative": "ngram"}, "speculative/ngram", "missing", "Not loaded: extra"),
         (
-            {"plugins": {"require": ["nobody"]}},
-            "nobody",
+            {"plugins": {"require": ["absent"]}},
+            "absent",
             "missing",
             "plugins.require names it, and it is not installed",
         ),

@@ -1,4 +1,7 @@
-"""Config: sources, precedence, merging, errors, round trip. Run: pytest tests/core/test_config_load.py"""
+"""Test config: sources, precedence, merging, errors, round trip.
+
+Run: pytest tests/core/test_config_load.py
+"""
 
 from __future__ import annotations
 
@@ -148,7 +151,7 @@ def test_forms_of_the_grammar_section(registry):
         ("grammar=gramm", "grammar.backend.kind: no grammar component is called 'gramm'"),
     ],
 )
-def test_what_is_wrong_in_the_grammar_section_is_told_by_its_key(registry, given, message):
+def test_errors_in_the_grammar_section_name_the_key(registry, given, message):
     assert message in problems(registry, given)
 
 
@@ -251,7 +254,7 @@ def test_malformed_plugin_sections(registry, given, path):
     assert problems(registry, given).startswith(path)
 
 
-def test_all_problems_are_told_at_once(registry):
+def test_all_problems_are_reported_at_once(registry):
     text = problems(
         registry, "scheduler.max_running=0", "attention=nope", "memory.pagesize=3", "cache=[tree, {kind: no}]"
     )

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels against float64 references.
+"""Test the compiled CPU kernels against float64 references.
 
 .venv/bin/python -m pytest -q tests/core/test_cpu_kernels.py
 """
@@ -94,7 +94,7 @@ def test_not_a_number_stays_one():
 def test_bfloat16_is_rounded_to_nearest_even():
     x = torch.randn(400, 64)
     x[0, :6] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.3e38, -0.0, 1e-40, float("inf")])
-    ones = torch.full_like(x, 1e30)  # silu is the identity there, in float32
+    ones = torch.full_like(x, 1e30)  # in float32, silu is the identity at these values
     got = kernels(torch.bfloat16).silu_mul(torch.cat((ones, torch.ones_like(x)), 1).bfloat16())
     assert got.equal(ones.bfloat16())
     add = kernels(torch.bfloat16).rms_norm  # the sum is written back, rounded once
@@ -159,7 +159,7 @@ def test_a_product_refuses_what_is_not_contiguous():
 
 
 def reference(q, keys, values, window, scale, soft_cap, sinks):
-    """One query ``[heads, d]`` over ``keys, values [n, kv_heads, d]``, in float64."""
+    """Compute one query ``[heads, d]`` over ``keys, values [n, kv_heads, d]`` in float64."""
     if window:
         keys, values = keys[-window:], values[-window:]
     folds = q.shape[0] // keys.shape[1]
@@ -198,7 +198,7 @@ def test_attention_reads_pages_and_nothing_else(dtype, heads, kv_heads, size, pa
     q = torch.randn(sum(queries) + 2, heads, size).to(dtype)
     out = poisoned(*q.shape, dtype=dtype)
     sink = torch.randn(heads) if sinks else None
-    spans, first = [], 1  # tokens 0 and the last belong to nobody
+    spans, first = [], 1  # the first and the last token belong to no row
     for row, count in enumerate(queries):
         spans.append((row, first, count, lens[row] - count))
         first += count

@@ -1,4 +1,5 @@
-"""A finished experiment as JSON, in the terminal and as a page: what it must say, and that the page stands alone.
+"""Test a finished experiment as JSON, in the terminal and as a page: what it must contain, and that the page needs no
+other file.
 
 .venv/bin/python -m pytest tests/core/test_experiment_report.py
 """
@@ -50,7 +51,7 @@ SIZES = {"ttft": 84.0, "tpot": 11.6, "itl": 11.4, "e2e": 390.0}
 
 
 def simulated(effect: float, noise: float, count: int, seed: int = 1) -> dict[str, list[BlockSamples]]:
-    """Blocks of every metric, of a machine that drifts; B's latencies are longer by ``effect``."""
+    """Simulate blocks of every metric on a machine that drifts; B's latencies are longer by ``effect``."""
     rng = np.random.default_rng(seed)
     base, blocks = rng.lognormal(0, 0.45, REQUESTS), {metric.name: list[BlockSamples]() for metric in METRICS}
     for k in range(count):
@@ -77,7 +78,7 @@ def _run(name: str, base: np.ndarray, shift: float, jitter: float, rng: np.rando
 
 @cache
 def experiment(effect: float = math.log(1.1), noise: float = 0.02, count: int = 8) -> ExperimentRecord:
-    """A whole experiment from simulated runs."""
+    """Make a whole experiment from simulated runs."""
     blocks, clusters = simulated(effect, noise, count), np.repeat(np.arange(REQUESTS // 4), 4)
 
     def compared(upto: int) -> tuple[Comparison, ...]:
@@ -144,7 +145,7 @@ def _all(blocks, arm) -> tuple[float, ...]:
 
 @cache
 def failed() -> ExperimentRecord:
-    """One that the gate has stopped."""
+    """Make an experiment that the gate has stopped."""
     reason = "12 of 60 outputs part for real: a wrong mask, not noise."
     gate = GateRecord(outcome="failed", reason=reason, compared=60, identical=40, near_ties=8, real=12)
     return experiment().model_copy(
@@ -167,7 +168,7 @@ def page_of(variant: str) -> str:
 
 
 class Checker(HTMLParser):
-    """Tags that close what was opened, ids that are there once, references that lead to an id."""
+    """Check that tags close what was opened, that ids are unique, and that references lead to an id."""
 
     VOID = frozenset({"meta", "br", "link", "hr", "img", "input"})
 
@@ -344,7 +345,7 @@ def test_changes_have_their_sign(ratio, text):
     assert words.change(ratio).removesuffix("\u202f%") == text
 
 
-def test_a_factor_of_millions_takes_no_more_room():
+def test_a_factor_of_millions_takes_no_more_characters():
     assert words.change(1e9) == words.change(3277624848.0) == "> ×1\u202f000"
     assert words.change(1000.0) == "×1\u202f000"
 
@@ -366,7 +367,7 @@ def test_a_browser_shows_the_page(tmp_path, scheme):
 
 
 def screenshot(page: Path, folder: Path, scheme: str, size: str = "1180,2600") -> Path:
-    """What chromium draws."""
+    """Return the picture that chromium draws."""
     picture = folder / f"{page.stem}-{scheme}.png"
     dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
     command = [

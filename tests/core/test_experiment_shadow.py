@@ -1,4 +1,4 @@
-"""Shadow traffic against an engine that is a function: budget, queue, what is kept.
+"""Test shadow traffic against an engine that is a function: budget, queue, what is kept.
 
 .venv/bin/python -m pytest -q tests/core/test_experiment_shadow.py
 """
@@ -31,7 +31,7 @@ class Clock:
 
 
 class Engine:
-    """Answers at once with ``answer(msg)``, or never where that is None."""
+    """Answer at once with ``answer(msg)``, or never if that is None."""
 
     def __init__(self, answer: Callable[[GenerateMsg], list[int] | None]) -> None:
         self.answer = answer
@@ -58,7 +58,7 @@ def make(clock: Clock | None = None, **settings: Any) -> ShadowTraffic:
 
 
 def finished(name: str, shadow: ShadowTraffic, tokens: int = 4, cut: bool = False) -> FinishedRequest:
-    """An answered request: two tokens of prompt, ``tokens`` of output."""
+    """Return an answered request with two prompt tokens and ``tokens`` output tokens."""
     msg = GenerateMsg(f"{name}/0", [7, 8], SamplingParams(max_new_tokens=50, temperature=0.0), 5)
     log = StreamLog(shadow._log, "base", "user=x", [msg], "served", keep=True)
     log.observe([TokenOutput(msg.rid, list(range(tokens)), None if cut else LENGTH)])
@@ -128,7 +128,7 @@ def test_what_exceeds_the_estimate_is_paid_back_first():
     budget = TokenBudget(60, clock)
     assert budget.take(60)
     assert not budget.take(1)
-    budget.settle(30)  # it made so many more
+    budget.settle(30)  # it made 30 tokens more than were reserved
     clock.now += 30  # thirty tokens
     assert not budget.take(1)
     clock.now += 10
@@ -136,10 +136,10 @@ def test_what_exceeds_the_estimate_is_paid_back_first():
     assert not budget.take(1)
     clock.now += 1e6
     assert budget.take(60)
-    assert not budget.take(1)  # never more than a minute's
+    assert not budget.take(1)  # never more than the tokens of a minute
 
 
-def test_a_full_queue_drops_and_nobody_waits():
+def test_a_full_queue_drops_requests_without_waiting():
     shadow = make(queue=3)
     stuck = Engine(lambda msg: None)
 

@@ -1,4 +1,5 @@
-"""Statistics of experiments: what they promise, by simulation, and their parts against independent references.
+"""Test the statistics of experiments: what they promise, by simulation, and their parts against independent
+references.
 
 .venv/bin/python -m pytest tests/core/test_experiment_stats.py
 """
@@ -29,7 +30,7 @@ FIXED = Rules(peeking=False)
 
 @pytest.fixture(scope="module")
 def sim():
-    """The simulated machine, and the methods that were compared on it."""
+    """Import the simulated machine and the methods that were compared on it."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
     try:
         import experiment_coverage
@@ -164,9 +165,11 @@ def test_clusters_are_drawn_whole_and_as_often_as_they_should():
     for cluster in range(3):
         drawn = weights[:, owner == cluster]
         assert (drawn == drawn[:, :1]).all()
-    assert (weights[:, [0, 2, 3]].sum(axis=1) == 2).all()  # one fewer than there are
+    assert (weights[:, [0, 2, 3]].sum(axis=1) == 2).all()  # one block fewer than there are
     assert weights.mean(axis=0) == pytest.approx(2 / 3, abs=0.05)
-    assert (draw(np.zeros(5, dtype=np.int64), 50, 1).sum(axis=1) == 4).all()  # one cluster: requests singly
+    assert (
+        draw(np.zeros(5, dtype=np.int64), 50, 1).sum(axis=1) == 4
+    ).all()  # one cluster: requests are resampled one by one
 
 
 # verdicts
@@ -217,7 +220,7 @@ def test_linear_drift_cancels_in_each_block():
 
 
 @given(st.floats(-0.2, 0.2), st.floats(1e-6, 1e-2), st.floats(0, 1e-4), st.integers(4, 12), st.booleans())
-def test_so_many_blocks_settle_it_and_one_fewer_would_not(ratio, variance, requests, blocks, peeking):
+def test_the_number_of_blocks_settles_it_and_one_fewer_would_not(ratio, variance, requests, blocks, peeking):
     rules = Rules(peeking=peeking)
     estimate = Estimate(ratio, variance, requests, blocks, blocks - 1, lasting=requests)
 

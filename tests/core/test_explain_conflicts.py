@@ -1,5 +1,7 @@
-"""Conflicts, made by hand: each refusal names the two parts, the feature, and the smallest change that resolves it.
-Run: pytest tests/core/test_explain_conflicts.py"""
+"""Test hand-made conflicts: each refusal names the two parts, the feature, and the smallest change that resolves it.
+
+Run: pytest tests/core/test_explain_conflicts.py
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ TREES = frozenset({Feature.DRAFT_CHAIN, Feature.DRAFT_TREE})
 
 @dataclass(frozen=True)
 class Conflict:
-    """``parts`` and ``feature`` must be named; ``fixes`` are all of the smallest changes, and each of them resolves it."""
+    """Describe a conflict. ``parts`` and ``feature`` must be named; ``fixes`` are all of the smallest changes, and
+    each of them resolves it."""
 
     sets: tuple[str, ...]
     parts: tuple[str, str]
@@ -98,7 +101,7 @@ CONFLICTS = {
 
 
 def installed(fakes):
-    """A house with a part for every conflict, and one that resolves it."""
+    """Register a part for every conflict, and one that resolves it."""
     offers = frozenset({Feature.GRAMMAR_ROLLBACK, Feature.GRAMMAR_JUMP_FORWARD})
     cuda = {"constraints": Constraints(devices=("cuda",))}
     return fakes.registry(
@@ -123,7 +126,7 @@ def refusal(fakes, registry, conflict):
 
 
 def fixes_in(text):
-    """Every ``key: value`` that a refusal proposes."""
+    """Return every ``key: value`` that a refusal proposes."""
     found = re.findall(r"(?:^  - |mend it: |[Ss]et | or )((?:[a-z_]+\.)?[a-z_]+: [a-z0-9_]+)", text, re.MULTILINE)
     for kind, names in re.findall(r"that can be used here: (\w+): (.*)", text):
         found += [f"{kind}: {name}" for name in names.split(", ")]
@@ -140,7 +143,7 @@ def test_a_refusal_names_both_parts_the_feature_and_the_change(fakes, title):
         assert wanted in text, text
     found = fixes_in(text)
     assert conflict.fixes <= found, f"{found}\n{text}"
-    for fix in found:  # whatever is proposed does resolve it, by itself
+    for fix in found:  # each proposal alone resolves the conflict
         key, _, value = fix.partition(": ")
         assert resolve(fakes.config(registry, *conflict.sets, f"{key}={value}"), registry, conflict.machine), fix
 
@@ -159,7 +162,7 @@ def test_a_pair_of_changes_where_no_single_one_does(fakes):
         assert resolve(fakes.config(registry, *sets, *changes), registry, conflict.machine)
 
 
-def test_the_command_says_it_with_the_parts_of_the_house(capsys):
+def test_the_command_reports_it_with_the_parts_of_this_project(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", "--assume", "sm90", "--set", "speculative=eagle3_tree", "--set", "attention=flash_attn"])
     assert ended.value.code == 2
