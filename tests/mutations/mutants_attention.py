@@ -166,7 +166,7 @@ def _of(flaw: str, case: str, *arguments: Any, fault: str = "", says: str = "", 
 
 PHASES = "test_phases_and_page_sizes"
 WRONG = "is allowed in torch"
-POISON = "NaN from places that no row owns"
+POISON = "NaN from pool places that belong to no row"
 E5M2, BF16 = "fp8_e5m2", torch.bfloat16
 
 MUTANTS = [
@@ -234,7 +234,7 @@ MUTANTS = [
         6.0,
         fault="computes the softmax in 16 bits",
     ),
-    _of("mixes padding in", "test_padding_rows_disturb_nobody", "decode", says=POISON),
+    _of("mixes padding in", "test_padding_rows_change_no_other_row", "decode", says=POISON),
     _of("ignores what is shared", "test_shared_prefixes", "one group", 4),
     _of(
         "knows one group",
@@ -275,7 +275,12 @@ MUTANTS = [
         "test_queries_may_be_a_slice_of_a_fused_projection",
         fault="takes queries to be contiguous",
     ),
-    _of("rounds by the size of the batch", "test_batch_invariance", "decode", says="is another beside other rows"),
+    _of(
+        "rounds by the size of the batch",
+        "test_batch_invariance",
+        "decode",
+        says="has other bits in a batch with other rows",
+    ),
     _of(
         "rounds by the number of queries",
         "test_batch_invariance_of_divided_rows",

@@ -55,7 +55,7 @@ SLOW: Mapping[str, tuple[object, ...]] = {
     "window": (1, 1000),
     "kv_heads": (4,),
     "dtype": (torch.bfloat16,),
-    "step": ("many rows", "nobody shares"),
+    "step": ("many rows", "no row shares"),
     "length": (1580,),
     "variant": ("pages of 1", "pages of 4", "pages of 16", "bfloat16", "head_dim 128", "sinks"),
 }

@@ -1,4 +1,4 @@
-"""Conformance suite of attention backends: every declared feature against a reference in float64."""
+"""Test attention backends: compare every declared feature with a reference in float64."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ each_shared_step = pytest.mark.parametrize("step", SHARED_STEPS)
 
 
 class AttentionSuite(InvarianceCases):
-    """``class TestMine(AttentionSuite): name = "mine"`` is a whole test file.
+    """Test an attention backend. ``class TestMine(AttentionSuite): name = "mine"`` is a complete test file.
 
-    Cases run on the first device and in the first dtype that the spec allows and this machine has, unless ``device`` and
-    ``dtypes`` say otherwise. A case whose features are all declared must pass. One that is not declared is tried all the
-    same: if it passes, its skip says so, and ``undeclared`` collects it.
+    Cases run on the first device and in the first dtype that the spec allows and this machine has, unless ``device``
+    and ``dtypes`` select others. A case whose features are all declared must pass. A case with a feature that is not
+    declared is run too: if it passes, the reason of its skip reports that, and ``undeclared`` collects the feature.
     """
 
     @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -65,7 +65,7 @@ class AttentionSuite(InvarianceCases):
     def test_rows_that_share_pages(
         self, page_size: int, prefix: list[int], extend: list[int], features: tuple[Feature, ...], kv_heads: int
     ) -> None:
-        """Several rows read the same pages at their beginning, as behind a prefix cache."""
+        """Several rows read the same pages at their beginning, as with a prefix cache."""
         self.skip_page_size(page_size)
         split = sum(n > 1 for n in extend)
         case = AttentionCase(prefix, extend, num_extend=split, shared=64, page_size=page_size, kv_heads=kv_heads)
@@ -82,14 +82,14 @@ class AttentionSuite(InvarianceCases):
 
     @each_step
     def test_consecutive_pages(self, step: str) -> None:
-        """A backend that takes a short cut for them must take it rightly."""
+        """A backend may have a faster path for consecutive pages, which must be correct."""
         case, features = STEPS[step]
         self.check(replace(case, ordered_pages=True), *features)
 
     @each_step
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_dtypes(self, step: str, dtype: torch.dtype) -> None:
-        """Within ``TOLERANCES``."""
+        """Outputs in every dtype are within ``TOLERANCES``."""
         self.skip_dtype(dtype)
         case, features = STEPS[step]
         self.check(replace(case, dtype=dtype), *features)
@@ -98,7 +98,7 @@ class AttentionSuite(InvarianceCases):
     @each_kv_dtype
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_fp8_pools(self, step: str, kv_dtype: str, dtype: torch.dtype) -> None:
-        """Keys and values of 8 bits are exact in every dtype of queries, so nothing is allowed but the usual rounding."""
+        """Keys and values of 8 bits are exact in every dtype of queries, so only the usual rounding is allowed."""
         self.skip_dtype(dtype)
         self.skip_kv_dtype(kv_dtype)
         case, features = STEPS[step]
@@ -108,7 +108,7 @@ class AttentionSuite(InvarianceCases):
 
     @each_kv_dtype
     def test_long_rows_of_fp8_pools(self, kv_dtype: str) -> None:
-        """Long enough for every backend to split or group them."""
+        """Rows long enough that every backend splits or groups them."""
         self.skip_kv_dtype(kv_dtype)
         prefix, longer, extend = (
             [n * self.longest // 1900 for n in lens]
@@ -121,7 +121,7 @@ class AttentionSuite(InvarianceCases):
     @each_shared_step
     @each_kv_dtype
     def test_shared_prefixes_of_fp8_pools(self, step: str, kv_dtype: str) -> None:
-        """Both parts are read from such a pool."""
+        """Shared keys and own keys are both read from a pool of 8 bits."""
         self.skip_kv_dtype(kv_dtype)
         case = replace(SHARED_STEPS[step], kv_dtype=pool_dtype(kv_dtype), page_size=16)
         self.check(case, DECODE, SHARED_PREFIX)
@@ -136,7 +136,7 @@ class AttentionSuite(InvarianceCases):
     @each_step
     @pytest.mark.parametrize("head_dim", [16, 64, 128])
     def test_head_dims(self, step: str, head_dim: int) -> None:
-        """Also with a scale that is not the usual one."""
+        """Each head_dim, also with a scale other than the default."""
         if self.constraints.head_dims and head_dim not in self.constraints.head_dims:
             pytest.skip(f"{self.name} does not allow head_dim {head_dim}")
         case, features = STEPS[step]
@@ -163,7 +163,7 @@ class AttentionSuite(InvarianceCases):
 
     @each_step
     def test_window_soft_cap_and_sinks_together(self, step: str) -> None:
-        """What single features do right can be wrong together."""
+        """Features that are correct alone can be wrong together."""
         case, features = STEPS[step]
         case = replace(case, window=7, soft_cap=2.0, sinks=True, scale=0.5, heads=6, kv_heads=2)
         self.check(case, *features, WINDOW, SOFT_CAP, SINKS)
@@ -171,14 +171,14 @@ class AttentionSuite(InvarianceCases):
     @each_step
     @pytest.mark.parametrize(("dtype", "key_scale"), [(torch.float32, 50.0), (torch.bfloat16, 6.0)], ids=str)
     def test_softmax_in_float32(self, step: str, dtype: torch.dtype, key_scale: float) -> None:
-        """Logits so large that they overflow where no maximum is subtracted, or lose their value in 16 bits."""
+        """Logits so large that they overflow if no maximum is subtracted, or lose their value in 16 bits."""
         self.skip_dtype(dtype)
         case, features = STEPS[step]
         self.check(replace(case, key_scale=key_scale, dtype=dtype), *features)
 
     @each_step
-    def test_padding_rows_disturb_nobody(self, step: str) -> None:
-        """Rows that point at page 0, as a graph of fixed size has them."""
+    def test_padding_rows_change_no_other_row(self, step: str) -> None:
+        """Rows of padding that point at page 0, as in a graph of fixed size, change no other row."""
         case, features = STEPS[step]
         trees = None if case.trees is None else [*case.trees, [], []]
         padded = replace(case, prefix=[*case.prefix, 0, 0], extend=[*case.extend, 1, 1], trees=trees, padding=2)
@@ -189,7 +189,7 @@ class AttentionSuite(InvarianceCases):
     @each_shared_step
     @pytest.mark.parametrize("page_size", [1, 4, 16])
     def test_shared_prefixes(self, step: str, page_size: int) -> None:
-        """Rows and groups of every size, with what they share read apart from what is their own."""
+        """Rows and groups of every size, where shared keys are read separately from own keys."""
         self.skip_page_size(page_size)
         self.check(replace(SHARED_STEPS[step], page_size=page_size), DECODE, SHARED_PREFIX)
 
@@ -197,14 +197,14 @@ class AttentionSuite(InvarianceCases):
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1), (7, 1)])
     def test_shared_prefixes_of_grouped_heads(self, step: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-        """The sums of both parts must weigh them, in each dtype."""
+        """The results of both parts are weighted by their sums, in each dtype."""
         self.skip_dtype(dtype)
         case = replace(SHARED_STEPS[step], dtype=dtype, heads=heads, kv_heads=kv_heads)
         self.check(case, DECODE, SHARED_PREFIX)
 
     @each_shared_step
     def test_shared_prefixes_with_soft_cap_and_sinks(self, step: str) -> None:
-        """The sink counts once."""
+        """The sink counts once, not once per part."""
         case = replace(SHARED_STEPS[step], soft_cap=2.0, sinks=True, scale=0.5, heads=6)
         self.check(case, DECODE, SHARED_PREFIX, SOFT_CAP, SINKS)
 
@@ -214,7 +214,7 @@ class AttentionSuite(InvarianceCases):
         self.check(replace(SHARED_STEPS[step], key_scale=50.0), DECODE, SHARED_PREFIX)
 
     def test_long_shared_prefixes(self) -> None:
-        """Long enough for every backend to split them."""
+        """Prefixes long enough that every backend splits them."""
         prefix = [1900, 1030, 1024, 1100, 1500, 600, 513, 512, 700, 3, 40]
         case = AttentionCase(prefix, [1] * len(prefix), page_size=16, groups=[(5, 1024), (4, 512)])
         self.check(case, DECODE, SHARED_PREFIX)
@@ -223,7 +223,8 @@ class AttentionSuite(InvarianceCases):
     @pytest.mark.parametrize("page_size", [1, 16])
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
     def test_graphs(self, dtype: torch.dtype, page_size: int, shared: bool) -> None:
-        """Graphs of two sizes replay steps of other lengths in turns, with steps of no graph between them."""
+        """Graphs of two sizes replay steps of other lengths in turns, with steps that run without a graph between
+        them."""
         for feature in (DECODE, GRAPH, *([SHARED_PREFIX] if shared else [])):
             self.require(feature)
         self.skip_dtype(dtype)
@@ -233,7 +234,7 @@ class AttentionSuite(InvarianceCases):
     @each_kv_dtype
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
     def test_graphs_over_fp8_pools(self, kv_dtype: str, shared: bool) -> None:
-        """The same, in the first dtype that is allowed."""
+        """Graphs over pools of 8 bits, in the first dtype that is allowed."""
         for feature in (DECODE, GRAPH, *([SHARED_PREFIX] if shared else [])):
             self.require(feature)
         self.skip_kv_dtype(kv_dtype)
@@ -246,7 +247,7 @@ class AttentionSuite(InvarianceCases):
         """Capture decode steps over the pool of ``case`` and compare ``REPLAYS`` with the reference."""
         device = self.find_device()
         if device.type != "cuda":
-            pytest.skip("graphs are a matter of CUDA")
+            pytest.skip("graphs need CUDA")
         base = self.fit(case)
         whole = AttentionStep(base, device)
         backend = self.make(whole.context())
@@ -262,13 +263,14 @@ class AttentionSuite(InvarianceCases):
     @pytest.mark.parametrize("window", [None, 30])
     @torch.inference_mode()
     def test_graphs_of_verify_rows(self, dtype: torch.dtype, window: int | None) -> None:
-        """Two graphs replay steps whose tokens are divided among rows in different ways, with steps of no graph between."""
+        """Two graphs replay steps whose tokens are divided among rows in different ways, with steps that run without a
+        graph between them."""
         for feature in (VERIFY, Feature.ATTN_VERIFY_GRAPH, *([WINDOW] if window else [])):
             self.require(feature)
         self.skip_dtype(dtype)
         device = self.find_device()
         if device.type != "cuda":
-            pytest.skip("graphs are a matter of CUDA")
+            pytest.skip("graphs need CUDA")
         rows = VERIFY_TOKENS
         base = self.fit(AttentionCase([200] * rows, [VERIFY_WIDTH] * rows, dtype=dtype, page_size=16, window=window))
         whole = AttentionStep(base, device)
@@ -291,7 +293,7 @@ class AttentionSuite(InvarianceCases):
     @pytest.mark.parametrize("window", [None, 100])
     @pytest.mark.parametrize("ordered_pages", [True, False])
     def test_chunk_after_a_large_prefix(self, window: int | None, ordered_pages: bool) -> None:
-        """Long enough for every backend to work in blocks."""
+        """Rows long enough that every backend works in blocks."""
         case = AttentionCase(
             [900, 0, 130], [230, 300, 70], num_extend=3, window=window, ordered_pages=ordered_pages, page_size=16
         )
@@ -299,14 +301,15 @@ class AttentionSuite(InvarianceCases):
 
     @pytest.mark.parametrize("ordered_pages", [True, False])
     def test_decode_rows_of_very_different_lengths(self, ordered_pages: bool) -> None:
-        """Long enough for every backend to split or group them."""
+        """Rows long enough that every backend splits or groups them."""
         prefix = [1900, 3, 700, 0, 64, 1100, 255, 30, 31, 2, 1899, 500]
         case = AttentionCase(prefix, [1] * len(prefix), page_size=16, ordered_pages=ordered_pages)
         self.check(case, DECODE)
 
     @torch.inference_mode()
     def test_plans_leave_nothing_behind(self) -> None:
-        """One backend over one pool: extend, decode over a page boundary, extend of other rows, decode again."""
+        """One backend over one pool runs extend, decode over a page boundary, extend of other rows, and decode
+        again."""
         for feature in (EXTEND, DECODE):
             self.require(feature)
         base = self.fit(AttentionCase([0, 0], [60, 45], num_extend=2))
@@ -334,7 +337,7 @@ class AttentionSuite(InvarianceCases):
 
     @torch.inference_mode()
     def test_queries_may_be_a_slice_of_a_fused_projection(self) -> None:
-        """Models hand over views whose rows are not next to each other."""
+        """Models pass views whose rows are not contiguous."""
         for phase in (EXTEND, DECODE, MIXED):
             for case, _ in only_phase(phase).values() if self.offers(phase) else ():
                 step = AttentionStep(self.fit(case), self.find_device())

@@ -1,4 +1,4 @@
-"""The steps on which the suite of attention backends compares: rows of every kind, alone and beside others."""
+"""Define the steps with which the suite of attention backends compares: rows of every kind, alone and together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHARED_STEPS: dict[str, AttentionCase] = {
     ),
     "a group of one": AttentionCase([70, 33, 32], [1] * 3, groups=[(1, 64), (2, 32)]),
     "padding": AttentionCase([40, 33, 12, 50, 0, 0, 0], [1] * 7, groups=[(2, 32), (1, 0), (1, 0)], padding=3),
-    "nobody shares": AttentionCase([3, 40, 0], [1] * 3, groups=[]),
+    "no row shares": AttentionCase([3, 40, 0], [1] * 3, groups=[]),
     "many rows": AttentionCase([16 + row % 19 for row in range(70)], [1] * 70, groups=[(65, 16), (5, 16)]),
 }
 
@@ -56,10 +56,10 @@ REPLAYS: tuple[tuple[list[int], list[tuple[int, int]]], ...] = (
     ([5], []),
     ([33, 32, 260, 257, 256], [(2, 32), (3, 256)]),
 )
-"""Prefixes and groups of decode steps, one after the other in a graph of ``GRAPH_ROWS`` rows."""
+"""Prefixes and groups of decode steps that are replayed one after the other in a graph of ``GRAPH_ROWS`` rows."""
 GRAPH_ROWS = 9
 
 
 def only_phase(phase: Feature) -> dict[str, tuple[AttentionCase, tuple[Feature, ...]]]:
-    """The steps that need no other phase than this one."""
+    """Return the steps that need no other phase than this one."""
     return {name: entry for name, entry in STEPS.items() if entry[1] == (phase,)}

@@ -1,4 +1,4 @@
-"""How one step of an attention backend is compared with the reference, and which cases a component is spared."""
+"""Compare one step of an attention backend with the reference, and skip what a component does not allow."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ from dovetail.testing.attention_reference import (
 from dovetail.testing.component import ComponentSuite
 
 ROUNDING = 2.0**-22
-"""What the rounding of logits to float32 moves their weights by, for keys of scale 1: it grows with the logits."""
+"""How much the rounding of logits to float32 changes their weights, for keys of scale 1. The change grows with the
+logits."""
 
 
 class AttentionChecks(ComponentSuite):
-    """What the cases of ``AttentionSuite`` are made of: a step that fits the component, compared or skipped."""
+    """Provide what the cases of ``AttentionSuite`` use: a step that fits the component, compared or skipped."""
 
     kind: ClassVar[ComponentKind] = ComponentKind.ATTENTION
     device: ClassVar[str | None] = None
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     longest: ClassVar[int] = 1900
-    """Keys of the longest rows, which a backend may split or group. Less where they take too long to be read."""
+    """The number of keys of the longest rows, which a backend may split or group. Suites lower it where such rows take
+    too long."""
     undeclared: ClassVar[set[tuple[str, Feature]]] = set()
-    """(component, feature) of every case that passed although the feature is not declared."""
+    """The (component, feature) of every case that passed although the feature is not declared."""
 
     @property
     def constraints(self) -> Constraints:
-        """Where the component says it can run."""
+        """Return where the component can run, according to its spec."""
         return self.spec.constraints
 
     def make(self, context: AttentionContext) -> AttentionBackend:
-        """A new backend. Override it to test a class that no plugin registers."""
+        """Return a new backend. Override it to test a class that no plugin registers."""
         return self.build(context)
 
     def find_device(self) -> torch.device:
-        """Where to test. Skips if the component runs on no device of this machine."""
+        """Return the device to test on. Skips if the component runs on no device of this machine."""
         there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         wanted = (self.device,) if self.device else (self.constraints.devices or there)
         for name in wanted:
@@ -57,7 +59,8 @@ class AttentionChecks(ComponentSuite):
         pytest.skip(f"{self.name} runs on {', '.join(wanted)}; this machine has {', '.join(there)}")
 
     def fit(self, case: AttentionCase) -> AttentionCase:
-        """``case`` in a dtype, head_dim and page size that the component allows, changed as little as possible."""
+        """Return ``case`` in a dtype, head_dim and page size that the component allows, changed as little as
+        possible."""
         allowed = self.constraints
         names = allowed.dtypes or tuple(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         dtypes = [dtype for dtype in self.dtypes if str(dtype).removeprefix("torch.") in names]
@@ -69,7 +72,7 @@ class AttentionChecks(ComponentSuite):
         )
 
     def check(self, case: AttentionCase, *features: Feature) -> None:
-        """Compare one step with the reference, as far as ``features`` are declared."""
+        """Compare one step with the reference if all ``features`` are declared; otherwise try it and skip."""
         missing = [feature for feature in features if not self.offers(feature)]
         if not missing:
             self.proves(*features)
@@ -85,14 +88,15 @@ class AttentionChecks(ComponentSuite):
 
     @torch.inference_mode()
     def compare(self, case: AttentionCase, backend: AttentionBackend | None = None) -> None:
-        """Run one step and compare. ``backend`` must have been built for a pool of the same content."""
+        """Run one step and compare it. ``backend`` must have been built for a pool of the same content."""
         step = AttentionStep(self.fit(case), self.find_device())
         backend = backend or self.make(step.context())
         pool, q = (step.pool.k.clone(), step.pool.v.clone()), step.q.clone()
         backend.plan(step.batch)
         out = backend.forward(step.q, step.layer, step.batch)
         self.compare_output(step, out)
-        # A layer that is not the first reads ahead what the first has left. On CUDA alone: nothing starts early elsewhere.
+        # In layers after the first, kernels read ahead what the first layer has written. This is tested on CUDA only: on other devices no
+        # kernel starts early.
         if step.device.type == "cuda":
             backend.plan(step.batch)
             backend.forward(step.q, step.other_layer, step.batch)
@@ -102,13 +106,14 @@ class AttentionChecks(ComponentSuite):
         assert poisoned_equal(step.pool.v, pool[1]), "forward changed the pool"
 
     def compare_output(self, step: AttentionStep, out: torch.Tensor) -> None:
-        """``out`` has the shape and dtype of the queries (the size of the values) and the numbers of the reference."""
+        """Check that ``out`` has the shape and dtype of the queries (with the size of the values) and the numbers of
+        the reference."""
         assert out.shape == output_shape(step)
         assert out.dtype == step.q.dtype
         expected = reference(step)
         real = ~expected.isnan()
         error = (out.cpu().double() - expected).abs()[real]
-        assert not error.isnan().any(), "NaN from places that no row owns reached the output"
+        assert not error.isnan().any(), "NaN from pool places that belong to no row reached the output"
         allowed = TOLERANCES[step.case.dtype] + step.case.key_scale * ROUNDING
         worst = float((error / (1 + expected[real].abs())).max())
         assert worst <= allowed, (
@@ -116,7 +121,7 @@ class AttentionChecks(ComponentSuite):
         )
 
     def alone(self, backend: AttentionBackend, whole: AttentionStep, row: int) -> tuple[torch.Tensor, slice]:
-        """The output of one row of ``whole`` in a batch of its own, and its tokens there."""
+        """Return the output of one row of ``whole`` in a batch of only this row, and its tokens in ``whole``."""
         case, first = whole.case, whole.batch.num_extend
         extends = row < first
         trees = None if extends or case.trees is None else [case.trees[row - first]]
@@ -131,12 +136,12 @@ class AttentionChecks(ComponentSuite):
         return backend.forward(whole.q[tokens], whole.layer, single.batch), tokens
 
     def skip_dtype(self, dtype: torch.dtype) -> None:
-        """Skip if the component or this suite does not allow it."""
+        """Skip the test if the component or this suite does not allow ``dtype``."""
         if self.fit(replace(STEPS["decode"][0], dtype=dtype)).dtype != dtype:
             pytest.skip(f"{self.name} does not allow {dtype}")
 
     def skip_kv_dtype(self, kv_dtype: str) -> None:
-        """Skip if the component, or this machine, does not allow it."""
+        """Skip the test if the component or this machine does not allow ``kv_dtype``."""
         if self.constraints.kv_dtypes and kv_dtype not in self.constraints.kv_dtypes:
             pytest.skip(f"{self.name} does not allow a pool of {kv_dtype}")
         device = self.find_device()
@@ -144,7 +149,7 @@ class AttentionChecks(ComponentSuite):
             pytest.skip("fp8_e4m3 needs compute capability 8.9")
 
     def skip_page_size(self, page_size: int) -> None:
-        """Skip if the component does not allow it."""
+        """Skip the test if the component does not allow ``page_size``."""
         if self.constraints.page_sizes and page_size not in self.constraints.page_sizes:
             pytest.skip(f"{self.name} does not allow page size {page_size}")
 

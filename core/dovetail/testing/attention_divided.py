@@ -1,4 +1,5 @@
-"""Rows whose tokens are divided among steps in every way: batch invariant attention gives a query the same bits in all of them."""
+"""Divide the tokens of rows among steps in many ways. Batch invariant attention gives a query the same bits in all of
+them."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from dovetail.testing.attention_cases import MIXED, SINKS, SOFT_CAP, VERIFY, WIN
 from dovetail.testing.attention_reference import AttentionCase, AttentionStep
 
 RowSpan = tuple[int, int, int]
-"""(row, start, stop): these tokens of a row enter in a step, those before them are in the pool."""
+"""(row, start, stop): these tokens of a row enter in a step; the tokens before them are in the pool."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Steps in which the last tokens of row 0 enter. ``cuts`` are where they begin, counted from its end; None is its first
-    query. ``beside`` are the other rows of each step, and how many of their tokens enter; the first ``prompts`` of them extend,
-    and so does row 0 where ``extends``."""
+    """Describe steps in which the last tokens of row 0 enter.
+
+    ``cuts`` are the indices at which the steps begin, counted from the end of the row; None is its first query.
+    ``beside`` are the other rows of each step, with the number of their tokens that enter. The first ``prompts`` of
+    them extend, and so does row 0 if ``extends`` is set.
+    """
 
     features: tuple[Feature, ...]
     cuts: Sequence[int | None]
@@ -30,12 +34,12 @@ class Division:
     extends: bool = False
 
     def parts(self, first: int, length: int) -> Iterator[RowSpan]:
-        """Of row 0, which has ``length`` tokens, in each of its steps."""
+        """Yield the tokens of row 0, which has ``length`` tokens, that enter in each of its steps."""
         starts = [first if cut is None else length - cut for cut in self.cuts]
         return ((0, start, stop) for start, stop in itertools.pairwise([*starts, length]))
 
     def together(self, part: RowSpan, lens: Sequence[int]) -> tuple[list[RowSpan], int]:
-        """The parts of one step and how many of them extend: ``part`` stands between others."""
+        """Return all parts of one step, with ``part`` among the others, and the number of them that extend."""
         parts = [(row, lens[row] - count, lens[row]) for row, count in self.beside]
         parts.insert(1 if self.extends else self.prompts + 1, part)
         return parts, self.prompts + self.extends
@@ -57,7 +61,7 @@ DIVISIONS: Mapping[str, Division] = {
 
 LENGTH, LONG = 150, 1580
 BESIDE = (40, 700, 7, 64, 260, *(3 + row % 37 for row in range(len(MANY) - 5)))
-"""Tokens of the rows beside row 0."""
+"""The number of tokens of the rows other than row 0."""
 
 VARIANTS: Mapping[str, tuple[dict[str, Any], tuple[Feature, ...]]] = {
     "pages of 1": ({"page_size": 1}, ()),
@@ -71,11 +75,11 @@ VARIANTS: Mapping[str, tuple[dict[str, Any], tuple[Feature, ...]]] = {
     "soft cap": ({"soft_cap": 1.5, "scale": 0.5}, (SOFT_CAP,)),
     "sinks": ({"sinks": True}, (SINKS,)),
 }
-"""What a case changes, and the features that takes."""
+"""What each variant of the case changes, and the features that it needs."""
 
 
 class DividedRows:
-    """Rows of ``lens`` tokens in one pool with a query for each of their tokens; ``step`` lets any of them enter."""
+    """Hold rows of ``lens`` tokens in one pool, with a query for each token. ``step`` lets any of the tokens enter."""
 
     def __init__(self, case: AttentionCase, lens: Sequence[int], device: torch.device) -> None:
         self.whole = AttentionStep(replace(case, prefix=[0] * len(lens), extend=lens, batch_invariant=True), device)
@@ -83,16 +87,17 @@ class DividedRows:
         self._starts = [0, *itertools.accumulate(lens)]
 
     def queries(self, parts: Sequence[RowSpan]) -> torch.Tensor:
-        """Those of the tokens of ``parts``, ``[tokens, heads, head_dim]``."""
+        """Return the queries of the tokens of ``parts``, ``[tokens, heads, head_dim]``."""
         starts = self._starts
         return torch.cat([self.whole.q[starts[row] + start : starts[row] + stop] for row, start, stop in parts])
 
     def ends(self, counts: Sequence[int]) -> list[RowSpan]:
-        """The last ``counts[r]`` tokens of row r."""
+        """Return the last ``counts[r]`` tokens of each row r."""
         return [(row, self.lens[row] - count, self.lens[row]) for row, count in enumerate(counts)]
 
     def step(self, parts: Sequence[RowSpan], num_extend: int) -> AttentionStep:
-        """The first ``num_extend`` of ``parts`` extend, those after them decode or verify chains."""
+        """Return a step in which the first ``num_extend`` of ``parts`` extend, and the others decode or verify
+        chains."""
         rows = [row for row, _, _ in parts]
         prefix, extend = [start for _, start, _ in parts], [stop - start for _, start, stop in parts]
         chains = [list(range(-1, count - 2)) for count in extend[num_extend:]]

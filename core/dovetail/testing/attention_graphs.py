@@ -1,4 +1,4 @@
-"""Decode and verify steps of an attention backend in CUDA graphs, as the engine runs them."""
+"""Run decode and verify steps of an attention backend in CUDA graphs, as the engine does."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ VERIFY_REPLAYS: tuple[tuple[list[int], list[list[int]]], ...] = (
     ([12, 31, 64, 150, 15, 16], [[-1, -1, 0, 1], [-1], [], [-1, -1], [], [-1, -1]]),
     ([64, 190], [[-1, 0, 0, 2], [-1, -1, 1, 1]]),
 )
-"""Prefixes and trees of verify steps, one after the other in a graph of ``VERIFY_TOKENS`` tokens."""
+"""Prefixes and trees of verify steps that are replayed one after the other in a graph of ``VERIFY_TOKENS`` tokens."""
 
 
 class CapturedForward:
-    """``forward`` of a backend for the step ``static``, as that of its second layer, captured. Call it under inference mode."""
+    """Capture ``forward`` of a backend for the step ``static``, as that of its second layer. Use it under inference
+    mode."""
 
     def __init__(self, backend: AttentionBackend, static: AttentionStep) -> None:
         self._backend, self._static = backend, static
@@ -49,7 +50,7 @@ class CapturedForward:
         return self._backend.forward(static.q, static.layer, static.batch)
 
     def replay(self, step: AttentionStep) -> torch.Tensor:
-        """What the graph computes for ``step``."""
+        """Return what the graph computes for ``step``."""
         copy_inputs(step, self._static)
         self._backend.plan_replay(self._static.batch)
         self._out.fill_(torch.nan)
@@ -58,7 +59,7 @@ class CapturedForward:
 
 
 class CapturedDecodeForward(CapturedForward):
-    """Decode steps of ``rows`` rows over the pool of ``whole``."""
+    """Capture decode steps of ``rows`` rows over the pool of ``whole``."""
 
     def __init__(self, backend: AttentionBackend, whole: AttentionStep, rows: int, *, shared: bool) -> None:
         self._whole, self._rows = whole, rows
@@ -69,7 +70,7 @@ class CapturedDecodeForward(CapturedForward):
     def step(
         self, base: AttentionCase, prefix: Sequence[int], groups: Sequence[tuple[int, int]] | None
     ) -> AttentionStep:
-        """A step of rows with these prefixes, filled up with padding."""
+        """Return a step of rows with these prefixes, filled up with padding."""
         real = list(prefix[: self._rows])
         padding = self._rows - len(real)
         case = replace(base, prefix=real + [0] * padding, extend=[1] * self._rows, padding=padding, groups=groups)
@@ -77,7 +78,7 @@ class CapturedDecodeForward(CapturedForward):
 
 
 class CapturedVerifyForward(CapturedForward):
-    """Verify steps of ``VERIFY_TOKENS`` tokens over the pool of ``whole``, which must have as many rows."""
+    """Capture verify steps of ``VERIFY_TOKENS`` tokens over the pool of ``whole``, which must have as many rows."""
 
     def __init__(self, backend: AttentionBackend, whole: AttentionStep, *, tree: bool) -> None:
         super().__init__(backend, static_verify_step(whole.case, whole, VERIFY_TOKENS, VERIFY_WIDTH, tree=tree))
@@ -86,8 +87,10 @@ class CapturedVerifyForward(CapturedForward):
 def verify_step(
     base: AttentionCase, whole: AttentionStep, prefix: Sequence[int], trees: Sequence[Sequence[int]], tokens: int
 ) -> AttentionStep:
-    """A step of verify rows over the pool of ``whole``, filled up with rows of one query on page 0, and rows of none, to
-    ``tokens`` tokens and as many rows. ``whole`` must have as many rows."""
+    """Return a step of verify rows over the pool of ``whole``, padded to ``tokens`` tokens and as many rows.
+
+    The padding is rows of one query on page 0, and rows without a query. ``whole`` must have ``tokens`` rows.
+    """
     real = [1 + len(parents) for parents in trees]
     fill, padding = tokens - sum(real), tokens - len(real)
     case = replace(
@@ -103,7 +106,8 @@ def verify_step(
 def static_verify_step(
     base: AttentionCase, whole: AttentionStep, tokens: int, width: int, *, tree: bool
 ) -> AttentionStep:
-    """What is planned and captured for steps of so many tokens, at most ``width`` in a row."""
+    """Return the step that is planned and captured for steps of ``tokens`` tokens, with at most ``width`` tokens in a
+    row."""
     static = verify_step(base, whole, [], [], tokens)
     batch = static.batch
     batch.prefix_lens = np.full(tokens, whole.context().max_context - width, np.int32)

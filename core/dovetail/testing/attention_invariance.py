@@ -1,4 +1,4 @@
-"""Cases of attention backends that offer attention.batch_invariant: the same tokens have the same bits in every step."""
+"""Test attention backends that offer attention.batch_invariant: the same tokens have the same bits in every step."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ INVARIANT = Feature.ATTN_BATCH_INVARIANT
 
 
 class InvarianceCases(AttentionChecks):
-    """The part of ``AttentionSuite`` that compares bits. All of it builds backends with ``batch_invariant``.
+    """Compare bits, as a part of ``AttentionSuite``. All backends are built with ``batch_invariant``.
 
-    ``not_invariant`` names the fields of ``AttentionCase`` (``kv_dtype``) that a backend takes without it alone."""
+    ``not_invariant`` names the fields of ``AttentionCase`` (such as ``kv_dtype``) that a backend supports only without
+    it.
+    """
 
     not_invariant: tuple[str, ...] = ()
 
     @pytest.mark.parametrize("step", ["extend after a prefix", "decode", "mixed", "verify beside extend"])
     @torch.inference_mode()
     def test_batch_invariance(self, step: str) -> None:
-        """Where it is asked for, a row's bits do not depend on the other rows."""
+        """A row's bits do not depend on the other rows."""
         case, features = STEPS[step]
         for feature in (*features, INVARIANT):
             self.require(feature)
@@ -45,13 +47,13 @@ class InvarianceCases(AttentionChecks):
         together = _output(backend, whole)
         for row in range(len(whole.lens)):
             alone, tokens = self.alone(backend, whole, row)
-            assert torch.equal(alone, together[tokens]), f"row {row} is another beside other rows"
+            assert torch.equal(alone, together[tokens]), f"row {row} has other bits in a batch with other rows"
 
     @pytest.mark.parametrize("variant", VARIANTS)
     @pytest.mark.parametrize("length", [LENGTH, LONG])
     @torch.inference_mode()
     def test_batch_invariance_of_divided_rows(self, length: int, variant: str) -> None:
-        """Then a query's bits are also the same in a prompt, a chunk, a decode step and a chain of drafts, wherever the pages
+        """A query's bits are the same in a prompt, a chunk, a decode step and a chain of drafts, wherever the pages
         are."""
         changes, features = VARIANTS[variant]
         for feature in (EXTEND, DECODE, *features, INVARIANT):
@@ -72,7 +74,7 @@ class InvarianceCases(AttentionChecks):
         assert torch.equal(elsewhere, expected), "a prompt has other bits where its pages follow each other"
 
     def _fitted(self, changes: dict[str, Any]) -> AttentionCase:
-        """A case with these changes. Skips if the component does not allow one of them."""
+        """Return a case with these changes. Skips if the component does not allow one of them."""
         for key in self.not_invariant:
             if key in changes:
                 pytest.skip(f"{self.name} refuses {key} with batch_invariant")
@@ -87,13 +89,13 @@ class InvarianceCases(AttentionChecks):
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @torch.inference_mode()
     def test_batch_invariance_of_graphs(self, dtype: torch.dtype) -> None:
-        """And the same in graphs of decode steps and of chains."""
+        """A query's bits are the same in graphs of decode steps and of chains."""
         for feature in (EXTEND, DECODE, GRAPH, INVARIANT):
             self.require(feature)
         self.skip_dtype(dtype)
         device = self.find_device()
         if device.type != "cuda":
-            pytest.skip("graphs are a matter of CUDA")
+            pytest.skip("graphs need CUDA")
         lens = [70, 300, 17, 150, 16, 33, 299, 1500, 260, *[9] * (VERIFY_TOKENS - GRAPH_ROWS)]
         rows = DividedRows(self.fit(AttentionCase([], [], dtype=dtype, page_size=16)), lens, device)
         backend = self.make(rows.whole.context())
@@ -121,7 +123,8 @@ def _output(backend: AttentionBackend, step: AttentionStep) -> torch.Tensor:
 def _check_division(
     backend: AttentionBackend, rows: DividedRows, division: Division, whole: RowSpan, expected: torch.Tensor, title: str
 ) -> None:
-    """Every part of ``whole``, of which ``expected`` is the output, has its bits: alone and beside others."""
+    """Check that every part of ``whole`` has the bits of ``expected``, which is the output of ``whole``, alone and with
+    other rows."""
     _, first, length = whole
     for part in division.parts(first, length):
         _, start, stop = part
@@ -131,7 +134,9 @@ def _check_division(
         parts, num_extend = division.together(part, rows.lens)
         before = sum(stop - start for _, start, stop in parts[: parts.index(part)])
         beside = _output(backend, rows.step(parts, num_extend))[before : before + len(same)]
-        assert torch.equal(beside, same), f"{title}: queries {start} to {stop} have other bits beside other rows"
+        assert torch.equal(beside, same), (
+            f"{title}: queries {start} to {stop} have other bits in a step with other rows"
+        )
 
 
 def _check_replay(
@@ -141,7 +146,7 @@ def _check_replay(
     step: AttentionStep,
     parts: Sequence[RowSpan],
 ) -> None:
-    """What ``graph`` computes for ``step``, which begins with ``parts``, has the bits of prompts."""
+    """Check that what ``graph`` computes for ``step``, which begins with ``parts``, has the bits of prompts."""
     queries = rows.queries(parts)
     step.q[: len(queries)] = queries
     replayed = graph.replay(step).split([stop - start for _, start, stop in parts] + [len(step.q) - len(queries)])

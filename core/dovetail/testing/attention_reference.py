@@ -1,4 +1,5 @@
-"""What attention is, one query at a time in float64, and the steps on which backends are compared with it."""
+"""Compute attention by its definition, one query at a time in float64, and build the steps that backends are compared
+on."""
 
 from __future__ import annotations
 
@@ -16,16 +17,20 @@ from dovetail.types import DraftTree, IntArray
 
 NUM_LAYERS = 2
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
-"""Allowed difference, times (1 + |value|); queries, keys and values are standard normal. In 16 bits the probabilities and
-the output may each be rounded once (bfloat16 keeps 8 bits, float16 11), logits and sums may not."""
+"""The allowed difference, times (1 + |value|). Queries, keys and values are standard normal. In 16 bits the
+probabilities and the output may each be rounded once (bfloat16 keeps 8 bits, float16 11); logits and sums may not be
+rounded."""
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One step: row r has ``prefix[r]`` tokens in the pool, ``extend[r]`` enter. ``trees`` are the parents of the drafts
-    of the rows from ``num_extend`` on; the last ``padding`` rows own nothing and point at page 0. Rows with a prefix of at
-    least ``shared`` tokens (a multiple of the page size) have the pages of those in common. With ``groups``, (rows, tokens)
-    of each from row 0 on, the batch says itself what rows share, as far as whole pages go; rows behind them share nothing."""
+    """Describe one step: row r has ``prefix[r]`` tokens in the pool, and ``extend[r]`` tokens enter.
+
+    ``trees`` are the parents of the drafts of the rows from ``num_extend`` on. The last ``padding`` rows have no pages
+    and point at page 0. Rows with a prefix of at least ``shared`` tokens (a multiple of the page size) share the pages
+    of these tokens. With ``groups``, the (rows, tokens) of each group from row 0 on, the batch states what rows share,
+    rounded down to whole pages; rows after the last group share nothing.
+    """
 
     prefix: Sequence[int]
     extend: Sequence[int]
@@ -45,7 +50,7 @@ class AttentionCase:
     groups: Sequence[tuple[int, int]] | None = None
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None  # of the pool; None: dtype
-    value_dim: int | None = None  # the values are the first so many elements of the keys; None: a tensor of their own
+    value_dim: int | None = None  # the values are this number of first elements of the keys; None: a separate tensor
     key_scale: float = 1.0
     ordered_pages: bool = False
     batch_invariant: bool = False
@@ -54,8 +59,10 @@ class AttentionCase:
 
 
 class LatentPool(PagedKVPool):
-    """A pool whose values are the first ``value_dim`` elements of its keys, in the same memory; what is stored as values is
-    not kept."""
+    """Hold a pool whose values are the first ``value_dim`` elements of its keys, in the same memory.
+
+    What is stored as values is ignored.
+    """
 
     def __init__(
         self,
@@ -70,14 +77,16 @@ class LatentPool(PagedKVPool):
         self.v = self.k[..., :value_dim]
 
     def values(self, layer_id: int) -> torch.Tensor:
-        """A view, ``[num_pages, page_size, num_kv_heads, value_dim]``."""
+        """Return a view, ``[num_pages, page_size, num_kv_heads, value_dim]``."""
         return self.v[layer_id]
 
 
 class AttentionStep:
-    """A case on a device: a pool full of NaN but for the tokens of its rows, the batch, the queries, the layer.
+    """Build a case on a device: a pool that is NaN except for the tokens of its rows, the batch, the queries, and the
+    layer.
 
-    With ``whole``, a step of at least as many rows, none of them shorter: over the pool of that one, and the pages of its rows.
+    With ``whole``, a step that has at least as many rows, none of them shorter, the step uses the pool and the pages of
+    that one.
     """
 
     def __init__(self, case: AttentionCase, device: torch.device, whole: AttentionStep | None = None) -> None:
@@ -87,7 +96,7 @@ class AttentionStep:
         self.lens = [a + b for a, b in zip(case.prefix, case.extend, strict=True)]
         owned = self.lens[: len(self.lens) - case.padding]
         self.num_pages = whole.num_pages if whole else 8 + sum(-(-n // case.page_size) for n in owned)
-        # Rows of padding point at page 0, and so does room to the right: a table may be wider than any row needs.
+        # Rows of padding point at page 0, and so do unused columns: a table may be wider than any row needs.
         self.table = self._make_table(owned, whole)
         self.pool = whole.pool if whole else self._make_pool(owned)
         self.drafts = None if case.trees is None else self._make_drafts(case.trees)
@@ -112,11 +121,11 @@ class AttentionStep:
 
     @property
     def other_layer(self) -> AttentionLayer:
-        """A layer of the same kind, of which the pool holds nothing."""
+        """Return a layer of the same kind, for which the pool holds nothing."""
         return replace(self.layer, layer_id=1 - self.layer.layer_id)
 
     def context(self, pool: KVPool | None = None) -> AttentionContext:
-        """What a backend for this step is built for."""
+        """Return the context that a backend for this step is built with."""
         case = self.case
         return AttentionContext(
             device=self.device,
@@ -151,7 +160,7 @@ class AttentionStep:
         return table
 
     def _groups(self, rows: int) -> tuple[list[int], list[int]]:
-        """``starts`` and ``lens`` of ``SharedPrefixes``."""
+        """Return ``starts`` and ``lens`` of ``SharedPrefixes``."""
         groups = list(self.case.groups or ())
         groups += [(1, 0)] * (rows - sum(size for size, _ in groups))
         starts = np.cumsum([0, *(size for size, _ in groups)])
@@ -181,13 +190,13 @@ class AttentionStep:
 
 
 def row_places(pages: np.ndarray, length: int, page_size: int) -> torch.Tensor:
-    """The pool's places of the first ``length`` tokens of a row: int64 ``[length]``."""
+    """Return the pool's places of the first ``length`` tokens of a row: int64 ``[length]``."""
     tokens = np.arange(length)
     return torch.from_numpy(pages[tokens // page_size].astype(np.int64) * page_size + tokens % page_size)
 
 
 def visible(step: AttentionStep, row: int, query: int) -> np.ndarray:
-    """The keys of its row that the ``query``-th new token sees, straight from the definition."""
+    """Return the keys of its row that the ``query``-th new token sees, by the definition."""
     prefix = int(step.batch.prefix_lens[row])
     depth = query
     own = own_depth = np.arange(step.case.extend[row] if step.case.blocks else query + 1)
@@ -200,7 +209,7 @@ def visible(step: AttentionStep, row: int, query: int) -> np.ndarray:
 
 
 def _path(drafts: DraftTree, row: int, query: int) -> list[int]:
-    """From the root of a row's tree down to one of its nodes."""
+    """Return the path from the root of a row's tree to one of its nodes."""
     path = [query]
     while path[0] > 0:
         path.insert(0, 1 + int(drafts.parents[row, path[0] - 1]))
@@ -208,12 +217,13 @@ def _path(drafts: DraftTree, row: int, query: int) -> list[int]:
 
 
 def output_shape(step: AttentionStep) -> tuple[int, ...]:
-    """That of the queries, but for the size of the values."""
+    """Return the shape of the output: that of the queries, with the size of the values."""
     return *step.q.shape[:2], step.case.value_dim or step.case.head_dim
 
 
 def reference(step: AttentionStep) -> torch.Tensor:
-    """``[tokens, heads, head_dim of values]`` in float64 on the CPU; NaN for rows of padding."""
+    """Return the output ``[tokens, heads, head_dim of values]`` in float64 on the CPU. It is NaN for rows of
+    padding."""
     case, batch = step.case, step.batch
     out = torch.full(output_shape(step), torch.nan, dtype=torch.float64)
     token = 0
@@ -244,6 +254,6 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attent
 
 
 def poisoned_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """True if both hold the same numbers and NaN in the same places."""
+    """Return True if both have the same numbers and NaN in the same places."""
     left, right = left.float(), right.float()
     return bool(((left == right) | (left.isnan() & right.isnan())).all())

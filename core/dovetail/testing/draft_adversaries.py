@@ -1,4 +1,5 @@
-"""Drafters that draft badly, each in its own way: whatever they say, outputs must be those of decoding without drafts."""
+"""Provide drafters that draft badly, each in another way. Whatever they draft, outputs must be those of decoding
+without drafts."""
 
 from __future__ import annotations
 
@@ -11,29 +12,29 @@ from dovetail.interfaces.speculative import Drafter
 from dovetail.types import Batch, DraftTree, FloatArray, Req
 
 Nodes = Sequence[tuple[int, int]]
-"""Drafts of one row: (token, parent), parents before their children, -1 for the row's last token."""
+"""The drafts of one row as (token, parent), parents before their children; the parent -1 is the row's last token."""
 
 
 class Adversary(Drafter):
-    """Asks ``nodes`` for the drafts of each row, and leaves junk where there are none."""
+    """Draft for each row what ``nodes`` returns, and fill the rest of the arrays with junk."""
 
     def __init__(self, vocab_size: int, width: int = 5, seed: int = 0) -> None:
-        """``width`` is the most nodes of a row."""
+        """Build the drafter. ``width`` is the largest number of nodes of a row."""
         self.vocab_size = vocab_size
         self.rng = np.random.default_rng(seed)
         self._width = width
 
     @property
     def max_draft_tokens(self) -> int:
-        """The width given."""
+        """Return ``width``."""
         return self._width
 
     @abstractmethod
     def nodes(self, req: Req, limit: int) -> Nodes:
-        """At most ``limit >= 1`` drafts for one row."""
+        """Return at most ``limit >= 1`` drafts for one row."""
 
     def propose(self, batch: Batch) -> DraftTree | None:
-        """Drafts for the decode rows whose limit is positive."""
+        """Return drafts for the decode rows whose limit is positive."""
         assert batch.draft_limits is not None
         shape = len(batch.reqs), self._width
         ids = self.rng.integers(-9, 10**6, shape).astype(np.int32)
@@ -46,56 +47,56 @@ class Adversary(Drafter):
         return DraftTree(ids, parents, lens, self.probs(ids.shape)) if lens.any() else None
 
     def probs(self, shape: tuple[int, ...]) -> FloatArray | None:
-        """What it says of its drafts, ``[rows, k]``. Nothing, unless a subclass does."""
+        """Return the stated probabilities ``[rows, k]``. None, unless a subclass states some."""
         return None
 
 
 class RandomChains(Adversary):
-    """Any tokens, any number of them."""
+    """Draft chains of random tokens and of random length."""
 
     def nodes(self, req: Req, limit: int) -> Nodes:
-        """A chain."""
+        """Return a chain."""
         return [(int(self.rng.integers(self.vocab_size)), i - 1) for i in range(self.rng.integers(0, limit + 1))]
 
 
 class RandomTrees(Adversary):
-    """Any tokens below any parents; siblings may say the same."""
+    """Draft random tokens below random parents. Siblings may have the same token."""
 
     def nodes(self, req: Req, limit: int) -> Nodes:
-        """A tree."""
+        """Return a tree."""
         return [(int(self.rng.integers(self.vocab_size)), int(self.rng.integers(-1, i))) for i in range(limit)]
 
 
 class Miscalibrated(RandomTrees):
-    """States probabilities that have nothing to do with its drafts: far too high ones, far too low ones, of a child more than of
+    """State probabilities that are unrelated to the drafts: far too high, far too low, and higher for a child than for
     its parent."""
 
     def probs(self, shape: tuple[int, ...]) -> FloatArray:
-        """Some below any threshold."""
+        """Return random probabilities, some of them below any threshold."""
         return self.rng.choice(np.array([1.0, 0.3, 0.06, 0.001], np.float32), shape, p=[0.2, 0.3, 0.3, 0.2])
 
 
 class AlwaysTheSame(Adversary):
-    """The same token again and again."""
+    """Draft the same token again and again."""
 
     def nodes(self, req: Req, limit: int) -> Nodes:
-        """A chain."""
+        """Return a chain."""
         return [(1, i - 1) for i in range(limit)]
 
 
 class AlwaysWrong(Adversary):
-    """The last token that the model would choose: see ``learn``. Without it, the text's own last token."""
+    """Draft the least likely token (see ``learn``). Without ``learn``, draft the text's last token."""
 
     def __init__(self, vocab_size: int, width: int = 5, seed: int = 0) -> None:
         super().__init__(vocab_size, width, seed)
         self._unlikely: Callable[[Sequence[int]], int] = lambda text: text[-1]
 
     def learn(self, unlikely: Callable[[Sequence[int]], int]) -> None:
-        """``unlikely`` tells the least likely token after a text."""
+        """Set ``unlikely``, which returns the least likely token after a text."""
         self._unlikely = unlikely
 
     def nodes(self, req: Req, limit: int) -> Nodes:
-        """A chain."""
+        """Return a chain."""
         text, drafts = req.token_ids[: req.known_len].tolist(), list[tuple[int, int]]()
         for i in range(limit):
             drafts.append((self._unlikely(text), i - 1))
@@ -104,14 +105,14 @@ class AlwaysWrong(Adversary):
 
 
 class NoDrafts(Adversary):
-    """Nothing, which it says with a tree of no nodes."""
+    """Draft nothing, and return a tree without nodes."""
 
     def nodes(self, req: Req, limit: int) -> Nodes:
-        """None."""
+        """Return no drafts."""
         return []
 
     def propose(self, batch: Batch) -> DraftTree | None:
-        """A tree without nodes, where None would do."""
+        """Return a tree without nodes, where None would be usual."""
         shape = len(batch.reqs), self._width
         return DraftTree(np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(len(batch.reqs), np.int32))
 
@@ -124,4 +125,4 @@ ADVERSARIES: Mapping[str, type[Adversary]] = {
     "random trees": RandomTrees,
     "miscalibrated": Miscalibrated,
 }
-"""All of them."""
+"""All of these drafters by name."""

@@ -1,4 +1,5 @@
-"""The exact distribution of short outputs over a toy vocabulary, computed apart from the engine, and whether samples fit it."""
+"""Compute the exact distribution of short outputs over a toy vocabulary, independently of the engine, and test whether
+samples fit it."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from dovetail.sampling_params import SamplingParams
 
 Tokens = tuple[int, ...]
 Logits = Callable[[Sequence[int]], np.ndarray]
-"""The model's logits, float64 ``[V]``, after a text."""
+"""A function that returns the model's logits, float64 ``[V]``, after a text."""
 
 
 def next_token(
     logits: np.ndarray, prompt: Sequence[int], output: Tokens, params: SamplingParams, allowed: Collection[int] | None
 ) -> np.ndarray:
-    """Probabilities of the next token: bias, penalties, mask, temperature, top-k, top-p, min-p, in this order."""
+    """Return the probabilities of the next token: bias, penalties, mask, temperature, top-k, top-p and min-p, in this
+    order."""
     scores = logits.astype(np.float64).copy()
     for token, bias in (params.logit_bias or {}).items():
         scores[token] += bias
@@ -55,7 +57,10 @@ def joint(
     count: int,
     allowed: Callable[[Tokens], Collection[int]] | None = None,
 ) -> dict[Tokens, float]:
-    """Probability of each possible output of ``count`` tokens; ``allowed`` tells which tokens a grammar allows next."""
+    """Return the probability of each possible output of ``count`` tokens.
+
+    ``allowed`` returns the tokens that a grammar allows after an output.
+    """
     outputs: dict[Tokens, float] = {(): 1.0}
     for _ in range(count):
         longer: dict[Tokens, float] = {}
@@ -68,8 +73,11 @@ def joint(
 
 
 def p_value(samples: Sequence[Tokens], expected: Mapping[Tokens, float]) -> float:
-    """Pearson's chi-square test: the chance of samples at least as far from ``expected``. Cells that should hold fewer than
-    five samples count as one. 0 for samples that are impossible."""
+    """Run Pearson's chi-square test: return the probability of samples that are at least as far from ``expected``.
+
+    Cells in which fewer than five samples are expected are joined to one. Returns 0 if there are samples that are
+    impossible.
+    """
     seen = Counter(samples)
     if not seen.keys() <= expected.keys():
         return 0.0
@@ -86,5 +94,5 @@ def p_value(samples: Sequence[Tokens], expected: Mapping[Tokens, float]) -> floa
 
 
 def texts(vocab_size: int, longest: int) -> list[Tokens]:
-    """All texts of 0 to ``longest`` tokens."""
+    """Return all texts of 0 to ``longest`` tokens."""
     return [text for n in range(longest + 1) for text in itertools.product(range(vocab_size), repeat=n)]

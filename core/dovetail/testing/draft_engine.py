@@ -1,4 +1,4 @@
-"""What must hold of any drafter inside of an engine; the part of ``DrafterSuite`` that generates text."""
+"""Test a drafter inside an engine. This is the part of ``DrafterSuite`` that generates text."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ def _requests() -> tuple[list[str], list[SamplingParams]]:
     return [p for p, _ in pairs], [c for _, c in pairs]
 
 
-def _said(outputs: list[Output]) -> list[object]:
-    """What drafts must not change; log-probabilities to the precision of batches of another size."""
+def _results(outputs: list[Output]) -> list[object]:
+    """Return what drafts must not change. Log-probabilities are rounded, because they differ slightly in batches of
+    another size."""
     return [
         (o.token_ids, o.text, o.finish, [(e.token_id, round(e.logprob or 0, 2)) for e in o.logprobs]) for o in outputs
     ]
 
 
 def _engine(speculative: Any, page_size: int, chunk_size: int) -> LLM:
-    """An engine of the embedded model that asks its drafter in every step."""
+    """Build an engine of the embedded model that requests drafts in every step."""
     from dovetail.llm import LLM
 
     return LLM(
@@ -60,7 +61,7 @@ def _engine(speculative: Any, page_size: int, chunk_size: int) -> LLM:
         device="cpu",
         threads=1,
         speculative=speculative,
-        grammar={"isolation": "thread"},  # a process for each of these engines would take longer than all they say
+        grammar={"isolation": "thread"},  # a process for each of these engines would take longer than the generation
         scheduler={"draft": "always", "chunk_size": chunk_size, "max_running": 24},
         memory={"page_size": page_size, "num_pages": 4096 // page_size},
     )
@@ -68,17 +69,20 @@ def _engine(speculative: Any, page_size: int, chunk_size: int) -> LLM:
 
 @functools.cache
 def _expected() -> list[object]:
-    """What the embedded model says without drafts."""
+    """Return the outputs of the embedded model without drafts."""
     llm = _engine("none", 16, 2048)
     try:
-        return _said(llm.generate(*_requests()))
+        return _results(llm.generate(*_requests()))
     finally:
         llm.close()
 
 
 class DrafterEngineTests:
-    """Mixed into ``DrafterSuite``. ``engine_settings`` are those of the component's section for the embedded model, where they
-    differ from ``settings``; None for a drafter that cannot draft for it."""
+    """Add tests of whole engines to ``DrafterSuite``.
+
+    ``engine_settings`` are the settings of the component's section for the embedded model, if they differ from
+    ``settings``. None is for a drafter that cannot draft for the embedded model.
+    """
 
     name: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]]
@@ -86,7 +90,7 @@ class DrafterEngineTests:
 
     @contextmanager
     def engine(self, page_size: int = 16, chunk_size: int = 2048) -> Iterator[LLM]:
-        """The embedded model with this drafter; in the end every page must have been returned."""
+        """Yield an engine of the embedded model with this drafter. In the end every page must have been returned."""
         if self.engine_settings is None:
             pytest.skip(f"{self.name} does not draft for the embedded model here")
         llm = _engine({"kind": self.name, **self.settings, **self.engine_settings}, page_size, chunk_size)
@@ -100,11 +104,15 @@ class DrafterEngineTests:
 
     @pytest.mark.parametrize(("page_size", "chunk_size"), [(1, 2048), (16, 50)])
     def test_outputs_are_those_of_decoding_without_drafts(self, page_size: int, chunk_size: int) -> None:
-        """Token for token, in batches of requests of every sort: greedy and seeded, with penalties, grammars, stop strings,
-        log-probabilities, several outputs, prompts in chunks beside others' drafts. A second time from the prefix cache."""
+        """Outputs are equal token for token, in batches of many kinds of requests, also a second time from the prefix
+        cache.
+
+        The requests are greedy and seeded, with penalties, grammars, stop strings, log-probabilities and several
+        outputs. Prompts are read in chunks in the same steps as drafts of other requests.
+        """
         with self.engine(page_size, chunk_size) as llm:
             for _ in range(2):
-                assert _said(llm.generate(*_requests())) == _expected()
+                assert _results(llm.generate(*_requests())) == _expected()
             assert llm.loop.drafter_errors == 0
 
     @pytest.mark.parametrize("part", ["propose", "observe", "forget"])
@@ -114,7 +122,7 @@ class DrafterEngineTests:
             drafter = llm.loop.drafter
             assert drafter is not None
             monkeypatch.setattr(drafter, part, _every_other_raises(getattr(drafter, part)))
-            assert _said(llm.generate(*_requests())) == _expected()
+            assert _results(llm.generate(*_requests())) == _expected()
             assert llm.loop.stats().drafter_errors == llm.loop.drafter_errors > 0
 
 
