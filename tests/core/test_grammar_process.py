@@ -236,45 +236,43 @@ def test_a_compiler_that_crashes_costs_one_request(make: Make) -> None:
     assert pid_of(service, "a")
 
 
-def next_pid(told: Path, known: list[int]) -> int:
+def next_pid(pid_file: Path, known: list[int]) -> int:
     """The process that has just begun to compile a "tell"."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        pids = [int(line) for line in told.read_text().split()] if told.exists() else []
+        pids = [int(line) for line in pid_file.read_text().split()] if pid_file.exists() else []
         if len(pids) > len(known):
             assert pids[: len(known)] == known
             return pids[-1]
         time.sleep(0.01)
-    raise AssertionError("nobody compiles it")
+    raise AssertionError("no process compiles it")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_worker_that_is_killed_from_outside_costs_nobody_anything(
-    make: Make, tmp_path: Path, how: signal.Signals
-) -> None:
-    service, told = make(workers=2), tmp_path / "pids"
-    ticket = service.submit(regex(f"tell {told}"))
-    first = next_pid(told, [])
+def test_a_worker_that_is_killed_from_outside_fails_no_request(make: Make, tmp_path: Path, how: signal.Signals) -> None:
+    service, pid_file = make(workers=2), tmp_path / "pids"
+    ticket = service.submit(regex(f"tell {pid_file}"))
+    first = next_pid(pid_file, [])
     os.kill(first, how)
     other = pid_of(service, "other")
-    second = next_pid(told, [first])
+    second = next_pid(pid_file, [first])
     assert wait(ticket).matcher().pid == second  # pyright: ignore[reportAttributeAccessIssue]
     assert len({first, second, other, os.getpid()}) == 4
     assert service.totals.refusals == 0
 
 
 def test_of_a_constraint_whose_workers_are_killed_twice_the_server_is_to_blame(make: Make, tmp_path: Path) -> None:
-    service, told = make(workers=2), tmp_path / "pids"
-    spec, killed = regex(f"tell {told}"), list[int]()
+    service, pid_file = make(workers=2), tmp_path / "pids"
+    spec, killed = regex(f"tell {pid_file}"), list[int]()
     ticket = service.submit(spec)
     for _ in range(2):
-        killed.append(next_pid(told, killed))
+        killed.append(next_pid(pid_file, killed))
         os.kill(killed[-1], signal.SIGKILL)
         assert pid_of(service, f"other {killed[-1]}") not in killed, "others are served meanwhile"
     with pytest.raises(EngineError, match=r"killed from outside \(signal 9\), twice for this regex.*retry later"):
         wait(ticket).matcher()
     again = wait(service.submit(spec)).matcher()
-    assert again.pid == next_pid(told, killed), "nothing is remembered of it"  # pyright: ignore[reportAttributeAccessIssue]
+    assert again.pid == next_pid(pid_file, killed), "nothing is remembered of it"  # pyright: ignore[reportAttributeAccessIssue]
     assert service.totals.refusals == 0
 
 
@@ -293,7 +291,7 @@ def test_a_backend_that_cannot_be_built_is_the_servers_fault(make: Make, name: s
     assert pid_of(service, "a")
 
 
-def test_a_compilation_that_nobody_waits_for_is_ended_after_a_grace(
+def test_a_compilation_without_waiting_requests_is_ended_after_a_grace_period(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_process, "GRACE_SECONDS", 0.2)
@@ -310,7 +308,7 @@ def test_a_compilation_that_nobody_waits_for_is_ended_after_a_grace(
     assert pid_of(service, "next") != first
 
 
-def test_somebody_who_comes_as_a_compilation_is_given_up_has_it_started_again(
+def test_a_request_that_comes_as_a_compilation_is_given_up_has_it_started_again(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_process, "GRACE_SECONDS", 0.0)
@@ -352,7 +350,7 @@ def test_nothing_is_started_before_it_is_needed(make: Make) -> None:
     service.close()
 
 
-def test_a_service_that_nobody_holds_ends_its_processes(module: str) -> None:
+def test_a_service_without_references_ends_its_processes(module: str) -> None:
     recipe = GrammarRecipe("fake", "fake", f"{module}:Backend", PluginConfig(kind="fake"), OFFERS)
     compiler = ProcessCompiler([recipe], CONTEXT, seconds=5, memory=64 * MIB)
     service = GrammarService(compiler)

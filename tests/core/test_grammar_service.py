@@ -133,12 +133,12 @@ def test_equal_specs_compile_once_and_have_matchers_of_their_own(backend: FakeBa
     service.close()
 
 
-def test_the_least_recently_used_grammar_makes_room() -> None:
+def test_the_least_recently_used_grammar_is_evicted() -> None:
     backend = FakeBackend(size=100_000)
     service = service_of(backend, cache_bytes=250_000)
     for text in ("a", "b", "a", "c", "a"):
         matched_text(service.submit(regex(text)))
-    assert backend.started == {"a": 1, "b": 1, "c": 1}, "a was used after b, so b made room for c"
+    assert backend.started == {"a": 1, "b": 1, "c": 1}, "a was used after b, so b was evicted for c"
     assert 200_000 < service.cached_bytes <= 250_000
     assert service.evictions == 1
     matched_text(service.submit(regex("b")))
@@ -187,7 +187,7 @@ def test_a_slow_compilation_fails_its_request_and_keeps_its_thread_only(backend:
     service.close()
 
 
-def test_a_constraint_that_nobody_waits_for_is_not_compiled(backend: FakeBackend) -> None:
+def test_a_constraint_without_waiting_requests_is_not_compiled(backend: FakeBackend) -> None:
     backend.gate.clear()
     service = service_of(backend, workers=1)
     first = service.submit(regex("first"))
@@ -204,7 +204,7 @@ def test_a_constraint_that_nobody_waits_for_is_not_compiled(backend: FakeBackend
     service.close()
 
 
-def test_without_a_backend_the_reason_and_the_way_out_are_told() -> None:
+def test_without_a_backend_the_error_names_the_reason_and_the_way_out() -> None:
     service = GrammarService(None, reason="xgrammar 0.1 is installed, >=0.2 is needed")
     with pytest.raises(GrammarError, match=r"xgrammar 0\.1 is installed.*pip install xgrammar") as caught:
         service.submit(regex("a"))
@@ -393,7 +393,7 @@ def test_backends_are_built_when_first_needed_and_once() -> None:
     service.close()
 
 
-def test_whoever_waits_too_long_for_a_turn_may_come_again(backend: FakeBackend) -> None:
+def test_a_request_that_waits_too_long_for_a_thread_may_come_again(backend: FakeBackend) -> None:
     backend.gate.clear()
     service = service_of(backend, workers=1, timeout=0.05)
     service.submit(regex("slow"))

@@ -34,7 +34,7 @@ class Clock:
 
 
 def service(lag=False, num_pages=200, drafts=None, **limits):
-    """A scheduler with room for pins on a pretended device, and its clock."""
+    """Return a scheduler that may pin pages, on a pretended device, and its clock."""
     clock = Clock()
     settings = {"max_running": 16, "chunk_size": 100, "pin_pages": num_pages - 1} | limits
     scheduler, device = build(PAGE, num_pages, clock=clock, **settings)
@@ -76,7 +76,7 @@ def test_siblings_wait_for_the_first_and_enter_together(lag, wait):
     assert len(scheduler.groups) == scheduler.pins.pages == 0
 
 
-def test_without_a_group_nobody_waits_where_waiting_is_off():
+def test_without_a_group_no_request_waits_where_waiting_is_off():
     run, scheduler, _ = service(wait_for_prefix=False, chunk_size=1000)
     for i in range(5):
         ask(run, f"r{i}", [*SHARED, i])
@@ -114,7 +114,7 @@ def test_groups_stand_where_their_first_stands(asked):
     assert [r.uid for r in ordered] == [i for first in firsts for i, key in enumerate(keys) if key == first]
 
 
-def test_a_group_without_end_holds_nobody_up():
+def test_a_group_without_end_delays_no_request():
     """Members go before others that came after their first, but only as far as one step takes them."""
     run, _, _ = service(max_running=1)
     for i in range(3):
@@ -162,7 +162,7 @@ def crowd_out(run, count=12):
 
 @each_lag
 @pytest.mark.parametrize("pinned", [True, False])
-def test_what_a_group_shares_is_there_for_whoever_comes_late(lag, pinned):
+def test_what_a_group_shares_is_cached_for_members_that_come_late(lag, pinned):
     run, scheduler, _ = service(lag, num_pages=41, pin_pages=20 if pinned else 0)
     for rid in "abc":
         ask(run, rid, [*SHARED, ord(rid) % 50], group="g", group_size=3)
@@ -191,7 +191,7 @@ def test_the_pin_shrinks_to_what_members_share():
 
 @pytest.mark.parametrize("kind", ["group", "session"])
 def test_pins_give_way_to_whatever_needs_pages(kind):
-    """Admission, and the next token of those that run: nobody waits or goes for a pin."""
+    """Admission, and the next token of those that run: no request waits or is retracted because of a pin."""
     for prompt, new in ((116, 4), (60, 60)):
         run, scheduler, _ = service(num_pages=31)
         hints = {"group": "g", "group_size": 2} if kind == "group" else {"session": "s"}
@@ -243,7 +243,7 @@ def test_pins_stay_within_their_bound():
         ask(run, f"s{i}", [i] * length, new=1, session=f"s{i}")
         run.finish_requests()
         assert scheduler.pins.pages == 10
-    assert scheduler.totals.pins_dropped == 2, "the first made room for the second; the third is too long"
+    assert scheduler.totals.pins_dropped == 2, "the first was released for the second; the third is too long"
     ask(run, "t", [*[1] * 40, 3, 3, 3, 3, 3], new=1, session="other")
     run.finish_requests()
     assert scheduler.pins.pages == 11, "pages that two hold count once"
@@ -283,7 +283,7 @@ def test_groups_of_two_namespaces_are_two():
 
 
 @each_lag
-def test_whoever_leaves_before_its_turn_counts_as_begun(lag):
+def test_a_request_that_leaves_before_its_turn_counts_as_begun(lag):
     run, scheduler, _ = service(lag, max_running=1)
     for rid in "abc":
         ask(run, rid, [*SHARED, 1], group="g", group_size=3)
@@ -294,7 +294,7 @@ def test_whoever_leaves_before_its_turn_counts_as_begun(lag):
     run.finish()
 
 
-def test_groups_of_which_nobody_comes_are_forgotten(monkeypatch):
+def test_groups_without_new_members_are_forgotten(monkeypatch):
     monkeypatch.setattr("dovetail.scheduler.groups.MOST", 3)
     run, scheduler, _ = service()
     for i in range(6):
@@ -375,7 +375,7 @@ def test_no_new_tokens_compute_and_cache_the_prompt(lag, chunk):
 
 @pytest.mark.parametrize("lag", [False, True])
 def test_no_new_tokens_amid_others(lag):
-    """Drafts, retraction and aborts included; whoever wants tokens gets them."""
+    """Every request gets its tokens, with drafts, retraction and aborts."""
     drafts = None if lag else half_right
     run, scheduler, _ = service(lag, num_pages=40, drafts=drafts, draft_width=0 if lag else 3, chunk_size=30)
     for i in range(20):

@@ -104,7 +104,7 @@ class Traffic(RuleBasedStateMachine):
             self.pins_beside_requests_are_counted()
 
     def pins_beside_requests_are_counted(self):
-        """What cannot be evicted is read by somebody who runs, or pinned beside that."""
+        """Check that pages that cannot be evicted are read by a running request, or pinned."""
         ledger, running = self.scheduler.ledger, self.scheduler.running
         read = {page for r in running for page in ledger.table.pages[0, r.slot, : r.shared_pages].tolist()}
         locked = ledger.cache.total_pages - ledger.cache.evictable_pages

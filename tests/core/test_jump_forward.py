@@ -111,7 +111,7 @@ class Device:
             new = [self.last[slot]] if row >= batch.num_extend else req.token_ids[start : start + count]
             where = np.arange(start + count)
             where = self.table[slot, where // self.page_size] * self.page_size + where % self.page_size
-            assert (where >= self.page_size).all(), "page 0 belongs to nobody"
+            assert (where >= self.page_size).all(), "page 0 belongs to no request"
             self.places[where[start:]] = new
             if batch.samples[row]:
                 text = self.places[where].tolist()
@@ -181,7 +181,7 @@ def drive(scheduler, device, jobs, lag, aborts=(), rng=None):
         if batch is not None and not lag:
             take(scheduler.commit(batch, device.forward(batch, canonical)))
         elif lag:
-            # tokens of the decode rows stand on the device; those of the last step are told to the host now
+            # the tokens of the decode rows are on the device; those of the last step are reported to the host now
             pending = launched
             if pending is not None:
                 take(scheduler.commit(*pending))
@@ -280,7 +280,7 @@ def test_no_jump_where_a_token_would_miss_its_logprobs_or_bias():
     assert jumps('{"fed": ?', said, logit_bias={3: 1.0}) == []
 
 
-def test_a_jump_has_no_more_tokens_than_there_is_room_for():
+def test_a_jump_has_no_more_tokens_than_the_request_may_get():
     req = Req("r", np.zeros(5, np.int32), 2, SamplingParams())
     req.matcher = Template("ghgfghghgf")
     assert req.matcher.accept(ids("g")[0])

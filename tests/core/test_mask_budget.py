@@ -1,4 +1,4 @@
-"""The time of matchers: what is allowed, who is charged, what becomes of a constraint that takes too long.
+"""The time of matchers: what is allowed, who is charged, what happens to a constraint that takes too long.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/core/test_mask_budget.py
 """
@@ -38,7 +38,7 @@ def spin(seconds):
 
 
 class Slow(Matcher):
-    """Allows every token. Each call of a kind in ``costs`` takes so many seconds, times the length of the text if it grows."""
+    """Allows every token. Each call of a kind in ``costs`` takes that number of seconds, times the length of the text if it grows."""
 
     def __init__(self, grows=False, **costs):
         self.grows, self.costs, self.length, self.fills = grows, costs, 0, 0
@@ -90,13 +90,13 @@ class Backend(GrammarBackend):
         super().fill_bitmasks(matchers, bitmask, rows)
 
 
-def meter(budget, told=None):
-    return Meter(SPEC, "fake", budget, told.append if told is not None else lambda error: None)
+def meter(budget, errors=None):
+    return Meter(SPEC, "fake", budget, errors.append if errors is not None else lambda error: None)
 
 
 def test_what_a_matcher_takes_is_allowed_by_its_tokens_and_a_burst():
-    told = []
-    found = meter(MaskBudget(per_token=0.01, ahead=0.1), told)
+    errors = []
+    found = meter(MaskBudget(per_token=0.01, ahead=0.1), errors)
     for _ in range(1000):  # for ever
         found.allow_token()
         found.charge(0.01)
@@ -104,7 +104,7 @@ def test_what_a_matcher_takes_is_allowed_by_its_tokens_and_a_burst():
     for _ in range(3):
         found.allow_token()
     found.charge(0.03)
-    assert not told
+    assert not errors
     with pytest.raises(GrammarError) as caught:
         found.charge(0.03)
     text = str(caught.value)
@@ -121,7 +121,7 @@ def test_what_a_matcher_takes_is_allowed_by_its_tokens_and_a_burst():
     assert (caught.value.param, caught.value.keyword) == ("regex", "size")
     with pytest.raises(GrammarError):
         found.charge(0.0)
-    assert len(told) == 1
+    assert len(errors) == 1
 
 
 def test_unused_time_is_not_saved_up():
@@ -261,7 +261,7 @@ def test_masks_that_allow_what_is_refused_are_left_to_another_backend():
     assert caught.value.keyword == "masks"
 
 
-def test_a_request_whose_token_is_refused_is_told_whose_defect_that_is():
+def test_a_request_whose_token_is_refused_ends_with_the_name_of_the_faulty_backend():
     matcher = Unsound()
     matcher.length = 10
     req = SimpleNamespace(error=None, matcher=matcher, grammar_backend="fake")

@@ -45,7 +45,7 @@ def test_a_constraint_on_the_answer_waits_for_the_reasoning():
     assert parsers().plan(PARAMS, OPENED, None).params == PARAMS
 
 
-def test_reasoning_that_is_not_told_apart_is_waited_for_all_the_same():
+def test_constraints_wait_for_reasoning_that_is_not_separated():
     plan = parsers().plan(WORD, OPENED, None, separate_reasoning=False)
     assert plan.params.grammar_gate == GrammarGate(until=THINK_END)
     assert plan.reader().feed("x</think>y") == ChatDelta(content="x</think>y")
@@ -78,7 +78,7 @@ def test_reasoning_runs_through_before_the_calls():
 
 @pytest.mark.parametrize("arguments", ['{"a": "1"}', '{"a": oops}', '{"a": "1"'])
 def test_what_continues_a_call_comes_before_what_follows_it(arguments: str):
-    """However many characters a step has: nobody could add arguments to a call that content has ended."""
+    """Arguments cannot be added to a call after content, however many characters a step has."""
     call = '<tool_call>\n{"name": "add", "arguments": ' + arguments + "}\n</tool_call>"
     text = f"one {call} two {call} three"
     for size in range(1, len(text) + 1):

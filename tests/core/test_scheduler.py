@@ -64,7 +64,7 @@ def test_drafts_in_little_memory(page_size, cache, seed, ahead):
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_nobody_goes_for_the_sake_of_drafts(page_size):
+def test_no_request_is_retracted_for_drafts(page_size):
     """Drafts become fewer as pages run out; a request goes only when there is no page left for the tokens themselves."""
     scheduler, device = build(page_size, 1 + 112 // page_size, "none", draft_width=3)
     limits = []
@@ -97,7 +97,7 @@ def drafts_that_change(parents):
 
 @pytest.mark.parametrize("parents", [CHAIN.astype(np.float64), CHAIN * 0, CHAIN * 0 - 1, CHAIN + 5])
 def test_the_parents_of_a_chain_are_not_the_drafters(parents):
-    """Whoever reads them later, for penalties or a grammar, must not depend on what a drafter has done since."""
+    """The sampler reads them later, for penalties or a grammar, and must not depend on what a drafter has done since."""
     scheduler, device = build(draft_width=3)
     attached = []
 
@@ -163,7 +163,7 @@ def test_decode_rows_stand_in_order_of_length():
 
 
 def test_drafts_do_not_change_the_order_of_rows():
-    """They let one row overtake another; but what the sampler holds on the device goes by the order of the rows."""
+    """They let one row overtake another; but what the sampler holds on the device depends on the order of the rows."""
 
     def for_one(batch):
         tree = half_right(batch)
@@ -172,10 +172,10 @@ def test_drafts_do_not_change_the_order_of_rows():
 
     steps = lengths_in_order(for_one, 3)
     assert [rids for rids, _ in steps] == [["r1", "r3", "r0", "r2"]] * len(steps)
-    assert any(lens != sorted(lens, reverse=True) for _, lens in steps), "nobody has overtaken anybody"
+    assert any(lens != sorted(lens, reverse=True) for _, lens in steps), "no row has overtaken another"
 
 
-def test_memory_pressure_retracts_and_everybody_still_finishes():
+def test_memory_pressure_retracts_and_every_request_still_finishes():
     scheduler, device = build(num_pages=32)
     run = Run(scheduler, device)
     for i in range(5):

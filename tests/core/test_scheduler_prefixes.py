@@ -152,7 +152,7 @@ def test_a_wait_needs_the_same_beginning_and_a_whole_page_more():
     assert waits.start_waiting(req_of(3, text[: 496 + PAGE + 1]), 496)
 
 
-def test_nobody_waits_for_a_place_that_is_another_before_another_token():
+def test_no_request_waits_for_a_page_whose_next_token_differs():
     rng = random.Random(0)
     shared = ids(rng, 512)
     other, req = req_of(0, [*shared, 5, *ids(rng, 2000)]), req_of(1, [*shared, 6, 7])
@@ -185,7 +185,7 @@ def test_others_go_first_while_a_request_waits(lag):
 
 @each_lag
 @pytest.mark.parametrize("end", ["abort", "fail"])
-def test_whoever_waits_goes_on_when_the_other_ends(lag, end):
+def test_a_waiting_request_goes_on_when_the_other_ends(lag, end):
     rng = random.Random(0)
     service = Service(lag, chunk_size=1024)
     shared = ids(rng, 512)
@@ -201,7 +201,7 @@ def test_whoever_waits_goes_on_when_the_other_ends(lag, end):
     assert len(service.texts["b"]) == 512 + 32 + 4
 
 
-def test_whoever_leaves_while_it_waits_is_forgotten():
+def test_a_request_that_leaves_while_it_waits_is_forgotten():
     service = Service(False, chunk_size=1024)
     for rid in "ab":
         service.add(rid, [7] * 512, 4)
@@ -212,8 +212,8 @@ def test_whoever_leaves_while_it_waits_is_forgotten():
 
 
 @each_lag
-@pytest.mark.parametrize("num_pages", [1 << 17, 200], ids=["room", "little-memory"])
-def test_nobody_waits_for_ever(lag, num_pages):
+@pytest.mark.parametrize("num_pages", [1 << 17, 200], ids=["much-memory", "little-memory"])
+def test_no_request_waits_for_ever(lag, num_pages):
     """Newcomers with ever longer parts of its prompt do not keep the oldest waiting, whatever is evicted meanwhile."""
     rng = random.Random(0)
     service = Service(lag, num_pages, chunk_size=64)

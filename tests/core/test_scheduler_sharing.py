@@ -1,4 +1,4 @@
-"""Decode rows that share a prefix stand together, and stay where they are until someone joins or leaves.
+"""Decode rows that share a prefix stand together, and stay where they are until a request joins or leaves.
 
 .venv/bin/python -m pytest -q tests/core/test_scheduler_sharing.py
 """
@@ -122,7 +122,7 @@ def test_there_are_no_groups_without_a_shared_prefix():
 
 
 @pytest.mark.parametrize("limits", [{"shared_prefixes": False}, {"draft_width": 2}])
-def test_there_are_no_groups_where_nobody_reads_them(limits, monkeypatch):
+def test_there_are_no_groups_where_attention_does_not_read_them(limits, monkeypatch):
     monkeypatch.setattr(RadixCache, "shared_prefixes", None)
     scheduler = build(**limits)
     for i in range(3):

@@ -105,7 +105,7 @@ class Job(NamedTuple):
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """An engine in which not half of the running requests find room. No processes: nothing here is hostile."""
+    """Return an engine whose pages hold less than half of the running requests. It compiles on threads, because no constraint here is hostile."""
     engine = LLM(
         "tiny",
         device="cpu",
@@ -142,7 +142,7 @@ def job(llm: LLM, rng: random.Random, constraint: Constraint | None, backend: st
 
 
 def drive(llm: LLM, made: list[Job], rng: random.Random) -> tuple[Traffic, set[str]]:
-    """Let them come and go; returns what they said, and who was told to stop."""
+    """Add and abort the requests; return the traffic with their outputs, and the ids of the aborted ones."""
     traffic, aborted = Traffic(llm), set[str]()
     for i, (_, params, prompt) in enumerate(made):
         traffic.tokens[f"r{i}"] = []

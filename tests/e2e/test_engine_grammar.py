@@ -64,7 +64,7 @@ def jsonschema_ok(value):
 
 
 def tiny(**sections):
-    """Compiles on threads, unless told otherwise: a process costs seconds of imports, and nothing here is hostile."""
+    """Compile on threads by default: a process costs seconds of imports, and no constraint here is hostile."""
     return LLM("tiny", device="cpu", threads=1, **({"grammar": {"isolation": "thread"}} | sections))
 
 
@@ -239,7 +239,7 @@ def with_text(text, **params):
     return SamplingParams(**({"max_new_tokens": 12, "temperature": 0, "ignore_eos": True} | params), grammar=grammar)
 
 
-def test_a_slow_compile_stops_nobody_else(odd):
+def test_a_slow_compile_stops_no_other_request(odd):
     llm, backend = odd
     traffic = Traffic(llm)
     traffic.add("slow", [5, 6, 7], with_text("slow 1"))
@@ -311,7 +311,7 @@ def test_a_request_names_its_backend_and_the_output_says_which_served_it(llm):
         assert output.grammar_backend == name
     assert llm.generate("x", SamplingParams(max_new_tokens=2))[0].grammar_backend is None
     with pytest.raises(RequestError, match=f"this server has: {', '.join(names)}"):
-        llm.generate("x", SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, "a", "nobody")))
+        llm.generate("x", SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, "a", "unknown")))
     check_idle(llm)
 
 

@@ -96,7 +96,7 @@ def test_greedy_text_is_as_without_in_fewer_steps(plain, plainly, jumping):
 
 
 def test_random_numbers_belong_to_places(plain, plainly, jumping):
-    """The same tokens have the same random numbers, whoever wrote the ones before."""
+    """The same tokens have the same random numbers, whether the tokens before were sampled or forced."""
     expected, _, _ = plainly(9, temperature=0.7, seed=5)
     outputs, _, _ = counted(jumping, *jobs(9, temperature=0.7, seed=5))
     for ours, theirs in zip(outputs, expected, strict=True):

@@ -31,13 +31,13 @@ def spec(backend):
 @pytest.fixture(scope="module")
 def llm():
     """Masks may take 2 ms a token, 200 beyond that; what is compiled is not tried out."""
-    pace = {"mask_ms": 2.0, "mask_burst_ms": 200.0}
+    budget = {"mask_ms": 2.0, "mask_burst_ms": 200.0}
     engine = LLM(
         "tiny",
         device="cpu",
         threads=1,
         memory={"page_size": 16, "num_pages": 400},
-        grammar={"isolation": "thread", **pace},
+        grammar={"isolation": "thread", **budget},
     )
     yield engine
     engine.close()
@@ -89,7 +89,7 @@ def test_a_request_whose_masks_grow_ends_and_its_constraint_is_refused_while_oth
 
 @pytest.fixture(scope="module")
 def service(llm):
-    """Real engines in real processes, under the default pace."""
+    """Real engines in real processes, under the default budget."""
     tokenizer, registry = llm.tokenizer, llm.resolved.grammars
     context = GrammarContext(
         llm.resolved.model_info.vocab_size, tokenizer.token_bytes, tokenizer.eos_token_ids, tokenizer.json
@@ -136,7 +136,7 @@ def test_hostile_constraints_are_found_out_before_a_request_runs(service, kind, 
 
 
 @pytest.mark.parametrize("engine", ["xgrammar", "llguidance", "outlines", "lm_format_enforcer"])
-def test_ordinary_constraints_keep_the_pace(service, engine):
+def test_ordinary_constraints_keep_the_budget(service, engine):
     schema = (
         '{"type":"object","properties":{"name":{"type":"string"},"n":{"type":"integer"},'
         '"tags":{"type":"array","items":{"enum":["a","b"]}}},"required":["name"],"additionalProperties":false}'
