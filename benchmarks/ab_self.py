@@ -1,12 +1,12 @@
-"""Is `dovetail ab` to be believed? Experiments whose outcome is known, or nearly so, on this machine.
+"""Check whether `dovetail ab` is reliable: run experiments whose outcome is known, or nearly known, on this machine.
 
-    python benchmarks/ab_self.py self --seeds 20        the same config against itself: no verdict but equivalent or inconclusive
+    python benchmarks/ab_self.py self --seeds 20        the same config against itself: only equivalent or inconclusive
     python benchmarks/ab_self.py slow                   a tenth more time in every step: slower
     python benchmarks/ab_self.py cache                  prefix cache radix against none, on prompts that share prefixes
     python benchmarks/ab_self.py attention              torch_native against triton, whose kernels are interpreted here
 
-The last three run the command as a user would. ``self`` runs the same experiment from Python, with processes that are forked from
-one that has imported torch: 280 of them. ``--write`` puts the table into docs/ab.md.
+The last three run the command as a user would. ``self`` runs the same experiment from Python, with 280 processes that
+are forked from one that has imported torch. ``--write`` puts the table into docs/ab.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ FEW = "{kind: shared_prefix, groups: 2, per_group: 3, prefix: 48, suffix: 8, out
 
 @dataclass(frozen=True)
 class Trial:
-    """One experiment: ``arguments`` of the command, the verdicts that it may come to, and whether kernels are interpreted."""
+    """Describe one experiment: ``arguments`` of the command, the allowed verdicts, and whether kernels are
+    interpreted."""
 
     name: str
     arguments: tuple[str, ...]
@@ -52,7 +53,7 @@ class Trial:
 
 
 def trials(options: argparse.Namespace) -> Iterator[Trial]:
-    """Those of a subcommand."""
+    """Yield the trials of a subcommand."""
     fixed = ("--blocks", str(options.blocks))
     if options.what == "slow":
         arms = ("--a", "attention=torch_native", "--b", "attention={kind: slowed, share: 0.1}")
@@ -67,17 +68,17 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
 
 
 class Silent:
-    """A watcher that says nothing."""
+    """Ignore the progress of an experiment."""
 
     def stage(self, text: str, total: int) -> None:
-        """A stage begins."""
+        """Ignore the beginning of a stage."""
 
     def step(self, text: str) -> None:
-        """A step is done."""
+        """Ignore the end of a step."""
 
 
 def against_itself(seed: int, blocks: int, folder: Path) -> tuple[int, dict[str, Any], str]:
-    """A/A: one config, one workload of this seed."""
+    """Run A/A: one config, with one workload of this seed."""
     from dovetail.bench.specs import parse_workload
     from dovetail.bench.workloads import PromptVocabulary, make_workload
     from dovetail.experiment.arms import make_arm
@@ -94,7 +95,7 @@ def against_itself(seed: int, blocks: int, folder: Path) -> tuple[int, dict[str,
 
 
 def forked(job: ArmJob) -> None:
-    """``jobs.run_job``, but for the imports."""
+    """Run ``jobs.run_job`` without the imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dovetail.experiment.worker", "dovetail.loop", "dovetail_attention.torch_native"])
     process = context.Process(target=do_job, args=(job.model_copy(update={"launched": time.time()}),))
@@ -105,7 +106,7 @@ def forked(job: ArmJob) -> None:
 
 
 def run(trial: Trial, folder: Path) -> tuple[int, dict[str, Any], str]:
-    """Its exit code, the experiment, and the command as it stands in the page."""
+    """Run the command. Return its exit code, the experiment, and the command as the page shows it."""
     about = folder / "abplugin-0.1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: abplugin\nVersion: 0.1\n")
@@ -123,7 +124,7 @@ def run(trial: Trial, folder: Path) -> tuple[int, dict[str, Any], str]:
 
 
 def rows(found: dict[str, Any]) -> Iterator[str]:
-    """The comparisons of an experiment as rows of a table."""
+    """Yield the comparisons of an experiment as rows of a table."""
     primary = found["plan"]["primary"]
     for c in found["comparisons"]:
         if c["ratio"] is None:
@@ -134,7 +135,7 @@ def rows(found: dict[str, Any]) -> Iterator[str]:
 
 
 def table(found: dict[str, Any], command: str) -> str:
-    """An experiment as the page shows it."""
+    """Return an experiment as the page shows it."""
     gate = found["gate"]
     kl = f", KL {gate['kl_mean']:.1e} nats a token" if gate["kl_mean"] is not None else ""
     beside = "; ".join(
@@ -158,31 +159,31 @@ def table(found: dict[str, Any], command: str) -> str:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """What was said of B; that the outputs differ where they do."""
-    told = ExperimentRecord.model_validate(found)
-    return "outputs differ" if told.gate.outcome == "failed" else told.verdict
+    """Return the verdict on B, or that the outputs differ."""
+    reported = ExperimentRecord.model_validate(found)
+    return "outputs differ" if reported.gate.outcome == "failed" else reported.verdict
 
 
 def summary_of_self(results: Sequence[tuple[int, dict[str, Any], str]]) -> str:
-    """How often the same was said to be different."""
+    """Return how often identical configs were judged to be different."""
     verdicts = [verdict(found) for _, found, _ in results]
     held = sum(word in ("equivalent", "inconclusive") for word in verdicts)
     spread = [c["ratio"] for _, found, _ in results for c in found["comparisons"] if c["metric"] == "tpot_mean"]
     same = sum(found["gate"]["identical"] == found["gate"]["compared"] for _, found, _ in results)
-    told = ", ".join(f"{verdicts.count(word)} {word}" for word in sorted(set(verdicts)))
+    reported = ", ".join(f"{verdicts.count(word)} {word}" for word in sorted(set(verdicts)))
     return "\n".join(
         [
             f"```\n{results[0][2]}\n```",
             f"and so on for {len(results)} seeds:",
             "",
-            f"{held} of {len(results)} without a false alarm: {told}. Outputs the same in all requests in {same}. "
+            f"{held} of {len(results)} without a false alarm: {reported}. Outputs the same in all requests in {same}. "
             f"Estimates of TPOT, B / A: {min(spread):.3f} to {max(spread):.3f}.",
         ]
     )
 
 
 def main() -> None:
-    """Run the trials of a subcommand; exit status 1 where one does not come out as it must."""
+    """Run the trials of a subcommand. The exit status is 1 if a result is not as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("self", "slow", "cache", "attention"))
     parser.add_argument("--seeds", type=int, default=20)
@@ -201,9 +202,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="dovetail-ab-") as folder:
             made = against_itself(seed, options.blocks, Path(folder)) if itself else run(trial, Path(folder))
         results.append(made)
-        told = verdict(made[1])
-        wrong += told not in trial.allowed
-        print(f"{trial.name}: {told}{'' if told in trial.allowed else ', WRONG'}", flush=True)
+        reported = verdict(made[1])
+        wrong += reported not in trial.allowed
+        print(f"{trial.name}: {reported}{'' if reported in trial.allowed else ', WRONG'}", flush=True)
     text = summary_of_self(results) if options.what == "self" else table(results[0][1], results[0][2])
     machine = f"{results[0][1]['machine']['host_cpu']}, {len(os.sched_getaffinity(0))} CPUs, Python {platform.python_version()}"
     text = f"{text}\n\n{datetime.now(UTC):%Y-%m-%d}, {machine}; load of the machine when it ended: {os.getloadavg()[0]:.1f}."

@@ -1,20 +1,20 @@
-"""Microseconds per layer of attention on CPU, without a model.
+"""Measure the microseconds per layer of attention on a CPU, without a model.
 
     OMP_NUM_THREADS=2 python benchmarks/attention_cpu.py [--heads 4 2 64] [--dtype float32] [--threads 2]
 
-Columns: ``plan`` is paid once a step, ``store`` and ``forward`` once a layer; the fastest of many short bursts, so that a busy
-machine disturbs little. ``scattered`` pages force a gather.
+Columns: ``plan`` is paid once per step, ``store`` and ``forward`` once per layer. Each is the fastest of many short
+bursts, so that a busy machine has little effect. ``scattered`` pages force a gather.
 
-What was tried, on one core of an AMD EPYC with AVX-512 (torch 2.13, float32 unless said otherwise):
+Variants that were tried, on one core of an AMD EPYC with AVX-512 (torch 2.13, float32 unless noted otherwise):
 
 - One row of 200 keys, 4 query and 2 key heads: the CPU flash operator 13.6 us, reached through scaled_dot_product_attention
   15.5; two batched products and a softmax 13.2; one product per head 22; one product of all heads, block-diagonal, 19.
-  The query heads of a key head as its queries beat native grouped heads (bfloat16, 8 and 2 heads: 20 against 177 us).
+  Using the query heads of a key head as its queries beats native grouped heads (bfloat16, 8 and 2 heads: 20 against 177 us).
 - bfloat16 with one query per key head: widening keys and values first 58 us, the operator on bfloat16 189.
-- 16 rows of 200 keys: a gather and one padded call 280 us, one call a row on views 300 (425 with its copies); rows of 512
-  keys break even. Keys transposed or by head in memory of our own: 160 to 190 without the gather, which is the
-  memory's speed. Gathers go page by page (80 us against 130 key by key), into memory that is kept (a row of 2048 keys:
-  200 us against 1150 with page faults).
+- 16 rows of 200 keys: a gather and one padded call 280 us, one call per row on views 300 (425 with its copies); rows of 512
+  keys break even. Keys transposed or by head in separate memory: 160 to 190 without the gather, which is the memory's speed.
+  Gathers copy page by page (80 us against 130 key by key), into memory that is kept (a row of 2048 keys: 200 us against 1150
+  with page faults).
 - A prompt after a cached prefix: masked blocks of queries 10.0 ms, an unmasked and a causal part merged by their
   log-sum-exp 14.3 (4 heads) and 21 against 21 (8 heads).
 - store: index_copy_ 3.2 us for keys and values, a slice found on the host 3.6, index_put_ 4.0.
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[list[int], list[int]]] = {
 
 
 def fastest(action: Callable[[], object], seconds: float = 0.15) -> float:
-    """Microseconds of the fastest burst."""
+    """Return the microseconds of the fastest burst."""
     best, burst, end = float("inf"), 1, time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
@@ -62,7 +62,7 @@ def fastest(action: Callable[[], object], seconds: float = 0.15) -> float:
 
 
 def measure(prefix: list[int], extend: list[int], page_size: int, scattered: bool, args: argparse.Namespace) -> str:
-    """The three times of one case, as text."""
+    """Return the three times of one case as text."""
     heads, kv_heads, dim = args.heads
     dtype = getattr(torch, args.dtype)
     lens = [a + b for a, b in zip(prefix, extend, strict=True)]
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs=3, type=int, default=[4, 2, 64], metavar=("HEADS", "KV_HEADS", "HEAD_DIM"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", default="", help="cases that contain this")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"heads {args.heads} {args.dtype} threads {args.threads}")

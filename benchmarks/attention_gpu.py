@@ -1,10 +1,11 @@
-"""Times attention backends on the shapes that decide, one layer of 32 query and 8 key heads of 128, pages of 16, bfloat16.
+"""Time attention backends on the decisive shapes: one layer of 32 query and 8 key heads of 128, pages of 16, bfloat16.
 
     python benchmarks/attention_gpu.py triton flash_attn
 
-Decode steps are replayed as graphs (the median of many replays), prompts run as the engine runs them. Each row names what its
-time is worth: bytes of KV that a perfect kernel reads once over the time, or floating-point operations over it. Rows have
-scattered pages; what they read of four layers in turn exceeds the caches but in the smallest steps.
+Decode steps are replayed as graphs (the median of many replays); prompts run as the engine runs them. Each row shows
+its time as a rate: the bytes of KV that a perfect kernel reads once, divided by the time, or the floating-point
+operations divided by it. Rows have scattered pages. What they read of four layers in turn exceeds the caches, except in
+the smallest steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows of ``prefix`` tokens into which ``extend`` enter, the first ``groups * size`` of them sharing ``shared`` tokens."""
+    """Describe rows of ``prefix`` tokens that are extended by ``extend`` tokens.
+
+    The first ``groups * size`` rows share their first ``shared`` tokens within each group.
+    """
 
     title: str
     prefix: Sequence[int]
@@ -44,30 +48,30 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of the KV, read once."""
+        """Return the bytes of the KV, each read once."""
         tokens = sum(self.prefix) + sum(self.extend) - self.groups * (self.size - 1) * self.shared
         return tokens * TOKEN_BYTES
 
     @property
     def operations(self) -> int:
-        """Of both products, below the diagonal."""
+        """Return the floating-point operations of both products below the diagonal."""
         seen = sum(e * p + e * (e + 1) // 2 for p, e in zip(self.prefix, self.extend, strict=True))
         return 4 * HEADS * HEAD_DIM * seen
 
 
 def decode(rows: int, context: int) -> Shape:
-    """Rows of one length."""
+    """Return a decode step of rows of one length."""
     return Shape(f"decode {rows} x {context}", [context - 1] * rows, [1] * rows)
 
 
 def uneven(rows: int, low: int, high: int) -> Shape:
-    """Rows of lengths between two."""
+    """Return a decode step of rows with lengths between two bounds."""
     prefix = np.random.default_rng(0).integers(low, high, rows).tolist()
     return Shape(f"decode {rows} x U[{low}, {high}]", prefix, [1] * rows)
 
 
 def shared(rows: int, groups: int, length: int, own: int) -> Shape:
-    """Groups of one size."""
+    """Return a decode step of groups of one size."""
     title = f"shared {rows} rows, {groups} x {length} + {own}"
     return Shape(title, [length + own - 1] * rows, [1] * rows, groups, rows // groups, length)
 
@@ -92,7 +96,7 @@ SHAPES = (
 
 
 class Bench:
-    """A pool, and what is run on it."""
+    """Hold a pool and time backends on it."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda")
@@ -102,13 +106,13 @@ class Bench:
         self.pool.v.normal_()
 
     def context(self) -> AttentionContext:
-        """What backends are built for."""
+        """Return the context for which backends are built."""
         return AttentionContext(
             self.device, DTYPE, HEADS, KV_HEADS, HEAD_DIM, self.pool, max_rows=MAX_ROWS, max_context=MAX_CONTEXT
         )
 
     def batch(self, shape: Shape) -> Batch:
-        """The step of a shape."""
+        """Return the step of a shape."""
         lens = [p + e for p, e in zip(shape.prefix, shape.extend, strict=True)]
         table = make_page_table(lens, PAGE_SIZE, self.pool.num_pages)
         pages = shape.shared // PAGE_SIZE
@@ -123,14 +127,17 @@ class Bench:
 
     @torch.inference_mode()
     def seconds(self, backend: AttentionBackend, shape: Shape) -> float:
-        """Of one layer, by the slope between few layers and many, so that what is done once a step does not count."""
+        """Return the seconds of one layer.
+
+        They are the slope between few layers and many, so that work done once per step does not count.
+        """
         batch = self.batch(shape)
         q = torch.randn(sum(shape.extend), HEADS, HEAD_DIM, dtype=DTYPE, device=self.device)
         layers = [AttentionLayer(i, HEAD_DIM**-0.5) for i in range(LAYERS)]
         decodes = max(shape.extend) == 1
 
         def run(count: int) -> None:
-            for i in range(count):  # the first layer once: backends may do there what serves the others
+            for i in range(count):  # the first layer once: backends may do work there for all layers
                 backend.forward(q, layers[1 + (i - 1) % (LAYERS - 1) if i else 0], batch)
 
         if not decodes:
@@ -146,7 +153,7 @@ class Bench:
 
 
 def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """``step`` as a graph."""
+    """Capture ``step`` as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -159,7 +166,7 @@ def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def median(step: Callable[[], None], turns: int = 20) -> float:
-    """Seconds of ``step`` on the device."""
+    """Return the median seconds of ``step`` on the device."""
     for _ in range(3):
         step()
     times = list[float]()
@@ -174,14 +181,14 @@ def median(step: Callable[[], None], turns: int = 20) -> float:
 
 
 def build(name: str, context: AttentionContext) -> AttentionBackend:
-    """A backend with its usual settings."""
+    """Build a backend with its default settings."""
     component = installed().get("attention", name)
     config = installed().config_class("attention", name).model_validate({"kind": name})
     return load_attribute(component.spec.target, component.label)(config, context)
 
 
 def report(bench: Bench, names: Sequence[str]) -> None:
-    """One line per shape and backend."""
+    """Print one line per shape and backend."""
     for shape in SHAPES:
         for name in names:
             try:

@@ -1,11 +1,12 @@
-"""Offline speed on this machine's CPU: Dovetail against transformers' ``generate`` and vLLM's CPU build, in one run.
+"""Compare the offline speed of Dovetail, transformers' ``generate`` and vLLM's CPU build on this machine's CPU, in one
+run.
 
     .venv/bin/python benchmarks/cpu.py --vllm-python ~/vllm-cpu/bin/python --docs docs/benchmarks.md
 
-Every arm is a process of its own that is stopped while the others run; all use the same CPUs, weights and token ids, and
+Every arm is a separate process that is stopped while the others run. All use the same CPUs, weights and token ids, and
 output lengths are forced. Rounds interleave the arms in rotating order, each round has fresh random prompts and cold
-prefix caches, and ratios are paired by round. ``--profile`` shows where the time of Dovetail's arm goes instead.
-See benchmarks/README.md.
+prefix caches, and ratios are paired by round. ``--profile`` shows instead how the time of Dovetail's arm is spent. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -39,21 +40,22 @@ VLLM_ARMS = {
     "vllm": {},
     "vllm-uni": {"distributed_executor_backend": "uni"},
 }
-"""``vllm`` is compiled, as it comes; ``vllm-uni`` also saves the hop from the engine's process to a worker's."""
+"""The arms of vLLM. ``vllm`` is compiled with default settings; ``vllm-uni`` also avoids the step from the engine's
+process to a worker's."""
 SUBJECT = "dovetail"
 ARMS = ("hf", *VLLM_ARMS, SUBJECT)
 DEFAULT_ARMS = ("hf", "vllm-eager", "vllm", SUBJECT)
 BUSY = 0.03
-"""Share of one CPU that idle arms may take before the report says so."""
+"""The share of one CPU above which the CPU time of idle arms is reported."""
 
 QUIET = 0.5
-"""Load of the machine beyond which the benchmark says that others are at work."""
+"""The load of the machine above which the benchmark warns about other work on it."""
 
 console = Console(width=None if sys.stdout.isatty() else 132)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -69,14 +71,18 @@ def arguments() -> argparse.Namespace:
     add("--arms", nargs="+", choices=ARMS, default=list(DEFAULT_ARMS))
     add("--sections", metavar="JSON", type=json.loads, default={}, help="config sections of Dovetail, to try others")
     add("--env", metavar="NAME=VALUE", nargs="+", type=variable, default=[], help="environment variables of every arm")
-    add("--smoke", action="store_true", help="a few tokens per workload: does everything run? The numbers mean nothing")
+    add(
+        "--smoke",
+        action="store_true",
+        help="a few tokens per workload, only to check that everything runs; the numbers mean nothing",
+    )
     add("--profile", action="store_true", help="profile Dovetail's arm on each row instead of comparing")
     add("--docs", metavar="FILE", type=Path, help="Markdown file whose section `cpu` is replaced by the results")
     return parser.parse_args()
 
 
 def variable(text: str) -> tuple[str, str]:
-    """``NAME=VALUE``."""
+    """Parse ``NAME=VALUE``."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -85,7 +91,7 @@ def variable(text: str) -> tuple[str, str]:
 
 def main() -> None:
     """Measure, print, write."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leave through the code that ends the arms
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # exit through the code that ends the arms
     args = arguments()
     args.work = args.work.resolve()
     started, load = datetime.datetime.now(datetime.UTC), os.getloadavg()[0]
@@ -106,7 +112,7 @@ def main() -> None:
 
 
 def available_arms(args: argparse.Namespace) -> list[Arm]:
-    """The arms that were asked for and can be started here, the first of them the reference for tokens."""
+    """Return the selected arms that can be started here. The first is the reference for tokens."""
     env = dict(args.env)
     arms = [Arm("hf", "hf_arm", args.hf_python, env=env)]
     if args.vllm_python:
@@ -119,12 +125,12 @@ def available_arms(args: argparse.Namespace) -> list[Arm]:
 
 
 def subject(args: argparse.Namespace) -> Arm:
-    """Dovetail's arm."""
+    """Return Dovetail's arm."""
     return Arm(SUBJECT, "dovetail_arm", sys.executable, args.sections, dict(args.env))
 
 
 def groups(args: argparse.Namespace) -> Iterator[tuple[Model, str]]:
-    """Each model in each dtype."""
+    """Yield each model in each dtype."""
     for name in args.models:
         model = prepare(name, args.work, args.hf_python, EMBEDDED)
         for dtype in args.dtypes:
@@ -134,7 +140,7 @@ def groups(args: argparse.Namespace) -> Iterator[tuple[Model, str]]:
 def measure_group(
     args: argparse.Namespace, arms: Sequence[Arm], model: Model, dtype: str, versions: dict[str, str]
 ) -> list[report.Row]:
-    """All workloads of one model in one dtype."""
+    """Measure all workloads of one model in one dtype."""
     console.rule(f"{model.name} ({model.note}), {dtype}")
     with processes(args, arms, model, dtype) as (running, failed):
         for process in running:
@@ -149,7 +155,7 @@ def measure_group(
 def processes(
     args: argparse.Namespace, arms: Sequence[Arm], model: Model, dtype: str
 ) -> Iterator[tuple[list[Process], dict[str, str]]]:
-    """Start the arms one after another; those that cannot start are told apart, with the reason."""
+    """Start the arms one after another. Return the running processes, and the reason for each arm that cannot start."""
     running: list[Process] = []
     failed: dict[str, str] = {}
     with ExitStack() as stack:
@@ -167,7 +173,7 @@ def processes(
 
 
 def chosen(args: argparse.Namespace, model: Model) -> list[Workload]:
-    """The workloads that were asked for, in the sizes of a model."""
+    """Return the selected workloads in the sizes of a model."""
     found = [w for w in workloads(SIZES[model.name]) if w.name in args.workloads]
     return [w.smoke() for w in found] if args.smoke else found
 
@@ -175,7 +181,8 @@ def chosen(args: argparse.Namespace, model: Model) -> list[Workload]:
 def measure(
     args: argparse.Namespace, running: Sequence[Process], model: Model, dtype: str, workload: Workload
 ) -> report.Row:
-    """The rounds of a row, arms in rotating order. Round 0 warms up and is dropped; its tokens are compared."""
+    """Measure the rounds of a row, with the arms in rotating order. Round 0 is a warm-up and is dropped; its tokens
+    are compared."""
     row = report.Row(model.name, dtype, workload.name, workload.title, workload.useful_tokens)
     tokens: dict[str, list[list[int]]] = {}
     for number in range(args.rounds + 1):
@@ -210,7 +217,7 @@ def one_round(
 
 
 def facts(args: argparse.Namespace, load: float, versions: dict[str, str], weights: dict[str, str]) -> dict[str, str]:
-    """What the numbers depend on."""
+    """Return the facts on which the numbers depend."""
     return {
         "command": f"`{' '.join(['python', *map(shlex.quote, public(sys.argv))])}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -223,12 +230,13 @@ def facts(args: argparse.Namespace, load: float, versions: dict[str, str], weigh
 
 
 def public(command: Sequence[str]) -> list[str]:
-    """The command line with paths cut to their last parts: a document should not hold those of one machine."""
+    """Return the command line with paths reduced to their last parts, because a document should not contain the
+    paths of one machine."""
     return ["/".join(Path(word).parts[-2:]) if word.startswith("/") else word for word in command]
 
 
 def cpu_model() -> str:
-    """The CPU's name as Linux gives it."""
+    """Return the CPU's name as Linux reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next(
@@ -254,7 +262,7 @@ def publish(args: argparse.Namespace, arms: Sequence[Arm], rows: Sequence[report
 
 
 def profile(args: argparse.Namespace) -> None:
-    """Print where the time of Dovetail's arm goes: per step, per Python function, per torch operation."""
+    """Print how the time of Dovetail's arm is spent: per step, per Python function, per torch operation."""
     for model, dtype in groups(args):
         with processes(args, [subject(args)], model, dtype) as (running, _):
             for process in running:

@@ -1,10 +1,10 @@
-"""How often the intervals of `dovetail ab` hold what they promise: coverage, false alarms, power, by simulation.
+"""Simulate how often the intervals of `dovetail ab` keep their promises: coverage, false alarms, power.
 
-    python benchmarks/experiment_coverage.py            # all of it, about ten minutes on one core
+    python benchmarks/experiment_coverage.py            # everything, about ten minutes on one core
     python benchmarks/experiment_coverage.py --reps 200
 
-A simulated machine drifts (a line and an AR(1) process), runs differ, requests differ, and B may gain more on some than on others.
-Beside the method of dovetail.experiment.stats stand those that it was chosen from.
+A simulated machine drifts (a line and an AR(1) process), runs differ, requests differ, and B may gain more on some
+requests than on others. The method of dovetail.experiment.stats is compared with the methods from which it was chosen.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ P99 = next(metric for metric in METRICS if metric.name == "ttft_p99")
 
 @dataclass(frozen=True)
 class World:
-    """All standard deviations are of logarithms. ``uneven`` is how much B's gain differs between clusters of requests, ``run``
-    and ``jitter`` the noise of a run and of a request in a run, ``drift`` what moves the machine from one run to the next."""
+    """Describe the simulated noise; all standard deviations are of logarithms.
+
+    ``uneven`` is how much B's gain differs between clusters of requests. ``run`` and ``jitter`` are the noise of a run
+    and of a request in a run. ``drift`` is the change of the machine from one run to the next.
+    """
 
     name: str
     effect: float = 0.0
@@ -48,16 +51,18 @@ class World:
 
     @property
     def owner(self) -> Ints:
-        """The cluster of each request."""
+        """Return the cluster of each request."""
         return np.repeat(np.arange(self.clusters), self.size)
 
     def truth(self, metric: Metric) -> float:
-        """The log ratio over all requests that there could be. Gains are independent of the latencies: a mean gains half their
-        variance, a quantile next to nothing."""
+        """Return the log ratio over all possible requests.
+
+        Gains are independent of the latencies: a mean gains half their variance, a quantile next to nothing.
+        """
         return self.effect + (self.uneven**2 / 2 if metric.kind == "mean" else 0.0)
 
     def blocks(self, rng: np.random.Generator) -> Iterator[BlockSamples]:
-        """ABBA after ABBA, of one workload."""
+        """Yield blocks in the order ABBA, of one workload."""
         base = 0.5 * rng.standard_normal(self.requests) + 0.3 * rng.standard_normal(self.clusters)[self.owner]
         gain = self.effect + self.uneven * rng.standard_normal(self.clusters)[self.owner]
         machine, wander, at = 0.0, 0.0, 0
@@ -72,7 +77,7 @@ class World:
             yield BlockSamples(tuple(runs["a"]), tuple(runs["b"]))
 
     def take(self, count: int, rng: np.random.Generator) -> list[BlockSamples]:
-        """The first blocks of an experiment."""
+        """Return the first blocks of an experiment."""
         source = self.blocks(rng)
         return [next(source) for _ in range(count)]
 
@@ -83,7 +88,7 @@ Interval = tuple[float, float]
 def chosen(
     metric: Metric, blocks: list[BlockSamples], world: World, peeking: bool = False, resamples: int = 400
 ) -> Interval:
-    """The interval of the log ratio that an experiment reports."""
+    """Return the interval of the log ratio that an experiment reports."""
     (c,) = compare([(metric, blocks)], world.owner, (metric.name,), Rules(peeking=peeking), resamples)
     return (math.log(c.low) if c.low else -math.inf), (math.log(c.high) if c.high else math.inf)
 
@@ -96,14 +101,15 @@ def _ratios(metric: Metric, blocks: list[BlockSamples]) -> Floats:
 
 
 def blocks_only(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
-    """Student's t over blocks: the requests count as all that there are."""
+    """Return Student's t interval over blocks, which treats the requests as the whole population."""
     d = _ratios(metric, blocks)
     reach = stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / math.sqrt(len(d))
     return d.mean() - reach, d.mean() + reach
 
 
 def _nested(metric: Metric, blocks: list[BlockSamples], world: World, resamples: int = 400) -> tuple[Floats, Floats]:
-    """Blocks, then in each of them its own clusters: [resamples, blocks drawn], and which were drawn."""
+    """Resample blocks, and in each of them its own clusters. Return the values [resamples, blocks drawn], and which
+    blocks were drawn."""
 
     def log(runs: tuple[Sample, ...], weights: np.ndarray) -> Floats:
         return np.mean([np.log(resampled(metric, run, weights)) for run in runs], axis=0)
@@ -118,13 +124,13 @@ def _nested(metric: Metric, blocks: list[BlockSamples], world: World, resamples:
 
 
 def percentile(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
-    """The nested bootstrap's percentiles."""
+    """Return the percentile interval of the nested bootstrap."""
     low, high = np.quantile(_nested(metric, blocks, world)[0].mean(axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
 def bca(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
-    """The same, bias-corrected and accelerated (jackknife over blocks)."""
+    """Return the same interval, bias-corrected and accelerated (jackknife over blocks)."""
     means, d = _nested(metric, blocks, world)[0].mean(axis=1), _ratios(metric, blocks)
     z0 = stats.norm.ppf(np.clip((means < d.mean()).mean(), 0.002, 0.998))
     pulls = d - d.mean()
@@ -135,7 +141,7 @@ def bca(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
 
 
 def percentile_t(metric: Metric, blocks: list[BlockSamples], world: World) -> Interval:
-    """The same, studentised by the variance between the blocks drawn."""
+    """Return the same interval, studentised by the variance between the drawn blocks."""
     rows, d = _nested(metric, blocks, world)[0], _ratios(metric, blocks)
     t = (rows.mean(axis=1) - d.mean()) / np.maximum(rows.std(axis=1, ddof=1), 1e-9)
     low, high = np.quantile(t, (0.025, 0.975)) * d.std(ddof=1)
@@ -158,14 +164,16 @@ WORLDS = (
 
 
 def coverage(world: World, metric: Metric, count: int, reps: int, method: str, seed: int = 0) -> tuple[float, float]:
-    """The share of experiments of ``count`` blocks whose interval holds the truth, and the intervals' median width."""
+    """Return the share of experiments of ``count`` blocks whose interval contains the truth, and the intervals'
+    median width."""
     rng, truth = np.random.default_rng(seed), world.truth(metric)
     ends = np.array([METHODS[method](metric, world.take(count, rng), world) for _ in range(reps)])
     return float(np.mean((ends[:, 0] <= truth) & (truth <= ends[:, 1]))), float(np.median(ends[:, 1] - ends[:, 0]))
 
 
 def peek(world: World, metric: Metric, most: int, rng: np.random.Generator, rules: Rules) -> tuple[str, int]:
-    """One experiment that looks after each block and ends when it knows: its verdict, and after how many blocks."""
+    """Run one experiment that checks after each block and stops when it has a verdict. Return the verdict and the
+    number of blocks."""
     weights, blocks, source = draw(world.owner, 200, 0), list[BlockSamples](), world.blocks(rng)
     while len(blocks) < most:
         blocks.append(next(source))
@@ -176,7 +184,7 @@ def peek(world: World, metric: Metric, most: int, rng: np.random.Generator, rule
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reps", type=int, default=500)
     reps = parser.parse_args().reps
@@ -187,7 +195,7 @@ def main() -> None:
             cells = (coverage(world, metric, count, reps, method) for method in METHODS)
             row = "".join(f"{share:10.3f} {width:5.1%}" for share, width in cells)
             print(f"{world.name:28} {metric.name:10} {count:6} {row}", flush=True)
-    print("\nlooking after each of at most 20 blocks, delta 2 %: verdicts in %, and blocks used (median)")
+    print("\nchecking after each of at most 20 blocks, delta 2 %: verdicts in %, and blocks used (median)")
     for effect in (0.0, 0.02, 0.05, 0.1):
         world, rng = replace(WORLDS[1], effect=math.log1p(effect)), np.random.default_rng(1)
         ends = [peek(world, MEAN, 20, rng, Rules()) for _ in range(reps)]

@@ -1,12 +1,12 @@
-"""A fork: siblings that continue one prefix, as a group and as requests that nobody says anything about.
+"""Measure a fork: siblings that continue one prefix, as a group and as requests without hints.
 
     python benchmarks/fork.py [--siblings 8] [--prefix 1024] [--suffix 16] [--new 16] [--rounds 7] [--model tiny] [--cpu-time]
 
-All siblings arrive at once; each arm has prefixes of its own, the arms take turns, and a prefix is never met twice.
+All siblings arrive at once. Each arm has different prefixes, the arms take turns, and a prefix is never used twice.
 
-    cold     every sibling in a namespace of its own: nothing is shared
-    reuse    the prefix cache finds what is computed already, and that is all (scheduler.wait_for_prefix: false)
-    waits    as ``reuse``, and a request waits for a prefix that another computes right now (wait_for_prefix: true)
+    cold     every sibling in a separate namespace: nothing is shared
+    reuse    only the prefix cache finds what is already computed (scheduler.wait_for_prefix: false)
+    waits    as ``reuse``, and a request waits for a prefix that another request is computing (wait_for_prefix: true)
     group    the siblings are a group (wait_for_prefix: false)
 """
 
@@ -24,12 +24,13 @@ from dovetail.messages import GenerateMsg, TokenOutput
 
 ARMS = ("cold", "reuse", "waits", "group")
 WARM_UP = 2
-"""Rounds that are not counted."""
+"""The number of rounds that are not counted."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One fork in one arm: seconds until the last sibling had its first token, and its last; what the engine computed."""
+    """Hold one fork in one arm: seconds until the last sibling had its first token, and its last; and what the
+    engine computed."""
 
     first: float
     last: float
@@ -54,25 +55,23 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="A fork as a group, and as requests of their own.")
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="A fork as a group, and as separate requests.")
     for name, default in (("siblings", 8), ("prefix", 1024), ("suffix", 16), ("new", 16), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="time of the processor, on a machine that others use too"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, for a machine with other work")
     return parser.parse_args()
 
 
 def build(model: str, prefix: int, siblings: int, wait: bool) -> LLM:
-    """An engine with room for some ten forks without anything shared."""
+    """Build an engine with a pool for about ten forks without any sharing."""
     memory = {"num_pages": 1 + 10 * siblings * (prefix + 512) // 16}
     return LLM(model, device="cpu", grammar="none", memory=memory, scheduler={"wait_for_prefix": wait})
 
 
 def fork(arm: str, turn: int, rng: random.Random, args: argparse.Namespace) -> list[GenerateMsg]:
-    """The messages of one fork, over a prefix that is new."""
+    """Return the messages of one fork over a new prefix."""
     params = SamplingParams(max_new_tokens=args.new, temperature=0.0, ignore_eos=True)
     name = f"{arm}-{turn}"
     prefix = random_ids(rng, args.prefix)
@@ -91,12 +90,12 @@ def fork(arm: str, turn: int, rng: random.Random, args: argparse.Namespace) -> l
 
 
 def random_ids(rng: random.Random, count: int) -> list[int]:
-    """Tokens that every vocabulary has."""
+    """Return tokens that every vocabulary has."""
     return [rng.randrange(5, 200) for _ in range(count)]
 
 
 def run(llm: LLM, msgs: Sequence[GenerateMsg], clock: Callable[[], float]) -> Sample:
-    """Send them all, and step until all have ended."""
+    """Send all messages, and step until all have ended."""
     loop, first = llm.loop, {}
     before, start = loop.stats(), clock()
     for msg in msgs:
@@ -112,7 +111,7 @@ def run(llm: LLM, msgs: Sequence[GenerateMsg], clock: Callable[[], float]) -> Sa
 
 
 def table(samples: dict[str, list[Sample]]) -> list[str]:
-    """Medians by arm, and how many times as long as the group each takes."""
+    """Return medians by arm, and how many times as long as the group each takes."""
     medians = {arm: statistics.median(sample.last for sample in found) for arm, found in samples.items()}
     lines = [
         "| arm | first tokens, ms | all tokens, ms | of the group's | prompt tokens computed | steps |",

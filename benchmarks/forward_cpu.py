@@ -1,17 +1,17 @@
-"""Microseconds per operation and per forward pass of decoder models on the CPU, at batch 1 and 16.
+"""Measure the microseconds per operation and per forward pass of decoder models on the CPU, at batch 1 and 16.
 
 Run: python benchmarks/forward_cpu.py [--model tiny|46m] [--dtype float32|bfloat16] [--threads N] [--ops]
 
-What won, on 2 cores of an AMD EPYC (Zen 4, 32 MiB of L3), torch 2.13 with MKL and oneDNN, 2026-11-21; the machine is shared,
-so the microseconds are upper bounds:
+The fastest variants, on 2 cores of an AMD EPYC (Zen 4, 32 MiB of L3), torch 2.13 with MKL and oneDNN, 2026-11-21; the
+machine is shared, so the microseconds are upper bounds:
 
-One row (a decode step of one request): ``product`` reads the weight as it is, in order, and asks for it ahead. bfloat16,
-    [2816, 512] 331 (panels of torch.bmm), 116 (oneDNN, packed) -> 92; float32 about as fast as two panels of torch.bmm.
-A few rows: ``product`` as far as ``ops.linear.compiled_rows`` says. float32, 4 rows, [512, 256]: 23 (oneDNN, packed) -> 13 us.
-More rows: weights packed by oneDNN. float32, 16 rows, [32000, 512]: 11700 (``functional.linear``), 8000 (weight @ x.T)
-    -> 3300 us; 512 rows: 114 -> 95 ms. bfloat16, 16 rows: 3160 -> 1670 us.
-Norms, rotary, gates: one compiled kernel each; what torch needs several operations for costs 2 to 4 times as much.
-Forward and logits, one row, 96 tokens of context: tiny 0.46 ms (bfloat16 0.41), 46 M 6.4 ms (bfloat16 3.3 ms).
+- One row (a decode step of one request): ``product`` reads the unpacked weight in order and prefetches it. bfloat16,
+  [2816, 512] 331 (panels of torch.bmm), 116 (oneDNN, packed) -> 92; float32 about as fast as two panels of torch.bmm.
+- A few rows: ``product`` up to the limit of ``ops.linear.compiled_rows``. float32, 4 rows, [512, 256]: 23 (oneDNN, packed) -> 13 us.
+- More rows: weights packed by oneDNN. float32, 16 rows, [32000, 512]: 11700 (``functional.linear``), 8000 (weight @ x.T)
+  -> 3300 us; 512 rows: 114 -> 95 ms. bfloat16, 16 rows: 3160 -> 1670 us.
+- Norms, rotary, gates: one compiled kernel each; operations that torch needs several calls for cost 2 to 4 times as much there.
+- Forward and logits, one row, 96 tokens of context: tiny 0.46 ms (bfloat16 0.41), 46 M 6.4 ms (bfloat16 3.3 ms).
 """
 
 from __future__ import annotations
@@ -66,25 +66,25 @@ Timed = dict[str, Callable[[], object]]
 
 
 class NoAttention:
-    """Attends to nothing: what is left is the model's own time."""
+    """Attend to nothing, so that only the model's own time is measured."""
 
     def plan(self, batch: Any) -> None:
-        """Nothing to plan."""
+        """Plan nothing."""
 
     def forward(self, q: torch.Tensor, layer: Any, batch: Any) -> torch.Tensor:
-        """``q`` itself."""
+        """Return ``q`` unchanged."""
         return q
 
 
 class NoPool:
-    """Keeps nothing."""
+    """Store nothing."""
 
     def store(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor) -> None:
-        """Nothing to keep."""
+        """Store nothing."""
 
 
 def microseconds(calls: Timed, seconds: float, repeat: int = 8) -> dict[str, float]:
-    """Best time of each call, taken in turns, so that a busy machine disturbs all alike."""
+    """Return the best time of each call; the calls take turns, so that a busy machine disturbs all of them equally."""
     best = dict.fromkeys(calls, float("inf"))
     end = time.perf_counter() + seconds * len(calls)
     while time.perf_counter() < end:
@@ -98,7 +98,7 @@ def microseconds(calls: Timed, seconds: float, repeat: int = 8) -> dict[str, flo
 
 
 def operations(config: dict[str, Any], dtype: torch.dtype, rows: int) -> Timed:
-    """The operations of a layer, with the ways of doing them that were tried."""
+    """Return the operations of a layer in all variants that were tried."""
     hidden, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     width, head_dim = config["intermediate_size"], hidden // heads
     shapes = {
@@ -136,7 +136,7 @@ def operations(config: dict[str, Any], dtype: torch.dtype, rows: int) -> Timed:
 
 
 def turns(function: Callable[..., torch.Tensor], x: torch.Tensor, weights: list[Any]) -> Callable[[], object]:
-    """``function(x, weight)`` with the weights in turn, as the layers of a model have it."""
+    """Return a function that calls ``function(x, weight)`` with the weights in turn, as the layers of a model do."""
     state = [0]
 
     def call() -> object:
@@ -147,13 +147,13 @@ def turns(function: Callable[..., torch.Tensor], x: torch.Tensor, weights: list[
 
 
 def rotary_cat(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The usual way: halves swapped by concatenation."""
+    """Apply rotary embeddings in the usual way: swap the halves by concatenation."""
     first, second = x.chunk(2, -1)
     return torch.cat((second, first), -1).mul_(sin).addcmul_(x, cos)
 
 
 def forwards(config: dict[str, Any], dtype: torch.dtype, rows: int, context: int, attention: str) -> Timed:
-    """A decode step of ``rows`` rows of ``context`` tokens: whole, without attention, and the head alone."""
+    """Return decode steps of ``rows`` rows of ``context`` tokens: whole, without attention, and the head alone."""
     info = describe_llama(config)
     model = build_model(DenseModel, info, torch.device("cpu"), dtype)
     load_weights(model, directory=None, load_format="dummy")  # type: ignore[arg-type]

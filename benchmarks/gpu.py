@@ -1,10 +1,11 @@
-"""Dovetail on a GPU: every attention backend against float32, then the workloads, beside the peers, the goals and the floor.
+"""Measure Dovetail on a GPU: check every attention backend against float32, then run the workloads and compare with
+peers, goals and floor.
 
     python benchmarks/gpu.py --model both --breakdown --json gpu.json
 
-Two model shapes with random weights in bfloat16, random ids in, forced output lengths, temperature 0.6, through
-``dovetail.LLM.generate`` (and ``dovetail serve`` for the row ``http``). Engines run in processes of their own: a crash or
-the time limit costs the row that it happened in, and what was measured before is printed and written. See
+Two model shapes with random weights in bfloat16 receive random ids with forced output lengths and temperature 0.6,
+through ``dovetail.LLM.generate`` (and through ``dovetail serve`` for the row ``http``). Engines run in separate
+processes: a crash or the time limit loses only the current row, and earlier results are printed and written. See
 benchmarks/README.md.
 """
 
@@ -35,7 +36,7 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -55,23 +56,23 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--tiny-shapes",
         action="store_true",
-        help="a tiny model and lengths: does everything run? No number means anything",
+        help="a tiny model and lengths, only to check that everything runs; the numbers mean nothing",
     )
     add("--work", metavar="DIR", type=Path, help="models and logs; by default a temporary directory")
     return parser.parse_args(given)
 
 
 def row_names(text: str) -> tuple[str, ...]:
-    """``a,b`` as names of rows."""
+    """Parse ``a,b`` as names of rows."""
     names = tuple(name.strip() for name in text.split(","))
     if unknown := [name for name in names if name not in ROWS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such row; allowed: {', '.join(ROWS)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there is no such row; allowed: {', '.join(ROWS)}")
     return names
 
 
 def main() -> None:
-    """Measure, print, write. Ends with 1 if a backend is wrong or anything failed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leave through the code that ends the workers
+    """Measure, print, write. The exit status is 1 if a backend is wrong or anything failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # exit through the code that ends the workers
     args = arguments()
     with tempfile.TemporaryDirectory(prefix="dovetail-gpu-") as folder:
         args.work = (args.work or Path(folder)).resolve()
@@ -85,17 +86,17 @@ def main() -> None:
 
 
 class Bench:
-    """One run: ``record`` holds what it has found, also when it is interrupted."""
+    """Run the benchmark once. ``record`` holds the results, also after an interruption."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.record = Record(about=about())
         self.models = ("tiny",) if args.tiny_shapes else ("8b", "0.6b") if args.model == "both" else (args.model,)
         for name in self.models:
-            self.config(name)  # a mistake in --set shows before anything is started
+            self.config(name)  # report a mistake in --set before anything is started
 
     def run(self) -> None:
-        """Everything that was asked for."""
+        """Run everything that was selected."""
         if self.args.check:
             self.check()
         for model in self.models:
@@ -103,7 +104,7 @@ class Bench:
             self.measure(model)
 
     def check(self) -> None:
-        """The attention backends, all in one worker as long as none of them crashes."""
+        """Check the attention backends, all in one worker as long as none of them crashes."""
         from gpubench.correctness import check_tasks, names
 
         backends = [b for b in names() if self.args.attention in (None, b) or b == "torch_native"]
@@ -117,7 +118,7 @@ class Bench:
         console.print(tables.correctness(self.record))
 
     def measure(self, model: str) -> None:
-        """The rows of one model. The engine's process ends before the server starts."""
+        """Measure the rows of one model. The engine's process ends before the server starts."""
         args, deadline = self.args, Deadline(self.args.time_limit)
         rows = args.rows or USUAL_ROWS[model]
         self.record.measures[model] = []
@@ -139,7 +140,7 @@ class Bench:
             self.startup(model, deadline)
 
     def keep(self, model: str, ended: Ended) -> None:
-        """Note the result of an engine's task."""
+        """Record the result of an engine's task."""
         if ended.result is None:
             return
         if ended.task == "start":
@@ -151,7 +152,7 @@ class Bench:
         self.save()
 
     def http(self, model: str, deadline: Deadline) -> None:
-        """Streams from a server, against the engine's own figure at the same batch size."""
+        """Measure streams from a server, and compare with the engine's own time at the same batch size."""
         from gpubench.serving import ServingError, measure
 
         if deadline.passed:
@@ -166,7 +167,7 @@ class Bench:
             self.take(Ended("http", error=str(error)), model)
 
     def startup(self, model: str, deadline: Deadline) -> None:
-        """A fresh process each time; the best counts, by then the page cache is warm."""
+        """Measure start-up in a fresh process each time; the best counts, because by then the page cache is warm."""
         found: list[dict[str, float]] = []
         for _ in range(1 if self.args.quick else 2):
             for ended in run_tasks(self.job("startup", model), ["startup"], deadline):
@@ -178,14 +179,14 @@ class Bench:
             self.add(model, [Measure("startup", "", min(seconds), "s", seconds, {"runs": found})])
 
     def add(self, model: str, measures: list[Measure]) -> None:
-        """Note numbers, and say them at once."""
+        """Record numbers and print them at once."""
         self.record.measures[model] += measures
         for m in measures:
             console.print(f"{model} {m.row} {m.case}: {m.value:.4g} {m.unit}", highlight=False, markup=False)
         self.save()
 
     def take(self, ended: Ended, where: str) -> None:
-        """Note what failed or was left out, and say it at once."""
+        """Record what failed or was left out, and print it at once."""
         name = f"{where} {ended.task}".rstrip(":")
         if ended.left_out:
             self.record.left_out.append(name)
@@ -194,7 +195,7 @@ class Bench:
             console.print(f"{name} failed: {ended.error}", style="red", markup=False, highlight=False)
 
     def config(self, model: str) -> dict[str, Any]:
-        """Dovetail's config: the model, then what the command line says."""
+        """Return Dovetail's config: the model, and the settings of the command line."""
         args = self.args
         values = {"model.path": str(write(model, args.work)), "model.load_format": "dummy", "model.dtype": "bfloat16"}
         values |= {"device": args.device, **({"attention": args.attention} if args.attention else {})}
@@ -204,16 +205,16 @@ class Bench:
             sys.exit(str(error))
 
     def job(self, kind: str, model: str) -> Job:
-        """What a worker is told."""
+        """Return the job that a worker receives."""
         return Job(kind, model, self.config(model), str(self.args.work), 1 if self.args.quick else 2)
 
     def save(self) -> None:
-        """Write what there is."""
+        """Write the results so far."""
         if self.args.json:
             self.record.save(self.args.json)
 
     def show(self) -> None:
-        """Print what there is."""
+        """Print the results so far."""
         record = self.record
         for model, found in record.breakdowns.items():
             console.print(tables.breakdowns(found, TITLES[model]))
@@ -232,7 +233,7 @@ class Bench:
 
 
 def about() -> dict[str, Any]:
-    """What the numbers depend on; the rest is in ``engines``."""
+    """Return the facts on which the numbers depend; the others are in ``engines``."""
     command = ["python", "benchmarks/gpu.py", *sys.argv[1:]]
     return {"command": shlex.join(command), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
 

@@ -1,10 +1,12 @@
-"""Every grammar backend, and ``auto``, on the JSON Schema Test Suite and on real schemas: what passes, what is refused, how fast.
+"""Run every grammar backend, and ``auto``, on the JSON Schema Test Suite and on real schemas: what passes, what is
+refused, how fast.
 
     python benchmarks/grammar.py --data DIR --json grammar.json --docs docs/grammar.md [--engines xgrammar ...] [--failures]
 
-DIR (or $GRAMMAR_CORPORA) holds json-schema-test-suite/ and real-schemas.jsonl.gz. Each engine runs in a process of its own,
-which is ended where one schema takes longer than the limit. ``auto`` is put together from what the engines did: in the
-order of their priorities, the first that does not refuse the schema by keyword. The vocabulary is the tiny model's.
+DIR (or $GRAMMAR_CORPORA) contains json-schema-test-suite/ and real-schemas.jsonl.gz. Each engine runs in a separate
+process, which is ended if one schema takes longer than the limit. ``auto`` is computed from the engines' results: in
+the order of their priorities, the first engine that does not refuse the schema by keyword. The vocabulary is the tiny
+model's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--data", default=os.environ.get("GRAMMAR_CORPORA"), help="folder of the corpora")
     parser.add_argument("--engines", nargs="+", default=None, help="backends, in the order of `auto` (default: all)")
@@ -44,7 +46,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(title: str, cases: Sequence[SchemaCase], engines: Sequence[str], limit: float) -> Table:
-    """Every engine on one corpus."""
+    """Run every engine on one corpus."""
     verdicts = {name: Runner(name, cases, limit).verdicts() for name in engines}
     return Table(title, cases, verdicts).with_auto()
 
@@ -58,7 +60,7 @@ def write_docs(page: Path, tables: Sequence[Table]) -> None:
 
 
 def main() -> int:
-    """Measure, print, write. The exit status is 1 if anything invalid was let through."""
+    """Measure, print, write. The exit status is 1 if an invalid instance was accepted."""
     chosen = arguments()
     tables = []
     for key in chosen.corpora:

@@ -1,9 +1,10 @@
-"""Jump-forward decoding, on and off, on the character-sheet task: forward passes, latency, and where the texts part.
+"""Compare jump-forward decoding on and off on the character-sheet task: forward passes, latency, and where the texts
+diverge.
 
     python benchmarks/jump_forward.py [--prompts 200] [--backend xgrammar] [--model tiny]
 
-One request at a time, greedy, the two arms in turns. Where two texts differ, the span in which their tokens first part is
-shown as each arm wrote it: the same text in other tokens, after which the model goes on as it likes.
+Requests run one at a time, greedily, with the two arms in turns. If two texts differ, the span in which their tokens
+first diverge is shown for each arm: the same text in other tokens, after which the model continues freely.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ITEMS = ("a staff and a map", "a sword and a shield", "a rope, a lamp and a knif
 
 @dataclass(frozen=True)
 class Sample:
-    """One request in one arm."""
+    """Describe one request in one arm."""
 
     token_ids: Sequence[int]
     text: str
@@ -39,7 +40,7 @@ class Sample:
 
 
 def prompts(count: int) -> list[str]:
-    """Descriptions of heroes, all different."""
+    """Return descriptions of heroes, all different."""
     return [
         f"Write a character sheet in JSON: {NAMES[i % 10]} is a level {1 + i % 19} {CLASSES[i // 10 % 5]} with "
         f"{20 + i} hp. {NAMES[i % 10]} carries {ITEMS[i // 50 % 4]}."
@@ -48,7 +49,7 @@ def prompts(count: int) -> list[str]:
 
 
 def run(llm: LLM, prompt: str) -> Sample:
-    """One greedy request."""
+    """Run one greedy request."""
     grammar = GrammarSpec(GrammarKind.REGEX, SHEET)
     before, start = llm.loop.stats(), time.perf_counter()
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_new_tokens=160, grammar=grammar))[0]
@@ -57,8 +58,8 @@ def run(llm: LLM, prompt: str) -> Sample:
     return Sample(output.token_ids, output.text, after.steps - before.steps, seconds, jumped)
 
 
-def parting(llm: LLM, off: Sample, on: Sample) -> str:
-    """The tokens of both arms from where they first differ up to where both have written the same text again."""
+def divergence(llm: LLM, off: Sample, on: Sample) -> str:
+    """Return the tokens of both arms from where they first differ up to where both have written the same text again."""
     vocabulary = llm.tokenizer.token_bytes if llm.tokenizer else ()
     a, b = ([vocabulary[token] or b"" for token in sample.token_ids] for sample in (off, on))
     at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
@@ -79,7 +80,7 @@ def _text(part: bytes) -> str:
 
 
 def table(llm: LLM, overlap: bool, off: Sequence[Sample], on: Sequence[Sample]) -> str:
-    """A row of the table, and a line for each difference."""
+    """Return a row of the table, and a line for each difference."""
     ratio = sum(s.steps for s in off) / sum(s.steps for s in on)
     latency = statistics.median(a.seconds / b.seconds for a, b in zip(off, on, strict=True))
     same = sum(a.text == b.text for a, b in zip(off, on, strict=True))
@@ -88,7 +89,7 @@ def table(llm: LLM, overlap: bool, off: Sequence[Sample], on: Sequence[Sample]) 
         f"| {'on' if overlap else 'off'} | {statistics.mean(s.steps for s in off):.1f} | "
         f"{statistics.mean(s.steps for s in on):.1f} | {ratio:.2f} | {latency:.2f} | {jumped:.0%} | {same} of {len(off)} |"
     )
-    differing = [parting(llm, a, b) for a, b in zip(off, on, strict=True) if a.text != b.text]
+    differing = [divergence(llm, a, b) for a, b in zip(off, on, strict=True) if a.text != b.text]
     return "\n".join([row, *(f"  {line}" for line in differing)])
 
 

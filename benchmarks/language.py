@@ -1,11 +1,13 @@
-"""What the engine makes of programs: a fork against the same prompts sent as requests, and a batch over one document.
+"""Measure how fast the engine runs programs: a fork against the same prompts sent as requests, and a batch over one
+document.
 
     python benchmarks/language.py [--siblings 8] [--prefix 1024] [--new 8] [--questions 64] [--rounds 5] [--json FILE]
 
-All arms send the same prompts (greedy, the same number of new tokens) to an engine in this process and take turns; before each turn
-the prefix cache is emptied. ``fork.py`` measures the engine alone, this the whole way from the program.
+All arms send the same prompts (greedy, the same number of new tokens) to an engine in this process and take turns;
+before each turn the prefix cache is emptied. ``fork.py`` measures the engine alone, and this benchmark measures
+everything from the program on.
 
-"At once" means that the engine holds still until all have come, and that the clock starts then.
+"At once" means that the engine waits until all requests have arrived, and that the clock starts then.
 
     one by one   cold requests one after another, the cache emptied before each
     at once      cold requests at once, on an engine without a prefix cache
@@ -14,7 +16,7 @@ the prefix cache is emptied. ``fork.py`` measures the engine alone, this the who
     fork         s.fork(n): the siblings are a group (wait_for_prefix: true)
 
     rows         the questions at once, on an engine without a prefix cache
-    run_batch    one run_batch: what all rows have in common is computed first
+    run_batch    one run_batch: the common prefix of all rows is computed first
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ ENGINE_OF |= {"rows": "none", "run_batch": "waits"}
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn of one arm: its seconds, and the prompt tokens that were asked for and that the engine computed."""
+    """Hold one turn of one arm: its seconds, and the prompt tokens that were requested and that the engine computed."""
 
     seconds: float
     asked: int
@@ -57,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Work:
-    """What every arm is to do: continue ``prefix`` with each of ``ends``."""
+    """Describe the work of every arm: continue ``prefix`` with each of ``ends``."""
 
     prefix: str
     ends: tuple[str, ...]
@@ -66,14 +68,14 @@ class Work:
 
 @sgl.function
 def request(s, prompt, new):
-    """One prompt by itself."""
+    """Run one prompt by itself."""
     s += prompt
     s += sgl.gen("x", max_tokens=new, temperature=0, ignore_eos=True)
 
 
 @sgl.function
 def forked(s, prefix, ends, new):
-    """All ends as forks of one state."""
+    """Run all ends as forks of one state."""
     s += prefix
     forks = s.fork(len(ends))
     for fork, end in zip(forks, ends, strict=True):
@@ -84,7 +86,7 @@ def forked(s, prefix, ends, new):
 
 @sgl.function
 def question(s, prefix, end, new):
-    """One row of a batch."""
+    """Run one row of a batch."""
     s += prefix
     s += end
     s += sgl.gen("x", max_tokens=new, temperature=0, ignore_eos=True)
@@ -109,7 +111,7 @@ def main() -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Programs against the same prompts as requests.")
     for name, default in (("siblings", 8), ("prefix", 1024), ("new", 8), ("questions", 64), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -121,7 +123,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 @contextmanager
 def engines(args: argparse.Namespace) -> Iterator[dict[str, sgl.Runtime]]:
-    """One runtime for each way of prefix reuse."""
+    """Create one runtime for each kind of prefix reuse."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(sgl.Runtime(args.model, device=args.device, **settings))
@@ -130,14 +132,14 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, sgl.Runtime]]:
 
 
 class Words:
-    """Random texts, each of which is new."""
+    """Make random texts that never repeat."""
 
     def __init__(self, runtime: sgl.Runtime, rng: random.Random) -> None:
         self._tokenizer, self._rng = runtime.tokenizer, rng
         self._count = itertools.count()
 
     def work(self, prefix: int, ends: int, new: int) -> Work:
-        """A prefix of ``prefix`` tokens and ``ends`` short ends."""
+        """Return a prefix of ``prefix`` tokens and ``ends`` short ends."""
         text = self._text(prefix)
         return Work(text, tuple(f" Question {i}: {self._text(8)}" for i in range(ends)), new)
 
@@ -152,7 +154,7 @@ class Words:
 def measure(
     found: dict[str, sgl.Runtime], arms: tuple[str, ...], make: Callable[[], Work], rounds: int
 ) -> dict[str, list[Sample]]:
-    """The samples of each arm; the first round of all is not counted."""
+    """Return the samples of each arm; the first round of all arms is not counted."""
     samples: dict[str, list[Sample]] = {arm: [] for arm in arms}
     rng = random.Random(1)
     for turn in range(rounds + 1):
@@ -165,7 +167,7 @@ def measure(
 
 
 def run(arm: str, runtime: sgl.Runtime, work: Work) -> Sample:
-    """One turn of one arm."""
+    """Run one turn of one arm."""
     runtime.flush_cache()
     before, start = runtime.stats(), time.perf_counter()
     said, start = ARMS[arm](runtime, work, start)
@@ -176,11 +178,11 @@ def run(arm: str, runtime: sgl.Runtime, work: Work) -> Sample:
 
 
 Said = tuple[list[str], float]
-"""What the model said, and when the clock began to count."""
+"""The outputs of the model, and when the clock started."""
 
 
 def one_by_one(runtime: sgl.Runtime, work: Work, start: float) -> Said:
-    """Cold requests, one after another."""
+    """Run cold requests one after another."""
     said = []
     for end in work.ends:
         runtime.flush_cache()
@@ -189,7 +191,7 @@ def one_by_one(runtime: sgl.Runtime, work: Work, start: float) -> Said:
 
 
 def at_once(runtime: sgl.Runtime, work: Work, start: float) -> Said:
-    """Requests that nobody says anything about."""
+    """Run requests without hints."""
     go, engine_thread = threading.Event(), runtime._engine_thread
     holds = threading.Thread(target=engine_thread.query, args=(lambda loop: go.wait(),))
     holds.start()
@@ -205,12 +207,12 @@ def at_once(runtime: sgl.Runtime, work: Work, start: float) -> Said:
 
 
 def fork(runtime: sgl.Runtime, work: Work, start: float) -> Said:
-    """Siblings of one state."""
+    """Run siblings of one state."""
     return forked.run(work.prefix, work.ends, work.new, backend=runtime)["x"], start
 
 
 def batch(runtime: sgl.Runtime, work: Work, start: float) -> Said:
-    """Rows of one program."""
+    """Run rows of one program."""
     rows = [{"prefix": work.prefix, "end": end, "new": work.new} for end in work.ends]
     return [state["x"] for state in question.run_batch(rows, backend=runtime, num_threads=len(rows))], start
 
@@ -227,7 +229,7 @@ ARMS: dict[str, Callable[[sgl.Runtime, Work, float], Said]] = {
 
 
 def table(samples: dict[str, list[Sample]], reference: str) -> list[str]:
-    """Medians by arm, and how many times as long as the reference each takes."""
+    """Return medians by arm, and how many times as long as the reference each takes."""
     medians = {arm: statistics.median(sample.seconds for sample in found) for arm, found in samples.items()}
     lines = [
         f"| arm | ms | low to high | of {reference} | prompt tokens | of them computed |",

@@ -1,13 +1,20 @@
-"""Many streaming clients of every API at once, some of whom leave and some of whom send nonsense.
+"""Run many streaming clients of every API at once; some of them disconnect, and some send nonsense.
 
     python benchmarks/load_apis.py --clients 256 --seconds 60 --json load.json
 
-Each request must write a text of its own, which its constraint gives away, so that an answer that reaches another client is
-seen. Fails (exit status 1) if a request is lost or answered with another's text, if nonsense is not refused in its API's own
-format, if in the end a request is open, a page is in use or one is missing, or if the memory of one of the server's processes grows, or
-of all together: in the last third of the time by more than 16 MiB above either third before, medians each. That is after a warm-up, in the
-first half of which the clients join one after another, so that steps of all sizes occur: the pool is written, constraints are
-compiled, and torch and its libraries fill caches that have a bound.
+The constraint of each request determines its text, which differs between requests, so that an answer that reaches
+another client is detected.
+
+The run fails (exit status 1) in these cases:
+
+- a request is lost or answered with another request's text;
+- nonsense is not refused in its API's own format;
+- at the end a request is open, or a page is in use or missing;
+- the memory of one of the server's processes, or of all together, grows: in the last third of the time by more than 16 MiB above either
+  earlier third, medians each.
+
+Memory is measured after a warm-up. In its first half the clients join one after another, so that steps of all sizes
+occur: the pool is written, constraints are compiled, and torch and its libraries fill their bounded caches.
 """
 
 from __future__ import annotations
@@ -55,12 +62,12 @@ WORDS = [
     "pearl",
 ]
 TEXTS = [" ".join(random.Random(i).choices(WORDS, k=2 + i % 5)) for i in range(64)]
-"""What requests are asked to write: few enough that their constraints are compiled once."""
+"""The texts that requests must produce: few enough that their constraints are compiled once."""
 
 
 @dataclass
 class Tally:
-    """What was sent, what came of it, and what was wrong."""
+    """Hold what was sent, how it ended, and what was wrong."""
 
     answered: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
@@ -71,12 +78,12 @@ class Tally:
 
     @property
     def ended(self) -> int:
-        """Requests of which it is known what became of them."""
+        """Return the number of requests whose result is known."""
         return self.answered.total() + self.left.total() + self.refused.total() + len(self.wrong)
 
 
 class Load:
-    """The clients of one server."""
+    """Run the clients of one server."""
 
     def __init__(
         self,
@@ -86,7 +93,7 @@ class Load:
         texts: Sequence[str] = TEXTS,
         seed: int = 0,
     ) -> None:
-        """``texts`` are what requests are asked to write."""
+        """``texts`` are the texts that requests must produce."""
         self.tally = Tally()
         self._texts = texts
         self._model = model
@@ -97,8 +104,11 @@ class Load:
         )
 
     async def run(self, clients: int, seconds: float, joining: float = 0.0) -> None:
-        """``clients`` at a time for so long; they join one after another in the first ``joining`` seconds. Requests that have
-        begun in time finish."""
+        """Run ``clients`` clients at a time for ``seconds`` seconds; they join one after another in the first
+        ``joining`` seconds.
+
+        Requests that began in time finish.
+        """
         end = time.monotonic() + seconds
         async with self._http:
             each = (self._client(random.Random(self._seed + i), i * joining / clients, end) for i in range(clients))
@@ -158,7 +168,7 @@ async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
 
 
 async def settled(url: str) -> list[str]:
-    """What is left of the load; a server may take a moment to notice that clients have gone."""
+    """Return what is left of the load; a server may need a moment to notice that clients have disconnected."""
     async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         deadline = time.monotonic() + SETTLE_SECONDS
         while left := await _left(client):
@@ -179,7 +189,7 @@ async def _left(client: httpx.AsyncClient) -> dict[str, int]:
 
 
 def report(tally: Tally, memory: Memory, seconds: float) -> dict[str, Any]:
-    """The numbers of a run."""
+    """Return the numbers of a run."""
     ttft = sorted(tally.ttft_ms)
     return {
         "sent": tally.sent,
@@ -195,7 +205,7 @@ def report(tally: Tally, memory: Memory, seconds: float) -> dict[str, Any]:
 
 
 async def _main(args: argparse.Namespace) -> int:
-    # a host gives memory out when it is written: a small pool is soon written whole
+    # a host allocates memory when it is written, and a small pool is soon completely written
     config = Config.model_validate({"server": {"log_level": "error"}, "memory": {"kv_gib": 0.125}})
     with own_server(config) as server:
         load = Load(server.url, config.model.name)
@@ -220,6 +230,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--warm-up", type=float, default=90.0, help="Seconds of load before memory is looked at.")
+    parser.add_argument("--warm-up", type=float, default=90.0, help="Seconds of load before memory is sampled.")
     parser.add_argument("--json", help="Write the numbers there.")
     sys.exit(asyncio.run(_main(parser.parse_args())))

@@ -1,4 +1,4 @@
-"""The memory of a server's processes under load, each watched by itself, and all together."""
+"""Watch the memory of a server's processes under load, each by itself and all together."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ _ROLES = {
 
 @dataclass
 class Memory:
-    """Resident MiB of a process and all that descend from it, by name, one number a sample: 0 where one is not there.
+    """Hold the resident MiB of a process and all its descendants by name, one number per sample: 0 while a process does
+    not exist.
 
-    ``together`` is their sum, which also grows where a process grows that was started late, or is started again."""
+    ``together`` is their sum, which also grows if a process that was started late, or is started again, grows.
+    """
 
     processes: dict[str, list[float]] = field(default_factory=dict)
     together: list[float] = field(default_factory=list)
 
     async def watch(self, pid: int, after: float) -> None:
-        """From ``after`` seconds on, once a second, until it is cancelled."""
+        """Sample once per second, beginning after ``after`` seconds, until cancelled."""
         await asyncio.sleep(after)
         while True:
             self.add({_name(each, pid): _resident(each) for each in family(pid)})
             await asyncio.sleep(1.0)
 
     def add(self, sample: dict[str, float]) -> None:
-        """One look at all processes."""
+        """Add one sample of all processes."""
         for name in sample.keys() - self.processes.keys():
             self.processes[name] = [0.0] * len(self.together)
         self.together.append(sum(sample.values()))
@@ -47,21 +49,22 @@ class Memory:
             values.append(sample.get(name, 0.0))
 
     def faults(self) -> list[str]:
-        """What has grown too much: any of the processes, or all together."""
+        """Return what has grown too much: any of the processes, or all together."""
         if len(self.together) < LEAST_SAMPLES:
-            return [f"memory was looked at {len(self.together)} times, which says nothing; let --seconds be more"]
+            return [f"memory was sampled {len(self.together)} times, which is too few; increase --seconds"]
         series = {**self.processes, "all processes together": self.together}
         grown = {name: growth(values) for name, values in series.items()}
         return [f"memory grew by {mib:.1f} MiB: {name}" for name, mib in grown.items() if mib > MOST_GROWTH_MIB]
 
     def report(self) -> dict[str, Any]:
-        """MiB at the beginning and the end, the most, and the growth."""
+        """Return the MiB at the beginning and the end, the maximum, and the growth."""
         series = {"together": self.together, **self.processes}
         return {name: _summary(values) for name, values in series.items() if values}
 
 
 def growth(samples: Sequence[float]) -> float:
-    """By how much the last third is above both before it, medians each: what is given back and taken again is no growth."""
+    """Return by how much the last third is above both earlier thirds, medians each. Memory that is returned and
+    taken again is not growth."""
     third = len(samples) // 3
     if not third:
         return 0.0
@@ -91,5 +94,5 @@ def _resident(pid: int) -> float:
 def _read(file: Path) -> str:
     try:
         return file.read_text()
-    except OSError:  # the process has ended meanwhile
+    except OSError:  # the process has ended in the meantime
         return ""

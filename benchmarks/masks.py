@@ -1,9 +1,10 @@
-"""What token masks cost a step: filling them for the constrained rows of a batch of 64, and applying them to the logits.
+"""Measure what token masks cost a step: filling them for the constrained rows of a batch of 64, and applying them to
+the logits.
 
     python benchmarks/masks.py [--engines xgrammar,llguidance] [--vocabulary 4096,131072] [--device cuda] [--json FILE]
 
-Every constrained row is somewhere in a JSON text of its own under one schema, and moves on by a token a step; of each step
-the median and the 99th percentile are shown, in microseconds.
+Every constrained row is at some position of its own JSON text under one schema, and advances by one token per step. The
+table shows the median and the 99th percentile over the steps, in microseconds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of one step's masks."""
+    """Hold the cost of one step's masks in microseconds."""
 
     engine: str
     vocabulary: int
@@ -69,7 +70,7 @@ class Cost:
 
 
 def text_of(source: random.Random) -> str:
-    """A JSON text under the schema."""
+    """Return a random JSON text under the schema."""
     word = lambda: "".join(source.choices("abcdefghij klmnop", k=source.randint(3, 12))).strip() or "x"  # noqa: E731
     friends = [{"name": word(), "since": source.randint(1900, 2030)} for _ in range(8)]
     value = {"name": word(), "age": source.randint(0, 150), "colour": source.choice(COLOURS), "friends": friends}
@@ -77,7 +78,7 @@ def text_of(source: random.Random) -> str:
 
 
 def build(name: str, tokenizer: Tokenizer, width: int) -> GrammarBackend:
-    """The engine under its default config."""
+    """Build the engine under its default config."""
     plugins = registry()
     component = plugins.get(ComponentKind.GRAMMAR, name)
     config = plugins.config_class(ComponentKind.GRAMMAR, name).model_validate({"kind": name})
@@ -86,18 +87,18 @@ def build(name: str, tokenizer: Tokenizer, width: int) -> GrammarBackend:
 
 
 def advance(matchers: Sequence[Matcher], texts: Sequence[Sequence[int]], place: int) -> None:
-    """Every row takes the next token of its text."""
+    """Let every row accept the next token of its text."""
     for matcher, ids in zip(matchers, texts, strict=True):
         assert matcher.accept(ids[place])
 
 
 def microseconds(start: float) -> float:
-    """Since then."""
+    """Return the microseconds since ``start``."""
     return (time.perf_counter() - start) * 1e6
 
 
 def measure(name: str, tokenizer: Tokenizer, device: torch.device) -> Iterator[Cost]:
-    """One engine with 1 and with 64 constrained rows."""
+    """Measure one engine with 1 and with 64 constrained rows."""
     width = -(-tokenizer.vocab_size // 64) * 64
     backend = build(name, tokenizer, width)
     start = time.perf_counter()
@@ -124,8 +125,8 @@ def measure(name: str, tokenizer: Tokenizer, device: torch.device) -> Iterator[C
 
 
 def table(costs: Sequence[Cost]) -> Table:
-    """For people."""
-    out = Table(title=f"masks of a step with so many constrained rows of {BATCH}, microseconds")
+    """Return the table that is printed."""
+    out = Table(title=f"masks of a step with this number of constrained rows of {BATCH}, microseconds")
     for column in ("vocabulary", "engine", "rows", "compile ms", "fill", "fill p99", "apply"):
         out.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
     for c in costs:

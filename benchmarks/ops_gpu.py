@@ -1,27 +1,28 @@
-"""Microseconds of the kernels of a decode step on one GPU, without a model.
+"""Measure the microseconds of the kernels of a decode step on one GPU, without a model.
 
     python benchmarks/ops_gpu.py [--models 8b small] [--rows 1 16 64]
 
-Three tables. The small ops, beside torch's (``tests/gpu/test_ops_gpu.py`` checks them). Matrix products on cold weights,
-checked first, beside cuBLAS and the time that reading the weight takes at ``READ``. Steps: all layers of a model but
-attention, as one graph whose replays must repeat themselves, with cuBLAS, with the products of ``ops.linear.few_rows``, with
-those but each adding up its own parts (``ops.parts``), and without programmatic dependent launch (``ops.triton.launch``).
+There are three tables. The first compares the small ops with torch's (``tests/gpu/test_ops_gpu.py`` checks them). The second compares
+matrix products on cold weights, which are checked first, with cuBLAS and with the time of reading the weight at ``READ``. The third shows
+steps: all layers of a model except attention, as one graph whose replays must give equal results. A step runs with cuBLAS, with the products
+of ``ops.linear.few_rows``, with these products but each adding up its own parts (``ops.parts``), and without programmatic dependent launch
+(``ops.triton.launch``).
 
 On an H200 (torch 2.11, 2026-11-21), microseconds of a step without attention, ours / without dependent launch / cuBLAS:
 8 layers of the 8B shape and its head, one row 1101 / 1151 / 1230, 16 rows 1170 / 1223 / 1264, 64 rows 1276 / 1322 / 1364;
-all 28 of the small one and its head 471 / 638 / 996, 653 / 831 / 891, 811 / 960 / 948. Small ops of one row, one after the
+all 28 of the small shape and its head 471 / 638 / 996, 653 / 831 / 891, 811 / 960 / 948. Small ops of one row, one after the
 other: 0.9 to 1.2 where torch takes 2.5 to 10. One row on cold weights, ours / cuBLAS / ``READ``: [6144, 4096] 13.2 / 16.3 /
 11.3, [4096, 4096] 9.7 / 12.7 / 7.5, [28672, 4096] 56 / 65 / 52.8, [4096, 14336] 29.4 / 31.7 / 26.4, [1024, 2048] 1.8 / 12.5 / 0.9.
-Asking for weights ahead (``ProductTile.ahead``) gains next to nothing where the tiles of the next kernel are loaded before the wait anyway.
+Prefetching weights (``ProductTile.ahead``) gains next to nothing if the tiles of the next kernel are loaded before the wait anyway.
 
-What ``ProductTile.early``, and a split known to the compiler, gain up to 16 rows (an H200, 2026-11-22; it replaces what is said of 16 rows
-above), steps now / before / cuBLAS:
+The gain from ``ProductTile.early`` and from a split known to the compiler, up to 16 rows (an H200, 2026-11-22; this replaces the numbers for
+16 rows above), steps now / before / cuBLAS:
 28 layers of the 3B shape and its head, 2 rows 1838 / 1950 / 2088, 9 rows 1878 / 2004 / 2136, 16 rows 1916 / 2015 / 2161 (one row 1706);
 8 of the 8B shape, 9 rows 1156 / 1159 / 1255; the small one, 9 rows 617 / 651 / 884. 9 rows of the 3B shape on cold weights,
 now / before / one row: [5120, 3072] 9.9 / 10.9 / 8.3, [3072, 3072] 6.9 / 8.1 / 6.6, [16384, 3072] 25.5 / 26.0 / 25.7,
 [3072, 8192] 15.1 / 17.7 / 14.0.
 
-What it gains that norms add up the parts of the product before them (the same machine and day, later), steps in parts / each adding up
+The gain from norms that add up the parts of the product before them (the same machine and day, later), steps in parts / each adding up
 its own / cuBLAS, at 2, 9, 16, 32 and 64 rows: the 3B shape 1736 / 1798 / 2064, 1819 / 1881 / 2110, 1874 / 1924 / 2136,
 1915 / 1958 / 2195, 2116 / 2144 / 2253; 8 layers of the 8B shape 1096 / 1114 / 1205, 1127 / 1140 / 1223, 1135 / 1151 / 1242, 1184 / 1198 / 1286,
 1263 / 1273 / 1338; the small one 551 / 589 / 1010, 576 / 619 / 877, 590 / 626 / 887, 663 / 708 / 902, 779 / 841 / 939.
@@ -47,14 +48,14 @@ from dovetail.ops.triton import launch, tuning
 from dovetail.ops.triton.matmul import FewRows
 
 READ = 4.45e12
-"""Bytes a second of plain reading, measured on an H200."""
+"""The bytes per second of plain reading, measured on an H200."""
 COLD = 400e6
-"""Bytes of weights to rotate over: several times the L2 cache."""
+"""The bytes of weights to rotate over: several times the L2 cache."""
 Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | Parts]
 
 
 class Model(NamedTuple):
-    """Sizes of a dense decoder."""
+    """Describe the sizes of a dense decoder."""
 
     layers: int
     hidden: int
@@ -67,7 +68,7 @@ class Model(NamedTuple):
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's matrices and of the head."""
+        """Return (out, in) of a layer's matrices and of the head."""
         width = self.heads * self.head_dim
         return {
             "qkv": (width + 2 * self.kv_heads * self.head_dim, self.hidden),
@@ -86,7 +87,7 @@ MODELS = {
 
 
 def per_call(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
-    """Microseconds of one call, all of ``calls`` captured in one graph, which is replayed; the median."""
+    """Return the median microseconds of one call; all of ``calls`` are captured in one graph, which is replayed."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -107,16 +108,16 @@ def per_call(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
 
 
 def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Random bfloat16 numbers on the GPU."""
+    """Return random bfloat16 numbers on the GPU."""
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
 
 
 MAX_ROWS = 256
-"""Rows that a ``Step`` has inputs and room for."""
+"""The number of rows for which a ``Step`` has inputs and buffers."""
 
 
 class Step:
-    """A decode step without attention: what attention would get is handed to the projection after it."""
+    """Run a decode step without attention: the projection after attention receives what attention would receive."""
 
     def __init__(self, model: Model, layers: int) -> None:
         self.model = model
@@ -137,7 +138,7 @@ class Step:
         self.inputs = randn(MAX_ROWS, model.hidden)
 
     def run(self, rows: int, product: Product, head: bool = True) -> torch.Tensor:
-        """Logits (or hidden states) of ``rows`` rows."""
+        """Return the logits (or hidden states) of ``rows`` rows."""
         model, places = self.model, self.places[:rows]
         x: torch.Tensor | Parts = self.inputs[:rows]
         residual = None
@@ -153,7 +154,7 @@ class Step:
         return whole(product("head", normed, self.head)) if head else normed
 
     def add(self, x: torch.Tensor | Parts, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of the sum, and the sum."""
+        """Return the norm of the sum, and the sum."""
         if isinstance(x, Parts):
             assert residual is not None
             return add_parts_rms_norm(x, residual, self.norm, 1e-5)
@@ -161,24 +162,25 @@ class Step:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return sum(w.nbytes for layer in self.weights for w in layer.values()) + self.head.nbytes
 
 
 def whole(x: torch.Tensor | Parts) -> torch.Tensor:
-    """``x``, which must not be in parts."""
+    """Return ``x``, which must not be in parts."""
     assert isinstance(x, torch.Tensor)
     return x
 
 
 def torch_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """cuBLAS, and the gate behind ``gate_up``."""
+    """Compute the product with cuBLAS, and the gate after ``gate_up``."""
     out = functional.linear(x, weight)
     return silu_mul(out) if name == "gate_up" else out
 
 
 def our_product(*, in_parts: bool = True) -> Product:
-    """What the layers use. ``in_parts``: sums that a norm follows come in parts, see ``ops.parts``."""
+    """Return the product that the layers use. ``in_parts``: sums that a norm follows are returned in parts, see
+    ``ops.parts``."""
     kept: dict[int, FewRows | None] = {}
 
     def product(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Parts:
@@ -196,7 +198,7 @@ def our_product(*, in_parts: bool = True) -> Product:
 
 
 class Independent:
-    """Within this context no kernel starts before the one before it has ended."""
+    """Prevent, within this context, that a kernel starts before the previous kernel has ended."""
 
     def __enter__(self) -> None:
         self.options = launch._options
@@ -207,7 +209,7 @@ class Independent:
 
 
 def small_ops(model: Model, rows: int) -> None:
-    """Print the table of the small ops, inputs warm as in a step."""
+    """Print the table of the small ops, with warm inputs as in a step."""
     x, residual, gate_up = randn(rows, model.hidden), randn(rows, model.hidden), randn(rows, 2 * model.inner)
     weight, heads = randn(model.hidden), model.heads + 2 * model.kv_heads
     qkv, half = randn(rows, heads, model.head_dim), model.inner
@@ -257,7 +259,7 @@ def small_ops(model: Model, rows: int) -> None:
 
 
 def products(model: Model, rows: Sequence[int]) -> None:
-    """Check and print the table of the matrix products, weights cold."""
+    """Check and print the table of the matrix products, with cold weights."""
     for name, (n, k) in model.matrices.items():
         copies = max(2, -(-int(COLD) // (2 * n * k)))
         weights = [randn(n, k, scale=0.02) for _ in range(copies)]
@@ -311,7 +313,7 @@ def steps(model: Model, rows: Sequence[int]) -> None:
 
 
 def matrices_only(step: Step, rows: int, product: Product) -> None:
-    """The products of a step, of inputs that do not depend on each other."""
+    """Run the products of a step on inputs that do not depend on each other."""
     inputs = {name: step.inputs.new_ones(rows, shape[1]) for name, shape in step.model.matrices.items()}
     for layer in step.weights:
         for name, weight in layer.items():

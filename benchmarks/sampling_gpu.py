@@ -1,20 +1,22 @@
-"""Microseconds of sampling on CUDA: graph replay, median, beside torch's sort, flashinfer.sampling and the byte floor.
+"""Measure the microseconds of sampling on CUDA and compare with torch's sort, flashinfer.sampling and the byte floor.
 
     python benchmarks/sampling_gpu.py [--vocab 128256] [--rows 1 16 64 256] [--dtype bfloat16] [--spread 1 3] [--quick]
 
-The floor reads the logits once at 4.45 TB/s. Logits are normal: at spread 1 top-p keeps tens of thousands of tokens (as
-random weights do), at spread 3 a few hundred or thousand. Replays rotate over several sets of logits, so that the cache is not measured.
-Measured 2026-11-21 on one H200 (torch 2.11, triton 3.6; 128256 tokens, bfloat16, spread 3), with torch and flashinfer
-(softmax and rejection, its own random numbers) in brackets, taken in a run before that:
+Times are medians of graph replays. The floor reads the logits once at 4.45 TB/s. Logits are normal: at spread 1 top-p
+keeps tens of thousands of tokens (as random weights do), at spread 3 a few hundred or thousand. Replays rotate over
+several sets of logits, so that the cache is not measured. Measured 2026-11-21 on one H200 (torch 2.11, triton 3.6;
+128256 tokens, bfloat16, spread 3). Brackets contain torch and flashinfer (softmax and rejection, with its own random
+numbers), measured in an earlier run:
 
     rows 1    greedy 2.1 (27)   sample 4.5 (60, 39)     top_k 50 + top_p 0.95: 34 (150, 90)     top_p 0.95: 190 (143, 48)
     rows 256  greedy 19 (47)    sample 26.5 (803, 280)  top_k 50 + top_p 0.95: 93 (4853, 573)   top_p 0.95: 434 (4646, 318)
 
-A nucleus of more than some 500 tokens, or a larger top-k, streams each row about ten times: the last column.
-- Statistics by blocks of 4096 tokens and 4 warps: of 2048 23 against 19 us (greedy, 256 rows), of 8192 the same.
+A nucleus of more than about 500 tokens, or a larger top-k, streams each row about ten times: the last column.
+
+- Statistics by blocks of 4096 tokens and 4 warps: blocks of 2048 take 23 against 19 us (greedy, 256 rows), blocks of 8192 the same.
 - The filters with 512 groups and 16 warps: top_k 50 takes 26 and 76 us (1 and 256 rows), with 256 groups 22 and 67, with 8
   warps also 20 and 53; but 8 warps take a quarter more on the whole row. 32 warps: 13 % less there, a fifth more elsewhere.
-- Each pass of a search cut its interval in two and summed every tile before: 296 and 656 us instead of 190 and 434.
+- Before, each pass of a search halved its interval and summed every tile: 296 and 656 us instead of 190 and 434.
 - Masks: one store per forbidden token 108 us, whole words read and written 34 (random bits), 21 (mostly forbidden).
 """
 
@@ -35,7 +37,7 @@ Action = Callable[[torch.Tensor], object]
 
 
 def microseconds(action: Action, sets: list[torch.Tensor], replays: int = 30) -> float:
-    """Median over replays of a graph that runs ``action`` on each set once, per set."""
+    """Return the median over replays of a graph that runs ``action`` on each set once, in microseconds per set."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -65,7 +67,7 @@ def make_filters(n: int, vocab: int, top_k: int | None, top_p: float | None, min
 
 
 def flashinfer_action(n: int, filters: Filters) -> Action | None:
-    """The nearest that flashinfer has: softmax, then rejection sampling with its own random numbers."""
+    """Return the closest operation of flashinfer: softmax, then rejection sampling with its own random numbers."""
     try:
         from flashinfer import sampling
     except ImportError:
@@ -138,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--spread", type=float, nargs="+", default=[1.0, 3.0])
-    parser.add_argument("--quick", action="store_true", help="leave the peers out")
+    parser.add_argument("--quick", action="store_true", help="do not measure the peers")
     args = parser.parse_args()
     print(f"rows spread case {'dovetail':>25} {'torch':>10} {'flashinfer':>10} {'floor':>10}")
     for n in args.rows:

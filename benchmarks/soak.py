@@ -1,14 +1,22 @@
-"""Full load for minutes: random lengths, shared prefixes, aborts, grammars, penalties, logprobs, and a pool too small for all.
+"""Run a full load for minutes: random lengths, shared prefixes, aborts, grammars, penalties, logprobs, and a pool that
+is too small.
 
     python benchmarks/soak.py --seconds 300 --device cuda --json soak.json
 
-After a warm-up (a fifth of the time) the load runs in rounds, with all requests finished and the prefix cache flushed after
-each. It fails if a page or a slot of the request table is not returned, if a request is lost, answered after its end or
-answered wrongly, if a kind of request or event never occurred, if one of the requests that are repeated through all rounds
-changes its tokens (judged in float32, where more than 2 % of them is too much: two logits may be as good as equal), or if
-memory grows: from the middle rounds to the last by more than 16 MiB of the host's or 16 MiB of the device's, medians of
-three rounds each (torch and its libraries fill caches for some minutes: on a slow CPU a shorter run fails for that alone).
-Prints the verdict as its last line; exit status 1 if it is FAIL.
+After a warm-up (a fifth of the time) the load runs in rounds. After each round all requests have finished and the
+prefix cache is flushed.
+
+The run fails in these cases:
+
+- a page or a slot of the request table is not returned;
+- a request is lost, answered after its end or answered wrongly;
+- a kind of request or event never occurred;
+- one of the requests that are repeated through all rounds changes its tokens. This is judged in float32, where more than 2 % of them
+  is too much, because two logits may be practically equal;
+- memory grows: from the middle rounds to the last by more than 16 MiB of the host's or 16 MiB of the device's memory, medians of three
+  rounds each. Torch and its libraries fill caches for some minutes, so on a slow CPU a shorter run fails for this reason alone.
+
+The verdict is printed as the last line; the exit status is 1 if it is FAIL.
 """
 
 from __future__ import annotations
@@ -38,7 +46,7 @@ WORDS = GrammarSpec(GrammarKind.REGEX, REGEX)
 
 
 def kinds(source: random.Random, longest: int) -> dict[str, SamplingParams]:
-    """Settings of every kind, with lengths and seeds of their own."""
+    """Return the settings of every kind of request, with random lengths and seeds."""
     length, seed = source.randint(1, longest), source.randint(0, 1 << 30)
     usual = {"max_new_tokens": length, "seed": seed, "ignore_eos": True}
     return {
@@ -58,7 +66,7 @@ def kinds(source: random.Random, longest: int) -> dict[str, SamplingParams]:
 
 
 class Soak:
-    """Sends requests to a loop and checks every answer."""
+    """Send requests to a loop and check every answer."""
 
     def __init__(self, llm: LLM, source: random.Random, longest: int) -> None:
         self.llm, self.loop, self.source, self.longest = llm, llm.loop, source, longest
@@ -75,7 +83,7 @@ class Soak:
         self._serial = 0
 
     def random_ids(self, count: int) -> list[int]:
-        """A prompt, or a part of one."""
+        """Return a prompt, or a part of one."""
         return [self.source.randrange(8, self.vocab) for _ in range(count)]
 
     def round(self, seconds: float) -> None:
@@ -97,7 +105,7 @@ class Soak:
         self.settle()
 
     def send(self) -> None:
-        """One more request; each tenth is one of those that are repeated."""
+        """Send one more request; every tenth is one of the repeated requests."""
         self._serial += 1
         if self._serial % 10 == 0:
             index = self._serial // 10 % len(self.repeated)
@@ -113,7 +121,7 @@ class Soak:
         self.loop.handle(msg)
 
     def abort(self, rid: str) -> None:
-        """End a request, in whatever state it is."""
+        """End a request in any state."""
         self.running[rid].aborted = True
         self.loop.handle(AbortMsg(rid))
 
@@ -133,7 +141,7 @@ class Soak:
             self.add(sent, answer)
 
     def add(self, sent: Sent, answer: TokenOutput) -> None:
-        """New tokens of a request."""
+        """Add the new tokens of a request."""
         sent.tokens += answer.token_ids
         self.tally.tokens += len(answer.token_ids)
         for entry in answer.logprobs or ():
@@ -148,17 +156,18 @@ class Soak:
                 self.compare(int(answer.rid.split()[-1]), sent.tokens)
 
     def compare(self, index: int, tokens: list[int]) -> None:
-        """A repeated request has ended: with the tokens it had the first time?"""
+        """Compare the tokens of a finished repeated request with those of its first run."""
         self.tally.repeats += 1
         self.tally.changed += self.expected.setdefault(index, tokens) != tokens
 
     def settle(self) -> None:
-        """Nothing runs: all that was taken must be back, and after a flush every page is free."""
+        """Check, while nothing runs, that all pages and slots are returned, and that after a flush every page is
+        free."""
         loop, ledger = self.loop, self.loop.scheduler.ledger
         try:
             loop.scheduler.check_integrity()
         except AssertionError as error:
-            self.tally.wrong.append(f"the books are in disorder: {error}")
+            self.tally.wrong.append(f"the page ledger is inconsistent: {error}")
         stats = loop.stats()
         if stats.pages_used or stats.running or stats.waiting:
             self.tally.wrong.append(
@@ -176,12 +185,12 @@ class Soak:
 
 
 def run(llm: LLM, seconds: float, soak: Soak) -> list[Memory]:
-    """Warm up, then make the rounds."""
+    """Warm up, then run the rounds."""
     pool = llm.loop.engine.pool
     for values in (
         pool.k,
         pool.v,
-    ):  # a host gives memory out when it is written; nobody may read what nobody has written
+    ):  # a host allocates memory when it is written, and unwritten memory must not be read
         values[:, 1:].fill_(math.nan)
     while llm.loop.idle():  # graphs
         pass
@@ -201,7 +210,7 @@ def run(llm: LLM, seconds: float, soak: Soak) -> list[Memory]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=300.0)
@@ -216,7 +225,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Soak, judge, report."""
+    """Run the load, judge it, and report."""
     args = arguments()
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # kernels by shape; read when torch first needs one
     llm = LLM(

@@ -1,4 +1,4 @@
-"""What a soak counts and measures, and when it fails (``soak.py``)."""
+"""Define what a soak counts and measures, and when it fails (``soak.py``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REGEX = "[a-z ]{5,60}"
 
 @dataclass
 class Sent:
-    """A request, and what has come of it."""
+    """Hold a request and what has arrived for it."""
 
     kind: str
     msg: GenerateMsg
@@ -37,7 +37,7 @@ class Sent:
 
 @dataclass
 class Tally:
-    """Counts, and what was wrong."""
+    """Hold counts, and what was wrong."""
 
     sent: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
@@ -49,7 +49,7 @@ class Tally:
 
 @dataclass
 class Memory:
-    """MiB in use, and Python's objects."""
+    """Hold the MiB in use, and the number of Python's objects."""
 
     host: float
     device: float
@@ -57,18 +57,18 @@ class Memory:
 
 
 def faults(llm: LLM, sent: Sent, answer: TokenOutput) -> list[str]:
-    """What is wrong with a request that has ended."""
+    """Return what is wrong with a request that has ended."""
     params, finish, count = sent.msg.params, answer.finish, len(sent.tokens)
     assert finish is not None
     if finish.kind is FinishKind.ABORT:
-        return [] if sent.aborted else ["aborted by nobody"]
+        return [] if sent.aborted else ["aborted without a request to abort"]
     found = []
     if finish.kind is FinishKind.ERROR:
         found.append(str(finish.message))
     if finish.kind is FinishKind.LENGTH and count != params.max_new_tokens:
         found.append(f"{count} tokens of {params.max_new_tokens}")
     if answer.completion_tokens != count:
-        found.append(f"{count} tokens came, {answer.completion_tokens} are said to have")
+        found.append(f"{count} tokens arrived, but {answer.completion_tokens} were reported")
     if params.logprobs is not None and sent.logprobs != count:
         found.append(f"{sent.logprobs} logprobs for {count} tokens")
     if params.ignore_eos and finish.kind is FinishKind.STOP:
@@ -82,7 +82,7 @@ def faults(llm: LLM, sent: Sent, answer: TokenOutput) -> list[str]:
 
 
 def memory(llm: LLM) -> Memory:
-    """What is in use now, with what was freed given back."""
+    """Return the memory in use now, after freed memory was returned."""
     gc.collect()
     if name := ctypes.util.find_library("c"):
         trim = getattr(ctypes.CDLL(name), "malloc_trim", None)  # glibc has it
@@ -95,7 +95,7 @@ def memory(llm: LLM) -> Memory:
 
 
 def judge(tally: Tally, rounds: list[Memory], retractions: int, float32: bool) -> list[str]:
-    """Everything that fails the run."""
+    """Return every reason why the run fails."""
     problems = tally.wrong[:5] + ([f"and {len(tally.wrong) - 5} more"] if len(tally.wrong) > 5 else [])
     if tally.sent.total() != tally.ended.total():
         problems.append(f"{tally.sent.total()} requests were sent and {tally.ended.total()} ended")
@@ -113,11 +113,11 @@ def judge(tally: Tally, rounds: list[Memory], retractions: int, float32: bool) -
 
 
 def growth(values: list[float]) -> float:
-    """From the middle rounds to the last; until then libraries fill their caches, which have a bound."""
+    """Return the growth from the middle rounds to the last; until then libraries fill their bounded caches."""
     middle = len(values) // 2
     return statistics.median(values[-3:]) - statistics.median(values[middle - 2 : middle + 1])
 
 
 def broken(entry: TokenLogprob, top: int) -> bool:
-    """True if it cannot be a token's logprob with its ``top`` rivals."""
+    """Return whether the entry cannot be a token's logprob with its ``top`` alternatives."""
     return entry.logprob is None or not math.isfinite(entry.logprob) or entry.logprob > 1e-4 or len(entry.top) != top

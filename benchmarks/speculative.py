@@ -1,10 +1,11 @@
-"""What drafts gain on a GPU: the cost of verifying, the speed-up at an acceptance that is set, and full batches.
+"""Measure what drafts gain on a GPU: the cost of verifying, the speed-up at a given acceptance, and full batches.
 
     python benchmarks/speculative.py [--device cuda] [--json FILE] [--parts verify,methods] [--batch-invariant]
 
-A target shaped like Llama 3.2 3B with random weights, random prompts, forced lengths, greedy. ``verify``: an oracle replays the target's
-own output with a given error rate. ``methods``: a batch of 64 under each drafter, sampled from nearly uniform distributions, so that
-no draft is worth anything, beside decoding without drafts.
+The target has the shape of Llama 3.2 3B with random weights; prompts are random, lengths are forced, sampling is
+greedy. ``verify``: an oracle replays the target's own output with a given error rate. ``methods``: a batch of 64 with
+each drafter, compared with decoding without drafts. It samples from nearly uniform distributions, so that no draft is
+useful.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ LLAMA_3B = {
     "num_hidden_layers": 28,
     "num_attention_heads": 24,
     "tie_word_embeddings": True,
-    "num_nextn_predict_layers": 1,  # which only mtp reads
+    "num_nextn_predict_layers": 1,  # read by mtp only
 }
 SMALL = {**CONFIGS["tiny"], "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 10, "num_nextn_predict_layers": 1}
 
 
 def write(directory: Path, config: dict[str, Any]) -> Path:
-    """A checkpoint's directory with a config.json alone."""
+    """Make the directory of a checkpoint that has only a config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
 def checkpoints(work: Path, target: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The ``speculative`` section of each method, for a target."""
+    """Return the ``speculative`` section of each method for a target."""
     vocab, hidden = target["vocab_size"], target["hidden_size"]
     head = {**target, "num_hidden_layers": 1, "tie_word_embeddings": False}
     layers = target["num_hidden_layers"]
@@ -85,7 +86,7 @@ def checkpoints(work: Path, target: dict[str, Any]) -> dict[str, dict[str, Any]]
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph, count: int = 50) -> float:
-    """Milliseconds of a replay: the median of several times ``count`` in a row."""
+    """Return the milliseconds of a replay: the median over several series of ``count`` replays."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: list[float] = []
     for _ in range(9):
@@ -99,20 +100,26 @@ def replay_ms(graph: torch.cuda.CUDAGraph, count: int = 50) -> float:
 
 
 def totals(llm: dovetail.LLM) -> Counter[str]:
-    """What an engine has counted so far: numbers of tokens and steps, and seconds by part of its steps."""
+    """Return the engine's counters so far: numbers of tokens and steps, and seconds by part of its steps."""
     stats = llm.loop.stats()
     return Counter({name: getattr(stats, name) for name in (*COUNTED, *(f"{part}_seconds" for part in PARTS))})
 
 
 def of_ideal(length: float, plain_ms: float, drafted_ms: float, draft_ms: float) -> float:
-    """The speed-up, of what drafts accepted at that length would gain if verifying cost what decoding costs."""
+    """Return the speed-up as a share of the ideal speed-up.
+
+    The ideal is what drafts accepted at that length would gain if verifying cost as much as decoding.
+    """
     return plain_ms / drafted_ms / (length / (1 + draft_ms / plain_ms))
 
 
 @dataclass
 class Row:
-    """Runs of one error rate: milliseconds a token, milliseconds of a step that went into drafting, and what the steps were in
-    all."""
+    """Collect the runs of one error rate.
+
+    ``drafted`` holds milliseconds per token, ``drafting`` the milliseconds of a step spent in the drafter, and
+    ``spent`` the totals over all steps.
+    """
 
     oracle: Oracle
     errors: float
@@ -122,8 +129,9 @@ class Row:
     same: bool = True
 
     def found(self, plains: Sequence[float]) -> dict[str, Any]:
-        """Numbers of the best runs, and ``median_of_ideal`` of the median ones, beside ``plains`` without drafts."""
-        decode_steps = self.spent["drafted_tokens"] / WIDTH  # all steps but prompts, and a text's end
+        """Return the numbers of the best runs, and ``median_of_ideal`` of the median runs, compared with ``plains``
+        without drafts."""
+        decode_steps = self.spent["drafted_tokens"] / WIDTH  # all steps except those of prompts and of a text's end
         length = 1 + self.spent["accepted_tokens"] / decode_steps
         drafted, draft_ms = min(zip(self.drafted, self.drafting, strict=True))
         plain = min(plains)
@@ -137,7 +145,7 @@ class Row:
 
 
 class Bench:
-    """One run."""
+    """Run the benchmark once."""
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
         self.args = args
@@ -150,7 +158,7 @@ class Bench:
         self.found: dict[str, Any] = {"verify": [], "methods": []}
 
     def engine(self, speculative: Any = "none", **scheduler: Any) -> dovetail.LLM:
-        """An engine of the target, with everything captured."""
+        """Build an engine of the target and capture all its graphs."""
         more: dict[str, Any] = {} if self.args.device == "cpu" else {"memory": {"kv_gib": 8}}
         more["batch_invariant"] = self.args.batch_invariant
         llm = dovetail.LLM(device=self.args.device, model=self.model, speculative=speculative, scheduler=scheduler, grammar="none", **more)  # fmt: skip
@@ -159,12 +167,12 @@ class Bench:
         return llm
 
     def prompts(self, count: int) -> list[list[int]]:
-        """Random ids."""
+        """Return random ids."""
         rng = np.random.default_rng(count)
         return rng.integers(10, self.target["vocab_size"] - 10, (count, self.prompt)).tolist()
 
     def run(self, llm: dovetail.LLM, prompts: Sequence[list[int]], length: int) -> tuple[float, list[list[int]]]:
-        """Milliseconds per output token, from each request's first to its last, and the outputs."""
+        """Return the milliseconds per output token, from each request's first token to its last, and the outputs."""
         loop, run = llm.loop, next(_runs)
         params = SamplingParams(temperature=self.temperature, max_new_tokens=length, ignore_eos=True)
         outputs: dict[str, list[int]] = {f"{run}-{i}": [] for i in range(len(prompts))}
@@ -181,14 +189,15 @@ class Bench:
         return statistics.mean(tpots) * 1e3, list(outputs.values())
 
     def tpots(self, llm: dovetail.LLM, prompts: Sequence[list[int]], length: int, rounds: int) -> list[float]:
-        """``run`` some times, prompts cached, the fastest first."""
+        """Call ``run`` several times with cached prompts, and return the times in ascending order."""
         self.run(llm, prompts, length)
         return sorted(self.run(llm, prompts, length)[0] for _ in range(rounds))
 
     # -- verify ------------------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """The oracle at batch 1, beside decoding without drafts, all in turns: a host that is slow for some seconds slows all rows."""
+        """Measure the oracle at batch 1 and decoding without drafts, in turns, so that a host that is slow for some
+        seconds slows all rows."""
         llm = self.engine(draft="always")
         prompts = self.prompts(1)
         _, outputs = self.run(llm, prompts, self.output + WIDTH + 1)
@@ -210,7 +219,9 @@ class Bench:
                 run = totals(llm)
                 run.subtract(before)
                 row.drafted.append(ms)
-                row.drafting.append(run["draft_seconds"] / (run["steps"] - 1) * 1e3)  # the prompt's step drafts nothing
+                row.drafting.append(
+                    run["draft_seconds"] / (run["steps"] - 1) * 1e3
+                )  # the step of the prompt has no drafts
                 row.spent.update(run)
                 row.same &= output == outputs[0][: self.output]
         assert llm.loop.drafter_errors == 0
@@ -220,8 +231,10 @@ class Bench:
         llm.close()
 
     def graphs(self, llm: dovetail.LLM) -> dict[str, float]:
-        """Milliseconds of the captured forward passes alone, replayed over and over at the end of the text: of a decode step, and of a
-        verify step."""
+        """Return the milliseconds of the captured forward passes alone, of a decode step and of a verify step.
+
+        They are replayed repeatedly at the end of the text.
+        """
         engine = llm.loop.engine
         if engine.graphs is None or engine.verify_graphs is None:
             return {}
@@ -237,15 +250,17 @@ class Bench:
     # -- methods -----------------------------------------------------------------------------------------------------
 
     def methods(self) -> None:
-        """Every drafter at a full batch: engines in turns, so that each stands beside one without."""
+        """Measure every drafter at a full batch, in turns with an engine without drafts."""
         prompts = self.prompts(self.many)
-        self.temperature = 1.0  # nearly every token is as likely as any other: nobody can draft it
+        self.temperature = 1.0  # nearly all tokens are equally likely, so no drafter can predict them
         length = min(self.output, SHORT_OUTPUT)
         plain = self.engine()
         for name in self.args.methods:
             with_drafts = self.engine(self.sections[name])
             for _ in range(6):
-                self.run(with_drafts, prompts, length)  # drafts are tried, and found not to pay
+                self.run(
+                    with_drafts, prompts, length
+                )  # the engine tries drafts and finds that they do not increase the speed
             ratios, times = [], []
             for _ in range(3):
                 (a,), (b,) = (self.tpots(llm, prompts, length, 1) for llm in (plain, with_drafts))
@@ -264,7 +279,7 @@ class Bench:
         self.temperature = 0.0
 
     def show(self) -> None:
-        """Tables."""
+        """Print the tables."""
         table = Table(title="an oracle of 8 drafts at batch 1")
         for name in ("errors", "tokens a step", "plain ms/token", "with drafts", "speed-up", "draft ms", "verify / decode", "of the ideal", "median", "same"):  # fmt: skip
             table.add_column(name, justify="right")
@@ -292,9 +307,11 @@ def main() -> int:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["verify", "methods"])
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     parser.add_argument(
-        "--batch-invariant", action="store_true", help="with config's batch_invariant; eagle's trees are left out"
+        "--batch-invariant", action="store_true", help="set the config's batch_invariant; eagle's trees are left out"
     )
-    parser.add_argument("--tiny-shapes", action="store_true", help="does everything run? No number means anything")
+    parser.add_argument(
+        "--tiny-shapes", action="store_true", help="only check that everything runs; the numbers mean nothing"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.batch_invariant:

@@ -1,10 +1,10 @@
-"""Host work of a decode step, without a model: schedule, commit and the rest of the loop, per request.
+"""Measure the host work of a decode step without a model: schedule, commit and the rest of the loop, per request.
 
     .venv/bin/python benchmarks/step_overhead.py --docs docs/benchmarks.md
 
 A real ``Loop`` with its scheduler, page ledger and prefix cache runs on a stand-in engine that returns constant tokens,
-so that whatever time passes is the host's. ``prepare`` is the engine's own host work, the arrays of a step's inputs; ``rest``
-is the loop around them.
+so that all measured time is the host's. ``prepare`` is the engine's own host work, the arrays of a step's inputs;
+``rest`` is the loop around them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SPARE_TOKENS = 64
 
 
 class StubEngine(Engine):
-    """What a ``Loop`` uses of an engine: inputs are prepared, nothing is computed, and every token is 1."""
+    """Stand in for the engine of a ``Loop``: inputs are prepared, nothing is computed, and every token is 1."""
 
     def __init__(self, resolved: Resolved, eos_token_ids: frozenset[int]) -> None:
         config = resolved.config
@@ -82,7 +82,8 @@ class StubEngine(Engine):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overhead:
-    """Microseconds of one decode step, divided by its requests. ``rest`` is the loop around the other three."""
+    """Hold the microseconds of one decode step, divided by its requests. ``rest`` is the loop around the other
+    three."""
 
     requests: int
     schedule: float
@@ -109,7 +110,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -122,7 +123,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(loop: Loop, requests: int, steps: int) -> Overhead:
-    """Decode ``requests`` requests together; steps in which one starts or ends are not counted."""
+    """Decode ``requests`` requests together; steps in which a request starts or ends are not counted."""
     params = SamplingParams(temperature=0, max_new_tokens=WARM_STEPS + steps + SPARE_TOKENS, ignore_eos=True)
     draw = range(16, loop.engine.info.vocab_size)
     for i in range(requests):
@@ -161,12 +162,12 @@ def timed(loop: Loop, requests: int, steps: int) -> Overhead:
 
 
 def median(rounds: list[Overhead]) -> Overhead:
-    """The round whose total is the median."""
+    """Return the round whose total is the median."""
     return sorted(rounds, key=lambda o: o.total)[len(rounds) // 2]
 
 
 def cells(overhead: Overhead) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     o = overhead
     parts = (o.schedule, o.commit, o.prepare, o.rest, o.total, o.total * o.requests)
     return [str(o.requests), *(f"{part:.2f}" for part in parts)]
@@ -176,7 +177,7 @@ HEADER = ["requests", "schedule", "commit", "prepare", "rest", "all, per request
 
 
 def table(found: list[Overhead]) -> Table:
-    """For a terminal."""
+    """Return the table for a terminal."""
     out = Table(title="host time of a decode step, us per request")
     for name in HEADER:
         out.add_column(name, justify="right")
@@ -186,7 +187,7 @@ def table(found: list[Overhead]) -> Table:
 
 
 def markdown(found: list[Overhead]) -> str:
-    """For docs/benchmarks.md."""
+    """Return the table for docs/benchmarks.md."""
     lines = [line(HEADER), line(["---"] * len(HEADER)), *(line(cells(o)) for o in found)]
     return "Microseconds per request of one decode step.\n\n" + "\n".join(lines)
 

@@ -1,19 +1,22 @@
-"""Do the tenants of a server disturb each other, or learn of each other? On the embedded model, with a server of its own.
+"""Check whether the tenants of a server disturb each other or learn of each other, on the embedded model and a server
+started for it.
 
     python benchmarks/tenants.py timing --trials 200
     python benchmarks/tenants.py flood --rounds 6
 
-``timing``: one tenant sends a prompt, another then sends the same one, or one that nobody has sent; a Kolmogorov-Smirnov test
-says whether the other could tell by its times to the first token. It must not (p > 0.05) where each has its own salt, and must
-where they share one (p < 0.001), or the test would show nothing.
+``timing``: one tenant sends a prompt; another tenant then sends either the same prompt or a new one. A
+Kolmogorov-Smirnov test decides whether the second tenant could recognise the difference by its times to the first
+token. It must not (p > 0.05) if each tenant has its own salt, and it must if they share one (p < 0.001), because
+otherwise the test would prove nothing.
 
-``flood``: a tenant sends a request now and then; another sends as fast as it can, over many connections, and does not wait when it
-is refused. The p99 of the first one's times to the first token must not be more than twice what it is on its own, while the other
-is held by its limits; without limits it must be, or the test would show nothing. That must hold of the p99 of all requests, and of
-the median of the rounds' own, which a moment in which the machine did something else moves less.
+``flood``: one tenant sends a request from time to time. Another sends as fast as it can over many connections, and does
+not wait when it is refused. The p99 of the first tenant's times to the first token must not be more than twice its
+value without the flood while the limits restrict the other tenant. Without limits it must be, because otherwise the
+test would prove nothing. This must hold for the p99 of all requests, and for the median of the rounds' p99, on which a
+short disturbance of the machine has less effect.
 
-Rounds alternate, so that what else the machine does counts for all. Nothing has a higher priority than the rest. Prints what was measured, then the verdict
-as its last line; exit status 1 if it is FAIL.
+Rounds alternate, so that other work of the machine affects all arms. All tenants have the same priority. The
+measurements are printed, then the verdict as the last line; the exit status is 1 if it is FAIL.
 """
 
 from __future__ import annotations
@@ -41,19 +44,19 @@ from dovetail.config.tenants import key_digest
 from dovetail.server.tenants.keys import new_key
 
 VOCAB = 256
-"""Token ids below it are in every vocabulary."""
+"""The token ids below this number are in every vocabulary."""
 
-KEYS = {name: new_key() for name in ("victim", "spy", "friend", "guest", "quiet", "held", "free", "ops")}
+KEYS = {name: new_key() for name in ("victim", "spy", "friend", "partner", "quiet", "held", "free", "ops")}
 LIMITS: dict[str, dict[str, object]] = {
     "friend": {"salt": "both"},
-    "guest": {"salt": "both"},
+    "partner": {"salt": "both"},
     "held": {"requests_per_minute": 30, "tokens_per_minute": 30_000, "max_concurrency": 1},
 }
 FLOOD = {"clients": 32, "prompt": 512, "output": 32}
 
 
 def key_file() -> dict[str, object]:
-    """What the server is told."""
+    """Return the key file of the server."""
     keys = {name: [key_digest(key.encode())] for name, key in KEYS.items()}
     tenants = {name: {"keys": keys[name], **LIMITS.get(name, {})} for name in KEYS if name != "ops"}
     return {"tenants": tenants, "admins": {"ops": {"keys": keys["ops"]}}}
@@ -61,7 +64,7 @@ def key_file() -> dict[str, object]:
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """A server in processes of its own; yields its URL."""
+    """Run a server in separate processes and yield its URL."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -88,13 +91,13 @@ def server() -> Iterator[str]:
 
 
 class Caller:
-    """Sends the requests of one tenant to /generate."""
+    """Send the requests of one tenant to /generate."""
 
     def __init__(self, url: str, key: str) -> None:
         self.wires = ConnectionPool(url, 60, {"authorization": f"Bearer {key}"})
 
     async def ask(self, ids: Sequence[int], tokens: int = 1) -> tuple[int, float]:
-        """The status, and seconds to the first token."""
+        """Return the status, and the seconds to the first token."""
         params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body = json.dumps({"input_ids": list(ids), "sampling_params": params, "stream": True}).encode()
         arrivals: list[float] = []
@@ -104,7 +107,7 @@ class Caller:
 
 
 def random_ids(source: random.Random, count: int) -> list[int]:
-    """A prompt that nobody has sent."""
+    """Return a prompt that no tenant has sent before."""
     return [source.randrange(8, VOCAB) for _ in range(count)]
 
 
@@ -113,19 +116,21 @@ def random_ids(source: random.Random, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds to the first token of what the other had sent, and of what nobody had."""
+    """Hold the seconds to the first token of prompts that the other tenant had sent, and of new prompts."""
 
     sent: list[float]
     cold: list[float]
 
     @property
     def p(self) -> float:
-        """Of the two-sample Kolmogorov-Smirnov test: how likely such a difference is where there is none."""
+        """Return the p-value of the two-sample Kolmogorov-Smirnov test: the probability of such a difference if
+        there is none."""
         return float(ks_2samp(self.sent, self.cold).pvalue)
 
 
 async def timing(url: str, keys: tuple[str, str], trials: int, length: int, seed: int) -> Timing:
-    """``trials`` prompts of either kind, in random order. ``keys``: of who sends first, and of who watches the time."""
+    """Time ``trials`` prompts of either kind, in random order. ``keys`` are those of the tenant that sends first and
+    of the tenant that measures."""
     source = random.Random(seed)
     first, spy = (Caller(url, key) for key in keys)
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -141,10 +146,10 @@ async def timing(url: str, keys: tuple[str, str], trials: int, length: int, seed
 
 
 def run_timing(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
-    """Own salts, then a common one."""
+    """Run with separate salts, then with a common one."""
     results = {}
     with server() as url:
-        for name, pair in (("own salts", ("victim", "spy")), ("a common salt", ("friend", "guest"))):
+        for name, pair in (("own salts", ("victim", "spy")), ("a common salt", ("friend", "partner"))):
             keys = (KEYS[pair[0]], KEYS[pair[1]])
             results[name] = found = asyncio.run(timing(url, keys, options.trials, options.length, options.seed))
             medians = [1e3 * float(np.median(times)) for times in (found.sent, found.cold)]
@@ -159,13 +164,13 @@ def run_timing(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
 
 
 async def flood(url: str, key: str, clients: int, prompt: int, output: int) -> None:
-    """As many requests as can be sent, until this process is ended. Who is refused tries again at once."""
+    """Send as many requests as possible until this process is ended. A refused client tries again at once."""
     source = random.Random()
 
     async def one() -> None:
         caller, ids, status = Caller(url, key), [8], 200
         while True:
-            if status == 200:  # what is refused is sent again: its sender shall take little of this machine's time
+            if status == 200:  # a refused prompt is sent again, so that its sender takes little of this machine's time
                 ids = random_ids(source, prompt)
             status, _ = await caller.ask(ids, output)
 
@@ -174,7 +179,7 @@ async def flood(url: str, key: str, clients: int, prompt: int, output: int) -> N
 
 @contextlib.contextmanager
 def flooding(url: str, key: str) -> Iterator[None]:
-    """Somebody else sends as fast as it can, from a process of its own."""
+    """Run another tenant that sends as fast as it can, in a separate process."""
     command = [sys.executable, __file__, "flooder", url, *map(str, FLOOD.values())]
     process = subprocess.Popen(command, env={**os.environ, "FLOOD_KEY": key}, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -189,7 +194,7 @@ def flooding(url: str, key: str) -> Iterator[None]:
 
 
 async def quiet(url: str, key: str, requests: int, gap: float, length: int, source: random.Random) -> list[float]:
-    """Seconds to the first token of requests that come at random times, ``gap`` seconds apart on average."""
+    """Return the seconds to the first token of requests at random times, ``gap`` seconds apart on average."""
     caller = Caller(url, key)
 
     async def one() -> float:
@@ -207,13 +212,13 @@ async def quiet(url: str, key: str, requests: int, gap: float, length: int, sour
 
 
 def measure_flood(url: str, flooder: str | None, options: argparse.Namespace, source: random.Random) -> list[float]:
-    """One round."""
+    """Run one round."""
     with flooding(url, KEYS[flooder]) if flooder else contextlib.nullcontext():
         return asyncio.run(quiet(url, KEYS["quiet"], options.requests, options.gap, options.length, source))
 
 
 def run_flood(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
-    """Alone, beside a flood under limits, beside a flood without, in turns."""
+    """Run alone, with a flood under limits, and with a flood without limits, in turns."""
     source = random.Random(options.seed)
     times: dict[str, list[list[float]]] = {"alone": [], "held": [], "free": []}
     with server() as url:
@@ -237,12 +242,12 @@ def run_flood(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
 
 
 def p99_ms(seconds: Sequence[float]) -> float:
-    """The 99th percentile, in milliseconds."""
+    """Return the 99th percentile in milliseconds."""
     return 1e3 * float(np.quantile(seconds, 0.99))
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("timing", "flood"):

@@ -1,11 +1,11 @@
-"""Finds the table of ``dovetail.ops.triton.tuning``: tiles of matrix products of few rows, beside cuBLAS.
+"""Find the table of ``dovetail.ops.triton.tuning``: tiles of matrix products with few rows, compared with cuBLAS.
 
     python benchmarks/tune_matmul.py [--models 8b small] [--rows 1 16 32 64 128 256] [--top 8]
 
-Every tile that fits a shape is checked against float32 and timed on cold weights. The fastest ones then compete in the step
-of ``ops_gpu.Step``, one matrix after the other, as what is asked for ahead of time shows only among other kernels. Those that
-load weights early are better the less they are in each other's way, which shows there only: all of them compete.
-Prints both, and the table.
+Every tile that fits a shape is checked against float32 and timed on cold weights. The fastest tiles then compete in the
+step of ``ops_gpu.Step``, one matrix after the other, because the effect of prefetching weights appears only among other
+kernels. Tiles that load weights early are better the less they disturb each other, which appears only there too: all of
+them compete. The results and the table are printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ops_gpu import COLD, MODELS, Independent, Model, Step, per_call, randn, tor
 SHARED_MEMORY = 227 * 1024
 SMS = 132
 GAIN = 0.997
-"""A tile replaces another in a step where it makes the step this much faster, cuBLAS by half of that."""
+"""A tile replaces another in a step if it makes the step this much faster, and cuBLAS by half of that."""
 
 ONE_ROW = [
     (2, 256, 1), (4, 256, 1), (8, 256, 1), (2, 512, 1), (4, 512, 1), (1, 512, 2), (2, 512, 2), (4, 512, 2), (8, 512, 2),
@@ -44,12 +44,12 @@ MANY_ROWS = [
 ]  # fmt: skip
 AHEAD = (0, 8, 16, 32)
 EARLY = 16
-"""Rows up to which ``ProductTile.early`` is tried."""
+"""The number of rows up to which ``ProductTile.early`` is tried."""
 Choice = ProductTile | None
 
 
 def candidates(block_m: int, n: int, k: int) -> list[ProductTile]:
-    """The tiles to try."""
+    """Return the tiles to try."""
     if block_m == 1:
         return [
             ProductTile(1, rows, width, warps, per_sm=per_sm)
@@ -76,16 +76,16 @@ def candidates(block_m: int, n: int, k: int) -> list[ProductTile]:
 
 
 def aheads(choice: Choice) -> Sequence[int]:
-    """What to try of ``ProductTile.ahead``."""
+    """Return the values of ``ProductTile.ahead`` to try."""
     return AHEAD if choice is not None and not choice.early else (0,)
 
 
 def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: ProductTile, space: Workspace) -> bool:
-    """Whether the product agrees with float32, twice in a row, in memory that was poisoned."""
+    """Return whether the product agrees with float32, twice in a row, in memory that was poisoned."""
     for _ in range(2):
         torch.full(
             (x.shape[0], weight.shape[0]), torch.nan, dtype=x.dtype, device=x.device
-        )  # freed: the output's memory
+        )  # its memory is freed and becomes the output's
         got = matmul(x, weight, None, tile, space).float()
         if not (got - exact).norm() < 5e-3 * exact.norm():
             return False
@@ -93,7 +93,7 @@ def right(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, tile: Prod
 
 
 def compile_all(cases: Iterable[tuple[ProductTile, bool]], space: Workspace) -> None:
-    """Compile tiles, each with whether it ends in the gate, on all cores."""
+    """Compile tiles on all cores; each comes with whether it ends in the gate."""
     x, w = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in (1 << 20, 1 << 22))
     wanted = {(tile._replace(per_sm=min(tile.per_sm, 1)), gated) for tile, gated in cases}
 
@@ -115,7 +115,7 @@ def compile_all(cases: Iterable[tuple[ProductTile, bool]], space: Workspace) -> 
 def tune_alone(
     name: str, n: int, k: int, buckets: Sequence[int], space: Workspace, top: int
 ) -> dict[int, list[Choice]]:
-    """The best tiles of one shape by number of rows; None stands for cuBLAS."""
+    """Return the best tiles of one shape by number of rows; None stands for cuBLAS."""
     weights = [randn(n, k, scale=0.02) for _ in range(max(2, -(-int(COLD) // (2 * n * k))))]
     inputs, best = randn(max(buckets), k), {}
     exact = inputs.float() @ weights[0].float().t()
@@ -144,8 +144,10 @@ def tune_alone(
 def tune_together(
     model: Model, m: int, best: dict[str, list[Choice]], space: Workspace, step: Step
 ) -> dict[str, Choice]:
-    """The choice for each matrix of a layer, made where it is used."""
-    pairs = [tile for tile in best["gate_up"] if tile is None or tile.block_n > 1]  # of gates and what they let through
+    """Choose the tile of each matrix of a layer in the step where it is used."""
+    pairs = [
+        tile for tile in best["gate_up"] if tile is None or tile.block_n > 1
+    ]  # tiles that can hold a gate and its value
     best = {**best, "gate_up": pairs}
     trials = ((name, choice) for name, choices in best.items() for choice in choices if choice is not None)
     compile_all(

@@ -1,10 +1,11 @@
-"""Host work between two steps that verify drafts, at batch 1: from the moment the host sees the tokens of one to the launch of the next.
+"""Measure the host work between two steps that verify drafts, at batch 1: from the tokens of one step to the launch of
+the next.
 
     python benchmarks/verify_overhead.py [--rounds 25]
 
-All of it delays the device, as the next step needs what this one accepts. A real ``Loop`` and a real ``Engine`` run the embedded
-model on a CPU; graphs of verify steps are stand-ins that accept every draft of the oracle at once, so that whatever time passes is
-the host's. What a launch itself takes, and the device's way to the host and back, is not in it.
+All of it delays the device, because the next step needs what this step accepts. A real ``Loop`` and a real ``Engine``
+run the embedded model on a CPU. Graphs of verify steps are stand-ins that accept every draft of the oracle at once, so
+that all measured time is the host's. The launch itself, and the transfers between device and host, are not included.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ PROMPT = list(range(16, 80))
 
 
 class StandIn:
-    """A graph, or the recorder of graphs, that calls back instead of launching anything."""
+    """Stand in for a graph, or for the recorder of graphs: call back instead of launching anything."""
 
     def __init__(self, replay: Callable[[], None]) -> None:
         self.replay = replay
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, because nothing is running."""
 
 
 class Planner:
-    """An attention backend that has nothing to plan."""
+    """Stand in for an attention backend that plans nothing."""
 
     def plan_replay(self, batch: Batch) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Bench:
-    """An engine whose verify steps end at once, and a clock between them."""
+    """Run an engine whose verify steps end at once, and a clock between them."""
 
     def __init__(self) -> None:
         self.seen, self.gaps = 0.0, list[float]()
@@ -67,7 +68,8 @@ class Bench:
         engine.use_verify_graphs(graphs)
 
     def stand_in(self, graphs: VerifyGraphs, engine: Engine, tokens: int, sizes: VerifySizes) -> None:
-        """Steps of so many tokens: the launch stops the clock, the sampler accepts all drafts of the one row."""
+        """Replace steps of ``tokens`` tokens: the launch stops the clock, and the sampler accepts all drafts of the
+        single row."""
         shape = VerifyShape(tokens, sizes.width, tree=False)
         step = VerifyStep(shape, engine.inputs, graphs._memory, sizes.context_len)
         step.batch.attn, step.batch.kv = (engine.eager_runner.decode,), (engine.pool,)
@@ -88,7 +90,8 @@ class Bench:
         graphs._samplers._graphs[key, SampleMode(False)] = sampler  # pyright: ignore[reportArgumentType]
 
     def run(self, round: int) -> tuple[float, float, float]:
-        """Decode one request; seconds of a step: until the next is launched, of which drafting, and in all."""
+        """Decode one request. Return the seconds per step: until the next launch, of these in the drafter, and in
+        total."""
         loop = self.llm.loop
         self.seen, self.gaps = 0.0, []
         drafting, steps = loop.times.draft, loop.times.steps
@@ -119,8 +122,8 @@ def main() -> None:
         runs = [bench.run(i) for i in range(args.rounds + 3)][3:]
     gap, drafting, step = (statistics.median(column) * 1e6 for column in zip(*runs, strict=True))
     Console().print(
-        f"from the tokens of a step to the launch of the next: {gap:.1f} us, of which drafting {drafting:.1f}; "
-        f"all of the step: {step:.1f} us"
+        f"from the tokens of a step to the launch of the next: {gap:.1f} us, of these drafting {drafting:.1f}; "
+        f"the whole step: {step:.1f} us"
     )
 
 

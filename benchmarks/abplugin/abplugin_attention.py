@@ -1,4 +1,4 @@
-"""Attention of ``torch_native`` in steps that take longer than they need to."""
+"""Run the attention of ``torch_native`` in steps that take longer than they need to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dovetail.types import Batch
 from dovetail_attention.torch_native import TorchNativeAttention
 
 IDLE_SECONDS = 0.05
-"""Pauses between two steps that are longer are none of a step's work."""
+"""A longer pause between two steps does not count as work of a step."""
 
 
 class Slowed(TorchNativeAttention):
-    """Spins at the start of each step for a share of what the step before it took."""
+    """Spin at the start of each step for a share of the time that the previous step took."""
 
     def __init__(self, config: SlowedConfig, context: AttentionContext) -> None:
         super().__init__(config, context)
@@ -30,5 +30,5 @@ class Slowed(TorchNativeAttention):
             until = now + self._share * took
             while time.perf_counter() < until:
                 pass
-        self._began = time.perf_counter()  # what was added is not counted
+        self._began = time.perf_counter()  # the added time is not counted
         super().plan(batch)

@@ -1,4 +1,4 @@
-"""Config sections of ``abplugin_entry``."""
+"""Define the config sections of ``abplugin_entry``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dovetail.config.plugin import PluginConfig
 
 
 class SlowedConfig(PluginConfig):
-    """``share`` of each step's time is added to it."""
+    """Configure the added time, which is ``share`` of each step's time."""
 
     kind: Literal["slowed"] = "slowed"
     share: float = 0.1
 
 
 class InterpretedConfig(PluginConfig):
-    """Nothing to set."""
+    """Have no settings."""
 
     kind: Literal["triton_interpreted"] = "triton_interpreted"

@@ -1,5 +1,8 @@
-"""Entry module of a plugin that `benchmarks/ab_self.py` installs for its own processes: attention that is slow on purpose, and
-the Triton kernels on a CPU, interpreted."""
+"""Register a plugin that `benchmarks/ab_self.py` installs for its own processes: attention that is slow on purpose, and
+interpreted kernels.
+
+The interpreted kernels are the Triton kernels on a CPU.
+"""
 
 from __future__ import annotations
 

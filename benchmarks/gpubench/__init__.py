@@ -1,1 +1,1 @@
-"""The parts of ``gpu.py``: what is measured, the processes that do it, what it must reach, and the report."""
+"""Provide the parts of ``gpu.py``: what is measured, the processes that measure it, the targets, and the report."""

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: host parts by the loop's counters, GPU parts by torch's profiler."""
+"""Measure how the time of a decode step is spent: host parts by the loop's counters, GPU parts by torch's profiler."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ FAMILIES = (
     ),
     ("copy", r"memcpy|memset|copy|fill|index|gather|scatter|cat|embed|arange|elementwise"),
 )
-"""Families of kernels, the first whose pattern is found in a kernel's name."""
+"""Families of kernels. A kernel belongs to the first family whose pattern is found in its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel or copy on the device; microseconds."""
+    """Describe one kernel or copy on the device; times are in microseconds."""
 
     name: str
     start: float
@@ -55,18 +55,18 @@ class Kernel:
 
     @property
     def end(self) -> float:
-        """When it ended."""
+        """Return when the kernel ended."""
         return self.start + self.length
 
 
 def family(name: str) -> str:
-    """The family of a kernel."""
+    """Return the family of a kernel."""
     low = name.lower()
     return next((title for title, pattern in FAMILIES if re.search(pattern, low)), "other")
 
 
 def breakdown(subject: Subject, job: Job, batch: int) -> dict[str, Any]:
-    """Decode ``batch`` requests together: some steps are timed alone, then as many under the profiler."""
+    """Decode ``batch`` requests together: some steps are timed alone, then the same number under the profiler."""
     loop, sizes = subject.llm.loop, job.sizes
     steps = sizes.breakdown_steps
     admit(loop, sizes.prompts(f"breakdown {batch}", [sizes.decode_prompt] * batch), WARM_STEPS + 2 * steps)
@@ -102,14 +102,14 @@ def advance(loop: Loop, steps: int) -> None:
 
 
 def host_parts(before: Any, after: Any, steps: int) -> dict[str, float]:
-    """Milliseconds a step of every counter of seconds that the loop keeps."""
+    """Return the milliseconds per step of every counter of seconds that the loop keeps."""
     old, new = msgspec.structs.asdict(before), msgspec.structs.asdict(after)
     names = [name for name in new if name.endswith("_seconds")]
     return {name.removesuffix("_seconds"): (new[name] - old[name]) / steps * 1e3 for name in names}
 
 
 def profiled(loop: Loop, steps: int) -> tuple[list[Kernel], dict[str, float]]:
-    """The kernels of some steps, and microseconds of all calls of each CUDA function."""
+    """Return the kernels of some steps, and the microseconds of all calls of each CUDA function."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         advance(loop, steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def profiled(loop: Loop, steps: int) -> tuple[list[Kernel], dict[str, float]]:
 
 
 def read_trace(events: Iterable[dict[str, Any]]) -> tuple[list[Kernel], dict[str, float]]:
-    """Kernels and copies in order of time, and the CUDA functions that the host called."""
+    """Return kernels and copies in order of time, and the CUDA functions that the host called."""
     kernels: list[Kernel] = []
     calls: dict[str, float] = defaultdict(float)
     for event in events:
@@ -132,7 +132,7 @@ def read_trace(events: Iterable[dict[str, Any]]) -> tuple[list[Kernel], dict[str
 
 
 def device_parts(kernels: list[Kernel], calls: dict[str, float], steps: int, step_us: float) -> dict[str, Any]:
-    """Per step: what the device did, by family and by kernel, when it was idle, and what launching took."""
+    """Return, per step, the device's work by family and by kernel, its idle time, and the cost of launches."""
     busy, gaps = busy_and_gaps(kernels)
     families: dict[str, float] = defaultdict(float)
     names: dict[str, list[float]] = defaultdict(list)
@@ -155,7 +155,7 @@ def device_parts(kernels: list[Kernel], calls: dict[str, float], steps: int, ste
 
 
 def busy_and_gaps(kernels: list[Kernel]) -> tuple[float, list[float]]:
-    """Microseconds in which at least one kernel ran, and the gaps between; kernels may overlap."""
+    """Return the microseconds in which at least one kernel ran, and the gaps between; kernels may overlap."""
     busy, gaps, end = 0.0, list[float](), kernels[0].start if kernels else 0.0
     for kernel in kernels:
         if kernel.start > end:
@@ -166,7 +166,7 @@ def busy_and_gaps(kernels: list[Kernel]) -> tuple[float, list[float]]:
 
 
 def sized(gaps: list[float]) -> dict[str, float]:
-    """The sum of gaps by their length."""
+    """Return the sum of gaps by their length."""
     found = {"under 5 us": 0.0, "5 to 50 us": 0.0, "over 50 us": 0.0}
     for gap in gaps:
         found["under 5 us" if gap < 5 else "5 to 50 us" if gap <= 50 else "over 50 us"] += gap

@@ -1,4 +1,5 @@
-"""Time between the tokens of running requests while a grammar compiles, beside the same requests left alone."""
+"""Measure the time between the tokens of running requests while a grammar compiles, compared with the same requests
+alone."""
 
 from __future__ import annotations
 
@@ -17,19 +18,23 @@ from gpubench.subject import TEMPERATURE, Subject
 
 @dataclass
 class Window:
-    """Times between tokens of all running requests, in milliseconds, and how many seconds they were watched."""
+    """Hold the times between tokens of all running requests, in milliseconds, and the number of seconds that were
+    observed."""
 
     gaps: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
     def percentile(self, rank: float) -> float:
-        """In milliseconds."""
+        """Return a percentile in milliseconds."""
         return float(np.percentile(self.gaps, rank))
 
 
 def schema(number: int, members: int) -> GrammarSpec:
-    """A schema that no other number shares; every member has a pattern of its own, which is slow where masks are made ahead."""
+    """Return a schema that no other number gives.
+
+    Every member has its own pattern, which is slow for backends that compute masks ahead.
+    """
     patterns = {f"field_{i}_{number}": f"^[a-z]{{1,{20 + i % 7}}}-[0-9]{{2,{5 + i % 5}}}$" for i in range(members)}
     properties = {name: {"type": "string", "pattern": pattern} for name, pattern in patterns.items()}
     text = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
@@ -37,7 +42,8 @@ def schema(number: int, members: int) -> GrammarSpec:
 
 
 def compiling(subject: Subject, job: Job, batch: int) -> list[Measure]:
-    """99th percentile of the time between tokens while a grammar compiles, over that of windows as long without one, in turns."""
+    """Compare the 99th percentile of the time between tokens while a grammar compiles with that of equally long
+    windows without one, in turns."""
     sizes, (members, least) = job.sizes, job.sizes.compile
     prompts = sizes.prompts(f"compiling {batch}", [sizes.decode_prompt] * batch)
     alone, beside = Window(), Window()
@@ -60,7 +66,8 @@ _names = itertools.count()
 
 
 def watch(subject: Subject, prompts: Ids, grammar: GrammarSpec | None, window: Window, seconds: float) -> float:
-    """Let all prompts decode for ``seconds``, and until a request with ``grammar`` is answered; returns how long that took."""
+    """Let all prompts decode for ``seconds``, and until a request with ``grammar`` is answered; return how long that
+    took."""
     loop, run = subject.llm.loop, next(_names)
     forever = SamplingParams(temperature=TEMPERATURE, ignore_eos=True)
     rids = [f"compiling-{run}-{i}" for i in range(len(prompts))]

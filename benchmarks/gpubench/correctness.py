@@ -1,8 +1,8 @@
-"""Every attention backend in bfloat16 against ``torch_native`` in float32, through the public API.
+"""Check every attention backend in bfloat16 against ``torch_native`` in float32, through the public API.
 
-A small random model answers prompts of many lengths, some with a common beginning, greedily. What the backend says of
-its prompts (extend) and of its own tokens (decode) must be what the float32 model says of the same tokens. Then the
-embedded model's greedy tokens in float32, where the backend takes float32.
+A small random model answers prompts of many lengths, some with a common prefix, greedily. The backend's
+log-probabilities of its prompts (extend) and of its own tokens (decode) must agree with those of the float32 model for
+the same tokens. Then the embedded model's greedy tokens are compared in float32, if the backend supports float32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Scores = list[list[float]]
 
 
 def names() -> list[str]:
-    """Every attention backend that is installed, the reference first."""
+    """Return every installed attention backend, the reference first."""
     from dovetail.config import PluginsSection
     from dovetail.registry.loader import load_plugins
 
@@ -48,13 +48,13 @@ def names() -> list[str]:
 
 
 def check_tasks(backends: Sequence[str], *, quick: bool) -> list[str]:
-    """The tasks: a backend at a page size, and a backend's greedy tokens."""
+    """Return the tasks: a backend at a page size, and a backend's greedy tokens."""
     sizes = PAGE_SIZES[:1] if quick else PAGE_SIZES
     return [f"{name}:{size}" for name in backends for size in sizes] + [f"{name}:tokens" for name in backends]
 
 
 class Checker:
-    """Holds what the float32 model says. Engines are built one after another, each with a small pool."""
+    """Hold the results of the float32 model. Engines are built one after another, each with a small pool."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -68,7 +68,7 @@ class Checker:
         self.expected_tokens: Ids | None = None
 
     def build(self, backend: str, page_size: int, dtype: str, path: str | None = None) -> dovetail.LLM:
-        """An engine. Raises ``DovetailError`` where the backend cannot be used so."""
+        """Build an engine. Raises ``DovetailError`` if the backend cannot be used with these settings."""
         given = self.job.config
         sections = {k: v for k, v in given.items() if k not in ("model", "attention", "memory")}
         return dovetail.LLM(
@@ -80,7 +80,7 @@ class Checker:
         )
 
     def check(self, task: str) -> dict[str, Any]:
-        """One task; an unusable backend is no failure and says why."""
+        """Run one task; an unusable backend is not a failure and returns the reason."""
         backend, _, case = task.rpartition(":")
         try:
             return self._tokens(backend) if case == "tokens" else self._logprobs(backend, int(case))
@@ -124,26 +124,27 @@ class Checker:
 
 
 def params(count: int, logprobs: int | None = None, prompt_logprobs: int | None = None) -> dovetail.SamplingParams:
-    """Greedy, of a forced length."""
+    """Return greedy sampling with a forced length."""
     return dovetail.SamplingParams(
         temperature=0, max_new_tokens=count, ignore_eos=True, logprobs=logprobs, prompt_logprobs=prompt_logprobs
     )
 
 
 def prompt_scores(llm: dovetail.LLM, prompts: Ids) -> Scores:
-    """Log-probability of every prompt token but the first."""
+    """Return the log-probability of every prompt token except the first."""
     outputs = llm.generate(prompts, params(1, prompt_logprobs=0))
     return [[lp.logprob for lp in o.prompt_logprobs or [] if lp.logprob is not None] for o in outputs]
 
 
 def differences(given: Scores, expected: Scores) -> list[float]:
-    """Absolute differences; one that is not a number counts as infinite."""
+    """Return absolute differences; one that is not a number counts as infinite."""
     pairs = [(x, y) for a, b in zip(given, expected, strict=True) for x, y in zip(a, b, strict=True)]
     return [abs(x - y) if x == x else float("inf") for x, y in pairs]
 
 
 def write_weights(work: Path) -> Path:
-    """The model ``check`` with weights from N(0, 1 / inputs), so that activations stay near 1 and attention matters."""
+    """Write the model ``check`` with weights from N(0, 1 / inputs), so that activations stay near 1 and attention
+    matters."""
     path, c = write("check", work), CONFIGS["check"]
     hidden, ffn, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]

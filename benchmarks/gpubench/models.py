@@ -1,4 +1,5 @@
-"""The models under test: directories with a config.json and no weights (they are filled with random numbers)."""
+"""Describe the models under test: directories with a config.json and without weights, which are filled with random
+numbers."""
 
 from __future__ import annotations
 
@@ -86,13 +87,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Shapes of Llama-3.1-8B and Qwen3-0.6B, one for trying the benchmark itself, and one for checking attention."""
+"""The shapes of Llama-3.1-8B and Qwen3-0.6B, one for trying the benchmark itself, and one for checking attention."""
 
 TITLES = {"8b": "Llama-3.1-8B shape", "0.6b": "Qwen3-0.6B shape", "tiny": "tiny shape"}
 
 
 def write(name: str, work: Path) -> Path:
-    """The directory of a model under ``work``."""
+    """Write the directory of a model under ``work``, and return it."""
     path = work / "models" / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIGS[name], indent=1))
@@ -100,8 +101,10 @@ def write(name: str, work: Path) -> Path:
 
 
 def write_tokenizer(name: str, work: Path) -> Path:
-    """A directory with a tokenizer of made-up words, one for every id of a model: the server wants to write text, and
-    this makes it write about as much as a real one."""
+    """Write a directory with a tokenizer of made-up words, one for every id of a model.
+
+    The server must write text, and with this tokenizer it writes about as much as with a real one.
+    """
     path = work / "models" / f"{name}-tokenizer"
     path.mkdir(parents=True, exist_ok=True)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -113,8 +116,8 @@ def write_tokenizer(name: str, work: Path) -> Path:
 
 
 def multiplications(name: str, tokens: int) -> float:
-    """Floating-point operations of one prompt of ``tokens`` tokens whose last logits are wanted: matrices and causal
-    attention."""
+    """Return the floating-point operations of one prompt of ``tokens`` tokens that needs only the last logits:
+    matrices and causal attention."""
     c = CONFIGS[name]
     hidden, heads, kv, dim = (c[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
     layer = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * c["intermediate_size"]

@@ -1,4 +1,4 @@
-"""What is measured: the workloads' sizes, the tasks that make them up, and what a worker is told."""
+"""Define what is measured: the workloads' sizes, their tasks, and the job description of a worker."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Ids = list[list[int]]
 
 ROWS = ("decode", "prefill", "mixed", "indep", "gsp", "chat", "startup", "http", "json", "compile")
 ENGINE_ROWS = ROWS[:6]
-"""Rows that one engine in a worker process measures, one after another."""
+"""The rows that one engine in a worker process measures, one after another."""
 
 USUAL_ROWS = {"8b": ROWS, "0.6b": ("decode", "mixed", "gsp"), "tiny": ROWS}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Lengths in tokens, and counts of requests. The defaults are those that the peers were measured with."""
+    """Hold lengths in tokens, and counts of requests. The defaults are those with which the peers were measured."""
 
     ids: tuple[int, int] = (1000, 30000)
     decode_batches: tuple[int, ...] = (1, 16, 64, 256)
@@ -32,12 +32,12 @@ class Sizes:
     chat: tuple[int, int, int, int, int] = (32, 6, 1024, 64, 96)  # conversations, turns, system, user, out
     http: tuple[int, int, int] = (64, 512, 128)  # streams, in, out
     json_batches: tuple[int, ...] = (1, 64)
-    compile: tuple[int, float] = (100, 5.0)  # members of the schema, the least seconds of a window
+    compile: tuple[int, float] = (100, 5.0)  # members of the schema, the minimum seconds of a window
     breakdown_batches: tuple[int, ...] = (1, 64, 256)
     breakdown_steps: int = 20
 
     def prompts(self, label: str, lens: list[int]) -> Ids:
-        """Random ids, the same for a label in every run."""
+        """Return random ids, the same for a label in every run."""
         source = random.Random(label)
         return [source.choices(range(*self.ids), k=n) for n in lens]
 
@@ -69,8 +69,8 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker is told: its kind, the model, Dovetail's config as it would stand in a file, and how often to
-    repeat. Travels as JSON."""
+    """Describe the work of a worker: its kind, the model, Dovetail's config as in a file, and the number of
+    repetitions. It is sent as JSON."""
 
     kind: str
     model: str
@@ -80,13 +80,13 @@ class Job:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the model's workloads."""
+        """Return the sizes of the model's workloads."""
         return SIZES[self.model]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One number. ``unit`` is ms or s (less is better), tok/s, hit or ratio."""
+    """Hold one number. ``unit`` is ms or s (less is better), tok/s, hit or ratio."""
 
     row: str
     case: str
@@ -97,12 +97,12 @@ class Measure:
 
 
 def short(tokens: int) -> str:
-    """``8192`` is ``8k``."""
+    """Return ``8k`` for ``8192``."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def engine_tasks(model: str, rows: tuple[str, ...], *, quick: bool, breakdown: bool) -> list[str]:
-    """The tasks of one engine, ``row:case``, in the order in which a time limit hurts least."""
+    """Return the tasks of one engine, ``row:case``, in the order in which a time limit loses the least."""
     sizes, tasks = SIZES[model], list[str]()
     batches, prompts = sizes.decode_batches, sizes.prefill
     if quick:

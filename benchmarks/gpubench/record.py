@@ -1,4 +1,4 @@
-"""What a run has found so far, as JSON."""
+"""Hold what a run has found so far, as JSON."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from gpubench.plan import Measure
 from gpubench.targets import gain, reached, target
 
 ALLOWED = {"max": 3.0, "mean": 1.5}
-"""A backend's log-probabilities may differ from float32 by this many times what torch's own bfloat16 kernel does."""
+"""A backend's log-probabilities may differ from float32 by this multiple of the difference of torch's own bfloat16
+kernel."""
 
 LEAST = {"max": 0.02, "mean": 0.002}
-"""And by this much in any case."""
+"""The difference that is allowed in any case."""
 
 
 @dataclass(slots=True)
 class Record:
-    """Numbers by model, correctness by task, and what is missing: ``failed`` with its error, ``left_out`` for want of
-    time."""
+    """Hold numbers by model, correctness by task, and what is missing: ``failed`` with its error, ``left_out``
+    because there was no time."""
 
     about: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, list[Measure]] = field(default_factory=dict)
@@ -32,12 +33,12 @@ class Record:
 
     @property
     def baseline(self) -> dict[str, Any]:
-        """The differences of torch's own kernel in bfloat16; empty if it was not checked."""
+        """Return the differences of torch's own kernel in bfloat16; empty if it was not checked."""
         found = self.checks.get("torch_native:16", {})
         return found if "extend_max" in found else {}
 
     def verdict(self, task: str) -> bool | None:
-        """True if a check passed, None if its backend cannot be used here."""
+        """Return whether a check passed; None if its backend cannot be used here."""
         found = self.checks[task]
         if "unusable" in found:
             return None
@@ -51,15 +52,16 @@ class Record:
 
     @property
     def wrong(self) -> list[str]:
-        """Backends whose log-probabilities are wrong. (Greedy tokens may part at a near tie; they are shown.)"""
+        """Return the backends whose log-probabilities are wrong. (Greedy tokens may diverge at a near tie; they are
+        shown.)"""
         return [task for task in self.checks if "same" not in self.checks[task] and self.verdict(task) is False]
 
     def value(self, model: str, row: str, case: str) -> float | None:
-        """A number that was measured."""
+        """Return a measured number, or None."""
         return next((m.value for m in self.measures.get(model, []) if (m.row, m.case) == (row, case)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything."""
+        """Return everything as JSON."""
         rows = [
             {"model": model, **asdict(m), **_against(model, m)} for model, found in self.measures.items() for m in found
         ]
@@ -75,7 +77,7 @@ class Record:
         }
 
     def save(self, file: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the record completely or not at all."""
         partial = file.with_name(file.name + ".partial")
         partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
         partial.replace(file)

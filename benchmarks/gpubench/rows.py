@@ -1,4 +1,4 @@
-"""The workloads: each function runs one of them on a warm engine and returns its numbers."""
+"""Define the workloads: each function runs one of them on a warm engine and returns its numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ T = TypeVar("T")
 
 
 def decode(subject: Subject, job: Job, batch: int) -> list[Measure]:
-    """Milliseconds per output token: prompts are cached, and what comes before the first tokens is subtracted."""
+    """Measure milliseconds per output token: prompts are cached, and the time before the first tokens is subtracted."""
     sizes = job.sizes
     prompts = sizes.prompts(f"decode {batch}", [sizes.decode_prompt] * batch)
     few, many = sizes.decode_short, sizes.decode_long
     subject.run(prompts, [1] * batch)
-    subject.run(prompts, [many] * batch)  # long enough for what is compiled or captured once a size is met often
+    subject.run(
+        prompts, [many] * batch
+    )  # long enough for everything that is compiled or captured once a size is frequent
     pairs = [
         (subject.run(prompts, [few] * batch).seconds, subject.run(prompts, [many] * batch).seconds)
         for _ in range(job.repeats)
@@ -30,14 +32,14 @@ def decode(subject: Subject, job: Job, batch: int) -> list[Measure]:
 
 
 def prefill(subject: Subject, job: Job, tokens: int) -> list[Measure]:
-    """Milliseconds to the one token of one request, the cache empty."""
+    """Measure the milliseconds to the single token of one request with an empty cache."""
     prompts = job.sizes.prompts(f"prefill {tokens}", [tokens])
     times = [run.seconds * 1e3 for run in cold(subject, job.repeats + 1, lambda: subject.run(prompts, [1]))]
     return [Measure("prefill", short(tokens), min(times), "ms", times)]
 
 
 def mixed(subject: Subject, job: Job) -> list[Measure]:
-    """Prompts and outputs of many lengths, all at once."""
+    """Measure prompts and outputs of many lengths, all at once."""
     count, (low, high) = job.sizes.mixed_count, job.sizes.mixed_range
     source = random.Random("mixed lengths")
     lens = [(source.randint(low, high), source.randint(low, high)) for _ in range(count)]
@@ -45,13 +47,13 @@ def mixed(subject: Subject, job: Job) -> list[Measure]:
 
 
 def indep(subject: Subject, job: Job) -> list[Measure]:
-    """Equal requests that share nothing."""
+    """Measure equal requests that share nothing."""
     count, prompt, output = job.sizes.indep
     return throughput("indep", subject, job, job.sizes.prompts("indep", [prompt] * count), [output] * count)
 
 
 def gsp(subject: Subject, job: Job) -> list[Measure]:
-    """Groups that share a prefix, shuffled."""
+    """Measure shuffled groups that share a prefix."""
     groups, each, prefix, question, output = job.sizes.gsp
     heads = job.sizes.prompts("gsp prefixes", [prefix] * groups)
     tails = job.sizes.prompts("gsp questions", [question] * groups * each)
@@ -61,13 +63,13 @@ def gsp(subject: Subject, job: Job) -> list[Measure]:
 
 
 def chat(subject: Subject, job: Job) -> list[Measure]:
-    """Conversations over one system prompt, in turns that wait for each other."""
+    """Measure conversations over one system prompt, in turns that wait for each other."""
     runs = [combined(turns) for turns in cold(subject, job.repeats, lambda: conversation(subject, job))]
     return rate("chat", runs, hit=True)
 
 
 def conversation(subject: Subject, job: Job) -> list[Run]:
-    """All turns once."""
+    """Run all turns once."""
     count, turns, system, user, output = job.sizes.chat
     texts = job.sizes.prompts("chat system", [system]) * count
     runs: list[Run] = []
@@ -80,7 +82,7 @@ def conversation(subject: Subject, job: Job) -> list[Run]:
 
 
 def combined(runs: Iterable[Run]) -> Run:
-    """Runs that follow one another, as one."""
+    """Combine runs that follow one another into one."""
     runs = list(runs)
     return Run(sum(run.seconds for run in runs), [o for run in runs for o in run.outputs])
 
@@ -88,12 +90,12 @@ def combined(runs: Iterable[Run]) -> Run:
 def throughput(
     row: str, subject: Subject, job: Job, prompts: list[list[int]], lens: list[int], *, hit: bool = False
 ) -> list[Measure]:
-    """Requests submitted at once, the cache empty."""
+    """Measure requests submitted at once with an empty cache."""
     return rate(row, cold(subject, job.repeats, lambda: subject.run(prompts, lens)), hit=hit)
 
 
 def rate(row: str, runs: list[Run], *, hit: bool) -> list[Measure]:
-    """Output tokens a second of the fastest run, and its prefix hit rate."""
+    """Return the output tokens per second of the fastest run, and its prefix hit rate."""
     rates = [run.generated / run.seconds for run in runs]
     best = runs[rates.index(max(rates))]
     facts = {"seconds": best.seconds, "output_tokens": best.generated, "prompt_tokens": best.prompt_tokens}

@@ -1,4 +1,4 @@
-"""``dovetail serve`` as a process, and a client that streams many answers at a time."""
+"""Run ``dovetail serve`` as a process, and a client that streams many answers at a time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ TEMPERATURE = 0.6
 
 
 class ServingError(Exception):
-    """The server did not start, or did not answer as it must; the message holds what it said last."""
+    """Raised when the server did not start or answered incorrectly; the message contains its last output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One streamed answer: seconds of its first and its last event since it was asked for, and how many tokens came."""
+    """Describe one streamed answer: seconds from its request to its first and its last event, and its number of
+    tokens."""
 
     first: float
     last: float
@@ -38,13 +39,15 @@ class Stream:
 
     @property
     def tpot(self) -> float:
-        """Milliseconds per output token after the first event."""
+        """Return the milliseconds per output token after the first event."""
         return (self.last - self.first) / (self.tokens - 1) * 1e3
 
 
 def measure(job: Job, in_process: float | None, deadline: Deadline) -> list[Measure]:
-    """Time per output token of concurrent streams, through both APIs, and over ``in_process``, that of
-    ``LLM.generate`` at the same batch size. Raises ``ServingError``."""
+    """Measure the time per output token of concurrent streams, through both APIs.
+
+    It is also divided by ``in_process``, the time of ``LLM.generate`` at the same batch size. Raises ``ServingError``.
+    """
     count, prompt, output = job.sizes.http
     prompts = job.sizes.prompts("http", [prompt] * count)
     found: list[Measure] = []
@@ -64,7 +67,7 @@ def measure(job: Job, in_process: float | None, deadline: Deadline) -> list[Meas
 
 @contextlib.contextmanager
 def server(job: Job, deadline: Deadline) -> Iterator[str]:
-    """The base URL of a server with the job's config."""
+    """Yield the base URL of a server with the job's config."""
     work = Path(job.work)
     tokenizer = write_tokenizer(job.model, work)
     config = {**job.config, "server": {"port": 0, **job.config.get("server", {})}}
@@ -78,7 +81,7 @@ def server(job: Job, deadline: Deadline) -> Iterator[str]:
 
 
 def ready(process: subprocess.Popen[bytes], log: Path, deadline: Deadline) -> str:
-    """Wait for the line that says where the server listens. Raises ``ServingError``."""
+    """Wait for the line that contains the address of the server. Raises ``ServingError``."""
     while not deadline.passed:
         if found := re.search(r"serving .* on (http://\S+), ready in", log.read_text(errors="replace")):
             return found[1]
@@ -89,13 +92,13 @@ def ready(process: subprocess.Popen[bytes], log: Path, deadline: Deadline) -> st
 
 
 async def streams(url: str, api: str, prompts: Ids, tokens: int, deadline: Deadline) -> list[Stream]:
-    """Ask for all prompts at once."""
+    """Request all prompts at once."""
     async with asyncio.timeout(deadline.left):
         return await asyncio.gather(*(stream(url, api, i, p, tokens) for i, p in enumerate(prompts)))
 
 
 def body(api: str, seed: int, prompt: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
-    """The path and the body of one request."""
+    """Return the path and the body of one request."""
     if api == "native":
         params = {"max_new_tokens": tokens, "temperature": TEMPERATURE, "ignore_eos": True, "seed": seed}
         return "/generate", {"input_ids": prompt, "sampling_params": params, "stream": True}
@@ -105,8 +108,10 @@ def body(api: str, seed: int, prompt: list[int], tokens: int) -> tuple[str, dict
 
 
 async def stream(url: str, api: str, seed: int, prompt: list[int], tokens: int) -> Stream:
-    """One request, as bytes on a socket: a client library would take more time than the server. Raises
-    ``ServingError`` if the answer has another length."""
+    """Send one request as bytes on a socket, because a client library would take more time than the server.
+
+    Raises ``ServingError`` if the answer has another length.
+    """
     path, content = body(api, seed, prompt, tokens)
     data, place = json.dumps(content).encode(), urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 24)
@@ -121,7 +126,7 @@ async def stream(url: str, api: str, seed: int, prompt: list[int], tokens: int) 
 
 
 def measured(chunks: list[tuple[float, bytes]], tokens: int) -> Stream:
-    """When the first and the last token came. Raises ``ServingError``."""
+    """Return when the first and the last token arrived. Raises ``ServingError``."""
     whole = b"".join(chunk for _, chunk in chunks)
     if not whole.startswith(b"HTTP/1.1 200") or b"data: [DONE]" not in whole:
         raise ServingError(f"the server answered {whole[:400]!r}")
@@ -133,6 +138,6 @@ def measured(chunks: list[tuple[float, bytes]], tokens: int) -> Stream:
 
 
 def answered(whole: bytes) -> int:
-    """The number of tokens, by the last event that tells it."""
+    """Return the number of tokens in the last event that contains it."""
     counts = re.findall(rb'"completion_tokens":\s*(\d+)', whole)
     return int(counts[-1]) if counts else 0

@@ -1,4 +1,4 @@
-"""Decode with a JSON schema beside decode without: one engine, both in turns."""
+"""Compare decode with a JSON schema with decode without, on one engine, in turns."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SCHEMA = {
     "required": ["title", "count", "names"],
     "additionalProperties": False,
 }
-"""No output of the lengths forced here can end it."""
+"""The schema. No output of the lengths forced here can complete it."""
 
 
 def model_with_tokenizer(job: Job) -> Path:
-    """The model's directory with a tokenizer of as many tokens as the model has logits."""
+    """Return the model's directory with a tokenizer that has as many tokens as the model has logits."""
     tiny, config = Tokenizer.from_dir(TINY), dict(CONFIGS[job.model])
     directory = Path(job.work) / f"{job.model}-with-tokenizer"
     directory.mkdir(parents=True, exist_ok=True)
@@ -42,8 +42,10 @@ def model_with_tokenizer(job: Job) -> Path:
 
 
 def structured(job: Job) -> tuple[Callable[[str], Any], dict[str, Any]]:
-    """A worker's handler of the tasks ``json:BATCH`` (TPOT with the schema over TPOT without, both in milliseconds too) and
-    ``compile:BATCH``."""
+    """Return a worker's handler of the tasks ``json:BATCH`` and ``compile:BATCH``.
+
+    ``json:BATCH`` reports TPOT with the schema divided by TPOT without, and both in milliseconds.
+    """
     config = json.loads(json.dumps(job.config))
     config["model"]["path"] = str(model_with_tokenizer(job))
     subject = Subject(config)
@@ -60,7 +62,7 @@ def structured(job: Job) -> tuple[Callable[[str], Any], dict[str, Any]]:
 
 
 def measure(subject: Subject, job: Job, batch: int, grammar: GrammarSpec) -> list[Measure]:
-    """The difference of a long and a short run, as ``rows.decode`` takes it, of both arms in turns."""
+    """Measure both arms in turns by the difference of a long and a short run, in the same way as ``rows.decode``."""
     sizes = job.sizes
     few, many = sizes.decode_short, sizes.decode_long
     prompts = sizes.prompts(f"json {batch}", [sizes.decode_prompt] * batch)

@@ -1,4 +1,4 @@
-"""Dovetail as its users call it: ``dovetail.LLM``, ids in, forced lengths."""
+"""Run Dovetail in the same way as its users: ``dovetail.LLM``, with ids as input and forced lengths."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ TEMPERATURE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Requests that were generated together."""
+    """Describe requests that were generated together."""
 
     seconds: float
     outputs: list[dovetail.Output]
 
     @property
     def generated(self) -> int:
-        """Output tokens."""
+        """Return the number of output tokens."""
         return sum(len(o.token_ids) for o in self.outputs)
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens, cached or not."""
+        """Return the number of prompt tokens, cached or not."""
         return sum(len(o.prompt_ids) for o in self.outputs)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had."""
+        """Return the number of prompt tokens that the prefix cache had."""
         return sum(o.cached_tokens for o in self.outputs)
 
 
 class Subject:
-    """One engine in this process."""
+    """Hold one engine in this process."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.llm = dovetail.LLM(**config)
 
     def run(self, prompts: Sequence[Sequence[int]], lens: Sequence[int], grammar: GrammarSpec | None = None) -> Run:
-        """Generate ``lens[i]`` tokens for each prompt, all submitted at once; the same ``grammar`` for all, if there is one."""
+        """Generate ``lens[i]`` tokens for each prompt, all submitted at once, with ``grammar`` for all if it is
+        given."""
         params = [
             dovetail.SamplingParams(
                 temperature=TEMPERATURE, max_new_tokens=n, ignore_eos=grammar is None, seed=i, grammar=grammar
@@ -58,7 +59,7 @@ class Subject:
         return run
 
     def rest(self) -> float:
-        """Let the engine do what it does while nobody asks for anything: it captures graphs. Seconds it took."""
+        """Let the engine do its idle work, which is capturing graphs, and return the seconds that it took."""
         start = time.perf_counter()
         while self.llm.loop.idle():
             pass

@@ -1,4 +1,4 @@
-"""Runs tasks in worker processes, against a deadline; a crash costs the task that it happened in and no other."""
+"""Run tasks in worker processes against a deadline; a crash loses only the current task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKER = "gpubench.worker"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A task that ended: with a ``result`` or an ``error``; ``left_out`` if there was no time for it."""
+    """Describe a task that ended with a ``result`` or an ``error``; ``left_out`` if there was no time for it."""
 
     task: str
     result: Any = None
@@ -35,24 +35,24 @@ class Ended:
 
 
 class Deadline:
-    """A moment after which nothing more is begun or waited for."""
+    """Mark the moment after which nothing is started or waited for."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
 
     @property
     def left(self) -> float | None:
-        """Seconds until then, at least 0; None without a limit."""
+        """Return the seconds until the deadline, at least 0; None without a limit."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
     @property
     def passed(self) -> bool:
-        """True when it is over."""
+        """Return whether the deadline has passed."""
         return self.left == 0.0
 
 
 def run_tasks(job: Job, tasks: list[str], deadline: Deadline) -> Iterator[Ended]:
-    """Do the tasks in their order, in as many processes as it takes. The first ``Ended`` of each process is ``start``."""
+    """Run the tasks in order, in as many processes as necessary. The first ``Ended`` of each process is ``start``."""
     rest = list(tasks)
     while rest:
         failed_start = False
@@ -68,7 +68,7 @@ def run_tasks(job: Job, tasks: list[str], deadline: Deadline) -> Iterator[Ended]
 
 
 def _one_process(job: Job, tasks: list[str], deadline: Deadline) -> Iterator[Ended]:
-    """What one process gets done before it ends or the time is up."""
+    """Yield the tasks that one process completes before it ends or the time is up."""
     log = Path(job.work) / "logs" / f"{job.kind}-{job.model}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", WORKER, json.dumps(asdict(job)), json.dumps(tasks)]
@@ -91,7 +91,7 @@ def _one_process(job: Job, tasks: list[str], deadline: Deadline) -> Iterator[End
 
 
 def _messages(process: subprocess.Popen[bytes], deadline: Deadline) -> Iterator[dict[str, Any]]:
-    """The messages of a worker until it ends or the time is up."""
+    """Yield the messages of a worker until it ends or the time is up."""
     lines: queue.Queue[bytes | None] = queue.Queue()
 
     def read() -> None:
@@ -113,7 +113,7 @@ def _messages(process: subprocess.Popen[bytes], deadline: Deadline) -> Iterator[
 
 @contextlib.contextmanager
 def started(command: list[str], log: Path, stdout: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, its errors in ``log``; it and its children are killed at the end."""
+    """Start a process in a separate session, with its errors in ``log``; it and its children are killed at the end."""
     with log.open("wb") as errors:
         process = subprocess.Popen(command, cwd=ROOT, stderr=errors, stdout=stdout, start_new_session=True)
     try:
@@ -127,5 +127,5 @@ def started(command: list[str], log: Path, stdout: int | None = None) -> Iterato
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])

@@ -1,4 +1,4 @@
-"""The tables that are printed."""
+"""Make the tables that are printed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ NAME_LENGTH = 90
 
 
 def results(record: Record) -> Table:
-    """Every number beside its floor, must and goal. Green: the goal is met; yellow: must is; red: neither."""
+    """Return every number with its floor, must and goal. Green: the goal is met; yellow: must is met; red: neither
+    is met."""
     names = ("model", "row", "case", "floor", "now", "", "must", "goal", "now / must", "of the way to the goal")
-    table = _table("measured, beside what the peers reach (must), the goal and the hardware's floor", names, 3)
+    table = _table("measured, compared with the peers' numbers (must), the goal and the hardware's floor", names, 3)
     for model, measures in record.measures.items():
         for m in measures:
             table.add_row(TITLES[model], m.row, m.case, *_cells(model, m))
@@ -49,7 +50,7 @@ def _way(value: float, wanted: Any) -> str:
 
 
 def correctness(record: Record) -> Table:
-    """The checks. ``extend`` and ``decode``: greatest and mean difference of log-probabilities."""
+    """Return the checks. ``extend`` and ``decode``: greatest and mean difference of log-probabilities."""
     names = ("attention", "page size", "extend", "decode", "verdict")
     table = _table("log-probabilities in bfloat16 against torch_native in float32, and greedy tokens", names, 1)
     for task, found in record.checks.items():
@@ -72,9 +73,9 @@ def _verdict(record: Record, task: str) -> str:
 
 
 def breakdowns(found: Sequence[dict[str, Any]], title: str) -> Table:
-    """Milliseconds of one decode step, a column for each batch size."""
+    """Return the milliseconds of one decode step, with a column for each batch size."""
     names = ("ms of a decode step", *(f"bs {part['batch']}" for part in found))
-    table = _table(f"{title}: where a decode step goes", names, 1)
+    table = _table(f"{title}: how the time of a decode step is spent", names, 1)
     rows: list[tuple[str, str]] = [("step_ms", "")]
     rows += [("host_ms", key) for key in _keys(found, "host_ms")]
     if "gpu_busy_ms" in found[0]:
@@ -105,7 +106,7 @@ def _keys(found: Iterable[dict[str, Any]], name: str) -> list[str]:
 
 
 def top_kernels(part: dict[str, Any]) -> Table:
-    """The kernels that take most of a step."""
+    """Return the kernels that take most of a step."""
     table = _table(f"bs {part['batch']}: kernels by time in a step", ("kernel", "family", "calls", "ms", "us each"), 2)
     for kernel in part["top"]:
         each = kernel["ms"] / kernel["calls"] * 1e3

@@ -1,4 +1,4 @@
-"""What the rows are measured against, on one H200: the best of two peers, the goal, and the hardware's floor."""
+"""Define the targets of the rows on one H200: the best of two peers, the goal, and the hardware's floor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from gpubench.models import multiplications
 from gpubench.plan import SIZES, short
 
 FLOPS = 790e12
-"""Measured ceiling of bf16 matrix products, per second."""
+"""The measured ceiling of bf16 matrix products, per second."""
 
 
 class Target(NamedTuple):
-    """``must`` is the best of SGLang 0.5.17 and vLLM 0.26.0 on the same workload; ``floor`` what bytes or products take
-    at the ceilings measured."""
+    """Hold the targets of a number.
+
+    ``must`` is the best of SGLang 0.5.17 and vLLM 0.26.0 on the same workload; ``floor`` is the time of the bytes or
+    products at the measured ceilings.
+    """
 
     must: float | None = None
     goal: float | None = None
@@ -49,13 +52,13 @@ TARGETS: dict[tuple[str, str, str], Target] = {
 }
 
 DIGITS = {"ms": 2, "s": 1, "tok/s": 0, "hit": 3, "ratio": 3}
-"""Digits that are shown of a unit; hit rates are compared with these many digits too."""
+"""The digits that are shown for a unit; hit rates are also compared with this number of digits."""
 
 MORE_IS_BETTER = ("tok/s", "hit")
 
 
 def target(model: str, row: str, case: str) -> Target:
-    """The target of a number. The floor of prompts is computed from their products."""
+    """Return the target of a number. The floor of prompts is computed from their products."""
     found = TARGETS.get((model, row, case), Target())
     if row == "prefill" and model != "tiny":
         tokens = next(n for n in SIZES[model].prefill if short(n) == case)
@@ -64,12 +67,12 @@ def target(model: str, row: str, case: str) -> Target:
 
 
 def reached(value: float, wanted: float | None, unit: str) -> bool | None:
-    """True if ``value`` is as good as ``wanted``; None if nothing is wanted."""
+    """Return whether ``value`` is as good as ``wanted``; None if there is no ``wanted``."""
     if wanted is None:
         return None
     return round(value, DIGITS[unit]) >= wanted if unit in MORE_IS_BETTER else value <= wanted
 
 
 def gain(value: float, wanted: float, unit: str) -> float:
-    """How many times better ``value`` is."""
+    """Return how many times better ``value`` is."""
     return value / wanted if unit in MORE_IS_BETTER else wanted / value

@@ -1,6 +1,7 @@
-"""A worker process: does the tasks that it is given and tells of each on its standard output, as lines of JSON.
+"""Run a worker process: it performs its tasks and reports each on its standard output, as lines of JSON.
 
-It ends at the first task that fails, because the device may be lost with it; ``supervise`` starts another for the rest.
+It ends at the first task that fails, because the device may be lost; ``supervise`` starts another process for the
+remaining tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Handler = Callable[[str], Any]
 
 
 def main() -> None:
-    """``python -m gpubench.worker JOB TASKS``."""
+    """Run ``python -m gpubench.worker JOB TASKS``."""
     channel = claim_stdout()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     job, tasks = Job(**json.loads(sys.argv[1])), json.loads(sys.argv[2])
@@ -42,20 +43,20 @@ def main() -> None:
 
 
 def claim_stdout() -> TextIO:
-    """The standard output for this protocol alone: whatever else is printed goes to standard error."""
+    """Reserve the standard output for this protocol: other output goes to standard error."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return channel
 
 
 def send(channel: TextIO, message: dict[str, Any]) -> None:
-    """One line."""
+    """Write one line."""
     channel.write(json.dumps(message, default=dataclasses.asdict) + "\n")
     channel.flush()
 
 
 def engine(job: Job) -> tuple[Handler, dict[str, Any]]:
-    """Workloads and breakdowns on one engine."""
+    """Run workloads and breakdowns on one engine."""
     from gpubench.breakdown import breakdown
     from gpubench.rows import CASES, WORKLOADS
     from gpubench.subject import Subject
@@ -75,7 +76,7 @@ def engine(job: Job) -> tuple[Handler, dict[str, Any]]:
 
 
 def check(job: Job) -> tuple[Handler, dict[str, Any]]:
-    """Correctness of attention backends."""
+    """Check the correctness of attention backends."""
     from gpubench.correctness import Checker
 
     checker = Checker(job)
@@ -83,7 +84,7 @@ def check(job: Job) -> tuple[Handler, dict[str, Any]]:
 
 
 def startup(job: Job) -> tuple[Handler, dict[str, Any]]:
-    """From constructing the engine to its first answer, whatever it imports meanwhile included."""
+    """Measure the time from constructing the engine to its first answer, including imports in between."""
     import dovetail
 
     def handle(task: str) -> Any:
@@ -99,7 +100,7 @@ def startup(job: Job) -> tuple[Handler, dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """What the numbers depend on."""
+    """Return the versions on which the numbers depend."""
     import torch
 
     import dovetail
@@ -113,7 +114,7 @@ def versions() -> dict[str, str]:
 
 
 def structured(job: Job) -> tuple[Handler, dict[str, Any]]:
-    """Decode under a grammar."""
+    """Measure decode with a grammar."""
     from gpubench.structured import structured as handler
 
     return handler(job)

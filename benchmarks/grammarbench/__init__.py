@@ -1,1 +1,1 @@
-"""Parts of benchmarks/grammar.py."""
+"""Provide the parts of benchmarks/grammar.py."""

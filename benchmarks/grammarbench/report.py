@@ -1,4 +1,4 @@
-"""Tables of what grammar backends made of the corpora."""
+"""Make tables of the grammar backends' results on the corpora."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The verdicts of every engine on one corpus, the engines in the order in which ``auto`` asks them."""
+    """Hold the verdicts of every engine on one corpus. The engines are in the order in which ``auto`` tries them."""
 
     title: str
     cases: Sequence[SchemaCase]
     verdicts: Mapping[str, Sequence[CorpusResult]]
 
     def with_auto(self) -> Table:
-        """The same, with ``auto``: the first engine that does not refuse by keyword decides."""
+        """Return the table with ``auto``: the first engine that does not refuse by keyword decides."""
         rows = [_first(answers) for answers in zip(*self.verdicts.values(), strict=True)]
         return replace(self, verdicts={AUTO: rows, **self.verdicts})
 
 
 def _first(answers: Sequence[CorpusResult]) -> CorpusResult:
-    """What ``auto`` does: it goes on to the next engine after a refusal by keyword, and ends with the first one's."""
+    """Return the result of ``auto``: it tries the next engine after a refusal by keyword; if all refuse, the first
+    engine's result counts."""
     spent = 0.0
     for answer in answers:
         spent += answer.compile
@@ -36,7 +37,7 @@ def _first(answers: Sequence[CorpusResult]) -> CorpusResult:
 
 
 def summary(verdicts: Sequence[CorpusResult]) -> dict[str, float]:
-    """The figures of one engine. Counts, shares of the schemas in percent, milliseconds and microseconds."""
+    """Return the figures of one engine: counts, shares of the schemas in percent, milliseconds and microseconds."""
     compiled = [v for v in verdicts if not v.refused and not v.timed_out]
     fills = sorted(second for v in verdicts for second in v.fills)
     compiles = sorted(v.compile for v in compiled)
@@ -63,7 +64,7 @@ def _at(ordered: Sequence[float], share: float) -> float:
 
 
 def markdown(table: Table) -> str:
-    """The table of one corpus."""
+    """Return the table of one corpus."""
     head = "| engine | covered | valid let through | invalid stopped | false accepts | refused | timed out | compile p50 / p99 ms | mask p50 / p99 / max us |"  # fmt: skip
     lines = [f"### {table.title}", "", head, "|" + "---|" * 9]
     for name, verdicts in table.verdicts.items():
@@ -86,7 +87,7 @@ def _refusals(table: Table) -> list[str]:
 
 
 def failures(table: Table) -> list[str]:
-    """One line for every schema that an engine did not cover, without refusing it by keyword."""
+    """Return one line for every schema that an engine did not cover without refusing it by keyword."""
     lines: list[str] = []
     for name, verdicts in table.verdicts.items():
         for case, verdict in zip(table.cases, verdicts, strict=True):

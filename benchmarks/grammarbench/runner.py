@@ -1,4 +1,4 @@
-"""One grammar backend in a process of its own, ended where a schema takes too long."""
+"""Run one grammar backend in a separate process, which is ended if a schema takes too long."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Load = Callable[[Path], Sequence[SchemaCase]]
 
 
 def registry() -> Registry:
-    """Every installed plugin."""
+    """Return a registry of every installed plugin."""
     return load_plugins(PluginsSection())
 
 
 def engine_names() -> list[str]:
-    """The installed grammar backends that take JSON schemas, the one that ``auto`` asks first at the front."""
+    """Return the installed grammar backends that take JSON schemas, in the order in which ``auto`` tries them."""
     specs = [component.spec for component in registry().components(ComponentKind.GRAMMAR)]
     usable = [spec for spec in specs if Feature.GRAMMAR_JSON_SCHEMA in spec.offers]
     return [spec.name for spec in sorted(usable, key=lambda spec: (-spec.priority, spec.name))]
@@ -58,7 +58,7 @@ def _serve(name: str, cases: Sequence[SchemaCase], pipe: Connection) -> None:
 
 
 class Runner:
-    """Judges cases one after the other. ``limit`` is in seconds, per case."""
+    """Judge cases one after the other. ``limit`` is in seconds per case."""
 
     def __init__(self, name: str, cases: Sequence[SchemaCase], limit: float) -> None:
         self.name = name
@@ -68,7 +68,8 @@ class Runner:
         self._pipe: Connection | None = None
 
     def verdicts(self) -> list[CorpusResult]:
-        """One for every case, in order. Raises ``RuntimeError`` where the backend fails otherwise than by refusing."""
+        """Return one verdict for every case, in order. Raises ``RuntimeError`` if the backend fails in another way
+        than by refusing."""
         try:
             return [self._one(index) for index in range(len(self.cases))]
         finally:

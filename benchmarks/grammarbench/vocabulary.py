@@ -1,9 +1,10 @@
-"""A tokenizer of any size, made from the tiny model's: its own tokens, then pairs of them that are no token yet.
+"""Make a tokenizer of any size from the tiny model's tokenizer: its own tokens, then pairs of them that are not tokens
+yet.
 
-Engines spend their time on the few tokens that may go on beyond a part of the text, those with a quotation mark inside, so
-there must be as many as in a published vocabulary: of the 130,000 of Mistral's Tekken 0.4 % hold one, and 0.35 % a backslash.
-One new token in three is a pair of any two tokens, the others of two words; so 0.4 % hold a quotation
-mark.
+Engines spend their time on the few tokens that may continue beyond a part of the text, those with a quotation mark
+inside. Therefore their share must be that of a published vocabulary: of the 130,000 tokens of Mistral's Tekken 0.4 %
+contain a quotation mark, and 0.35 % a backslash. One new token in three is a pair of any two tokens, and the others are
+pairs of two words, so that 0.4 % contain a quotation mark.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ PLAIN = 2 / 3
 
 
 def enlarged(tokenizer_json: str, size: int) -> str:
-    """The tokenizer's file with ``size`` tokens. It encodes as before, as the new ones have no merges; a model may say them."""
+    """Return the tokenizer's file with ``size`` tokens. It encodes as before, because the new tokens have no merges;
+    a model may generate them."""
     found = json.loads(tokenizer_json)
     vocabulary: dict[str, int] = found["model"]["vocab"]
     special = {token["content"] for token in found["added_tokens"]}
@@ -36,5 +38,5 @@ def enlarged(tokenizer_json: str, size: int) -> str:
 
 
 def tokenizer_of(tiny: Tokenizer, size: int) -> Tokenizer:
-    """The tiny model's tokenizer, enlarged."""
+    """Return the tiny model's tokenizer, enlarged."""
     return tiny if size <= tiny.vocab_size else Tokenizer(enlarged(tiny.json, size), eos_token_ids=tiny.eos_token_ids)

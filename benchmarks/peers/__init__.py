@@ -1,1 +1,1 @@
-"""The arms of ``cpu.py``: what is measured, the processes that do it, and the report."""
+"""Define the arms of ``cpu.py``: what is measured, the processes that measure it, and the report."""

@@ -1,4 +1,4 @@
-"""Arms as processes: started once for a model and dtype, asked for one run at a time."""
+"""Run arms as processes that are started once for a model and dtype and perform one run at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIT_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A competitor: its module in ``peers`` the Python that runs it, and options of its engine."""
+    """Describe a competitor: its module in ``peers``, the Python that runs it, and options of its engine."""
 
     name: str
     module: str
@@ -33,12 +33,13 @@ class Arm:
 
 
 class ArmError(Exception):
-    """An arm failed; the message holds what it said last."""
+    """Raised when an arm failed; the message contains its last output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One timed run. ``others_cpu`` is the CPU time that other arms' processes took meanwhile, over its seconds."""
+    """Describe one timed run. ``others_cpu`` is the CPU time of the other arms' processes during the run, divided by
+    its seconds."""
 
     seconds: float
     tokens: list[list[int]]
@@ -46,8 +47,11 @@ class Run:
 
 
 class Process:
-    """An arm's process and all it starts, in a session of their own. Stopped by signal except while it starts or runs:
-    vLLM's workers, for one, spin for a second after their last step."""
+    """Control an arm's process and its child processes, which form a separate session.
+
+    They are stopped by signal except while the process starts or runs: vLLM's workers, for example, spin for a second
+    after their last step.
+    """
 
     def __init__(self, arm: Arm, setup: Setup, work: Path) -> None:
         self.arm = arm
@@ -76,7 +80,7 @@ class Process:
         return Run(answer["seconds"], answer["tokens"])
 
     def profile(self, workload: Workload, prompts: list[list[int]]) -> str:
-        """Where the time of a run goes. Raises ``ArmError``."""
+        """Return how the time of a run is spent. Raises ``ArmError``."""
         return self._ask("profile", workload, prompts)["text"]
 
     def _ask(self, op: str, workload: Workload, prompts: list[list[int]]) -> dict[str, Any]:
@@ -90,7 +94,7 @@ class Process:
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the read that follows says what happened
+        with contextlib.suppress(BrokenPipeError):  # the following read reports what happened
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -105,11 +109,11 @@ class Process:
         return json.loads(line)
 
     def cpu_seconds(self) -> float:
-        """CPU time so far of the process and all it started."""
+        """Return the CPU time so far of the process and its child processes."""
         return session_cpu_seconds(self._process.pid)
 
     def close(self) -> None:
-        """Ask the process to end, wait for it, and end what is left of its session."""
+        """Request the process to end, wait for it, and end the remaining processes of its session."""
         self._signal(signal.SIGCONT)
         self._write({"op": "quit"})
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -123,7 +127,7 @@ class Process:
 
 
 def environment(threads: int, work: Path) -> dict[str, str]:
-    """The environment of every arm. Compile caches stay under ``work``, so that a second run starts faster."""
+    """Return the environment of every arm. Compile caches stay under ``work``, so that a second run starts faster."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -138,7 +142,7 @@ def environment(threads: int, work: Path) -> dict[str, str]:
 
 
 def session_cpu_seconds(session: int) -> float:
-    """User and system time of all live processes of a session; 0 where there is no /proc."""
+    """Return the user and system time of all running processes of a session; 0 on systems without /proc."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -149,7 +153,7 @@ def session_cpu_seconds(session: int) -> float:
 
 
 def measured(process: Process, others: list[Process], workload: Workload, prompts: list[list[int]]) -> Run:
-    """``process.run``, with what the idle arms took from it."""
+    """Call ``process.run``, and add the CPU time that the idle arms took from it."""
     before, start = sum(p.cpu_seconds() for p in others), time.perf_counter()
     run = process.run(workload, prompts)
     elapsed = time.perf_counter() - start
@@ -158,5 +162,5 @@ def measured(process: Process, others: list[Process], workload: Workload, prompt
 
 
 def tail(log: Path, lines: int = 12) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,4 +1,4 @@
-"""Dovetail: the offline ``LLM`` with its defaults, the engine in this process."""
+"""Run Dovetail: the offline ``LLM`` with its defaults, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peers.worker import Setup, serve
 
 
 class Dovetail:
-    """``dovetail.LLM`` without a grammar backend: nothing here is constrained."""
+    """Run ``dovetail.LLM`` without a grammar backend, because no output here is constrained."""
 
     def __init__(self, setup: Setup) -> None:
         sections = {"grammar": "none", "threads": setup.threads, **setup.options}

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ``generate`` over a left-padded batch, to the longest output."""
+"""Run Hugging Face transformers: ``generate`` over a left-padded batch, up to the longest output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peers.worker import Setup, serve
 
 
 class HF:
-    """``AutoModelForCausalLM`` with its defaults: sdpa attention, dynamic cache, no compilation."""
+    """Run ``AutoModelForCausalLM`` with its defaults: sdpa attention, dynamic cache, no compilation."""
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)
@@ -30,7 +30,7 @@ class HF:
         return [row[:n] for row, n in zip(out[:, width:].tolist(), output_lens, strict=True)]
 
     def reset(self) -> None:
-        """Nothing outlives a call."""
+        """Do nothing, because no state remains after a call."""
 
     def profile(self, prompts: list[list[int]], output_lens: list[int]) -> str:
         with torch.profiler.profile() as profiler:

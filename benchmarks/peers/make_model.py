@@ -1,4 +1,5 @@
-"""``python -m peers.make_model DIRECTORY SHAPE``: a Llama with random weights; SHAPE is JSON, see ``peers.models``."""
+"""Write a Llama with random weights: ``python -m peers.make_model DIRECTORY SHAPE``; SHAPE is JSON, see
+``peers.models``."""
 
 from __future__ import annotations
 

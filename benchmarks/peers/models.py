@@ -1,4 +1,5 @@
-"""The models under test, as directories that hold config.json and safetensors and no tokenizer: ids in, ids out."""
+"""Prepare the models under test: directories with config.json and safetensors and without a tokenizer, for ids as
+input and output."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ SHAPES = {
         "num_key_value_heads": 4,
     },
 }
-"""Llama configs; embeddings tied, context 2048, saved in bfloat16."""
+"""The Llama configs, with tied embeddings and a context of 2048, saved in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on disk. ``note`` says where its weights are from."""
+    """Describe a model on disk. ``note`` is the origin of its weights."""
 
     name: str
     path: Path
@@ -39,8 +40,10 @@ class Model:
 
 
 def prepare(name: str, work: Path, python: str, embedded: Path) -> Model:
-    """The directory of a model under ``work``, made once. ``tiny`` links to the embedded weights; where those are not
-    there, and for all others, the weights are random."""
+    """Return the directory of a model under ``work``, which is made once.
+
+    ``tiny`` links to the embedded weights. If they are missing, and for all other models, the weights are random.
+    """
     if name == "tiny" and list(embedded.glob("*.safetensors")):
         path, note = link(embedded, work / "models" / "tiny"), "the embedded model"
     else:
@@ -52,7 +55,7 @@ def prepare(name: str, work: Path, python: str, embedded: Path) -> Model:
 
 
 def link(source: Path, target: Path) -> Path:
-    """``target`` with links to the config and weights of ``source``, without its tokenizer."""
+    """Return ``target`` with links to the config and weights of ``source``, without its tokenizer."""
     target.mkdir(parents=True, exist_ok=True)
     for file in [source / "config.json", *source.glob("*.safetensors*")]:
         place = target / file.name
@@ -62,7 +65,7 @@ def link(source: Path, target: Path) -> Path:
 
 
 def make_random(path: Path, shape: dict[str, int], python: str) -> None:
-    """Save random weights. In a process of its own, so that the one that measures never loads torch."""
+    """Save random weights in a separate process, so that the measuring process never loads torch."""
     partial = path.with_name(path.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     command = [python, "-m", "peers.make_model", str(partial), json.dumps(shape)]

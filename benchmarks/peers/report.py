@@ -1,4 +1,4 @@
-"""From timed runs to ratios, tables, JSON and Markdown."""
+"""Convert timed runs to ratios, tables, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- {name}: begin, written by the benchmark -->", "<!-- {name}: e
 
 
 class Spread(NamedTuple):
-    """Median, least and greatest of some rounds."""
+    """Hold the median, minimum and maximum over the rounds."""
 
     median: float
     low: float
@@ -27,10 +27,10 @@ class Spread(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """The rounds of one workload. ``seconds[arm][round]``; ``failed[arm]`` says why an arm has no rounds.
+    """Hold the rounds of one workload. ``seconds[arm][round]``; ``failed[arm]`` is the reason why an arm has no rounds.
 
-    ``same_tokens[arm]`` is the share of output tokens that agree with the first arm's, up to each request's first
-    difference: a check that the arms do the same work. In bfloat16, and at near ties, it is below 1.
+    ``same_tokens[arm]`` is the share of output tokens that agree with those of the first arm, up to each request's
+    first difference: a check that the arms do the same work. In bfloat16, and at near ties, it is below 1.
     """
 
     model: str
@@ -44,16 +44,16 @@ class Row:
     others_cpu: float = 0.0
 
     def rate(self, arm: str) -> Spread:
-        """Useful output tokens a second."""
+        """Return the required output tokens per second."""
         return Spread.of([self.useful_tokens / s for s in self.seconds[arm]])
 
     def ratio(self, arm: str, baseline: str) -> Spread:
-        """How many times faster ``arm`` is than ``baseline``: paired by round."""
+        """Return how many times faster ``arm`` is than ``baseline``, paired by round."""
         pairs = zip(self.seconds[baseline], self.seconds[arm], strict=True)
         return Spread.of([base / mine for base, mine in pairs])
 
     def to_json(self, arm: str) -> dict[str, Any]:
-        """Everything measured, with the ratios of ``arm`` over the others."""
+        """Return all measurements, with the ratios of ``arm`` over the others."""
         done = [name for name, rounds in self.seconds.items() if rounds]
         return {
             **asdict(self),
@@ -63,30 +63,31 @@ class Row:
 
 
 def agreements_with_first(tokens: Mapping[str, list[list[int]] | None]) -> dict[str, float]:
-    """``Row.same_tokens``: each arm's tokens against those of the first arm that has any."""
+    """Compute ``Row.same_tokens``: each arm's tokens against those of the first arm that has any."""
     given = {arm: rows for arm, rows in tokens.items() if rows is not None}
     reference = next(iter(given.values()), [])
     return {arm: agreement(rows, reference) for arm, rows in given.items()}
 
 
 def agreement(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """Share of tokens before each pair's first difference."""
+    """Return the share of tokens before each pair's first difference."""
     same = sum(common_prefix(a, b) for a, b in zip(mine, theirs, strict=True))
     return same / sum(map(len, theirs))
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens agree."""
+    """Return the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def header(arms: Sequence[str], subject: str) -> list[str]:
-    """The columns of both tables."""
+    """Return the columns of both tables."""
     return ["model", "dtype", "workload", *arms, *(f"{subject} / {a}" for a in arms if a != subject)]
 
 
 def cells(row: Row, arms: Sequence[str], subject: str, *, ranges: bool) -> list[str]:
-    """Tokens a second of each arm, then the ratios: medians, with ``ranges`` as ``median (least-greatest)``."""
+    """Return the tokens per second of each arm, then the ratios: medians, with ``ranges`` as ``median
+    (least-greatest)``."""
     return [
         *(rate_cell(row, arm, ranges=ranges) for arm in arms),
         *(ratio_cell(row, subject, arm, ranges=ranges) for arm in arms if arm != subject),
@@ -94,7 +95,7 @@ def cells(row: Row, arms: Sequence[str], subject: str, *, ranges: bool) -> list[
 
 
 def rate_cell(row: Row, arm: str, *, ranges: bool) -> str:
-    """Output tokens a second; where there is one token only, the milliseconds to it."""
+    """Return the output tokens per second; for a single token, the milliseconds to it."""
     if not row.seconds.get(arm):
         return "-"
     if row.useful_tokens > 1:
@@ -103,20 +104,20 @@ def rate_cell(row: Row, arm: str, *, ranges: bool) -> str:
 
 
 def ratio_cell(row: Row, arm: str, baseline: str, *, ranges: bool) -> str:
-    """How many times faster."""
+    """Return how many times faster the arm is."""
     if not row.seconds.get(arm) or not row.seconds.get(baseline):
         return "-"
     return cell(row.ratio(arm, baseline), 2, "", ranges=ranges)
 
 
 def cell(spread: Spread, digits: int, unit: str, *, ranges: bool) -> str:
-    """``123 ms (120-125)``."""
+    """Return a cell such as ``123 ms (120-125)``."""
     median, low, high = (f"{x:.{digits}f}" for x in spread)
     return f"{median}{unit} ({low}-{high})" if ranges else f"{median}{unit}"
 
 
 def console_table(rows: Sequence[Row], arms: Sequence[str], subject: str) -> Table:
-    """For a terminal: medians."""
+    """Return the table of medians for a terminal."""
     table = Table(title="output tokens a second, then how many times faster (medians)", pad_edge=False)
     for name in header(arms, subject):
         table.add_column(name, justify="left" if name in ("model", "dtype", "workload") else "right")
@@ -126,7 +127,8 @@ def console_table(rows: Sequence[Row], arms: Sequence[str], subject: str) -> Tab
 
 
 def markdown(rows: Sequence[Row], arms: Sequence[str], subject: str, facts: Mapping[str, str]) -> str:
-    """For docs/benchmarks.md: the facts of the run, the table with ranges, what agreed and what failed."""
+    """Return the section of docs/benchmarks.md: the facts of the run, the table with ranges, agreements and
+    failures."""
     names = header(arms, subject)
     lines = [f"- {key}: {value}" for key, value in facts.items()]
     lines += [f"- {text}" for text in agreements(rows)]
@@ -140,7 +142,7 @@ def markdown(rows: Sequence[Row], arms: Sequence[str], subject: str, facts: Mapp
 
 
 def agreements(rows: Sequence[Row]) -> list[str]:
-    """For each dtype, how far the arms' tokens agree with the first arm's."""
+    """Return, for each dtype, how far the arms' tokens agree with those of the first arm."""
     shares: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         for arm, share in row.same_tokens.items():
@@ -155,17 +157,18 @@ def agreements(rows: Sequence[Row]) -> list[str]:
 
 
 def line(columns: Sequence[str]) -> str:
-    """A line of a Markdown table."""
+    """Return a line of a Markdown table."""
     return f"| {' | '.join(columns)} |"
 
 
 def short(text: str) -> str:
-    """The last line of an error."""
+    """Return the last line of an error."""
     return text.strip().splitlines()[-1].replace("`", "'")
 
 
 def replace_section(path: Path, name: str, text: str) -> None:
-    """Put ``text`` between the marks of section ``name`` in a Markdown file. Raises ``ValueError`` without the marks."""
+    """Put ``text`` between the marks of section ``name`` in a Markdown file. Raises ``ValueError`` if the marks are
+    missing."""
     begin, end = BEGIN.format(name=name), END.format(name=name)
     page = path.read_text()
     if page.count(begin) != 1 or page.count(end) != 1:

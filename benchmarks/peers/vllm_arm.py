@@ -1,4 +1,4 @@
-"""vLLM's CPU build: the offline ``LLM`` with its defaults (prefix caching on), eager or compiled."""
+"""Run vLLM's CPU build: the offline ``LLM`` with its defaults (prefix caching on), eager or compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ KV_GIB = "1"
 
 
 class VLLM:
-    """Engine core in its own process, as ``LLM`` starts it: only there are vLLM's preloaded libraries in force."""
+    """Run the engine core in a separate process, as ``LLM`` starts it, because vLLM's preloaded libraries are active
+    only there."""
 
     def __init__(self, setup: Setup) -> None:
         cpus = sorted(os.sched_getaffinity(0))[: setup.threads]

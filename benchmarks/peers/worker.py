@@ -1,11 +1,11 @@
-"""The process behind an arm: a loop over JSON lines, idle (blocked in a read) while other arms run.
+"""Run the process of an arm: a loop over JSON lines, idle (blocked in a read) while other arms run.
 
     -> {"op": "run", "prompts": [[...]], "output_lens": [...]}     <- {"seconds": s, "tokens": [[...]]}
     -> {"op": "profile", "prompts": ..., "output_lens": ...}       <- {"text": "..."}
     -> {"op": "quit"}, or the end of the input                     (ends)
 
-The first line it writes is {"ready": {...versions}}. An error is answered with {"error": "..."}. Standard library only:
-each arm runs in its own Python.
+The first line that it writes is {"ready": {...versions}}. An error is answered with {"error": "..."}. It uses the
+standard library only, because each arm runs in its own Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, Protocol, TextIO
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What an arm is told on its command line, as JSON. ``options`` are arguments of the engine's own constructor."""
+    """Describe an arm, as given on its command line in JSON. ``options`` are arguments of the engine's own
+    constructor."""
 
     model: str
     dtype: str
@@ -31,23 +32,23 @@ class Setup:
 
 
 class Runner(Protocol):
-    """One engine, warm. ``generate`` returns exactly ``output_lens[i]`` greedy tokens for ``prompts[i]``."""
+    """Hold one warm engine. ``generate`` returns exactly ``output_lens[i]`` greedy tokens for ``prompts[i]``."""
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]: ...
 
     def reset(self) -> None:
-        """Forget cached prefixes. Not timed."""
+        """Remove cached prefixes. Not timed."""
         ...
 
     def profile(self, prompts: list[list[int]], output_lens: list[int]) -> str:
-        """Where the time of ``generate`` goes, as text."""
+        """Return how the time of ``generate`` is spent, as text."""
         ...
 
     def versions(self) -> dict[str, str]: ...
 
 
 def serve(make: Callable[[Setup], Runner]) -> None:
-    """Answer requests until the input ends. Whatever else writes to stdout is sent to stderr."""
+    """Answer requests until the input ends. Other output to stdout is redirected to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     setup = Setup(**json.loads(sys.argv[1]))
@@ -60,13 +61,13 @@ def serve(make: Callable[[Setup], Runner]) -> None:
             break
         send(answers, answer(runner, request))
     answers.close()
-    # Not all engines end when their last reference goes, and a peer's farewell is not what is measured here.
+    # Not all engines end with their last reference, and the shutdown of a peer is not measured here.
     sys.stderr.flush()
     os._exit(0)
 
 
 def answer(runner: Runner, request: dict[str, Any]) -> dict[str, Any]:
-    """Do what one request asks."""
+    """Perform one request."""
     prompts, lens = request["prompts"], request["output_lens"]
     try:
         runner.reset()
@@ -89,6 +90,6 @@ def send(stream: TextIO, message: dict[str, Any]) -> None:
 
 
 def pin(threads: int) -> None:
-    """Run on the first ``threads`` CPUs only, so that every arm has the same ones."""
+    """Run on the first ``threads`` CPUs only, so that every arm uses the same CPUs."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])

@@ -1,4 +1,4 @@
-"""What is measured: requests as token ids with forced output lengths, the same for every arm."""
+"""Define what is measured: requests as token ids with forced output lengths, the same for every arm."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 SHARED_PREFIX_TOKENS = 512
 FIRST_TOKEN_ID = 16
-"""Ids below are left to special tokens."""
+"""The ids below this one are reserved for special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that arrive together. ``shared`` is how many first tokens of the prompts are one and the same."""
+    """Describe requests that arrive together. ``shared`` is the length of the prompts' common prefix."""
 
     name: str
     title: str
@@ -22,18 +22,18 @@ class Workload:
 
     @property
     def useful_tokens(self) -> int:
-        """Output tokens that were asked for; an arm that computes more gets no credit for them."""
+        """Return the number of required output tokens; an arm that computes more gets no credit for them."""
         return sum(self.output_lens)
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Random token ids. Another seed shares no prefix with this one, so a new seed is a cold cache."""
+        """Return random token ids. Another seed shares no prefix with this one, so a new seed means a cold cache."""
         source = random.Random(f"{self.name}:{seed}")
         draw = range(FIRST_TOKEN_ID, vocab_size)
         head = source.choices(draw, k=self.shared)
         return [head + source.choices(draw, k=n - self.shared) for n in self.prompt_lens]
 
     def smoke(self) -> Workload:
-        """A few requests and tokens of the same shape, to see that everything runs."""
+        """Return a few requests and tokens of the same shape, to check that everything runs."""
         prompts = tuple(min(n, self.shared + 16) for n in self.prompt_lens[:4])
         outputs = tuple(min(n, 4) for n in self.output_lens[:4])
         return Workload(self.name, f"SMOKE of {self.name}", prompts, outputs, self.shared)
@@ -41,7 +41,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How long the workloads of a model are: as long as the slowest arm makes bearable."""
+    """Describe the lengths of a model's workloads, chosen so that the slowest arm ends in acceptable time."""
 
     single_output: int
     batch_output: int
@@ -56,14 +56,14 @@ SIZES = {
 
 
 def spread(low: int, high: int, count: int, seed: int) -> tuple[int, ...]:
-    """``count`` lengths evenly spaced over [low, high], in an order that depends on ``seed`` only."""
+    """Return ``count`` lengths evenly spaced over [low, high], in an order that depends on ``seed`` only."""
     lens = [low + round(i * (high - low) / (count - 1)) for i in range(count)]
     random.Random(seed).shuffle(lens)
     return tuple(lens)
 
 
 def workloads(size: Size) -> list[Workload]:
-    """The rows of a model."""
+    """Return the rows of a model."""
     top, n, tail = size.mixed_output, size.prefix_requests, SHARED_PREFIX_TOKENS // 9
     return [
         Workload("first", "time to first token, prompt 512", (512,), (1,)),

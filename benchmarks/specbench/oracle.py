@@ -1,4 +1,4 @@
-"""A drafter whose acceptance is set: it replays what the target is known to say, with errors."""
+"""Provide a drafter with a given acceptance: it replays known outputs of the target, with errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ Futures = Mapping[tuple[int, ...], IntArray]
 
 
 class Oracle(Drafter):
-    """Drafts ``width`` tokens of the known output; at each place it says another token with chance ``errors``, the same one whenever
-    a prompt is run. All of it is known before: a proposal costs a slice."""
+    """Propose ``width`` tokens of the known output.
+
+    At each position it proposes a wrong token with probability ``errors``; it is the same token in every run of a
+    prompt. All of it is computed in advance, so that a proposal costs only a slice.
+    """
 
     def __init__(self, futures: Futures, width: int, errors: float, vocab_size: int) -> None:
         self._width = width
@@ -30,11 +33,11 @@ class Oracle(Drafter):
 
     @property
     def max_draft_tokens(self) -> int:
-        """``width``."""
+        """Return ``width``."""
         return self._width
 
     def propose(self, batch: Batch) -> DraftTree | None:
-        """See ``Drafter``."""
+        """See ``Drafter.propose``."""
         assert batch.draft_limits is not None
         drafts: dict[int, IntArray] = {}
         for row in range(batch.num_extend, len(batch.reqs)):
@@ -58,7 +61,8 @@ def attach(llm: dovetail.LLM, drafter: Drafter) -> None:
 
 
 def use(llm: dovetail.LLM, drafter: Drafter | None) -> None:
-    """The engine with this drafter from now on, as wide as that ``attach`` was given, or with none."""
+    """Let the engine use this drafter from now on, or none. It must be as wide as the drafter that ``attach``
+    received."""
     loop = llm.loop
     loop.drafter = drafter
     width = 0 if drafter is None else drafter.max_draft_tokens

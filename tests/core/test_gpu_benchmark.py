@@ -244,5 +244,5 @@ def test_rows_are_checked(parts):
     finally:
         sys.path.pop(0)
     assert gpu.row_names("decode, gsp") == ("decode", "gsp")
-    with pytest.raises(argparse.ArgumentTypeError, match="decod: no such row; allowed: decode"):
+    with pytest.raises(argparse.ArgumentTypeError, match="decod: there is no such row; allowed: decode"):
         gpu.row_names("decod")

@@ -46,7 +46,7 @@ def test_a_page_that_is_not_returned(load, llm):
         load.settle()
     finally:
         llm.loop.scheduler.ledger.allocator.free(pages)
-    assert any("disorder" in text for text in load.tally.wrong)
+    assert any("inconsistent" in text for text in load.tally.wrong)
     assert any("1 pages are lost" in text for text in load.tally.wrong)
 
 
@@ -90,7 +90,7 @@ def outcome(kind, count, **params):
         (outcome(FinishKind.LENGTH, 3, max_new_tokens=4), "3 tokens of 4"),
         (outcome(FinishKind.STOP, 3, max_new_tokens=4, ignore_eos=True), "it stopped"),
         (outcome(FinishKind.LENGTH, 3, max_new_tokens=3, logprobs=2), "0 logprobs for 3"),
-        (outcome(FinishKind.ABORT, 3, max_new_tokens=4), "aborted by nobody"),
+        (outcome(FinishKind.ABORT, 3, max_new_tokens=4), "aborted without a request to abort"),
         (outcome(FinishKind.STOP, 3, max_new_tokens=4, grammar=soak.WORDS), "breaks its grammar"),
     ],
 )
