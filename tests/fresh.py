@@ -1,5 +1,5 @@
-"""Fresh Python processes that need not import torch again: each is forked from one that has imported what is heavy and done
-nothing else. Where the import itself is what matters, tests start ``sys.executable``."""
+"""Start fresh Python processes that need not import torch again: each is forked from a process that has imported the
+heavy packages and done nothing else. Tests in which the import itself matters start ``sys.executable``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAVY = (
 
 @functools.cache
 def heavy_imported() -> ForkServerContext:
-    """Starts processes that have imported ``HEAVY`` before they begin."""
+    """Start processes that have imported ``HEAVY`` before they begin."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*HEAVY])
     return context
@@ -38,7 +38,8 @@ def heavy_imported() -> ForkServerContext:
 def run_python(
     arguments: Sequence[str], directory: Path, env: Mapping[str, str], seconds: float = 280
 ) -> subprocess.CompletedProcess[str]:
-    """``python *arguments`` (a script, ``-c code`` or ``-m module``) with ``env`` alone, as ``subprocess.run`` would."""
+    """Run ``python *arguments`` (a script, ``-c code`` or ``-m module``) with ``env`` alone, as ``subprocess.run``
+    would."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "out"), Path(folder, "err")
         path = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *_usual_path()]
@@ -55,8 +56,8 @@ def run_python(
 
 
 class ForkedWorker:
-    """``subprocess.Popen`` of ``python *arguments`` for what waits for its end and writes to a file: its standard input is a pipe,
-    its output and its errors go to the file that is open as ``stdout``."""
+    """Stand in for ``subprocess.Popen`` of ``python *arguments``: its standard input is a pipe, and its output and
+    errors go to the file that is open as ``stdout``. The caller waits for its end."""
 
     def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object) -> None:
         theirs, self.stdin = heavy_imported().Pipe(duplex=False)
@@ -68,11 +69,11 @@ class ForkedWorker:
         theirs.close()
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """Return its exit code, None while it runs."""
         return self._process.exitcode
 
     def wait(self) -> int | None:
-        """Its exit code when it has ended."""
+        """Wait for its end and return its exit code."""
         self._process.join()
         return self._process.exitcode
 
@@ -95,7 +96,7 @@ def _run(
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(env)
-    os.environ.setdefault("PYTEST_ADDOPTS", "-p no:schemathesis")  # a second to import, and no suite uses it
+    os.environ.setdefault("PYTEST_ADDOPTS", "-p no:schemathesis")  # it takes a second to import, and no suite uses it
     for number, file in enumerate(files, 1):
         opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, number)
@@ -128,7 +129,7 @@ def _run_main(arguments: list[str]) -> None:
 
 @functools.cache
 def _usual_path() -> list[str]:
-    """Where Python looks for modules if nobody asks it to look elsewhere."""
+    """Return where Python looks for modules unless PYTHONPATH adds other folders."""
     code = "import json, sys; print(json.dumps(sys.path[1:]))"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return json.loads(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)

@@ -83,7 +83,7 @@ def forbidden(glossary: str) -> re.Pattern[str]:
 
 
 def words(name: str, text: str, pattern: re.Pattern[str]) -> Iterator[str]:
-    """Yield the forbidden words in a file. Identifiers are read as words: ``DraftRoom`` and ``draft_room`` as "draft room"."""
+    """Yield the forbidden words in a file. Identifiers are split into words at underscores and capitals."""
     if name == GLOSSARY:
         text = text.partition(LIST)[0]
     spaced = re.sub(r"_|(?<=[a-z0-9])(?=[A-Z])", " ", text)

@@ -1,4 +1,7 @@
-"""How parsers are chosen: by name, or by the model's chat template. Run: pytest tests/core/test_plugins_parsers.py"""
+"""Test how parsers are chosen: by name, or by the model's chat template.
+
+Run: pytest tests/core/test_plugins_parsers.py
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ TOOL, REASONING = ComponentKind.TOOL_PARSER, ComponentKind.REASONING_PARSER
 
 @pytest.fixture
 def chosen(fakes, tmp_path):
-    """Resolve with four parsers and, perhaps, a chat template beside the checkpoint."""
+    """Resolve with four parsers and, if given, a chat template beside the checkpoint."""
 
     def run(*sets, template=None, extra=()):
         specs = [

@@ -1,4 +1,7 @@
-"""The resolver: order of preference, stages, joint features, messages. Run: pytest tests/core/test_plugins_resolver.py"""
+"""Test the resolver: order of preference, stages, joint features, messages.
+
+Run: pytest tests/core/test_plugins_resolver.py
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,7 @@ def test_constraints_that_are_met_do_not_reject(fakes):
     assert resolved.attention_decode.name == "picky"
 
 
-def test_every_empty_slot_is_told_at_once(fakes):
+def test_every_empty_slot_is_reported_at_once(fakes):
     gone = Requirement("no-such-dist")
     specs = [fakes.spec(K.ATTENTION, "x", requires=(gone,)), fakes.spec(K.POLICY, "y", requires=(gone,))]
     text = refusal(fakes, *specs, sets=["attention=x", "policy=y"])
@@ -237,7 +240,7 @@ def test_a_config_module_that_breaks_rejects_only_its_component(fakes):
     assert reasons(resolved, "cache", "x") == ["config"]
 
 
-# the parts together
+# how the parts fit together
 
 
 def test_tree_drafter_with_attention_without_tree_mask_is_refused_with_the_smallest_changes(fakes):
@@ -255,7 +258,7 @@ def test_tree_drafter_with_attention_without_tree_mask_is_refused_with_the_small
     ) in text
     fixes = text.partition("to mend it, set one of:")[2].split("\n  - ")[1:]
     assert set(fixes) == {"attention: trees", "speculative: none", "speculative: ngram"}
-    for fix in fixes:  # each of the changes does mend it
+    for fix in fixes:  # each of the changes resolves the conflict
         key, _, value = fix.partition(": ")
         assert run(fakes, *specs, sets=["attention=chains", "speculative=eagle", f"{key}={value}"])
 
@@ -432,7 +435,7 @@ FEATURES = [Feature.ATTN_VERIFY, Feature.ATTN_TREE_MASK, Feature.ATTN_MIXED]
     mixed=st.booleans(),
 )
 def test_auto_finds_a_fit_exactly_if_brute_force_does(fakes, offers, drafts, policies, caches, mixed):
-    """Against an independent reading of the rules, over all combinations of what is installed."""
+    """The reference is an independent reading of the rules, over all combinations of the installed components."""
     reuse = frozenset({Feature.CACHE_REUSE})
     aware = frozenset({Feature.POLICY_PREFIX_AWARE})
     base = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE})
@@ -489,8 +492,8 @@ INVARIANT = PLAIN | {Feature.ATTN_BATCH_INVARIANT}
 INVARIANT_SETS = ("batch_invariant=true", "graphs.decode=false")
 
 
-def invariant_house(fakes, *more, model=True):
-    """Two backends that can do it, and two that ``auto`` would rather have."""
+def invariant_registry(fakes, *more, model=True):
+    """Register two backends that offer batch invariance, and two that ``auto`` prefers otherwise."""
     registry = fakes.registry(
         fakes.spec(K.ATTENTION, "quick", priority=9, offers=VERIFY),
         fakes.spec(
@@ -516,7 +519,7 @@ def invariant_refusal(fakes, registry, *sets):
 
 
 def test_batch_invariance_chooses_a_backend_that_offers_it(fakes):
-    registry = invariant_house(fakes)
+    registry = invariant_registry(fakes)
     assert resolve(fakes.config(registry), registry, H100).attention_decode.name == "quick"
     resolved = invariant(fakes, registry)
     assert resolved.config.batch_invariant
@@ -527,7 +530,7 @@ def test_batch_invariance_chooses_a_backend_that_offers_it(fakes):
 
 
 def test_batch_invariance_has_one_backend_for_both_phases(fakes):
-    registry = invariant_house(fakes)
+    registry = invariant_registry(fakes)
     for phase in ("prefill", "decode"):
         follows = invariant(fakes, registry, f"attention.{phase}={{kind: firm, split: 2}}")
         assert follows.attention_prefill.name == follows.attention_decode.name == "firm"
@@ -551,7 +554,7 @@ def test_batch_invariance_has_one_backend_for_both_phases(fakes):
 
 
 def test_batch_invariance_is_refused_over_attention_that_does_not_offer_it(fakes):
-    registry = invariant_house(fakes)
+    registry = invariant_registry(fakes)
     text = invariant_refusal(fakes, registry, "attention=quick")
     for phase in ("prefill", "decode"):
         assert f"batch_invariant needs attention.batch_invariant; attention.{phase} is 'quick'" in text
@@ -561,7 +564,7 @@ def test_batch_invariance_is_refused_over_attention_that_does_not_offer_it(fakes
 
 
 def test_batch_invariance_takes_trees_of_drafts_over_pages_of_one_token(fakes):
-    registry = invariant_house(fakes)
+    registry = invariant_registry(fakes)
     with pytest.raises(ConfigError) as error:
         invariant(fakes, registry, "speculative=eagle")
     assert "speculative 'eagle', whose drafts may be trees, and memory.page_size is 16; allowed with trees: 1" in str(
@@ -571,7 +574,7 @@ def test_batch_invariance_takes_trees_of_drafts_over_pages_of_one_token(fakes):
 
 
 def test_batch_invariance_needs_a_model_that_offers_it(fakes):
-    text = invariant_refusal(fakes, invariant_house(fakes, model=False))
+    text = invariant_refusal(fakes, invariant_registry(fakes, model=False))
     assert "batch_invariant needs model.batch_invariant; the model offers nothing" in text
     assert text.endswith("set one of:\n  - batch_invariant: false")
 
@@ -582,7 +585,7 @@ def test_batch_invariance_needs_a_model_that_offers_it(fakes):
 )
 def test_batch_invariance_is_refused_where_it_has_not_been_shown(fakes, machine, got):
     with pytest.raises(ConfigError) as caught:
-        invariant(fakes, invariant_house(fakes), machine=Machine.assume(machine))
+        invariant(fakes, invariant_registry(fakes), machine=Machine.assume(machine))
     text = str(caught.value)
     assert text.startswith("batch_invariant is true, which needs CUDA of compute capability 9.0")
     assert text.endswith(f"; {got}. Set batch_invariant: false")
@@ -591,7 +594,7 @@ def test_batch_invariance_is_refused_where_it_has_not_been_shown(fakes, machine,
 # the model
 
 
-def test_architecture_that_nobody_implements(fakes):
+def test_architecture_that_no_plugin_implements(fakes):
     (fakes.directory / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
     text = refusal(fakes)
     assert "has architectures ['OtherForCausalLM'], which no installed model component implements" in text
@@ -599,7 +602,7 @@ def test_architecture_that_nobody_implements(fakes):
     assert run(fakes, sets=["model.arch=fake"]).model.name == "fake"
 
 
-def test_overrides_reach_describe_and_describe_errors_are_told(fakes):
+def test_overrides_reach_describe_and_describe_errors_are_reported(fakes):
     registry = fakes.registry()
     config = fakes.config(registry, "model.overrides={hidden_act: relu}")
     assert resolve(config, registry, CPU).model_info.config == {
@@ -800,7 +803,7 @@ def test_graphs_are_refused_on_a_device_that_has_none(fakes, setting):
 
 def test_batch_invariance_is_not_believed_of_a_backend_for_which_it_meant_less(fakes):
     old = fakes.spec(K.ATTENTION, "old", priority=20, api=(1, 2), offers=INVARIANT | TREE)
-    registry = invariant_house(fakes, old)
+    registry = invariant_registry(fakes, old)
     assert invariant(fakes, registry).attention_decode.name == "firm"
     assert "batch_invariant needs attention.batch_invariant; attention.decode is 'old'" in invariant_refusal(
         fakes, registry, "attention=old"
@@ -809,10 +812,10 @@ def test_batch_invariance_is_not_believed_of_a_backend_for_which_it_meant_less(f
 
 def test_batch_invariance_takes_no_float32(fakes):
     with pytest.raises(ConfigError, match=r"model\.dtype is float32; allowed: bfloat16, float16"):
-        invariant(fakes, invariant_house(fakes), "model.dtype=float32")
+        invariant(fakes, invariant_registry(fakes), "model.dtype=float32")
 
 
-def test_batch_invariance_goes_by_no_record_of_other_kernels(fakes):
-    registry = invariant_house(fakes)
+def test_batch_invariance_ignores_records_of_other_kernels(fakes):
+    registry = invariant_registry(fakes)
     tuning = {"attention.prefill": ["solid"], "attention.decode": ["solid"]}
     assert invariant(fakes, registry, tuning=tuning).attention_decode.name == "firm"

@@ -1,4 +1,4 @@
-"""The soak notices what it is there to notice.
+"""Test that the soak notices the defects that it must notice.
 
 .venv/bin/python -m pytest -q tests/core/test_soak.py
 """
@@ -51,7 +51,7 @@ def test_a_page_that_is_not_returned(load, llm):
 
 
 def change_one(monkeypatch, llm, change):
-    """Let ``change`` make others of the answers that hold an end, once."""
+    """Apply ``change`` to the first output that holds an end, once."""
     step, done = llm.loop.step, []
 
     def changed():

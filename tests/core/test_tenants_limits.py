@@ -1,4 +1,7 @@
-"""Token buckets and the limits of a tenant. Run: pytest tests/core/test_tenants_limits.py"""
+"""Test token buckets and the limits of a tenant.
+
+Run: pytest tests/core/test_tenants_limits.py
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def test_a_bucket_is_full_at_first_and_fills_at_its_rate():
     st.lists(st.tuples(st.floats(-50, 50), st.integers(0, 1000), st.floats(0, 1)), max_size=60),
 )
 def test_no_minute_gets_more_than_a_full_bucket_and_what_flows_in(per_minute, steps):
-    """Over any time at all, with clocks that go back and refunds: taken <= capacity + time * rate."""
+    """For every interval, with clocks that go back and with refunds: taken <= capacity + time * rate."""
     now = latest = 0.0
     bucket, used = TokenBucket(per_minute, now), 0.0
     for step, amount, share_used in steps:
@@ -69,7 +72,7 @@ def test_no_minute_gets_more_than_a_full_bucket_and_what_flows_in(per_minute, st
         assert used <= per_minute + latest * per_minute / 60 + 1e-3
 
 
-def test_waiting_as_long_as_was_told_is_enough():
+def test_waiting_for_the_reported_time_is_enough():
     for per_minute in (1, 7, 60, 977):
         bucket = TokenBucket(per_minute, 0.1)
         bucket.take(per_minute, 0.1)
@@ -122,7 +125,7 @@ def test_each_output_counts_as_a_request(clock):
     one.arrive()
     one.admit(6, 1, 1)
     refusal(one.arrive)
-    clock.now += 30  # three are there again
+    clock.now += 30  # three tokens are available again
     one.arrive()
     refusal(one.admit, 4, 1, 1)
     one.admit(3, 1, 1)
@@ -151,7 +154,7 @@ def test_tokens_are_reserved_and_what_is_left_comes_back(clock):
 def test_more_output_than_a_minute_holds_takes_all_of_it_and_the_rest_as_debt(clock):
     one = tenant(clock, tokens_per_minute=600)
     lease = one.admit(1, 100, 100_000)
-    lease.settle(900)  # 300 more than there were
+    lease.settle(900)  # 300 more than were available
     assert refusal(one.admit, 1, 1, 59).retry_after == pytest.approx(36)
     clock.now += 36
     one.admit(1, 1, 59)
@@ -195,7 +198,7 @@ def test_whatever_comes_all_is_given_back_in_the_end(steps):
     assert one._tokens.level(clock.now) == one._tokens.capacity
 
 
-def test_refusals_come_one_after_another_for_whoever_does_not_wait(clock):
+def test_refusals_come_one_after_another_for_a_client_that_does_not_wait(clock):
     one, other = (tenant(clock, requests_per_minute=1) for _ in range(2))
     one.arrive()
     pauses = [refusal(one.arrive).pause for _ in range(100)]

@@ -1,4 +1,4 @@
-"""What the host sends of a verify step: real rows first, and around them nothing but page 0.
+"""Test what the host sends for a verify step: real rows first, and page 0 in all padding.
 
 .venv/bin/python -m pytest -q tests/core/test_verify_inputs.py
 """
@@ -28,13 +28,13 @@ PAGE = 4
 
 
 def make_inputs(slots, max_pages):
-    """The host's table, and the inputs that read it."""
+    """Return the host's table, and the inputs that read it."""
     table = RequestTable(slots, max_pages)
     return table, Inputs(table.pages[0], PAGE, torch.device("cpu"))
 
 
 def random_batch(seed, prompts=0):
-    """Verify rows behind so many prompts, and the pages of all."""
+    """Return verify rows behind ``prompts`` prompts, and the pages of all."""
     rng = np.random.default_rng(seed)
     rows, k = prompts + int(rng.integers(1, 6)), int(rng.integers(1, 8))
     lens = rng.integers(0, k + 1, rows).astype(np.int32)
@@ -122,7 +122,7 @@ def test_lengths_of_a_planned_batch_follow_the_step():
 
 
 def written(table, slots, columns, pages):
-    """The updates of entries that are written one after another."""
+    """Return the updates of entries that are written one after another."""
     for slot, column, page in zip(slots, columns, pages, strict=True):
         table.write(slot, column, np.array([[page]], np.int32))
     return table.take_updates()
@@ -136,7 +136,7 @@ def test_new_pages_travel_behind_a_block_while_there_is_room():
     write_pages(inputs, new, shape, behind)
     assert behind[0] == 3
     assert behind[1:4].tolist() == [104, 150, 104]
-    assert behind[1 + shape.room :][:3].tolist() == [7, 8, 7], "the later page counts"
+    assert behind[1 + shape.room :][:3].tolist() == [7, 8, 7], "the page that was written later counts"
 
     many = written(table, [1] * (shape.room + 1), range(shape.room + 1), range(1, shape.room + 2))
     write_pages(inputs, many, shape, behind)

@@ -147,7 +147,7 @@ SUITES: dict[str, Maker] = {
     "extract, second turn": _second_turn("extract"),
     "extract, keys in the system prompt": _by_system,
     "answer in a given form": _styled,
-    "recall what the user told": _memory,
+    "recall what the user has stated": _memory,
     "tool call": _tool_call,
     "reply to a tool result": _tool_reply,
     "capital beside idle tools": _no_tool,

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 CONTEXT = 2048
 _WINDOWED = "window_size" in inspect.signature(varlen_attn).parameters
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if _WINDOWED else {"is_causal": True}
-"""How the installed torch (2.10 or later) is told to mask causally."""
+"""How the installed torch (2.10 or later) masks causally."""
 
 
 @dataclass(frozen=True, slots=True)
