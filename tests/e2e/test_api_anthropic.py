@@ -72,7 +72,7 @@ def ask(client: anthropic.Anthropic, stream: bool, messages: list[dict[str, Any]
         return events.get_final_message()
 
 
-def told(message: Message) -> dict[str, Any]:
+def shown_fields(message: Message) -> dict[str, Any]:
     """What does not differ from one time to the next: neither ids, nor what the cache held."""
     shown = message.model_dump(include={"content", "stop_reason", "stop_sequence"}, exclude_none=True)
     blocks = [{k: v for k, v in block.items() if k not in ("id", "parsed_output")} for block in shown["content"]]
@@ -127,11 +127,14 @@ def test_a_message(client: anthropic.Anthropic, tiny: httpx.Client):
         "end_turn",
         None,
     )
-    assert told(message)["tokens"] == (reference["usage"]["prompt_tokens"], reference["usage"]["completion_tokens"])
+    assert shown_fields(message)["tokens"] == (
+        reference["usage"]["prompt_tokens"],
+        reference["usage"]["completion_tokens"],
+    )
     assert message.id.startswith("msg_")
     assert message._request_id == message.id
     raw = tiny.post("/v1/messages", json=body_of(FRANCE))
-    assert told(Message.model_validate_json(raw.content, strict=True)) == told(message)
+    assert shown_fields(Message.model_validate_json(raw.content, strict=True)) == shown_fields(message)
 
 
 def test_the_events_of_a_stream(tiny: httpx.Client):
@@ -210,7 +213,7 @@ def test_a_stream_adds_up_to_the_whole_as_the_client_adds_it(drawn: list[Any], s
     whole = Message.model_validate_json(
         msgspec.json.encode(MessageFormat("tiny", body, ended).whole(ended)), strict=True
     )
-    assert told(snapshot) == told(whole)
+    assert shown_fields(snapshot) == shown_fields(whole)
     assert "".join(b.text for b in whole.content if b.type == "text") == "".join(part.content for part in parts)
     assert [b.id for b in whole.content if b.type == "tool_use"] == [c.id for p in parts for c in p.calls if c.id]
 
@@ -227,7 +230,7 @@ def test_system_and_turns_as_text_and_as_blocks(client: anthropic.Anthropic, tin
     for system, messages in (("Be brief.", plain), (blocks("Be brief."), boxed)):
         message = ask(client, stream, messages, system=system)
         assert text_of(message) == reference["choices"][0]["message"]["content"]
-        assert told(message)["tokens"][0] == reference["usage"]["prompt_tokens"]
+        assert shown_fields(message)["tokens"][0] == reference["usage"]["prompt_tokens"]
 
 
 def test_neighbours_of_one_role_are_one_turn(client: anthropic.Anthropic):
@@ -252,7 +255,7 @@ def test_tools(client: anthropic.Anthropic, stream: bool):
     answer = ask(client, stream, FRANCE, tools=TOOLS, tool_choice={"type": "auto"})
     assert (answer.stop_reason, "Paris" in text_of(answer)) == ("end_turn", True)
     none = ask(client, stream, PARIS, tools=TOOLS, tool_choice={"type": "none"}, max_tokens=20)
-    assert told(none) == told(ask(client, stream, PARIS, max_tokens=20))
+    assert shown_fields(none) == shown_fields(ask(client, stream, PARIS, max_tokens=20))
     for name in ("add", "get_weather"):
         called = ask(client, stream, FRANCE, tools=TOOLS, tool_choice={"type": "tool", "name": name})
         assert only_call(called)[0] == name
@@ -295,7 +298,7 @@ def test_the_result_goes_back_into_the_conversation(client: anthropic.Anthropic,
     )
     answer = ask(client, stream, talk, tools=TOOLS)
     assert text_of(answer) == reference["choices"][0]["message"]["content"]
-    assert told(answer)["tokens"][0] == reference["usage"]["prompt_tokens"]
+    assert shown_fields(answer)["tokens"][0] == reference["usage"]["prompt_tokens"]
 
 
 def test_arguments_that_break_off(client: anthropic.Anthropic):
@@ -350,7 +353,7 @@ def test_thinking(client: anthropic.Anthropic, tiny: httpx.Client, stream: bool)
     hidden, said = ask(client, stream, SUM, thinking={"type": "adaptive", "display": "omitted"}).content
     assert (hidden.type, hidden.thinking, said.text) == ("thinking", "", reference["content"])
     off = ask(client, stream, SUM, thinking={"type": "disabled"})
-    assert told(off) == told(ask(client, stream, SUM))
+    assert shown_fields(off) == shown_fields(ask(client, stream, SUM))
     assert "think" not in text_of(off)
     talk = [*SUM, {"role": "assistant", "content": [thought, said]}, *FRANCE]
     assert "Paris" in text_of(ask(client, stream, talk))
@@ -389,16 +392,16 @@ def test_an_answer_that_was_begun(client: anthropic.Anthropic):
 def test_counting(client: anthropic.Anthropic, tiny: httpx.Client):
     for more in ({}, {"system": "Be brief."}, {"tools": TOOLS}, {"thinking": THINK}):
         counted = client.messages.count_tokens(model="tiny", messages=FRANCE, **more)
-        assert counted.input_tokens == told(ask(client, False, FRANCE, max_tokens=1, **more))["tokens"][0]
+        assert counted.input_tokens == shown_fields(ask(client, False, FRANCE, max_tokens=1, **more))["tokens"][0]
     raw = tiny.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": FRANCE})
     MessageTokensCount.model_validate_json(raw.content, strict=True)
 
 
 def test_what_changes_nothing(client: anthropic.Anthropic):
-    free = told(ask(client, False, FRANCE))
+    free = shown_fields(ask(client, False, FRANCE))
     more = {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "me"}, "service_tier": "auto"}
     more |= {"output_config": {"effort": "low"}, "system": [], "tools": [], "stop_sequences": []}
-    assert told(ask(client, False, FRANCE, **more)) == free
+    assert shown_fields(ask(client, False, FRANCE, **more)) == free
 
 
 def test_sampling(tiny: httpx.Client):

@@ -261,7 +261,7 @@ def test_one_bad_prompt_fails_the_request(fake: httpx.Client):
 def test_a_rid_in_use(fake: httpx.Client):
     long = {"text": "one two", "sampling_params": {"max_new_tokens": 1000}, "rid": "mine"}
     with fake.stream("POST", "/generate", json=long | {"stream": True, "cache_salt": "slow"}) as first:
-        pieces = first.iter_raw()  # held: to let go of it closes the connection
+        pieces = first.iter_raw()  # kept referenced, because releasing it closes the connection
         next(pieces)
         refused(fake.post("/generate", json=NATIVE | {"rid": "mine"}), 400, None, "mine", "in use")
 

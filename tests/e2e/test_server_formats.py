@@ -264,7 +264,7 @@ def test_models_and_info(fake: httpx.Client):
 def test_flush_cache(fake: httpx.Client):
     assert fake.get("/flush_cache").status_code == fake.post("/flush_cache").status_code == 200
     with fake.stream("POST", "/generate", json={"text": "one", "stream": True, "cache_salt": "slow"}) as running:
-        pieces = running.iter_raw()  # held: to let go of it closes the connection
+        pieces = running.iter_raw()  # kept referenced, because releasing it closes the connection
         next(pieces)
         answer = fake.post("/flush_cache")
         assert answer.status_code == 400

@@ -59,7 +59,7 @@ def metrics(server: httpx.Client) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
-def test_a_request_names_its_backend_and_is_told_which_served_it(server: httpx.Client) -> None:
+def test_a_request_names_its_backend_and_the_answer_names_the_one_that_served_it(server: httpx.Client) -> None:
     first, *_ = backends(server)
     assert ask(server, regex="[ab]{4}")["meta_info"]["grammar_backend"] == first
     for name in backends(server):
@@ -91,7 +91,7 @@ def test_a_lark_grammar_and_a_structural_tag(server: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("constraint", "words"),
     [
-        ({"regex": "a", "grammar_backend": "nobody"}, ["grammar_backend is 'nobody'", "xgrammar"]),
+        ({"regex": "a", "grammar_backend": "missing"}, ["grammar_backend is 'missing'", "xgrammar"]),
         ({"grammar_backend": "xgrammar"}, ["there is no constraint", "structural_tag"]),
         ({"choice": []}, ["no text to choose"]),
         ({"choice": [""]}, ["no text to choose"]),
@@ -203,7 +203,7 @@ def stream(server: httpx.Client) -> Iterator[Stream]:
 
 
 @pytest.mark.parametrize("index", range(len(HOSTILE)))
-def test_a_hostile_constraint_is_answered_in_time_and_stops_nobody(
+def test_a_hostile_constraint_is_answered_in_time_and_delays_no_other_request(
     server: httpx.Client, stream: Stream, index: int
 ) -> None:
     start = time.monotonic()

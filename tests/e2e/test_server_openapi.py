@@ -63,7 +63,7 @@ def test_it_says_how_each_api_words_its_errors(fake: httpx.Client) -> None:
         assert set(error.json()) == set(said["400"]["content"]["application/json"]["schema"]["properties"])
 
 
-def test_other_methods_are_told_which_there_are(fake: httpx.Client) -> None:
+def test_other_methods_are_refused_with_the_allowed_ones(fake: httpx.Client) -> None:
     for path, methods in (("/v1/responses/x", "DELETE, GET"), ("/flush_cache", "GET, POST"), ("/generate", "POST")):
         answer = fake.request("PATCH", path)
         assert (answer.status_code, answer.headers["allow"]) == (405, methods)

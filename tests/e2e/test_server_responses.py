@@ -163,8 +163,8 @@ def test_a_call_and_its_result(client: openai.OpenAI):
     check_stream(events_of(client, PARIS, tools=[WEATHER]), CALLED)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 21}'}
     gone_on = make(client, [result], tools=[WEATHER], previous_response_id=first.id)
-    told = make(client, [{"role": "user", "content": PARIS}, *first.output, result], tools=[WEATHER], store=False)
-    assert gone_on.output_text == told.output_text
+    stateless = make(client, [{"role": "user", "content": PARIS}, *first.output, result], tools=[WEATHER], store=False)
+    assert gone_on.output_text == stateless.output_text
     assert gone_on.previous_response_id == first.id
     items = client.responses.input_items.list(gone_on.id, order="asc")
     assert [item.type for item in items.data] == ["message", "function_call", "function_call_output"]

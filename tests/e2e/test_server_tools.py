@@ -169,7 +169,7 @@ def test_the_result_goes_back_into_the_conversation(client: openai.OpenAI, strea
     assert "35135" in choice["message"]["content"]
 
 
-def test_a_call_cut_by_the_length_is_told_as_far_as_it_came(client: openai.OpenAI):
+def test_a_call_cut_by_the_length_has_the_arguments_up_to_there(client: openai.OpenAI):
     for stream in (False, True):
         choice = ask(client, stream, PARIS, tools=TOOLS, max_tokens=16)
         assert choice["finish_reason"] == "length"
@@ -186,7 +186,7 @@ def test_several_choices_have_calls_of_their_own(client: openai.OpenAI):
 
 
 @each_way
-def test_reasoning_is_told_apart(client: openai.OpenAI, stream: bool):
+def test_reasoning_is_separated(client: openai.OpenAI, stream: bool):
     message = ask(client, stream, SUM, extra_body=THINK)["message"]
     raw = ask(client, stream, SUM, extra_body={**THINK, "separate_reasoning": False})["message"]
     assert "5" in message["content"]

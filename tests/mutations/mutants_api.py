@@ -108,9 +108,9 @@ class StreamsUnannounced(Tiny):
 
 class RunsOn(Tiny):
     async def say(self, host: ApiHost, request: Request) -> Response:
-        """Ask for more than anybody waits for."""
+        """Submit a request that no client waits for."""
         answer = await super().say(host, request)
-        await self.submit(host, Ask(text="for nobody"))
+        await self.submit(host, Ask(text="for no client"))
         return answer
 
 
@@ -165,7 +165,7 @@ class AnswersErrorsItself(Tiny):
 
 class WaitsForNobody(Tiny):
     async def say(self, host: ApiHost, request: Request) -> Response:
-        """Say it back, whether or not there is somebody."""
+        """Echo the text, whether or not the client is connected."""
         body = await self.read(host, request)
         with await self.submit(host, body) as outputs:
             await outputs.wait()
@@ -201,8 +201,8 @@ class SaysAllAtOnce(Tiny):
             return await whole(request, outputs, lambda outputs: {"text": outputs.choices[0].text})
         with outputs:
             await outputs.wait()
-        told = event(json.dumps({"text": outputs.choices[0].text}).encode())
-        return Response(told, media_type=SSE)
+        answer = event(json.dumps({"text": outputs.choices[0].text}).encode())
+        return Response(answer, media_type=SSE)
 
 
 class Quiet(Lines):

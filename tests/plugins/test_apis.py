@@ -1,4 +1,4 @@
-"""The APIs of the house, held to what every API must do.
+"""Run the conformance suite on the APIs of this repository.
 
 .venv/bin/python -m pytest -q tests/plugins/test_apis.py
 """

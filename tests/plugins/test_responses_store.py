@@ -81,7 +81,7 @@ def test_memory_is_bounded():
     assert kept(store, "", *(f"r{i}" for i in range(8))) == [False] * 5 + [True] * 3
 
 
-def test_the_background_has_room_for_so_many():
+def test_the_number_of_background_responses_is_bounded():
     store = ResponseStore(ResponsesConfig(max_background=1))
     store.check_capacity("ada")
     store.add("ada", record("r", running=True))
@@ -123,7 +123,7 @@ def test_items_become_turns():
 
 
 async def statuses(method: str, path: str) -> list[int]:
-    """For somebody else, and then for who made the response. A POST without path goes on from it."""
+    """Call each route as another owner, then as the owner of the response. A POST without a path continues it."""
     server = EchoServer(Responses(ResponsesConfig()))
     server.service.owner = "ada"
     rid = (await server.request("POST", "/v1/responses", {"input": "hello"})).json()["id"]
@@ -144,7 +144,7 @@ def test_other_tenants_find_nothing(method: str, path: str, status: int):
     assert asyncio.run(statuses(method, path)) == [404, status]
 
 
-def test_a_stream_that_fails_is_told_to_its_end_and_kept():
+def test_a_stream_that_fails_is_completed_and_stored():
     async def run() -> tuple[list[Any], Any]:
         server = EchoServer(Responses(ResponsesConfig()))
         server.engine.most_steps, server.engine.death = 3, EngineDeadError("it is lost")
