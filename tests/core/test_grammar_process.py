@@ -1,4 +1,4 @@
-"""Compiling in processes that can be ended: time, memory, crashes, cancellation.
+"""Test compiling in processes that can be ended: time, memory, crashes, cancellation.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/core/test_grammar_process.py
 """
@@ -64,7 +64,7 @@ BACKEND = """
                 taken = bytearray(int(number) << 20)
             if word == "hoard":
                 self.hoard = [bytearray(1 << 20) for _ in range(int(number))]
-            if word == "tell":  # who compiles it
+            if word == "record":  # record the process that compiles it
                 with open(number, "a") as file:
                     print(os.getpid(), file=file)
                 time.sleep(2)
@@ -136,7 +136,7 @@ def wait(ticket: GrammarTicket, seconds: float = 60.0) -> GrammarTicket:
 
 
 def pid_of(service: GrammarService, text: str) -> int:
-    """The process in which a text was compiled."""
+    """Return the process in which a text was compiled."""
     compiled = wait(service.submit(regex(text))).matcher()
     assert compiled.text == text  # pyright: ignore[reportAttributeAccessIssue]
     return compiled.pid  # pyright: ignore[reportAttributeAccessIssue]
@@ -149,7 +149,7 @@ def refusal(service: GrammarService, text: str) -> GrammarError:
 
 
 def alive(pid: int) -> bool:
-    """False also for one that has ended and is still listed."""
+    """Return whether the process runs. A process that has ended and is still listed does not run."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -159,7 +159,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """True once the process has ended, which may take a moment."""
+    """Wait for the process to end, and return whether it has ended."""
     end = time.monotonic() + 10
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.01)
@@ -201,7 +201,7 @@ def test_a_compilation_that_takes_too_long_ends_its_process_and_nothing_else(mak
     start = time.monotonic()
     slow = service.submit(regex(text))
     time.sleep(0.2)
-    assert pid_of(service, "other") != first, "the other worker has a process of its own"
+    assert pid_of(service, "other") != first, "the other worker has another process"
     with pytest.raises(GrammarError, match=r"longer than 0\.5 s to compile"):
         wait(slow).matcher()
     assert time.monotonic() - start < 20
@@ -237,7 +237,7 @@ def test_a_compiler_that_crashes_costs_one_request(make: Make) -> None:
 
 
 def next_pid(pid_file: Path, known: list[int]) -> int:
-    """The process that has just begun to compile a "tell"."""
+    """Return the process that has just begun to compile a "record"."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         pids = [int(line) for line in pid_file.read_text().split()] if pid_file.exists() else []
@@ -251,7 +251,7 @@ def next_pid(pid_file: Path, known: list[int]) -> int:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_that_is_killed_from_outside_fails_no_request(make: Make, tmp_path: Path, how: signal.Signals) -> None:
     service, pid_file = make(workers=2), tmp_path / "pids"
-    ticket = service.submit(regex(f"tell {pid_file}"))
+    ticket = service.submit(regex(f"record {pid_file}"))
     first = next_pid(pid_file, [])
     os.kill(first, how)
     other = pid_of(service, "other")
@@ -263,20 +263,20 @@ def test_a_worker_that_is_killed_from_outside_fails_no_request(make: Make, tmp_p
 
 def test_of_a_constraint_whose_workers_are_killed_twice_the_server_is_to_blame(make: Make, tmp_path: Path) -> None:
     service, pid_file = make(workers=2), tmp_path / "pids"
-    spec, killed = regex(f"tell {pid_file}"), list[int]()
+    spec, killed = regex(f"record {pid_file}"), list[int]()
     ticket = service.submit(spec)
     for _ in range(2):
         killed.append(next_pid(pid_file, killed))
         os.kill(killed[-1], signal.SIGKILL)
-        assert pid_of(service, f"other {killed[-1]}") not in killed, "others are served meanwhile"
+        assert pid_of(service, f"other {killed[-1]}") not in killed, "other constraints are compiled meanwhile"
     with pytest.raises(EngineError, match=r"killed from outside \(signal 9\), twice for this regex.*retry later"):
         wait(ticket).matcher()
     again = wait(service.submit(spec)).matcher()
-    assert again.pid == next_pid(pid_file, killed), "nothing is remembered of it"  # pyright: ignore[reportAttributeAccessIssue]
+    assert again.pid == next_pid(pid_file, killed), "the failure is not remembered"  # pyright: ignore[reportAttributeAccessIssue]
     assert service.totals.refusals == 0
 
 
-def test_a_worker_that_ends_at_its_limit_of_processor_time_was_given_too_much(make: Make) -> None:
+def test_a_worker_that_reaches_its_limit_of_processor_time_refuses_the_constraint(make: Make) -> None:
     assert "took longer than 5 s to compile" in str(refusal(make(), "xcpu"))
 
 
@@ -300,7 +300,7 @@ def test_a_compilation_without_waiting_requests_is_ended_after_a_grace_period(
     left, kept = (service.submit(regex("sleep 3")) for _ in range(2))
     left.cancel()
     compiled = wait(kept).matcher()
-    assert compiled.pid == first, "another waited for it"  # pyright: ignore[reportAttributeAccessIssue]
+    assert compiled.pid == first, "another request waited for it"  # pyright: ignore[reportAttributeAccessIssue]
     alone = service.submit(regex("sleep 600"))
     time.sleep(0.3)
     alone.cancel()
@@ -327,7 +327,8 @@ def test_a_request_that_comes_as_a_compilation_is_given_up_has_it_started_again(
 
 
 def test_the_loop_goes_on_while_a_compilation_spins(make: Make) -> None:
-    """The thread that drives the engine loses no more than moments: no compilation holds its interpreter lock."""
+    """The thread that drives the engine is delayed by moments at most, because no compilation holds its interpreter
+    lock."""
     service = make(seconds=3.0)
     pid_of(service, "warm")
     ticket = service.submit(regex("spin 600"))

@@ -1,4 +1,7 @@
-"""The compile service: caching, sharing, bounds and refusals. Run: python -m pytest tests/core/test_grammar_service.py"""
+"""Test the compile service: caching, sharing, bounds and refusals.
+
+Run: python -m pytest tests/core/test_grammar_service.py
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class FakeCompiled(CompiledGrammar):
 
 
 class FakeBackend(GrammarBackend):
-    """Compiles once ``gate`` is open; refuses "bad", breaks on "bug"."""
+    """Compile once ``gate`` is open; refuse "bad", and fail on "bug"."""
 
     def __init__(self, size: int = 0) -> None:
         self.size = size
@@ -76,7 +79,7 @@ OFFERS = frozenset({Feature.GRAMMAR_REGEX, Feature.GRAMMAR_EBNF})
 
 
 def service_of(*backends: GrammarBackend, timeout: float = 10, **settings: int) -> GrammarService:
-    """A service on threads whose engines are called a, b, ..."""
+    """Return a service on threads whose backends are called a, b, ..."""
     engines = [
         GrammarEngine(name, OFFERS, lambda backend=backend: backend)
         for name, backend in zip("abc", backends, strict=False)
@@ -181,7 +184,7 @@ def test_a_slow_compilation_fails_its_request_and_keeps_its_thread_only(backend:
     for _ in range(3):
         with pytest.raises(GrammarError, match=r"longer than 0\.05 s to compile"):
             wait(service.submit(regex("slow"))).matcher()
-    assert backend.started["slow"] == 1, "the same constraint takes no second thread"
+    assert backend.started["slow"] == 1, "the same constraint takes one thread"
     backend.gate.set()
     assert matched_text(service.submit(regex("next"))) == "next"
     service.close()
@@ -278,7 +281,7 @@ def test_deep_nesting_is_refused_before_the_backend_reads_it(backend: FakeBacken
 
 
 class Picky(FakeBackend):
-    """Has no support for texts with ``lacks`` in them; sees those of ``late`` only as it compiles."""
+    """Support no text that contains one of ``lacks``; find those of ``late`` only when it compiles."""
 
     def __init__(self, lacks: str, late: str = "#") -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Groups: siblings wait for the first, are admitted together, and what they share is held for those to come.
+"""Test groups: siblings wait for the first member, are admitted together, and their shared pages are held for members
+that arrive later.
 
 .venv/bin/python -m pytest -q tests/core/test_groups.py
 """
@@ -34,7 +35,7 @@ class Clock:
 
 
 def service(lag=False, num_pages=200, drafts=None, **limits):
-    """Return a scheduler that may pin pages, on a pretended device, and its clock."""
+    """Return a scheduler with pages for pins on a pretended device, and its clock."""
     clock = Clock()
     settings = {"max_running": 16, "chunk_size": 100, "pin_pages": num_pages - 1} | limits
     scheduler, device = build(PAGE, num_pages, clock=clock, **settings)
@@ -46,7 +47,7 @@ def ask(run, rid, prompt, new=2, **hints):
 
 
 def prompts_entered(run, steps=40):
-    """The requests whose prompts enter each step, in their order."""
+    """Return the requests whose prompts enter each step, in their order."""
     entered, schedule = [], run.scheduler.schedule
 
     def noted():
@@ -71,7 +72,7 @@ def test_siblings_wait_for_the_first_and_enter_together(lag, wait):
     assert entered[0][:2] == ["g0", "o0"]
     siblings = [rids for rids in entered if "g1" in rids]
     assert len(siblings) == 1
-    assert "".join(siblings[0]).count("g1g2g3g4") == 1, "siblings are not next to each other"
+    assert "".join(siblings[0]).count("g1g2g3g4") == 1, "siblings are not adjacent rows"
     assert scheduler.totals.cached_tokens >= 4 * 40
     assert len(scheduler.groups) == scheduler.pins.pages == 0
 
@@ -102,8 +103,8 @@ def test_those_that_do_not_fit_come_in_the_next_step():
 
 
 @given(st.lists(st.tuples(st.sampled_from("xab"), st.sampled_from(["", "tenant"]))))
-def test_groups_stand_where_their_first_stands(asked):
-    """Whatever order a policy gives; ``x`` stands for no group."""
+def test_groups_are_placed_where_their_first_member_is(asked):
+    """This holds for every order that a policy returns; ``x`` stands for no group."""
     reqs = []
     for i, (name, namespace) in enumerate(asked):
         reqs.append(Req(str(i), np.zeros(1, np.int32), 1, SamplingParams(), namespace=namespace, uid=i))
@@ -125,7 +126,7 @@ def test_a_group_without_end_delays_no_request():
         run.step()
         if "o" in run.ends:
             break
-    assert i < 10, "it has starved"
+    assert i < 10, "the request has starved"
     run.finish()
 
 
@@ -152,7 +153,7 @@ def test_siblings_decode_as_one_shared_group(lag):
 
 
 def crowd_out(run, count=12):
-    """Other texts go through the cache, one after another, until nothing else is left there that may be forgotten."""
+    """Send other texts through the cache, one after another, until only locked pages of the earlier texts are left."""
     for i in range(count):
         ask(run, f"crowd{len(run.prompts)}", [i, *range(49 - i, 10, -1)], new=1)
         for _ in range(5):
@@ -190,8 +191,9 @@ def test_the_pin_shrinks_to_what_members_share():
 
 
 @pytest.mark.parametrize("kind", ["group", "session"])
-def test_pins_give_way_to_whatever_needs_pages(kind):
-    """Admission, and the next token of those that run: no request waits or is retracted because of a pin."""
+def test_pins_give_way_to_requests_that_need_pages(kind):
+    """Admission and the next token of running requests take pinned pages: no request waits or is retracted because of
+    a pin."""
     for prompt, new in ((116, 4), (60, 60)):
         run, scheduler, _ = service(num_pages=31)
         hints = {"group": "g", "group_size": 2} if kind == "group" else {"session": "s"}
@@ -200,7 +202,7 @@ def test_pins_give_way_to_whatever_needs_pages(kind):
         assert scheduler.pins.pages == 10
         ask(run, "large", [3] * prompt, new=new)
         run.step()
-        assert [r.rid for r in scheduler.running] == ["large"], "it has waited for a pin"
+        assert [r.rid for r in scheduler.running] == ["large"], "the request has waited for a pin"
         run.finish()
         assert (scheduler.totals.pins_dropped, scheduler.totals.retractions) == (1, 0)
 
@@ -220,7 +222,7 @@ def test_the_oldest_pin_goes_first_and_no_more_than_needed():
     for i in (0, 2, 1):
         ask(run, f"t{i}", [*[i] * 40, 9], new=1)
         run.finish_requests()
-    assert scheduler.totals.cached_tokens - before == 2 * 40 + 16, "of the third six pages were needed"
+    assert scheduler.totals.cached_tokens - before == 2 * 40 + 16, "six pages of the third session were needed"
 
 
 def test_a_pin_that_was_renewed_is_younger():
@@ -234,7 +236,7 @@ def test_a_pin_that_was_renewed_is_younger():
     run.finish_requests()
     clock.now += 30
     scheduler.expire()
-    assert (scheduler.totals.pins_expired, scheduler.pins.pages) == (1, 10), "the session's"
+    assert (scheduler.totals.pins_expired, scheduler.pins.pages) == (1, 10), "the session's pin has expired"
 
 
 def test_pins_stay_within_their_bound():
@@ -246,10 +248,10 @@ def test_pins_stay_within_their_bound():
     assert scheduler.totals.pins_dropped == 2, "the first was released for the second; the third is too long"
     ask(run, "t", [*[1] * 40, 3, 3, 3, 3, 3], new=1, session="other")
     run.finish_requests()
-    assert scheduler.pins.pages == 11, "pages that two hold count once"
+    assert scheduler.pins.pages == 11, "pages that two pins hold count once"
 
 
-def test_time_runs_out_for_those_who_do_not_come():
+def test_pins_for_members_that_do_not_arrive_expire():
     run, scheduler, clock = service(pin_seconds=60)
     ask(run, "a", [*SHARED, 1], group="g", group_size=4)
     run.finish_requests()
@@ -258,7 +260,7 @@ def test_time_runs_out_for_those_who_do_not_come():
     run.finish_requests()
     clock.now += 50
     scheduler.expire()
-    assert (scheduler.pins.pages, len(scheduler.groups)) == (10, 1), "the second has renewed it"
+    assert (scheduler.pins.pages, len(scheduler.groups)) == (10, 1), "the second member has renewed the pin"
     clock.now += 10
     scheduler.expire()
     assert (scheduler.pins.pages, len(scheduler.groups), scheduler.totals.pins_expired) == (0, 0, 1)
@@ -362,7 +364,7 @@ def test_where_nothing_is_kept_hints_change_nothing(limits):
 @pytest.mark.parametrize("chunk", [7, 100])
 def test_no_new_tokens_compute_and_cache_the_prompt(lag, chunk):
     run, scheduler, _ = service(lag, chunk_size=chunk)
-    for rid in "ab":  # of the second all but the last page is cached
+    for rid in "ab":  # all pages of the second prompt but the last are cached
         ask(run, rid, SHARED, new=0)
         run.finish()
         assert (run.ends[rid], run.texts[rid]) == (FinishKind.LENGTH, SHARED)
@@ -375,7 +377,7 @@ def test_no_new_tokens_compute_and_cache_the_prompt(lag, chunk):
 
 @pytest.mark.parametrize("lag", [False, True])
 def test_no_new_tokens_amid_others(lag):
-    """Every request gets its tokens, with drafts, retraction and aborts."""
+    """Drafts, retraction and aborts take part; requests that ask for tokens get all of them."""
     drafts = None if lag else half_right
     run, scheduler, _ = service(lag, num_pages=40, drafts=drafts, draft_width=0 if lag else 3, chunk_size=30)
     for i in range(20):

@@ -1,4 +1,4 @@
-"""Groups and sessions in random traffic: whatever comes, ends, waits or is needed, no page is lost and no token is wrong.
+"""Test groups and sessions in random traffic: no page is lost and no token is wrong.
 
 .venv/bin/python -m pytest -q tests/core/test_groups_traffic.py
 """
@@ -27,7 +27,7 @@ NAMES = st.sampled_from(["", "a", "b"])
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests, steps, aborts, failures and time, in any order; ``lag`` and ``drafts`` as the loop has them."""
+    """Add, step, abort, fail and let time pass in any order; ``lag`` and ``drafts`` are those of the loop."""
 
     lag, drafts = False, False
 
@@ -104,14 +104,14 @@ class Traffic(RuleBasedStateMachine):
             self.pins_beside_requests_are_counted()
 
     def pins_beside_requests_are_counted(self):
-        """Check that pages that cannot be evicted are read by a running request, or pinned."""
+        """Pages that cannot be evicted are locked by running requests, or are pinned in addition."""
         ledger, running = self.scheduler.ledger, self.scheduler.running
         read = {page for r in running for page in ledger.table.pages[0, r.slot, : r.shared_pages].tolist()}
         locked = ledger.cache.total_pages - ledger.cache.evictable_pages
         assert locked - len(read) == self.scheduler.pins.count_unread(running)
 
     def teardown(self):
-        """All end. What is left is pinned, and only for a while."""
+        """End all requests. The pages that are left are pinned, and only until their time expires."""
         if not hasattr(self, "scheduler"):
             return
         self.run.finish_requests()

@@ -1,4 +1,4 @@
-"""Jump-forward in the scheduler, with a toy tokenizer and a pretended device whose model obeys the grammar.
+"""Test jump-forward in the scheduler, with a toy tokenizer and a pretended device whose model obeys the grammar.
 
 .venv/bin/python -m pytest -q tests/core/test_jump_forward.py
 """
@@ -36,7 +36,7 @@ CHOICES = "abc1"
 
 
 class ToyTokenizer:
-    """Longest match from the left."""
+    """Tokenize by longest match from the left."""
 
     token_bytes = WORDS
     eos_token_ids = (EOS,)
@@ -58,7 +58,7 @@ def text_of(ids):
 
 
 class Template(Matcher):
-    """Text that is forced but for ``?``, one of CHOICES each; then the end."""
+    """Force a text except for each ``?``, which is one of CHOICES; then comes the end."""
 
     def __init__(self, template):
         self.template, self.said = template, []
@@ -94,7 +94,8 @@ class Template(Matcher):
 
 
 class Device:
-    """Remembers which token every place of the pool holds; says a token that the grammar allows, by a hash of the text."""
+    """Remember which token each location of the pool holds, and predict a token that the grammar allows, by a hash of
+    the text."""
 
     def __init__(self, slots, width, pages, page_size):
         self.table = np.zeros((slots + 1, width), np.int64)
@@ -122,7 +123,7 @@ class Device:
 
 
 def model(template, salt):
-    """Chooses as the tokenizer would write the text, whose free characters are a hash of what was said."""
+    """Choose tokens as the tokenizer would write the text, whose free characters are a hash of the text so far."""
     text = "".join(
         CHOICES[zlib.crc32(f"{salt}{i}".encode()) % len(CHOICES)] if c == "?" else c for i, c in enumerate(template)
     )
@@ -153,7 +154,7 @@ def build(jump, page_size=4, pages=60, **limits):
 
 
 def drive(scheduler, device, jobs, lag, aborts=(), rng=None):
-    """Run jobs ``(template, params)`` to their ends. The tokens of each, and the reason it ended."""
+    """Run jobs ``(template, params)`` to their ends. Return the tokens of each, and the reason why it ended."""
     models, tokens, ends, reqs = {}, {}, {}, {}
     for i, (template, params) in enumerate(jobs):
         prompt = [1 + (7 * j + i % 3) % 12 for j in range(3 + i % 17)]
@@ -199,7 +200,7 @@ def drive(scheduler, device, jobs, lag, aborts=(), rng=None):
 
 
 class LateDevice(Device):
-    """Computes after the step before was committed, so that what is known may have run ahead of a row."""
+    """Compute after the step before was committed, so that the host's tokens may be ahead of a row."""
 
     def forward_late(self, batch, canonical):
         return self.forward(batch, canonical)
@@ -268,7 +269,7 @@ def ids(text):
 
 
 def test_what_is_jumped_is_what_the_tokenizer_writes():
-    assert jumps('{"fed": ?', ids('{"')) == ids("fed") + ids('":')  # the last token, a space, is left to the model
+    assert jumps('{"fed": ?', ids('{"')) == ids("fed") + ids('":')  # the model samples the last token, a space
     assert jumps("fedab?", ids("f")) == ids("ed")  # "ab" may become "abc"
     assert jumps("gabc?", [*ids("g"), *ids("a")]) == []  # the tokenizer would not have written "a" alone
     assert jumps("?fed", ids("")) == []

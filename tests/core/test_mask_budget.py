@@ -1,4 +1,5 @@
-"""The time of matchers: what is allowed, who is charged, what happens to a constraint that takes too long.
+"""Test the time of matchers: how much is allowed, which request is charged, and how a constraint that takes too long
+ends.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/core/test_mask_budget.py
 """
@@ -38,7 +39,8 @@ def spin(seconds):
 
 
 class Slow(Matcher):
-    """Allows every token. Each call of a kind in ``costs`` takes that number of seconds, times the length of the text if it grows."""
+    """Allow every token. Each call of a kind in ``costs`` takes that number of seconds, times the length of the text
+    if it grows."""
 
     def __init__(self, grows=False, **costs):
         self.grows, self.costs, self.length, self.fills = grows, costs, 0, 0
@@ -100,7 +102,7 @@ def test_what_a_matcher_takes_is_allowed_by_its_tokens_and_a_burst():
     for _ in range(1000):  # for ever
         found.allow_token()
         found.charge(0.01)
-    found.charge(0.085)  # and nearly the whole burst beside it
+    found.charge(0.085)  # and nearly the whole burst in addition
     for _ in range(3):
         found.allow_token()
     found.charge(0.03)
@@ -191,14 +193,14 @@ def test_of_a_batch_that_is_slow_the_culprit_is_found_and_ended_and_the_others_s
     assert backend.calls == [4]
     for _ in range(12):
         masked(reqs)
-    assert 3 in backend.calls, "those that were quick are filled in one call again"
+    assert 3 in backend.calls, "the masks of quick matchers are filled in one call again"
     assert backend.calls.count(4) == 1
     assert [req.error is not None for req in reqs] == [False, True, False, False]
     assert "take too long" in reqs[1].error
 
 
 class Bytes(Probe):
-    """A probe over a vocabulary of bytes and pairs."""
+    """Probe over a vocabulary of bytes and pairs."""
 
     def __init__(self, budget):
         tokens = [*(bytes([i]) for i in range(60)), *(b"ab" for _ in range(60, EOS)), None]
@@ -207,7 +209,7 @@ class Bytes(Probe):
 
 @pytest.mark.parametrize("costs", [{"fill": 0.002}, {"accept": 0.002}, {"is_terminated": 0.002}])
 def test_a_probe_finds_what_grows_with_the_text(costs):
-    """Two milliseconds for each token of the text: after 96 tokens, nine seconds."""
+    """A mask takes two milliseconds for each token of the text: after 96 tokens, nine seconds in all."""
     start = time.perf_counter()
     with pytest.raises(GrammarError, match="take too long with grammar backend fake"):
         Bytes(MaskBudget(0.005, 0.2)).try_out(Compiled(grows=True, **costs), SPEC, "fake")
@@ -222,7 +224,7 @@ def test_a_probe_lets_pass_what_keeps_the_budget_and_ends_in_time():
 
 
 class GivesUp(Slow):
-    """Raises after 20 tokens."""
+    """Raise after 20 tokens."""
 
     def __init__(self, error):
         super().__init__()
@@ -242,12 +244,12 @@ def test_what_a_backend_gives_up_on_in_a_probe_is_refused_and_what_breaks_is_not
 
     with pytest.raises(GrammarError, match="fake gives up on texts of this regex: too many items") as caught:
         try_out(GrammarError("too many items"))
-    assert caught.value.keyword == "size", "another backend may have it"
+    assert caught.value.keyword == "size", "another backend may compile it"
     try_out(KeyError("a defect"))
 
 
 class Unsound(Slow):
-    """Refuses the eleventh token, whatever its mask says."""
+    """Refuse the eleventh token, although its mask allows it."""
 
     def accept(self, token_id):
         return self.length != 10 and super().accept(token_id)

@@ -1,4 +1,7 @@
-"""How the server plans and reads a chat's outputs. Run: python -m pytest -q tests/core/test_output_parsing.py"""
+"""Test how the server plans and reads the outputs of a chat.
+
+Run: python -m pytest -q tests/core/test_output_parsing.py
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,8 @@ def test_reasoning_runs_through_before_the_calls():
 
 @pytest.mark.parametrize("arguments", ['{"a": "1"}', '{"a": oops}', '{"a": "1"'])
 def test_what_continues_a_call_comes_before_what_follows_it(arguments: str):
-    """Arguments cannot be added to a call after content, however many characters a step has."""
+    """This must hold for any number of characters in a step: a client cannot add arguments to a call that content has
+    ended."""
     call = '<tool_call>\n{"name": "add", "arguments": ' + arguments + "}\n</tool_call>"
     text = f"one {call} two {call} three"
     for size in range(1, len(text) + 1):
@@ -125,7 +129,7 @@ def test_tools_and_another_constraint_are_refused():
 
 
 def test_arguments_are_text_and_mapping_to_templates():
-    """DeepSeek's templates join them to text, Qwen's write them by tojson, others look into them."""
+    """DeepSeek's templates join the arguments to text, Qwen's write them by tojson, others read their fields."""
     arguments = Arguments({"a": [1]}, '{"a":  [1]}')
     source = "{{ '<' + x + '>' }}{{ x }}{{ x | tojson }}{{ x.a[0] }}{{ x is mapping }}{% for k, v in x.items() %}{{ k }}{% endfor %}"
     rendered = ChatTemplate(source, {"x": arguments}).render([], None, False, {})

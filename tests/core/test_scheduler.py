@@ -1,4 +1,5 @@
-"""The scheduler against a pretended device (``pretended.py``), on which whatever goes wrong with pages shows as a wrong token.
+"""Test the scheduler against a pretended device (``pretended.py``), on which every mistake with pages shows as a wrong
+token.
 
 .venv/bin/python -m pytest -q tests/core/test_scheduler.py
 """
@@ -65,7 +66,8 @@ def test_drafts_in_little_memory(page_size, cache, seed, ahead):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_no_request_is_retracted_for_drafts(page_size):
-    """Drafts become fewer as pages run out; a request goes only when there is no page left for the tokens themselves."""
+    """Drafts become fewer as pages run out; a request is retracted only when there is no page left for the tokens
+    themselves."""
     scheduler, device = build(page_size, 1 + 112 // page_size, "none", draft_width=3)
     limits = []
 
@@ -80,7 +82,7 @@ def test_no_request_is_retracted_for_drafts(page_size):
     while not scheduler.totals.retractions:
         needed = sum(scheduler.ledger.pages_for(r.known_len) for r in scheduler.running)
         run.step()
-    assert needed > 112 // page_size, "pages reserved for drafts could have done"
+    assert needed > 112 // page_size, "pages reserved for drafts would have sufficed"
     assert {limit for limit, remain in limits if remain > 8} >= {0, 3}
     run.finish()
 
@@ -89,15 +91,15 @@ CHAIN = np.arange(-1, 2, dtype=np.int32)[None]
 
 
 def drafts_that_change(parents):
-    """A chain by its class method, whose arrays are then written over."""
+    """Make a chain by its class method, and overwrite its arrays afterwards."""
     tree = DraftTree.chains(np.array([[1, 2, 3]], np.int32), np.array([3], np.int32))
     tree.parents = parents
     return tree
 
 
 @pytest.mark.parametrize("parents", [CHAIN.astype(np.float64), CHAIN * 0, CHAIN * 0 - 1, CHAIN + 5])
-def test_the_parents_of_a_chain_are_not_the_drafters(parents):
-    """The sampler reads them later, for penalties or a grammar, and must not depend on what a drafter has done since."""
+def test_the_parents_of_a_chain_do_not_share_the_drafters_memory(parents):
+    """Penalties and grammars read them later, and must not depend on what a drafter has written since."""
     scheduler, device = build(draft_width=3)
     attached = []
 
@@ -143,7 +145,7 @@ def test_a_drafter_cannot_write_to_its_limits():
 
 
 def lengths_in_order(drafts, draft_width):
-    """Ids and lengths of the decode rows of each step, in their order, while four requests decode together."""
+    """Return the ids and lengths of the decode rows of each step, in their order, while four requests decode together."""
     scheduler, device = build(chunk_size=200, num_pages=200, draft_width=draft_width)
     run = Run(scheduler, device, drafts=drafts)
     for i, length in enumerate((20, 24, 10, 23)):
@@ -163,7 +165,8 @@ def test_decode_rows_stand_in_order_of_length():
 
 
 def test_drafts_do_not_change_the_order_of_rows():
-    """They let one row overtake another; but what the sampler holds on the device depends on the order of the rows."""
+    """With drafts one row becomes longer than another, but the sampler's state on the device depends on the order of
+    the rows."""
 
     def for_one(batch):
         tree = half_right(batch)
@@ -230,7 +233,7 @@ def test_the_next_turn_finds_the_last_answer_too():
 
 @pytest.mark.parametrize(("page_size", "cached"), [(1, 19), (4, 16)])
 def test_where_the_next_token_counts_a_place_is_another_before_another_token(page_size, cached):
-    """The twentieth token is in the cache, in front of others; with pages of four so is its page."""
+    """The twentieth token is cached before other tokens; with pages of four its page is cached, too."""
     scheduler, device = build(page_size, 200, "pairs")
     run = Run(scheduler, device)
     for i in range(4):

@@ -1,4 +1,4 @@
-"""Prefixes are computed once: hit rates of whole workloads, with a pretended device, at what is possible.
+"""Test that prefixes are computed once: hit rates of whole workloads on a pretended device reach what is possible.
 
 .venv/bin/python -m pytest -q tests/core/test_scheduler_prefixes.py
 """
@@ -30,7 +30,7 @@ each_lag = pytest.mark.parametrize("lag", [False, True], ids=["at-once", "one-st
 
 
 class Service:
-    """A scheduler and what it is served with: tokens that are all 1, committed at once or one step late."""
+    """Hold a scheduler and serve it tokens that are all 1, committed at once or one step late."""
 
     def __init__(self, lag, num_pages=1 << 17, max_running=512, **limits):
         settings = {"max_running": max_running, "max_waiting": 10**6, "chunk_size": CHUNK, "context_len": 40_000}
@@ -66,7 +66,9 @@ class Service:
         for _ in range(bound):
             if not self.scheduler.has_work:
                 return
-            assert self.step() is not None or self.launched is not None or self.lag, "nothing runs, and nothing will"
+            assert self.step() is not None or self.launched is not None or self.lag, (
+                "nothing runs, and nothing can be scheduled"
+            )
         raise AssertionError("the scheduler does not come to an end")
 
     @property
@@ -118,7 +120,8 @@ def req_of(uid, tokens, namespace=""):
 
 
 def test_a_wait_ends_when_what_is_shared_is_there():
-    """Not when the whole prompt of the other is computed; after that only a longer prefix is waited for."""
+    """The wait does not last until the whole prompt of the other request is computed; after that only a longer prefix
+    is waited for."""
     rng = random.Random(0)
     shared = ids(rng, 500)
     other, longer = req_of(0, [*shared, *ids(rng, 2000)]), req_of(1, [*shared, *[5] * 100])
@@ -136,7 +139,7 @@ def test_a_wait_ends_when_what_is_shared_is_there():
     waits.add(longer)
     assert waits.start_waiting(req, 496)
     waits.begin([other])
-    assert not waits.is_waiting(req), "the one it waits for has gone"
+    assert not waits.is_waiting(req), "the request that it waits for has ended"
 
 
 def test_a_wait_needs_the_same_beginning_and_a_whole_page_more():
@@ -169,7 +172,7 @@ def test_no_request_waits_for_a_page_whose_next_token_differs():
 
 @each_lag
 def test_others_go_first_while_a_request_waits(lag):
-    """The chunk is filled with those behind the ones that wait, and these go as soon as their prefix is there."""
+    """The chunk is filled with requests behind the waiting ones, which enter as soon as their prefix is computed."""
     rng = random.Random(0)
     service = Service(lag, chunk_size=1024)
     shared = ids(rng, 512)
@@ -214,7 +217,8 @@ def test_a_request_that_leaves_while_it_waits_is_forgotten():
 @each_lag
 @pytest.mark.parametrize("num_pages", [1 << 17, 200], ids=["much-memory", "little-memory"])
 def test_no_request_waits_for_ever(lag, num_pages):
-    """Newcomers with ever longer parts of its prompt do not keep the oldest waiting, whatever is evicted meanwhile."""
+    """New requests with ever longer parts of its prompt do not keep the oldest one waiting, whatever is evicted
+    meanwhile."""
     rng = random.Random(0)
     service = Service(lag, num_pages, chunk_size=64)
     text = ids(rng, 1024)
@@ -232,7 +236,7 @@ def test_no_request_waits_for_ever(lag, num_pages):
 
 
 def test_a_queue_that_waits_is_not_compared_again():
-    """199 requests wait for one prompt: each is matched once when it starts to wait and once when it goes."""
+    """199 requests wait for one prompt: each is matched once when it starts to wait and once when it is admitted."""
     rng = random.Random(0)
     service = Service(False, chunk_size=1024 + 2 * 16)
     prefix = ids(rng, 1024)

@@ -1,4 +1,4 @@
-"""Decode rows that share a prefix stand together, and stay where they are until a request joins or leaves.
+"""Test that decode rows that share a prefix are adjacent, and keep their order until a row joins or leaves.
 
 .venv/bin/python -m pytest -q tests/core/test_scheduler_sharing.py
 """
@@ -47,7 +47,7 @@ def add(scheduler, rid, prompt, new=50):
 
 
 class Steps:
-    """Steps of a scheduler, committed at once or one step late; every token is 1."""
+    """Run the steps of a scheduler, committed at once or one step late; every token is 1."""
 
     def __init__(self, scheduler, lag):
         self.scheduler, self.lag, self.launched = scheduler, lag, None
@@ -62,7 +62,7 @@ class Steps:
         return batch
 
     def decode_only(self):
-        """The first batch in which all that run decode, with everything committed before."""
+        """Return the first batch in which all running requests decode, with everything committed before."""
         while True:
             batch = self.step()
             if not self.scheduler.waiting and not self.scheduler.prefilling and self.launched.num_extend == 0:
@@ -70,7 +70,7 @@ class Steps:
 
 
 def groups_of(batch):
-    """The names of each group's rows, and its length."""
+    """Return the names of each group's rows, and its length."""
     starts = batch.shared.starts.tolist()
     names = [{r.rid for r in batch.reqs[a:b]} for a, b in itertools.pairwise(starts)]
     return list(zip(names, batch.shared.lens.tolist(), strict=True))
@@ -101,7 +101,7 @@ def test_nothing_is_asked_while_nothing_changes(lag):
     for _ in range(10):
         batch = steps.step()
         assert batch.reqs is first.reqs, "the rows have moved"
-        assert batch.shared is not first.shared, "the engine writes to what it was given"
+        assert batch.shared is not first.shared, "the engine has written to the batch's arrays"
         assert batch.shared.starts is first.shared.starts
         assert batch.prefix_lens.tolist() == [r.cached_len - 1 for r in batch.reqs]
     assert asked == []
@@ -111,7 +111,7 @@ def test_nothing_is_asked_while_nothing_changes(lag):
     while scheduler.has_work:
         steps.step()
     assert max(asked) == 5
-    assert len(asked) <= 5, "asked more often than rows have left"
+    assert len(asked) <= 5, "the cache was queried more often than rows have left"
 
 
 def test_there_are_no_groups_without_a_shared_prefix():
@@ -145,7 +145,7 @@ def test_a_batch_with_prompts_has_no_groups():
 
 @pytest.mark.parametrize("lag", [False, True])
 def test_groups_outlive_retraction(lag):
-    """In little memory rows come and go; the groups are always of those that are in the batch."""
+    """In little memory rows come and go; the groups always describe the rows that are in the batch."""
     scheduler = build(num_pages=46)
     steps = Steps(scheduler, lag)
     for i in range(8):
