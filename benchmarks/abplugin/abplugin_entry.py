@@ -15,7 +15,7 @@ PLAIN = frozenset({Feature.ATTN_EXTEND, Feature.ATTN_DECODE, Feature.ATTN_MIXED}
 
 @hookimpl
 def register_components() -> list[ComponentSpec]:
-    """``slowed`` and ``triton_interpreted``."""
+    """Return ``slowed`` and ``triton_interpreted``."""
     return [
         ComponentSpec(
             kind=ComponentKind.ATTENTION,

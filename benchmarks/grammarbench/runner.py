@@ -37,7 +37,7 @@ def engine_names() -> list[str]:
 
 
 def make_checker(name: str) -> CorpusChecker:
-    """A checker of this backend under its default config, with the tiny model's vocabulary."""
+    """Make a checker of this backend under its default config, with the tiny model's vocabulary."""
     plugins, tokenizer = registry(), Tokenizer.from_dir(TINY)
     component = plugins.get(ComponentKind.GRAMMAR, name)
     config = plugins.config_class(ComponentKind.GRAMMAR, name).model_validate({"kind": name})

@@ -1,4 +1,5 @@
-"""A backend for tests of programs: what it says is a function of the prompt, and how long it takes is the test's to say."""
+"""Provide a backend for tests of programs: its output is a function of the prompt, and the test controls how long it
+takes."""
 
 from __future__ import annotations
 
@@ -14,18 +15,21 @@ from dovetail.lang.ir import SamplingOptions
 
 
 def answer_to(text: str, salt: str = "") -> str:
-    """What the backend says after ``text``."""
+    """Return the output of the backend after ``text``."""
     return "<" + hashlib.sha256((salt + text).encode()).hexdigest()[:6] + ">"
 
 
 def marked(messages: Sequence[dict[str, Any]], opened: bool) -> str:
-    """A chat template."""
+    """Render messages; a chat template."""
     return "".join(f"[{m['role']}|{m['content']}]" for m in messages) + ("[assistant|" if opened else "")
 
 
 class Scripted(Backend):
-    """Says ``answer_to`` of the prompt, in pieces of two characters. ``during`` is called with each prompt while it is
-    answered; ``prompts``, ``hints``, ``samplings`` and ``prefixes`` have what came."""
+    """Generate ``answer_to`` of the prompt in pieces of two characters.
+
+    ``during`` is called with each prompt while it is answered. ``prompts``, ``hints``, ``samplings`` and ``prefixes``
+    record the calls.
+    """
 
     features = Features(scores=True, prefills=True, constraints=frozenset({"regex", "json_schema"}))
 

@@ -1,4 +1,4 @@
-"""When calls are due: the statistics of each arrival process.
+"""Test when calls are due: the statistics of each arrival process.
 
 Run: python -m pytest -q tests/core/test_bench_arrivals.py
 """

@@ -1,4 +1,5 @@
-"""What the load client makes of answers, good and bad: hand-written streams, cut at any place; a server that misbehaves.
+"""Test how the load client reads correct and incorrect answers: hand-written streams, split at any position, and a
+server that misbehaves.
 
 Run: python -m pytest -q tests/core/test_bench_client.py
 """
@@ -51,7 +52,7 @@ CHAT = sse(
 
 
 def read(reader, data, cuts):
-    """Every chunk arrives a second after the one before it."""
+    """Feed the chunks to the reader; every chunk arrives one second after the previous one."""
     answer, lines = CallProgress(), EventLines()
     for now, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(data)], strict=True)):
         reader.take(lines.feed(data[start:end]), float(now), answer)
@@ -142,7 +143,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close
 
 @contextlib.asynccontextmanager
 async def server(reply, linger=0.0):
-    """Answers every connection with the same bytes, then closes it. Yields its URL."""
+    """Answer every connection with the same bytes, then close it. Yield the URL."""
 
     open_now = []
 
@@ -319,7 +320,7 @@ def test_a_server_that_goes_away_tells_no_totals_and_is_named_where_it_is_needed
     async def ask():
         async with open_client("http://127.0.0.1:9", 5.0) as client:
             target = DovetailTarget(client=client, api=NativeClientApi("m"), name="m", vocabulary=None)
-            assert await target.counters() is None  # what was measured is kept
+            assert await target.counters() is None  # the measurements are kept
             with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9.* no longer answers"):
                 await target.flush()
 

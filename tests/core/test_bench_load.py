@@ -1,5 +1,7 @@
-"""The load client against servers of known behaviour: arrivals that nothing delays, closed loops, conversations, the highest
-rate of a server whose capacity is known.
+"""Test the load client against servers of known behaviour.
+
+The tests cover arrivals that nothing delays, closed loops, conversations, and the search for the highest rate of a
+server with known capacity.
 
 Run: python -m pytest -q tests/core/test_bench_load.py
 """
@@ -27,7 +29,7 @@ SLACK = 0.12  # of a machine that is busy with other things
 
 
 class Server:
-    """Serves one call after the other, each in ``seconds``; from ``stall`` on it rests for a while once."""
+    """Serve one call after the other, each in ``seconds``; pause once, starting at ``stall``."""
 
     def __init__(self, seconds=0.0, stall=(0.0, 0.0), fail=()):
         self.seconds, self.fail, self.prompts = seconds, fail, dict[str, CallPrompt]()
@@ -68,7 +70,7 @@ def test_a_server_that_stalls_delays_no_arrival_and_the_calls_meanwhile_show_it(
     assert all(0 <= m.sent - m.due < SLACK for m in measurements)
     waited = [ttft(m) for m in measurements]
     assert all(wait < SLACK for wait in waited[:4])
-    for i in range(6, 24):  # who arrives d seconds into the stall waits 0.4 - d: no call is left out
+    for i in range(6, 24):  # a call that arrives d seconds into the stall waits 0.4 - d: no call is omitted
         assert waited[i] == pytest.approx(0.5 - i * 0.02, abs=0.03 + SLACK)
     assert sum(wait > 0.1 for wait in waited) >= 13, "one of them with a client that waits for answers"
     assert lag.send_max < SLACK
@@ -78,7 +80,7 @@ def test_a_server_that_stalls_delays_no_arrival_and_the_calls_meanwhile_show_it(
 
 def test_latencies_of_a_late_client_count_from_when_the_call_was_due():
     async def run():
-        asyncio.get_running_loop().call_later(0.15, time.sleep, 0.2)  # the client itself hangs
+        asyncio.get_running_loop().call_later(0.15, time.sleep, 0.2)  # the client itself is blocked
         return await run_load(
             with_arrivals(Workload(name="w", calls=calls(10)), ArrivalTrace(offsets=(0.15, 0.152))), Server()
         )
@@ -138,7 +140,7 @@ def test_what_follows_a_failed_call_is_not_sent():
 
 
 def queue(rate, spec, capacity, count=800):
-    """A run against one worker that serves ``capacity`` calls a second, in simulated time."""
+    """Run against one worker that serves ``capacity`` calls per second, in simulated time."""
     free = [0.0]
     measurements = []
     draws = random.Random(1)

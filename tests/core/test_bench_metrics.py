@@ -1,4 +1,4 @@
-"""TTFT, TPOT, ITL, throughput and goodput against values computed by hand.
+"""Test TTFT, TPOT, ITL, throughput and goodput against values computed by hand.
 
 Run: python -m pytest -q tests/core/test_bench_metrics.py
 """
@@ -88,7 +88,7 @@ def test_goodput():
     for slo, good in (
         (SLO(ttft_ms=1000), 3),
         (SLO(ttft_ms=999), 1),
-        (SLO(ttft_ms=1000, tpot_ms=300), 2),  # an output of one token has no TPOT to miss
+        (SLO(ttft_ms=1000, tpot_ms=300), 2),  # an output of one token has no TPOT
         (SLO(tpot_ms=250), 2),
         (SLO(e2e_ms=2749), 2),
         (SLO(), 3),

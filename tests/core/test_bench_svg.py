@@ -1,4 +1,4 @@
-"""Charts of the bench page: axes that can be read. Run: python -m pytest -q tests/core/test_bench_svg.py"""
+"""Test that the charts of the bench page have readable axes. Run: python -m pytest -q tests/core/test_bench_svg.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads: the same on any machine, and what each kind promises.
+"""Test that workloads are the same on every machine, and that each kind has its properties.
 
 Run: python -m pytest -q tests/core/test_bench_workloads.py
 """

@@ -1,4 +1,4 @@
-"""What the benchmarks compute beside their measurements.
+"""Test the computations of the benchmarks apart from their measurements.
 
 .venv/bin/python -m pytest tests/core/test_benchmarks.py
 """
@@ -102,7 +102,7 @@ def test_models_have_the_size_they_are_called_by(peers):
 
 
 class Echo:
-    """A runner whose outputs are too short on demand."""
+    """Return outputs that are too short on request."""
 
     def __init__(self, missing: int) -> None:
         self.missing, self.resets = missing, 0
@@ -149,7 +149,7 @@ def test_cpu_time_of_a_session_counts_all_its_processes(peers):
 
 
 def test_the_host_time_of_a_step_is_measured(tmp_path):
-    """Its stand-in engine has whatever the loop asks an engine for."""
+    """The benchmark's stand-in engine has everything that the loop uses of an engine."""
     found, script = tmp_path / "found.json", ROOT / "benchmarks" / "step_overhead.py"
     command = [sys.executable, script, "--requests", "1", "3", "--steps", "4", "--rounds", "1", "--json", found]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

@@ -1,4 +1,4 @@
-"""`dovetail chat` at a terminal: turns, commands, what is shown. Run: pytest tests/core/test_cli_chat.py"""
+"""Test `dovetail chat` at a terminal: turns, commands, and what is shown. Run: pytest tests/core/test_cli_chat.py"""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "argumen
 
 
 class Parrot:
-    """Says the last message back in two pieces, and keeps what it was asked. Messages script it: "fail", "think", "stop"
-    (Ctrl-C after the first piece), "call"."""
+    """Repeat the last message in two pieces, and record the requests.
+
+    Messages control it: "fail", "think", "stop" (Ctrl-C after the first piece), "call".
+    """
 
     name = "parrot"
 
@@ -62,7 +64,7 @@ def talk():
 
 
 def shown(talk: ChatSession) -> str:
-    """What was printed since the last call."""
+    """Return what was printed since the last call."""
     file = talk._view.out.file
     text = file.getvalue()
     file.seek(0)
@@ -71,7 +73,7 @@ def shown(talk: ChatSession) -> str:
 
 
 def asked(talk: ChatSession) -> list[str]:
-    """The contents that the last answer was asked with."""
+    """Return the contents of the messages of the last request."""
     return [message["content"] for message in talk._backend.asked[-1][0]]
 
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark: its whole run at tiny shapes on a CPU, and what it computes beside its measurements.
+"""Test the GPU benchmark: its whole run at tiny shapes on a CPU, and its computations apart from the measurements.
 
 .venv/bin/python -m pytest tests/core/test_gpu_benchmark.py
 """
@@ -149,7 +149,7 @@ def test_models_have_the_size_they_are_called_by(parts):
     def parameters(name: str) -> float:
         c = parts.models.CONFIGS[name]
         embeddings = c["vocab_size"] * c["hidden_size"]
-        matrices = (parts.models.multiplications(name, 1) - 2 * embeddings) / 2  # but for one token's attention
+        matrices = (parts.models.multiplications(name, 1) - 2 * embeddings) / 2  # except one token's attention
         return matrices + embeddings * (1 if c["tie_word_embeddings"] else 2)
 
     assert parameters("8b") == pytest.approx(8.03e9, rel=0.001)

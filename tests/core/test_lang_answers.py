@@ -1,4 +1,4 @@
-"""What refusals of servers become, and what they are understood to say. Run: python -m pytest tests/core/test_lang_answers.py"""
+"""Test the errors and messages made from refusals of servers. Run: python -m pytest tests/core/test_lang_answers.py"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of ``select``, against their definitions. Run: python -m pytest tests/core/test_lang_choices.py"""
+"""Test the rules of ``select`` against their definitions. Run: python -m pytest tests/core/test_lang_choices.py"""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_first_token_that_nothing_is_known_of_counts_as_sure():
 
 
 def walk(rows) -> int:
-    """Greedy decoding among the choices: at each place the likeliest of what is left."""
+    """Decode greedily among the choices: at each position, the most likely of the remaining choices."""
     texts = [tuple(t for t, _, _ in row) for row in rows]
     left = list(range(len(rows)))
     for at in range(max(map(len, texts))):
@@ -73,7 +73,7 @@ def test_of_equals_the_first():
 
 
 def test_scores_begin_where_choices_differ_from_the_prompt():
-    """Two tokens before the choice were asked for; the second is another one together with a choice."""
+    """Two tokens before the choice were requested; the second of them differs when it is tokenized with a choice."""
     kept = [[(7, -5.0), (8, -5.0), (1, -1.0)], [(7, -5.0), (8, -5.0), (2, -2.0), (3, -3.0)]]
     assert [each.logprobs for each in joined_scores([7, 8], kept)] == [(-1.0,), (-2.0, -3.0)]
     merged = [[(7, -5.0), (8, -5.0), (1, -1.0)], [(7, -5.0), (9, -2.0)]]
@@ -87,7 +87,7 @@ def test_a_choice_without_log_probabilities_comes_last():
 
 
 def test_greedy_takes_one_token_for_one_token():
-    """However its log-probability was rounded in the row of each choice."""
+    """The rounding of the same token's log-probability in the row of each choice does not matter."""
     short, long = Scored((5,), (-7.1,)), Scored((5, 6), (-7.1 + 1e-6, -10.0))
     for first, second, index in ((short, long, 0), (long, short, 1)):
         assert greedy_token_selection([first, second]).index == index

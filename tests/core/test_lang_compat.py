@@ -1,4 +1,4 @@
-"""Programs as they are written for SGLang's frontend: the same words, the same places, the same habits.
+"""Test programs as they are written for SGLang's frontend: the same names, parameters and conventions.
 
 Run: python -m pytest tests/core/test_lang_compat.py
 """

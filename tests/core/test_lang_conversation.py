@@ -1,4 +1,7 @@
-"""The text of a conversation that grows is what its template writes. Run: python -m pytest tests/core/test_lang_conversation.py"""
+"""Test that the text of a growing conversation is the text that its template renders.
+
+Run: python -m pytest tests/core/test_lang_conversation.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the official clients' backends make of settings. Run: pytest tests/core/test_lang_sdk.py"""
+"""Test how the backends of the official clients convert settings. Run: pytest tests/core/test_lang_sdk.py"""
 
 from __future__ import annotations
 

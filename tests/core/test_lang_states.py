@@ -1,4 +1,4 @@
-"""What states do with what is appended to them. Run: python -m pytest tests/core/test_lang_states.py"""
+"""Test how states execute the parts that are appended to them. Run: python -m pytest tests/core/test_lang_states.py"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lang_backend import Scripted, answer_to
 
 
 def here() -> int:
-    """The line that calls this."""
+    """Return the line of the caller."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
@@ -129,7 +129,7 @@ def test_a_name_that_is_used_again_has_its_last_value():
 
 def test_a_name_that_is_asked_for_twice_is_waited_for_twice():
     def slowly(text: str) -> None:
-        time.sleep(0.1)  # both are appended before the first is answered, and both answers are not there at once
+        time.sleep(0.1)  # both are appended before the first is answered, and the answers arrive at different times
 
     @sgl.function
     def program(s):

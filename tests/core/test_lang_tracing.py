@@ -1,4 +1,5 @@
-"""What a trace knows, and that carrying it out equals running the program. Run: python -m pytest tests/core/test_lang_tracing.py"""
+"""Test what a trace contains, and that executing it equals running the program. Run: python -m pytest
+tests/core/test_lang_tracing.py"""
 
 from __future__ import annotations
 
@@ -237,7 +238,7 @@ step = st.sampled_from(["text", "gen", "select", "user", "assistant", "fork", "g
 
 
 def random_program(s: Any, steps: list[tuple[str, int]]) -> None:
-    """Carry out what hypothesis has drawn, as far as it makes sense where it stands."""
+    """Execute the steps that hypothesis has drawn, as far as each is possible at its position."""
     forks, made = None, list[str]()
     for i, (what, pick) in enumerate(steps):
         on = s if forks is None else forks[pick % len(forks)]

@@ -1,4 +1,5 @@
-"""Programs that look where a trace cannot, leave in odd ways, or listen to templates that change their mind.
+"""Test programs that need values that a trace does not have, that end in unusual ways, or whose templates change the
+earlier text.
 
 Run: python -m pytest tests/core/test_lang_traps.py
 """
@@ -218,7 +219,7 @@ def wants_a_user(messages, opened):
 
 
 def forgets(messages, opened):
-    """Writes only the last answer out."""
+    """Render only the last answer."""
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     users = [i for i, m in enumerate(messages) if m["role"] == "user"]
     kept = [
@@ -288,7 +289,7 @@ def test_rows_run_where_their_prefix_cannot():
 
 
 def test_a_line_of_events_ends_where_the_server_ends_it():
-    """JSON may have U+2028, which str.splitlines takes for an end."""
+    """JSON may contain U+2028, at which str.splitlines splits."""
     text = "a\u2028b\x85c"
     event = {"text": text, "meta_info": {"finish_reason": {"type": "stop"}}}
     body = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\ndata: [DONE]\n\n"
@@ -310,7 +311,7 @@ def test_closing_an_endpoint_wakes_who_waits_for_it():
 
 
 class Answers(BaseHTTPRequestHandler):
-    """The native API, as far as a program without messages needs it."""
+    """Serve the native API, as far as a program without messages needs it."""
 
     protocol_version = "HTTP/1.1"
 
@@ -334,7 +335,7 @@ class Many(ThreadingHTTPServer):
 
 
 def test_hundreds_of_calls_at_once_are_each_answered():
-    """More than a pool of connections would keep when they are idle."""
+    """There are more calls than a pool of connections would keep idle."""
 
     @sgl.function
     def forks(s):
@@ -358,7 +359,7 @@ def says(s):
 
 @contextmanager
 def answered(body: bytes | None) -> Iterator[str]:
-    """The address of a server that gives one answer; None: none ever."""
+    """Yield the address of a server that gives one answer; with None it never answers."""
 
     def serve() -> None:
         connection, _ = listening.accept()

@@ -1,4 +1,4 @@
-"""The memory of a server's processes as benchmarks/load_apis.py watches it.
+"""Test how benchmarks/load_apis.py watches the memory of a server's processes.
 
 Run: python -m pytest tests/core/test_load_memory.py
 """

@@ -1,4 +1,5 @@
-"""docs/bench.md says what the code does: kinds, settings and their defaults, fields of a file; its Python runs.
+"""Test that docs/bench.md agrees with the code: kinds, settings and their defaults, fields of a file; and that its
+Python code runs.
 
 Run: python -m pytest -q tests/e2e/test_bench_docs.py
 """

@@ -1,4 +1,5 @@
-"""``dovetail bench serve`` and ``offline`` on the embedded model: a live server, both APIs, and the engine in this process.
+"""Test ``dovetail bench serve`` and ``offline`` on the embedded model: a running server, both APIs, and the engine in
+this process.
 
 Run: python -m pytest -q tests/e2e/test_bench_serve.py
 """
@@ -48,7 +49,7 @@ def served(url, text, arrivals="all_at_once", api="native"):
 
 
 def check(workload, record):
-    """What must hold of any run of this workload."""
+    """Check what must hold for every run of this workload."""
     assert [m.id for m in record.measurements] == [call.id for call in workload.calls]
     assert [m.error for m in record.measurements] == [None] * len(workload.calls)
     for call, m in zip(workload.calls, record.measurements, strict=True):
@@ -68,7 +69,7 @@ def check(workload, record):
 
 
 def test_ctrl_c_ends_an_offline_run_between_two_steps(monkeypatch):
-    """In the middle of a step it would leave the engine in pieces, and a traceback of them on the terminal."""
+    """In the middle of a step, Ctrl-C would leave the engine inconsistent and print a traceback on the terminal."""
     llm, ended = LLM("tiny", threads=1, grammar="none"), []
     forward, step = llm.loop.engine.model.forward, llm.loop.step
 
@@ -156,7 +157,7 @@ def test_calls_that_are_refused_are_counted_with_their_reason(tiny_url, llm):
 
 @pytest.fixture
 def bench(capsys, monkeypatch):
-    """Run ``dovetail bench ...``; returns (exit status, stdout, stderr)."""
+    """Run ``dovetail bench ...``; return (exit status, stdout, stderr)."""
     monkeypatch.setenv("COLUMNS", "160")
 
     def call(*words):
@@ -172,7 +173,7 @@ def bench(capsys, monkeypatch):
 
 
 class Tags(HTMLParser):
-    """Counts tags, and finds what a page would fetch."""
+    """Count tags, and collect the resources that a page would fetch."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`dovetail chat` as a program: at a terminal with a server, piped, and with a model in its own process.
+"""Test `dovetail chat` as a program: at a terminal with a server, piped, and with a model in its own process.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_chat_terminal.py
 """
@@ -43,7 +43,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=60)
 
 
 class Terminal:
-    """The program at a terminal of its own."""
+    """Run the program at a separate terminal."""
 
     def __init__(self, *arguments: str) -> None:
         self.screen = ""
@@ -60,12 +60,12 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def say(self, line: str) -> str:
-        """What is shown for it, up to the next prompt."""
+        """Write a line, and return what is shown up to the next prompt."""
         self.write(f"{line}\n")
         return self.read(PROMPT)
 
     def read(self, pattern: str) -> str:
-        """What is shown until ``pattern`` is, which is taken from the screen with what came before."""
+        """Return what is shown up to and including ``pattern``, and remove it from the screen."""
         deadline = time.monotonic() + SECONDS
         while (found := re.search(pattern, self.screen, re.DOTALL)) is None:
             assert time.monotonic() < deadline, f"never shown: {pattern}\n{self.screen}"

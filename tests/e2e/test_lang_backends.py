@@ -1,4 +1,5 @@
-"""Backends of programs against real models: this process, a server, and the official clients of OpenAI and Anthropic.
+"""Test backends of programs against real models: this process, a server, and the official clients of OpenAI and
+Anthropic.
 
 Run: python -m pytest tests/e2e/test_lang_backends.py
 """
@@ -140,7 +141,7 @@ def test_the_next_token_has_log_probabilities_without_being_generated(name: str,
 
 @pytest.fixture(scope="module")
 def true_scores() -> dict[str, list[float]]:
-    """The log-probabilities of each choice behind the prompt, by an engine that computes all of it at once."""
+    """Return the log-probabilities of each choice after the prompt, by an engine that computes all of it at once."""
     llm = LLM("tiny", device="cpu", threads=1, cache="none")
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
     texts = [f"{PROMPT} {choice}" for choice in CHOICES]
@@ -235,7 +236,8 @@ def test_what_forks_share_is_computed_once(name: str, request: pytest.FixtureReq
 
 
 def test_every_call_is_answered_also_when_the_runtime_is_closed():
-    """Threads call without end while the runtime is closed: each call ends, the engine is left empty and goes on."""
+    """Threads call continuously while the runtime is closed: each call ends, and the engine is left empty and
+    usable."""
     llm = LLM("tiny", device="cpu", threads=1, scheduler={"max_waiting": 3})
     runtime = sgl.Runtime(llm)
     good, refused, wrong = [], [], list[BaseException]()

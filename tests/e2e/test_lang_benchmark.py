@@ -1,4 +1,7 @@
-"""benchmarks/language.py in small: what each arm makes the engine compute. Run: python -m pytest tests/e2e/test_lang_benchmark.py"""
+"""Test benchmarks/language.py at a small size: what each arm makes the engine compute.
+
+Run: python -m pytest tests/e2e/test_lang_benchmark.py
+"""
 
 from __future__ import annotations
 

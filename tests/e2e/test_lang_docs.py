@@ -1,4 +1,4 @@
-"""The code of docs/language.md runs, block after block. Run: python -m pytest tests/e2e/test_lang_docs.py"""
+"""Test that the code of docs/language.md runs, block after block. Run: python -m pytest tests/e2e/test_lang_docs.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "language.md"
 
 
 def blocks() -> list[tuple[int, str]]:
-    """The page's Python, with the lines at which it begins."""
+    """Return the page's Python code, with the lines at which it begins."""
     text = PAGE.read_text(encoding="utf-8")
     return [(text[: m.start(1)].count("\n"), m[1]) for m in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)]
 

@@ -1,4 +1,4 @@
-"""Ten programs, run eagerly, from their trace, and on a server, give the same greedy results.
+"""Test that ten programs give the same greedy results when run eagerly, from their trace, and on a server.
 
 Run: python -m pytest tests/e2e/test_lang_programs.py
 """
@@ -42,7 +42,7 @@ def runtime() -> Iterator[sgl.Runtime]:
 
 @pytest.fixture(scope="module")
 def greedy(runtime: sgl.Runtime) -> dict[str, dict[str, Any]]:
-    """What each program finds when it is run eagerly in this process."""
+    """Return the results of each program when it runs eagerly in this process."""
     return {path.stem: loaded(path).example(backend=runtime, temperature=0) for path in PROGRAMS}
 
 
@@ -70,7 +70,7 @@ TRACES = {
     "streaming_dialogue": ((("topic", 2), {}), 4, 0),
     "classify": ((("review",), {}), 1, 0),
 }
-"""Programs whose control flow needs no value of a call, with the calls and forks that they make."""
+"""Programs whose control flow needs no result of a call, with the calls and forks that they make."""
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)

@@ -68,9 +68,8 @@ async def _bracket(
             low *= 2
         return low, None
     high = start
-    while (
-        high > start * _LOWEST and len(points[-1].record.measurements) > 1
-    ):  # a single call has no load that could be reduced
+    # a run with a single call has no load that could be reduced
+    while high > start * _LOWEST and len(points[-1].record.measurements) > 1:
         if await meets(high / 2):
             return high / 2, high
         high /= 2

@@ -58,9 +58,7 @@ class TaskQueue:
         worker = threading.Thread(target=self._drain, name="dovetail-state", daemon=True)
         try:
             worker.start()
-        except (
-            RuntimeError
-        ):  # there are too many threads: run the tasks in this thread, because a reader may wait for them
+        except RuntimeError:  # too many threads: run the tasks here, because a reader may wait for them
             self._drain()
 
     def _drain(self) -> None:

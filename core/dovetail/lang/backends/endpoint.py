@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from dovetail.tokenizer.chat_template import ChatTemplate
 
 _PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
-_LOOK_BACK = (
-    4  # tokens before a choice that may be tokenized differently with it; more are compared if all of these were
-)
+_LOOK_BACK = 4  # tokens before a choice that may be tokenized differently with it; more are compared if these all are
 
 
 class RuntimeEndpoint(Backend):
