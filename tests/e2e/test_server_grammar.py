@@ -93,8 +93,8 @@ def test_a_lark_grammar_and_a_structural_tag(server: httpx.Client) -> None:
     [
         ({"regex": "a", "grammar_backend": "missing"}, ["grammar_backend is 'missing'", "xgrammar"]),
         ({"grammar_backend": "xgrammar"}, ["there is no constraint", "structural_tag"]),
-        ({"choice": []}, ["no text to choose"]),
-        ({"choice": [""]}, ["no text to choose"]),
+        ({"choice": []}, ["has no text or an empty text"]),
+        ({"choice": [""]}, ["has no text or an empty text"]),
         ({"choice": ["a", ""]}, ["or an empty one"]),
         ({"choice": ["a"], "lark": "start: A"}, ["only one constraint"]),
         ({"structural_tag": {"structures": [], "triggers": ["<"]}}, ["structural_tag is", "triggers"]),

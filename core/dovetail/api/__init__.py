@@ -1,3 +1,6 @@
-"""What an API plugin builds from: ``body`` reads and validates requests, ``requests`` has what their fields have in common,
-``sampling`` those that say how tokens are chosen, ``responses`` answers whole or streamed, ``problems`` are the errors, ``meta``
-is how SGLang's API tells of an output."""
+"""Provide what API plugins are built from.
+
+``body`` reads and validates requests, ``requests`` and ``sampling`` hold the fields that most APIs have in common, ``responses``
+sends complete and streamed responses, ``problems`` describes errors, ``meta`` formats outputs as SGLang's API does, and
+``embeddings`` cuts, normalises and compares vectors.
+"""

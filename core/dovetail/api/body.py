@@ -1,4 +1,4 @@
-"""From the bytes of a request body to a validated model; everything wrong becomes one clear ``RequestError``."""
+"""Read and validate request bodies. Every mistake in a body becomes one clear ``RequestError``."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ from dovetail.errors import RequestError
 _SHOWN = 80
 
 MAX_DEPTH = 128
-"""Arrays and objects inside of each other that a body may have. What is deeper would exhaust the stack of whatever walks it later:
+"""How deeply arrays and objects of a body may be nested. Deeper values would exhaust the stack of the code that walks them later:
 copies, chat templates, encoders."""
 
 BODY_SECONDS = 60.0
-"""A body that takes longer to arrive is not waited for: clients that send a byte now and then would hold their connections for good."""
+"""The longest time in seconds that a body may take to arrive. Without a limit a client that sends a byte now and then would hold its
+connection forever."""
 
 LARGE = 1 << 18
-"""Bytes of a body that is worth a thread."""
+"""The number of bytes from which a body is decoded in a thread."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""A count or a rank; more could not travel to the engine."""
+"""A count or a rank; larger numbers cannot be sent to the engine."""
 
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
-"""The public id of a request: repeated in every event of its stream."""
+"""The public id of a request. Every event of its stream repeats it."""
 
 CacheSalt = Annotated[
     Annotated[str, Field(max_length=1024)] | None,
-    Field(description="Requests share cached prefixes only with those of the same salt."),
+    Field(description="Requests share cached prefixes only with requests that have the same salt."),
 ]
-"""The name of a namespace: kept as long as its prefixes are cached."""
+"""The name of a namespace. It is stored as long as prefixes of the namespace are cached."""
 
 Session = Annotated[
     Rid | None,
-    Field(description="The text of the last request of a session stays cached for the next one, for a while."),
+    Field(description="The text of the last request of a session stays cached for the next one, for a limited time."),
 ]
-"""The name of a conversation."""
+"""The name of a session, such as a chat."""
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
-"""Several texts. Where a field may be this or something else, each of a million wrong entries is not an error of its own."""
+"""Several texts. Validation stops at the first wrong entry, so that a million wrong entries do not give a million errors."""
 
 Ids = Annotated[list[int], Field(fail_fast=True)]
-"""Token ids."""
+"""Token ids. Validation stops at the first wrong entry."""
 
 
 class ApiModel(Bounded):
-    """The honoured fields of a request body, with strict types: nothing is converted.
+    """Declare the supported fields of a request body, with strict types: values are not converted.
 
-    ``ignored`` fields are accepted and change nothing. ``refused`` fields would change the answer and are not supported:
-    they are an error, unless they hold one of their neutral values. Any other field is unknown, and an error.
+    ``ignored`` fields are accepted and have no effect. ``refused`` fields would change the output and are not supported: they are
+    an error unless they hold one of their neutral values. Any other field is unknown and an error.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -66,17 +67,17 @@ class ApiModel(Bounded):
 
 
 class QueryModel(ApiModel):
-    """The honoured fields of a query, for ``parse_query``: values are texts, as strict types read them."""
+    """Declare the supported fields of a query, for ``parse_query``. Values are texts that strict types read."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """As it is: a URL is short, and checks before validation would read its texts as JSON."""
+        """Return the schema unchanged: a URL is short, and the checks of ``Bounded`` would read its texts as JSON."""
         return handler(source)
 
 
 def examples(*bodies: Mapping[str, Any]) -> ConfigDict:
-    """The ``model_config`` of a request whose schema has ``bodies`` as examples: they are tried by its suite, and begun with in
-    /docs, where ``model`` is replaced by the name that is served."""
+    """Return the ``model_config`` of a request whose schema has ``bodies`` as examples. The API's conformance suite sends them, and
+    /docs shows them with the name of the served model as ``model``."""
     return ConfigDict(json_schema_extra={"examples": [dict(body) for body in bodies]})
 
 
@@ -85,13 +86,13 @@ Query = TypeVar("Query", bound=QueryModel)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, at most ``limit`` bytes and ``BODY_SECONDS``: reading stops where they are exceeded. Raises ``HTTPException`` 413
-    and 408."""
+    """Return the complete body. Raises ``HTTPException`` 413 for a body of more than ``limit`` bytes and 408 for one that takes longer
+    than ``BODY_SECONDS``; reading stops at once in both cases."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await _read(request, limit)
     except TimeoutError:
-        raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:g} seconds; send it anew") from None
+        raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:g} seconds; send it again") from None
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -109,15 +110,15 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 async def parse(request: Request, model: type[Model], limit: int) -> Model:
-    """Read and validate. Raises ``RequestError``, ``HTTPException`` or ``ClientDisconnect``."""
+    """Read and validate the body. Raises ``RequestError``, ``HTTPException`` or ``ClientDisconnect``."""
     body = await read_body(request, limit)
     if len(body) <= LARGE:
         return validate(decode(body), model)
-    return await asyncio.to_thread(lambda: validate(decode(body), model))  # others get their turns in between
+    return await asyncio.to_thread(lambda: validate(decode(body), model))  # other requests are served meanwhile
 
 
 def parse_query(request: Request, model: type[Query]) -> Query:
-    """The query of the URL, where every value is a text. Raises ``RequestError``."""
+    """Read and validate the query of the URL, where every value is a text. Raises ``RequestError``."""
     given = {name: value for name, value in request.query_params.items() if name not in model.ignored}
     try:
         return model.model_validate_strings(given)
@@ -126,7 +127,8 @@ def parse_query(request: Request, model: type[Query]) -> Query:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """A JSON object, strictly: no NaN, no Infinity, valid UTF-8, at most ``MAX_DEPTH`` deep. Raises ``RequestError``."""
+    """Return the JSON object in ``body``. It must be strict JSON: no NaN, no Infinity, valid UTF-8, at most ``MAX_DEPTH`` deep. Raises
+    ``RequestError``."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -139,7 +141,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def _is_deeper(value: object, depth: int) -> bool:
-    """Level by level: recursion is what is to be avoided."""
+    """Return True if ``value`` is nested deeper than ``depth``. It is walked level by level, because recursion could overflow."""
     level = [value]
     for _ in range(depth):
         level = [
@@ -154,7 +156,7 @@ def _is_deeper(value: object, depth: int) -> bool:
 
 
 def validate(raw: dict[str, Any], model: type[Model]) -> Model:
-    """The typed request. Raises ``RequestError`` that names the field."""
+    """Return the typed request. Raises ``RequestError`` that names the field."""
     known: dict[str, Any] = {}
     for name, value in raw.items():
         if name in model.ignored:
@@ -170,11 +172,11 @@ def validate(raw: dict[str, Any], model: type[Model]) -> Model:
 
 
 def _explain(error: ValidationError, model: type[Model]) -> RequestError:
-    """The first field at fault, with every reason pydantic gives for it (a union has one for each of its members)."""
+    """Return an error for the first wrong field, with every reason that pydantic gives for it (a union has one for each member)."""
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
     if not first["loc"]:
-        return RequestError(f"the body is wrong: {first['msg'][:1].lower() + first['msg'][1:]}", code="invalid_type")
+        return RequestError(f"the body is invalid: {first['msg'][:1].lower() + first['msg'][1:]}", code="invalid_type")
     field = str(first["loc"][0])
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         known = ", ".join(sorted(model.model_fields))

@@ -1,4 +1,4 @@
-"""Errors as ``ApiProblem``, which each API says in its own format."""
+"""Turn errors into ``ApiProblem``, which each API formats in its own way."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from dovetail.interfaces.api import ApiProblem
 
 
 class NotFoundError(RequestError):
-    """The request names something that is not here (404)."""
+    """Raised when the request names something that does not exist (404)."""
 
 
 class UnknownModelError(NotFoundError):
-    """The request names a model that is not served here."""
+    """Raised when the request names a model that is not served."""
 
     def __init__(self, model: str, served: str) -> None:
         super().__init__(
-            f"the model {model!r:.200} does not exist; served here: {served!r}", param="model", code="model_not_found"
+            f"the model {model!r:.200} does not exist; this server serves {served!r}",
+            param="model",
+            code="model_not_found",
         )
 
 
 class DrainingError(DovetailError):
-    """The server is about to stop and takes no more requests."""
+    """Raised when the server is about to stop and accepts no more requests."""
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
@@ -44,11 +46,11 @@ _KINDS: dict[type[DovetailError], tuple[int, str]] = {
     EngineDeadError: (503, "engine_dead"),
     TimeLimitError: (504, "time_limit_exceeded"),
 }
-"""Errors that are not about what the request says, with their status and code."""
+"""The status and code of errors that are not caused by the content of the request."""
 
 
 def problem_of(error: BaseException) -> ApiProblem:
-    """What an error means to the client. What is no ``DovetailError`` shows no details."""
+    """Return what an error reports to the client. An error that is not a ``DovetailError`` shows no details."""
     status = status_of(error)
     message = error.detail if isinstance(error, HTTPException) else str(error)
     if not isinstance(error, DovetailError | HTTPException):
@@ -58,7 +60,7 @@ def problem_of(error: BaseException) -> ApiProblem:
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status that an error stands for."""
+    """Return the HTTP status of an error."""
     if isinstance(error, HTTPException):
         return error.status_code
     if isinstance(error, NotFoundError):

@@ -1,4 +1,4 @@
-"""What the request bodies of most APIs have in common: ids, sampling parameters, constraints."""
+"""Read what the request bodies of most APIs have in common: ids, sampling parameters, constraints."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from dovetail.interfaces.api import ApiHost
 from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "lark", "choice", "structural_tag")
-"""The request fields that each hold one constraint, which every API has."""
+"""The request fields that each hold one constraint. Every API has them."""
 
 _LONGEST_ID = 100
-"""Digits of a token id; Python refuses to read a few thousand."""
+"""The largest number of digits of a token id. Python refuses to convert several thousand digits."""
 
 
 def new_id(prefix: str) -> str:
-    """A public id for a request without one of its own."""
+    """Return a public id for a request that gives none."""
     return prefix + secrets.token_hex(12)
 
 
 def check_count(host: ApiHost, count: int, param: str) -> None:
-    """Before the texts of ``param`` become tokens: raises ``RequestError`` where there are more than may wait."""
+    """Raise ``RequestError`` if ``param`` has more texts than requests may wait. Call it before the texts are tokenized."""
     most = host.config.scheduler.max_waiting
     if count > most:
         raise RequestError(f"{param} has {count} entries; at most {most} may wait", param=param)
 
 
 def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarSpec | None:
-    """The constraint among the fields ``CONSTRAINTS`` and ``response_format``, for ``backend``; None where all are None.
-    Raises ``RequestError`` for more than one, and for a backend without one."""
-    asked = {name: value for name, value in given.items() if value is not None}
-    if len(asked) > 1:
-        raise RequestError(f"only one constraint can hold; given: {', '.join(asked)}", param=list(asked)[1])
-    if backend is not None and not asked:
+    """Return the constraint among the fields ``CONSTRAINTS`` and ``response_format``, for ``backend``, or None if all are None.
+    Raises ``RequestError`` for several constraints, and for a backend without a constraint."""
+    constraints = {name: value for name, value in given.items() if value is not None}
+    if len(constraints) > 1:
         raise RequestError(
-            f"grammar_backend is {backend!r:.80} and there is no constraint; give one of {', '.join(given)}",
+            f"a request has at most one constraint; given: {', '.join(constraints)}", param=list(constraints)[1]
+        )
+    if backend is not None and not constraints:
+        raise RequestError(
+            f"grammar_backend is {backend!r:.80}, but there is no constraint; give one of {', '.join(given)}",
             param="grammar_backend",
         )
-    for name, value in asked.items():
+    for name, value in constraints.items():
         spec = _response_format(value) if name == "response_format" else _constraint(name, value)
         return spec and dataclasses.replace(spec, backend=backend)
     return None
@@ -64,10 +66,10 @@ def _constraint(name: str, value: Any) -> GrammarSpec:
 
 
 def choice_of(texts: Sequence[str], param: str) -> GrammarSpec:
-    """One of ``texts``, each once. Raises ``GrammarError`` where there is none, or an empty one."""
+    """Return the constraint that the output is one of ``texts``. Raises ``GrammarError`` if there is no text, or an empty one."""
     if not (texts and all(texts)):
         raise GrammarError(
-            f"{param} has no text to choose, or an empty one; give texts that are not empty", param=param
+            f"{param} has no text or an empty text; give at least one text, none of them empty", param=param
         )
     return GrammarSpec(GrammarKind.CHOICE, msgspec.json.encode(list(dict.fromkeys(texts))).decode())
 
@@ -76,8 +78,8 @@ _TAG_SHAPE = '{"structures": [{"begin": text, "schema": object, "end": text}, ..
 
 
 def structural_tag(value: object, param: str) -> GrammarSpec:
-    """Free text with tagged parts that have schemas (``GrammarSpec``). ``value`` is the object, or its text. Raises
-    ``GrammarError``."""
+    """Return the constraint for free text with tagged parts that have schemas (``GrammarSpec``). ``value`` is the object or its
+    JSON text. Raises ``GrammarError``."""
     tag = _decoded(value, param)
     if not (isinstance(tag, dict) and _is_tag(tag)):
         raise GrammarError(f"{param} is {tag!r:.80}; allowed: {_TAG_SHAPE}", param=param)
@@ -85,7 +87,10 @@ def structural_tag(value: object, param: str) -> GrammarSpec:
     for structure in structures:
         if not any(structure["begin"].startswith(trigger) for trigger in triggers):
             begin = structure["begin"]
-            raise GrammarError(f"{param}: no trigger begins {begin!r:.80}, so it could never be entered", param=param)
+            raise GrammarError(
+                f"{param}: no trigger is the beginning of {begin!r:.80}, so that structure could never start",
+                param=param,
+            )
     text = msgspec.json.encode({"structures": structures, "triggers": triggers}).decode()
     return GrammarSpec(GrammarKind.STRUCTURAL_TAG, text)
 
@@ -123,7 +128,7 @@ def _response_format(value: Mapping[str, Any]) -> GrammarSpec | None:
 
 
 def _schema_text(schema: object, param: str) -> str:
-    """The schema as JSON with its keys in the order given, which is the order of the output's."""
+    """Return the schema as JSON. Its keys keep their order, which is the order of the keys in the output."""
     schema = _decoded(schema, param)
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"{param} is {schema!r:.80}; allowed: a JSON schema, which is an object", param=param)
@@ -131,7 +136,7 @@ def _schema_text(schema: object, param: str) -> str:
 
 
 def _decoded(value: object, param: str) -> object:
-    """``value``, read as JSON if it is a text. Raises ``GrammarError``."""
+    """Return ``value``, decoded from JSON if it is a text. Raises ``GrammarError``."""
     if not isinstance(value, str):
         return value
     try:
@@ -141,8 +146,8 @@ def _decoded(value: object, param: str) -> object:
 
 
 def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
-    """``SamplingParams`` of the values that are not None. ``names`` maps its fields to the API's names, for errors.
-    Raises ``RequestError``."""
+    """Return ``SamplingParams`` with the values that are not None. ``names`` maps their fields to the names of the API, for error
+    messages. Raises ``RequestError``."""
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except RequestError as error:
@@ -150,20 +155,20 @@ def sampling_params(given: Mapping[str, Any], names: Mapping[str, str]) -> Sampl
         raise RequestError(message, param=names.get(error.param or "", error.param), code=error.code) from None
 
 
-def with_room(params: SamplingParams, default: int) -> SamplingParams:
-    """``params`` with ``max_new_tokens`` set: its own, else ``default`` (at least ``min_new_tokens``)."""
+def with_output_limit(params: SamplingParams, default: int) -> SamplingParams:
+    """Return ``params`` with ``max_new_tokens`` set: to its own value, else to ``default`` (at least ``min_new_tokens``)."""
     if params.max_new_tokens is not None:
         return params
     return dataclasses.replace(params, max_new_tokens=max(default, params.min_new_tokens))
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """One stop string, several, or none."""
+    """Return the stop strings of a field that holds one, several, or none."""
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def token_biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | None:
-    """JSON has strings as keys; token ids are integers. Raises ``RequestError``."""
+    """Return the biases by token id. JSON keys are strings, so they are converted. Raises ``RequestError``."""
     if logit_bias is None:
         return None
     for key in logit_bias:

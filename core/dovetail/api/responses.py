@@ -1,4 +1,4 @@
-"""HTTP answers that end when their client leaves: whole ones, and server-sent events."""
+"""Send complete and streamed HTTP responses, and abort their outputs when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ T = TypeVar("T")
 
 
 class Formatter(Protocol):
-    """Turns the deltas of one request into what its stream says; each method returns whole events or lines, or nothing."""
+    """Turn the deltas of one request into the data of its stream. Each method returns complete events or lines, or nothing."""
 
     @property
     def media_type(self) -> str:
-        """Of the stream."""
+        """The media type of the stream."""
         ...
 
     def head(self) -> bytes:
-        """Before the first delta."""
+        """Return the data before the first delta."""
         ...
 
     def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """What one engine step added."""
+        """Return the data for what one engine step added."""
         ...
 
     def tail(self) -> bytes:
-        """After the last delta."""
+        """Return the data after the last delta."""
         ...
 
     def failed(self, problem: ApiProblem) -> bytes:
-        """In place of what would follow: the status is sent already, so that the error must travel in the stream."""
+        """Return the data that reports an error and ends the stream. The status has been sent, so the error is part of the stream."""
         ...
 
 
 def event(data: bytes) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + data + b"\n\n"
 
 
@@ -55,23 +55,24 @@ SSE = "text/event-stream"
 """The media type of server-sent events (WHATWG HTML, section 9.2)."""
 
 NDJSON = "application/x-ndjson"
-"""The media type of streams that have a line of JSON for each step."""
+"""The media type of streams with a line of JSON for each step."""
 
 
 def json_response(content: object, status: int = 200) -> Response:
-    """``content`` as JSON."""
+    """Return a response with ``content`` as JSON."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 async def whole(request: Request, outputs: Generation, render: Callable[[Generation], object]) -> Response:
-    """Wait for the end of all outputs and answer at once. A client that leaves aborts them."""
+    """Wait for the end of all outputs and return one response. If the client disconnects, the outputs are aborted."""
     with outputs:
         await until_disconnect(request.receive, outputs.wait())
         return json_response(render(outputs))
 
 
 async def streamed(request: Request, outputs: Generation, formatter: Formatter) -> Response:
-    """Answer step by step. What fails before the first token still has its own status: nothing is sent before it."""
+    """Return a response with a part for each engine step. Nothing is sent before the first token, so that an error before it has its own
+    status."""
     try:
         first = await until_disconnect(request.receive, anext(outputs))
     except BaseException:
@@ -81,7 +82,7 @@ async def streamed(request: Request, outputs: Generation, formatter: Formatter) 
 
 
 class EventStream(Response):
-    """A stream with one write for each engine step. Aborts the outputs when the client leaves."""
+    """Stream one write for each engine step, and abort the outputs when the client disconnects."""
 
     def __init__(self, outputs: Generation, first: Sequence[Delta], formatter: Formatter) -> None:
         self.status_code = 200
@@ -95,15 +96,15 @@ class EventStream(Response):
         self._formatter = formatter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI answer."""
+        """Send the response through ASGI."""
         with self._outputs:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await until_disconnect(receive, self._pump(send))
+                await until_disconnect(receive, self._send_all(send))
             except ClientDisconnect:
-                logger.debug("%s: the client has left", self._outputs.rid)
+                logger.debug("%s: the client has disconnected", self._outputs.rid)
 
-    async def _pump(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         try:
             await _write(send, self._formatter.head() + self._formatter.deltas(self._first))
             async for deltas in self._outputs:
@@ -122,7 +123,7 @@ async def _write(send: Send, data: bytes) -> None:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. Raises ``ClientDisconnect``, with ``work`` cancelled, if the client leaves before."""
+    """Return the result of ``work``. If the client disconnects first, cancel ``work`` and raise ``ClientDisconnect``."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:

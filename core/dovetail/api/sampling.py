@@ -1,4 +1,4 @@
-"""How tokens are chosen: the fields that OpenAI's, vLLM's and SGLang's requests have in common."""
+"""Declare the sampling fields that the requests of OpenAI, vLLM and SGLang have in common."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAME = (
 
 
 class SamplingFields(ApiModel):
-    """None stands for the default. ``constraints`` are the fields that hold one constraint each."""
+    """Declare the fields that control sampling; None stands for the default. ``constraints`` are the fields that hold one constraint each."""
 
     constraints: ClassVar[tuple[str, ...]] = CONSTRAINTS
 
@@ -40,11 +40,11 @@ class SamplingFields(ApiModel):
     lark: str | None = None
     choice: list[str] | None = None
     structural_tag: str | dict[str, Any] | None = None
-    grammar_backend: str | None = Field(None, description="Which grammar backend must honour the constraint.")
-    speculative: bool | None = Field(None, description="False: this request is decoded without drafts.")
+    grammar_backend: str | None = Field(None, description="The grammar backend that must enforce the constraint.")
+    speculative: bool | None = Field(None, description="False: this request is decoded without draft tokens.")
 
     def sampling(self) -> dict[str, Any]:
-        """These fields by the names of ``SamplingParams``, for ``sampling_params``. Raises ``RequestError``."""
+        """Return these fields by the names of ``SamplingParams``, for ``sampling_params``. Raises ``RequestError``."""
         constraints = {name: getattr(self, name) for name in self.constraints}
         return {
             **{name: getattr(self, name) for name in _SAME},

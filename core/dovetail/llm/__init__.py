@@ -1,4 +1,4 @@
-"""Offline use: the engine in this process."""
+"""Run the engine in the caller's process, for offline use."""
 
 from dovetail.llm.engine import LLM
 from dovetail.llm.runs import ChatOutput, ChatStream, Output

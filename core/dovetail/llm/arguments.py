@@ -1,4 +1,4 @@
-"""What callers give, checked."""
+"""Check the arguments of callers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | Sequence[int]
 
 
 def arguments_of(taker: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Decorates a method that hands on to ``taker`` what it is given: people and type checkers see the arguments of ``taker``."""
+    """Decorate a method that passes its arguments on to ``taker``, so that readers and type checkers see the arguments of ``taker``."""
 
     def shown(method: Callable[..., R]) -> Callable[P, R]:
         returned = inspect.signature(method).return_annotation
@@ -40,7 +40,7 @@ def arguments_of(taker: Callable[P, object]) -> Callable[[Callable[..., R]], Cal
 
 
 class GroupHints(NamedTuple):
-    """What the engine is told about requests that belong together; see ``messages.GenerateMsg``."""
+    """Hold the hints for requests that belong together. See ``messages.GenerateMsg``."""
 
     group: str = ""
     group_size: int = 1
@@ -48,28 +48,29 @@ class GroupHints(NamedTuple):
 
 
 def hints_of(group: object, group_size: object, session: object, outputs: int) -> GroupHints:
-    """The hints of a call that makes ``outputs`` outputs. Raises ``RequestError``."""
+    """Return the hints of a call with ``outputs`` outputs. Raises ``RequestError``."""
     for param, name in (("group", group), ("session", session)):
         if not isinstance(name, str):
-            raise RequestError(f"{param} is {name!r:.80}; allowed: a name, which is text", param=param)
+            raise RequestError(f"{param} is {name!r:.80}; allowed: a name (str)", param=param)
     if group_size is not None and not (isinstance(group_size, int) and group_size >= 1):
         raise RequestError(f"group_size is {group_size!r:.80}; allowed: an integer of at least 1", param="group_size")
     if session and outputs != 1:
         raise RequestError(
-            f"{outputs} outputs of session {session!r:.80}; a session has one at a time", param="session"
+            f"the call is for {outputs} outputs of session {session!r:.80}; a session has one at a time",
+            param="session",
         )
     return GroupHints(str(group), outputs if group_size is None else group_size, str(session))
 
 
 def with_path(section: object, path: str) -> dict[str, Any]:
-    """The ``model`` section with the path that was given by position. Raises ``ConfigError``."""
+    """Return the ``model`` section with the path that was given as the first argument. Raises ``ConfigError`` if it has one already."""
     if not isinstance(section, dict) or "path" in section:
         raise ConfigError(f"the model is given twice, as {path!r} and as model={section!r}; keep one")
     return {**section, "path": path}
 
 
 def prompt_list(prompts: object) -> list[Prompt]:
-    """One prompt or several as a list. Raises ``RequestError``."""
+    """Return one prompt or several as a list. Raises ``RequestError``."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
@@ -82,8 +83,10 @@ def prompt_list(prompts: object) -> list[Prompt]:
 
 
 def token_ids_of(prompt: object) -> list[int]:
-    """A prompt of token ids, as a list of its own. Raises ``RequestError``."""
-    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # the usual case, many times faster than the rest
+    """Return a prompt of token ids as a new list. Raises ``RequestError``."""
+    if isinstance(prompt, list) and set(map(type, prompt)) <= {
+        int
+    }:  # the usual case; this check is many times faster than the general one
         return prompt.copy()
     if not isinstance(prompt, Sequence) or not all(isinstance(t, Integral) for t in prompt):
         raise RequestError(
@@ -93,18 +96,21 @@ def token_ids_of(prompt: object) -> list[int]:
 
 
 def params_of_each(params: object, count: int) -> list[SamplingParams]:
-    """Sampling params of ``count`` prompts. Raises ``RequestError``."""
+    """Return the sampling params of each of ``count`` prompts. Raises ``RequestError``."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise RequestError(f"params is {params!r:.80}; allowed: one SamplingParams, or a list of them", param="params")
     if len(params) != count:
-        raise RequestError(f"{len(params)} sampling params for {count} prompts; give one, or one each", param="params")
+        raise RequestError(
+            f"{len(params)} sampling params for {count} prompts; give one for all prompts, or one for each",
+            param="params",
+        )
     return list(params)
 
 
 def checked_messages(messages: object) -> list[Mapping[str, Any]]:
-    """The messages of a chat. Raises ``RequestError``."""
+    """Return the messages of a chat. Raises ``RequestError``."""
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError(
             f"messages is {messages!r:.80}; allowed: a list of {{'role': 'user', 'content': '...'}}", param="messages"
@@ -113,7 +119,7 @@ def checked_messages(messages: object) -> list[Mapping[str, Any]]:
 
 
 def checked_variables(variables: object) -> Mapping[str, Any]:
-    """Further variables of a chat template. Raises ``RequestError``."""
+    """Return the additional variables of a chat template. Raises ``RequestError``."""
     if not isinstance(variables, Mapping):
         raise RequestError(
             f"chat_template_kwargs is {variables!r:.80}; allowed: a mapping of names to values",

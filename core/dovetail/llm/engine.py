@@ -1,4 +1,4 @@
-"""Offline use: the engine in this process, driven by whoever calls ``generate``."""
+"""Provide ``LLM``: the engine in the caller's process, which the callers of ``generate`` drive."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model, ready to generate. Has a ``Loop``; is not one.
+    """Load a model and generate with it.
 
-    ``LLM("tiny", attention="torch_native", scheduler={"chunk_size": 256})``: the first argument is ``model.path`` or a
-    whole ``Config``; keywords are sections of the config tree, as they would stand in a file; ``config_file`` is such a
-    file. Raises ``ConfigError`` and ``PluginError`` as the server would. Not thread-safe.
+    ``LLM("tiny", attention="torch_native", scheduler={"chunk_size": 256})``: the first argument is ``model.path`` or a complete
+    ``Config``; keywords are sections of the config tree, as they are written in a config file; ``config_file`` is such a file.
+    Raises ``ConfigError`` and ``PluginError`` as the server does. An ``LLM`` is not thread-safe.
 
-    Ctrl-C takes effect between two steps: the requests of the call it interrupts are aborted, the object can be used on.
-    A second Ctrl-C does not wait; where it leaves the books in doubt, every later call raises ``EngineDeadError``.
+    Ctrl-C takes effect between two steps: the requests of the interrupted call are aborted, and the object can still be used.
+    A second Ctrl-C takes effect at once. If it may have left the engine's state inconsistent, every later call raises
+    ``EngineDeadError``.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class LLM:
         group_size: int | None = None,
         session: str = "",
     ) -> list[Output]:
-        """Generate for each prompt (text, or token ids); with ``n > 1`` the outputs of a prompt follow one another.
+        """Generate for each prompt (text or token ids) and return the outputs; with ``n > 1`` the outputs of a prompt are adjacent.
 
-        ``params`` is one for all or one each. ``group`` says that the prompts have a beginning in common, which is computed once
-        and kept until ``group_size`` outputs were begun (by default those of this call); the outputs of one prompt are such a
-        group in any case. ``session`` keeps the text of the one output in the cache for the next call. Raises ``RequestError`` if
-        any request is refused, before or while the others run (they are aborted), and ``EngineError`` if its step failed.
+        ``params`` is one for all prompts or one for each. ``group`` declares that the prompts have a common prefix, which is
+        computed once and kept until ``group_size`` outputs have started (by default the number of outputs of this call). The
+        outputs of one prompt form a group in any case. ``session`` keeps the text of the only output in the cache for the next
+        call. Raises ``RequestError`` if a request is refused, before or while the others run (they are aborted), and
+        ``EngineError`` if a step failed.
         """
         many = prompt_list(prompts)
         each = params_of_each(params, len(many))
@@ -108,9 +110,9 @@ class LLM:
         group_size: int = 1,
         session: str = "",
     ) -> Iterator[str]:
-        """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Streams
-        may be read in turns, and ``generate`` called between: all of them share the engine's steps. ``group``, of ``group_size``
-        outputs in all, and ``session`` are those of ``generate``."""
+        """Generate one output and yield its text as it becomes final. Closing the iterator aborts the request. Several streams can
+        be read in turns, and ``generate`` can be called in between: all of them share the engine's steps. See ``generate`` for
+        ``group``, which has ``group_size`` outputs in all, and ``session``."""
         params = params_of_each(params, 1)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream has one output", param="n")
@@ -131,16 +133,16 @@ class LLM:
         group_size: int = 1,
         session: str = "",
     ) -> Run:
-        """The one output of a chat. ``chat`` and ``chat_stream`` take the same arguments."""
+        """Return the run of the only output of a chat. ``chat`` and ``chat_stream`` take the same arguments."""
         hints = hints_of(group, group_size, session, 1)
         params = params_of_each(params, 1)[0]
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a chat has one output", param="n")
         specs, choice = read_tools(tools, tool_choice)
-        wanted = calls_wanted(specs, choice, parallel_tool_calls)
-        shown = shown_tools(specs) if wanted is not None else []
+        requested = calls_wanted(specs, choice, parallel_tool_calls)
+        shown = shown_tools(specs) if requested is not None else []
         prompt = self._chat_prompt(messages, shown, {} if chat_template_kwargs is None else chat_template_kwargs)
-        plan = self._parsers.plan(params, prompt, wanted, separate_reasoning)
+        plan = self._parsers.plan(params, prompt, requested, separate_reasoning)
         reader = plan.reader()
         (run,) = self._make(self._encoded(prompt), plan.params, hints)
         run.read_with(reader)
@@ -148,9 +150,9 @@ class LLM:
 
     @arguments_of(_chat_run)
     def chat(self, *args: Any, **kwargs: Any) -> ChatOutput:
-        """Answer a conversation, written out by the model's chat template: constrained and read as /v1/chat/completions
-        does it, with fields of the same names. ``group``, of ``group_size`` outputs in all, and ``session`` are those of
-        ``generate``. Raises ``RequestError``, as ``generate`` does."""
+        """Answer a chat, which the model's chat template turns into a prompt. The output is constrained and read as in
+        /v1/chat/completions, and the arguments have the names of its fields. See ``generate`` for ``group``, which has
+        ``group_size`` outputs in all, for ``session``, and for the exceptions."""
         run = self._chat_run(*args, **kwargs)
         with DeferredInterrupt() as interrupt:
             for _ in self._drive([run], interrupt):
@@ -159,8 +161,8 @@ class LLM:
 
     @arguments_of(_chat_run)
     def chat_stream(self, *args: Any, **kwargs: Any) -> ChatStream:
-        """As ``chat``, while it is written: iterate for what each step adds to reasoning, content and calls; ``output`` is the
-        answer so far. Closing it aborts the request."""
+        """Answer a chat as ``chat`` does, and stream the answer: iterate for what each step adds to reasoning, content and tool calls.
+        ``output`` is the answer so far. Closing the stream aborts the request."""
         run = self._chat_run(*args, **kwargs)
         return ChatStream(run, self._stream([run]))
 
@@ -173,7 +175,7 @@ class LLM:
         group_size: int = 1,
         session: str = "",
     ) -> Iterator[str]:
-        """Answer a conversation, yielding the model's text as it becomes final, marks of reasoning included."""
+        """Answer a chat and yield the model's text as it becomes final, reasoning and its marks included."""
         prompt = self._encoded(self._chat_prompt(messages, [], {}))
         return self.stream(prompt, params, group=group, group_size=group_size, session=session)
 
@@ -185,9 +187,9 @@ class LLM:
         normalize: bool = True,
         dimensions: int | None = None,
     ) -> list[FloatArray]:
-        """A float32 vector for each prompt: the model's last hidden state at its last token (``pooling="last"``), or the mean
-        over its tokens (``"mean"``; None: as the model says), cut to ``dimensions`` and at length 1 unless told otherwise.
-        Raises ``RequestError``, also for a model that does not offer model.embed."""
+        """Return a float32 vector for each prompt: the model's last hidden state at the last token (``pooling="last"``) or its mean
+        over the tokens (``"mean"``; None selects the model's own pooling), cut to ``dimensions`` and, if ``normalize`` is set,
+        scaled to length 1. Raises ``RequestError``, also for a model that does not offer model.embed."""
         kind = pooling_kind(pooling, self.loop.info["embedding"])
         outputs = self.generate(prompts, SamplingParams(max_new_tokens=0, pooling=Pooling(kind)))
         vectors = [output.pooled for output in outputs if output.pooled is not None]
@@ -195,7 +197,7 @@ class LLM:
         return [embedding(vector, dimensions, normalize=normalize) for vector in vectors]
 
     def close(self) -> None:
-        """Free the engine's workers; the object must not be used again."""
+        """Free the engine's workers. The object must not be used again."""
         if self.loop.dead is None:
             call_hook(self.resolved.hooks, "on_engine_stop")
         self.loop.close()
@@ -219,14 +221,14 @@ class LLM:
         return self.tokenizer
 
     def _make(self, prompt: Prompt, params: SamplingParams, hints: GroupHints) -> list[Run]:
-        """One run for each of the prompt's outputs. Nothing is sent to the engine yet."""
+        """Return one run for each of the prompt's outputs. Nothing is sent to the engine yet."""
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
         rids = [str(next(self._ids)) for _ in range(params.n)]
         msgs = expand(ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session)
         return [Run(msg, self.tokenizer) for msg in msgs]
 
     def _stream(self, runs: list[Run]) -> Generator[str, None, None]:
-        """Drive ``runs``; what the reader does between two pieces of text may be interrupted at any time."""
+        """Drive ``runs`` and yield text. Between two parts of the text the caller's code can be interrupted at any time."""
         interrupt = DeferredInterrupt()
         pieces = self._drive(runs, interrupt)
         try:
@@ -241,7 +243,7 @@ class LLM:
                 pieces.close()
 
     def _drive(self, runs: list[Run], interrupt: DeferredInterrupt) -> Generator[str, None, None]:
-        """Step until all runs have ended, yielding the text of the first as it comes. Raises what ended one of them."""
+        """Run steps until all runs have ended, and yield the text of the first one as it arrives. Raises the error that ended a run."""
         pending, num_open, ended = deque(runs), len(runs), list[Run]()
         try:
             while num_open:
@@ -260,7 +262,7 @@ class LLM:
             self._abandon(runs)
 
     def _submit(self, pending: deque[Run], ended: list[Run]) -> None:
-        """Send runs to the engine, as many as may wait there."""
+        """Send runs to the engine until the waiting queue is full."""
         scheduler = self.loop.scheduler
         while pending and len(scheduler.waiting) < scheduler.limits.max_waiting:
             run = pending.popleft()
@@ -269,10 +271,10 @@ class LLM:
             self.loop.handle(run.msg)
 
     def _step(self) -> None:
-        """One step of the engine; its answers go to their runs, whoever called."""
+        """Run one step of the engine and pass its outputs to their runs, which may belong to other calls."""
         answers = self.loop.step()
         if not answers and not self.loop.has_work:
-            raise EngineError("an interrupt has taken the last step's answers with it; call again")
+            raise EngineError("an interrupt has discarded the outputs of the last step; call again")
         for answer in answers:
             if isinstance(answer, TokenOutput | RequestFailed) and (run := self._runs.get(answer.rid)) is not None:
                 run.take(answer)
@@ -283,7 +285,7 @@ class LLM:
                     run.ended.append(run)
 
     def _abandon(self, runs: list[Run]) -> None:
-        """Abort those of ``runs`` that have not ended."""
+        """Abort the runs among ``runs`` that have not ended."""
         unfinished = [rid for run in runs if self._runs.pop(rid := run.msg.rid, None) is not None]
         if self.loop.dead is not None:
             return

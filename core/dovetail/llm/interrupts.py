@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps."""
+"""Defer Ctrl-C to the time between two steps."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import threading
 
 
 class DeferredInterrupt:
-    """Holds a first Ctrl-C back while it is entered, until ``release`` or the end; a second one is not held back. Python
-    calls signal handlers in the main thread only: in others it does nothing."""
+    """Defer the first Ctrl-C inside the ``with`` block until ``release`` or the end of the block. A second Ctrl-C is not deferred.
+    Python calls signal handlers in the main thread only, so in other threads this does nothing."""
 
     def __enter__(self) -> DeferredInterrupt:
         self._handler = signal.getsignal(signal.SIGINT)
         self._arrived = False
-        self._on = callable(self._handler) and threading.current_thread() is threading.main_thread()
-        if self._on:
-            signal.signal(signal.SIGINT, self._hold)
+        self._active = callable(self._handler) and threading.current_thread() is threading.main_thread()
+        if self._active:
+            signal.signal(signal.SIGINT, self._defer)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._on:
+        if self._active:
             signal.signal(signal.SIGINT, self._handler)
         self._deliver()
 
     def release(self) -> None:
-        """Let what was held back take effect, as KeyboardInterrupt where nothing else was asked for."""
+        """Deliver a deferred Ctrl-C to the previous handler, which raises KeyboardInterrupt by default."""
         if self._arrived:
-            signal.signal(signal.SIGINT, self._hold)
+            signal.signal(signal.SIGINT, self._defer)
             self._deliver()
 
-    def _hold(self, number: int, frame: object) -> None:
+    def _defer(self, number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, self._handler)
         self._arrived = True
 

@@ -1,4 +1,4 @@
-"""Routes about the server itself: health, what it is made of, metrics, cache and aborts."""
+"""Answer the routes about the server itself: health, configuration, metrics, cache and aborts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from dovetail.server.service import Service
 
 
 class AbortRequest(ApiModel):
-    """POST /abort_request."""
+    """Describe the body of POST /abort_request."""
 
-    rid: str | None = Field(None, description="Id of the request: its `rid`, or the `id` of its answer.")
+    rid: str | None = Field(None, description="Id of the request: its `rid`, or the `id` of its response.")
     abort_all: bool = False
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 while requests are taken, else 503."""
+    """Answer 200 while requests are accepted, else 503."""
     service.check_ready()
     return PlainTextResponse("ok")
 
 
 async def health_generate(service: ApiHost, request: Request) -> Response:
-    """200 if the engine makes a token within ``server.health_seconds``, else 503."""
+    """Answer 200 if the engine generates a token within ``server.health_seconds``, else 503."""
     token = next(i for i, data in enumerate(service.tokenizer.token_bytes) if data)
     prompt = Prompt([token], SamplingParams(max_new_tokens=1, temperature=0.0))
     seconds = service.config.server.health_seconds
@@ -47,7 +47,7 @@ async def health_generate(service: ApiHost, request: Request) -> Response:
 
 
 async def model_info(service: ApiHost, request: Request) -> Response:
-    """Where the model came from, and its sizes."""
+    """Return where the model was loaded from, its sizes and its special tokens."""
     tokenizer = service.tokenizer
     info = {
         "model_path": service.config.model.path,
@@ -68,7 +68,7 @@ async def model_info(service: ApiHost, request: Request) -> Response:
 
 
 async def server_info(service: Service, request: Request) -> Response:
-    """The whole of it: config, how every part was chosen, memory, and the engine's numbers now."""
+    """Return the config, how every component was chosen, the memory report, and the engine's current numbers."""
     stats = await service.fresh_stats()
     info = {
         "status": "draining" if service.draining else "ready" if service.engine.alive else "dead",
@@ -83,7 +83,7 @@ async def server_info(service: Service, request: Request) -> Response:
 
 
 async def flush_cache(service: Service, request: Request) -> Response:
-    """Drop every cached prefix; 400 while requests are running."""
+    """Drop every cached prefix. Answer 400 while requests are running."""
     reply = await service.engine.flush_cache()
     if not reply.ok:
         raise RequestError(f"the cache was not flushed: {reply.message}", code="busy")
@@ -91,7 +91,7 @@ async def flush_cache(service: Service, request: Request) -> Response:
 
 
 async def abort_request(service: Service, request: Request) -> Response:
-    """End one request, or all; each is answered with finish reason ``abort``."""
+    """Abort one request, or all of them. Each ends with finish reason ``abort``."""
     body = await parse(request, AbortRequest, service.max_body)
     if body.abort_all:
         service.engine.abort_all()
@@ -102,6 +102,6 @@ async def abort_request(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     await service.fresh_stats()
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and how errors are answered."""
+"""Build the ASGI application: its routes and the handling of errors."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ TENANT_ROUTES = (
     ApiRoute(["GET"], "/health_generate", admin.health_generate, answers=_TEXT),
     ApiRoute(["GET"], "/model_info", admin.model_info),
 )
-"""Of the server as well, for whoever has a key."""
+"""Routes of the server that any key grants access to."""
 
 
 def build_app(
     service: Service, apis: Sequence[Api], more: Sequence[ServerRoute] = (), tenancy: Tenancy | None = None
 ) -> FastAPI:
-    """The application for a running engine. ``more`` routes take the place of those of the server with the same path; with a
-    ``tenancy`` every request needs a key. Raises ``ConfigError`` where two APIs answer the same path."""
+    """Return the application for a running engine. The routes ``more`` replace routes of the server with the same path. With a
+    ``tenancy`` every request needs a key. Raises ``ConfigError`` if two APIs answer the same method and path."""
     access = AccessControl(service, tenancy)
     app = FastAPI(title="Dovetail", version=service.version, redirect_slashes=False, docs_url=None, redoc_url=None)
     formats = ErrorFormats(apis)
@@ -69,7 +69,7 @@ def build_app(
     own = (*more, *(route for route in ROUTES if route.path not in replaced), *TENANT_ROUTES)
     for route in (*own, *_routes_of(apis, own)):
         name = getattr(route.handler, "__name__", route.path)
-        if names.setdefault(name, route.path) != route.path:  # a handler under several paths
+        if names.setdefault(name, route.path) != route.path:  # one handler has several paths
             name += re.sub(r"\W+", "_", route.path)
         for method in route.methods:
             app.add_api_route(
@@ -79,8 +79,8 @@ def build_app(
                 response_model=None,
                 summary=(route.handler.__doc__ or "").strip(),
                 name=name,
-                openapi_extra=describer.takes(route),
-                responses=describer.answers(route),
+                openapi_extra=describer.request(route),
+                responses=describer.responses(route),
                 operation_id=f"{name}_{method.lower()}",
             )
     add_pages(app)
@@ -91,7 +91,7 @@ def build_app(
 
 
 def _routes_of(apis: Sequence[Api], own: Sequence[ServerRoute | ApiRoute]) -> list[ApiRoute]:
-    """Those of the APIs, each method and path once."""
+    """Return the routes of the APIs. Raises ``ConfigError`` if a method and path has two owners."""
     owners = {(method, route.path): "the server" for route in own for method in route.methods}
     routes: list[ApiRoute] = []
     for api in apis:
@@ -101,7 +101,7 @@ def _routes_of(apis: Sequence[Api], own: Sequence[ServerRoute | ApiRoute]) -> li
                 owner = owners.setdefault((method, route.path), name)
                 if owner != name:
                     raise ConfigError(
-                        f"api: {owner} and {name} both answer {method} {route.path}; name those to serve, as in api: [openai, native]"
+                        f"api: {owner} and {name} both answer {method} {route.path}; name the APIs to serve, as in api: [openai, native]"
                     )
             routes.append(route)
     return routes
@@ -124,7 +124,7 @@ def _endpoint(
 
 
 def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
-    """Cross-origin resource sharing (WHATWG Fetch, section 3.2); without ``origins`` there is none."""
+    """Allow cross-origin requests from ``origins`` (WHATWG Fetch, section 3.2). Without ``origins`` none are allowed."""
     if origins:
         app.add_middleware(
             CORSMiddleware,

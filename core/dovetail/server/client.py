@@ -1,4 +1,4 @@
-"""The frontend's end of the engine process: starts it, sends requests, hands out answers, notices its death."""
+"""Start an engine process, send requests to it, deliver its outputs and detect its end."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dovetail.server")
 
-_LAST_WORDS_SECONDS = 1.0
-_NO_WORDS_SECONDS = 0.05
+_LAST_MESSAGE_SECONDS = 1.0
+_NO_MESSAGE_SECONDS = 0.05
 _EXIT_SECONDS = 5.0
 _FRAMES_AT_ONCE = 16
 
 
 class EngineClient:
-    """One engine process. Belongs to the event loop that called ``start``.
+    """Control one engine process. An object belongs to the event loop that called ``start``.
 
-    When the process ends, or says that it is about to, everything that waits on it raises ``EngineDeadError``, and so does
-    whatever is asked of it later: nothing hangs. It is not restarted; the server answers 503 until it is. ``failure`` is
-    why it has ended by itself.
+    When the process ends, or reports that it is about to end, every call that waits for it raises ``EngineDeadError``, and so
+    does every later call: nothing hangs. The process is not restarted; the server answers 503 until the server is restarted.
+    ``failure`` is why the process has ended by itself.
     """
 
     def __init__(self, config: Config, target: EngineTarget = run_engine) -> None:
-        """``target`` is what the process runs."""
+        """``target`` is the function that the process runs."""
         self._config = config
         self._target = target
         self._process: BaseProcess | None = None
@@ -67,14 +67,14 @@ class EngineClient:
         self._calls: dict[str, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._dead: str | None = "it has not been started"
-        self._last_words: str | None = None
+        self._last_message: str | None = None
         self.failure: str | None = None
         self.info: dict[str, Any] = {}
 
-    # life
+    # start and stop
 
     async def start(self) -> dict[str, Any]:
-        """Start the process and wait until it can serve; returns its info. Raises ``EngineError`` if it cannot."""
+        """Start the process, wait until it is ready and return its info. Raises ``EngineError`` if the engine cannot start."""
         self._loop = asyncio.get_running_loop()
         self._directory = tempfile.mkdtemp(prefix="dovetail-")
         endpoints = Endpoints(f"ipc://{self._directory}/in", f"ipc://{self._directory}/out")
@@ -86,47 +86,47 @@ class EngineClient:
         ready = self._expect("ready")
         process.start()
         self._process = process
-        self._gone = self._loop.create_future()
+        self._has_exited = self._loop.create_future()
         self._loop.add_reader(process.sentinel, self._on_exit)
         try:
             self.info = msgspec.json.decode((await ready).info)
         except BaseException as error:
             await self.stop()
             if isinstance(error, EngineDeadError):
-                raise EngineError(f"the engine did not start: {self._last_words or error}") from None
+                raise EngineError(f"the engine did not start: {self._last_message or error}") from None
             raise
         return self.info
 
     async def stop(self, drain: bool = False) -> None:
-        """End the process: at once, or after the running requests. Open requests end with ``EngineDeadError``."""
+        """Stop the process: at once, or with ``drain`` after the running requests. Open requests end with ``EngineDeadError``."""
         process = self._process
         if process is None:
             return
-        if not self.info:  # it is still loading and reads no messages
+        if not self.info:  # the process is still loading and reads no messages
             process.kill()
         with suppress(EngineDeadError):
             self._send(ShutdownMsg(drain=drain))
         if not drain:
-            self._bury("it was stopped")
+            self._mark_dead("it was stopped")
         await self._exited(process, None if drain else _EXIT_SECONDS)
-        self._bury("it was stopped")
+        self._mark_dead("it was stopped")
         self._release(process)
 
     @property
     def alive(self) -> bool:
-        """True from ``start`` to the end of the process."""
+        """True from ``start`` until the process has ended."""
         return self._dead is None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine."""
+        """The process id of the engine."""
         return self._process.pid if self._process else None
 
     # requests
 
     def open(self, group: str, msgs: Sequence[GenerateMsg]) -> OutputStream:
-        """Send requests that are answered together; ``group`` names them to ``abort``. A rid must never come again.
-        Raises ``EngineDeadError``, or ``RequestError`` if ``group`` is in use."""
+        """Send requests whose outputs are read from one stream. ``group`` identifies them to ``abort``. A rid must never be used
+        again. Raises ``EngineDeadError``, or ``RequestError`` if ``group`` is in use."""
         if group in self._groups:
             raise RequestError(f"rid {group!r} is in use by a running request; choose another", param="rid")
         stream = OutputStream(group, (msg.rid for msg in msgs), self._close, self._end)
@@ -135,36 +135,36 @@ class EngineClient:
         try:
             for msg in msgs:
                 self._send(msg)
-        except BaseException:  # nobody else could close it
+        except BaseException:  # the caller gets no stream that it could close
             stream.close()
             raise
         return stream
 
     def abort(self, group: str, message: str = "aborted by request") -> bool:
-        """End the requests of ``group``: their streams get finish reason ``abort``. False if there is none."""
+        """Abort the requests of ``group``, which end with finish reason ``abort``. Return False if there is no such group."""
         stream = self._groups.get(group)
         for rid in list(stream.open) if stream else ():
             self._send(AbortMsg(rid, message))
         return stream is not None
 
     def abort_all(self, message: str = "aborted by the operator") -> None:
-        """End every request of this engine."""
+        """Abort every request of this engine."""
         self._send(AbortAllMsg(message))
 
     @property
     def num_open(self) -> int:
-        """Groups that are not closed yet."""
+        """The number of groups that are not closed yet."""
         return len(self._groups)
 
     # commands
 
     async def stats(self) -> EngineStats:
-        """Gauges and totals, as of the next step's border."""
+        """Return gauges and totals as they are after the current step."""
         call_id = self._call_id()
         return await self._call(call_id, StatsRequestMsg(call_id))
 
     async def flush_cache(self) -> CommandReply:
-        """Drop every cached prefix; the reply says whether it was done."""
+        """Drop every cached prefix. The reply holds whether that was possible."""
         call_id = self._call_id()
         return await self._call(call_id, FlushCacheMsg(call_id))
 
@@ -206,7 +206,7 @@ class EngineClient:
             raise EngineDeadError("the engine process does not take messages") from None
 
     def _on_readable(self) -> None:
-        """The descriptor is edge-triggered: read until there is nothing left, with a pause for others now and then."""
+        """Read until nothing is left, because the descriptor is edge-triggered. Yield to the event loop after some frames."""
         for _ in range(_FRAMES_AT_ONCE):
             if self._inbox.closed:
                 return
@@ -231,8 +231,8 @@ class EngineClient:
                     stream.open.discard(answer.rid)
                     stream.fail(answer.error())
             elif isinstance(answer, EngineFailed):
-                self._last_words = answer.message
-                self._bury(None)
+                self._last_message = answer.message
+                self._mark_dead(None)
             else:
                 self._resolve("ready" if isinstance(answer, EngineReady) else answer.call_id, answer)
         for stream in touched.values():
@@ -258,26 +258,26 @@ class EngineClient:
     # the end
 
     def _on_exit(self) -> None:
-        """The process is ending: its files are closed."""
+        """Handle the end of the process, which its sentinel reports."""
         assert self._process is not None
         self._loop.remove_reader(self._process.sentinel)
-        self._reaper = asyncio.ensure_future(self._reap(self._process))
+        self._exit_task = asyncio.ensure_future(self._after_exit(self._process))
 
-    async def _reap(self, process: BaseProcess) -> None:
+    async def _after_exit(self, process: BaseProcess) -> None:
         await asyncio.to_thread(process.join)
         status = process.exitcode
-        self._gone.set_result(None)
+        self._has_exited.set_result(None)
         if self.info and (self.failure or self.alive):
             logger.error("the engine process ended with status %s", status)
-        if self.alive:  # what it sent last may still be in the socket
-            await asyncio.sleep(_LAST_WORDS_SECONDS if status == EXIT_ENGINE_FAILED else _NO_WORDS_SECONDS)
-            self._bury(None)
+        if self.alive:  # its last messages may still be in the socket
+            await asyncio.sleep(_LAST_MESSAGE_SECONDS if status == EXIT_ENGINE_FAILED else _NO_MESSAGE_SECONDS)
+            self._mark_dead(None)
 
-    def _bury(self, reason: str | None) -> None:
+    def _mark_dead(self, reason: str | None) -> None:
         if self._dead is not None or self._process is None:
             return
         if reason is None:
-            self.failure = self._last_words or f"it ended with status {self._process.exitcode}"
+            self.failure = self._last_message or f"it ended with status {self._process.exitcode}"
             if self.info:
                 logger.error(
                     "no engine: %s; requests are answered with 503 until the server is restarted", self.failure
@@ -294,10 +294,10 @@ class EngineClient:
 
     async def _exited(self, process: BaseProcess, seconds: float | None) -> None:
         try:
-            await asyncio.wait_for(asyncio.shield(self._gone), seconds)
+            await asyncio.wait_for(asyncio.shield(self._has_exited), seconds)
         except TimeoutError:
             process.kill()
-            await self._gone
+            await self._has_exited
 
     def _release(self, process: BaseProcess) -> None:
         self._loop.remove_reader(process.sentinel)

@@ -1,8 +1,8 @@
-"""The engine process: one Loop between two ZMQ sockets.
+"""Run the engine process: one ``Loop`` between two ZMQ sockets.
 
-Messages come in one a frame, answers leave one frame a step. The process ends when it is told to, when its parent has
-died, or when the loop raises, which it reports as ``EngineFailed`` before it exits with ``EXIT_ENGINE_FAILED``, at once:
-nothing is tidied up, as with a lost device that may fail, crash or hang.
+Each incoming frame holds one message; each outgoing frame holds the outputs of one step. The process ends when it receives
+``ShutdownMsg``, when its parent has died, or when the loop raises. In the last case it reports ``EngineFailed`` and exits with
+``EXIT_ENGINE_FAILED`` at once, without cleaning up, because cleaning up may fail, crash or hang after the device was lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dovetail.config import Config
 
 EXIT_ENGINE_FAILED = 70
-"""Exit status of an engine process that ended by an exception (EX_SOFTWARE), and of a server that has lost its engine."""
+"""Exit status of an engine process that ended with an exception (EX_SOFTWARE), and of a server whose engine has failed."""
 
 _LINGER_MS = 2000
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("dovetail.engine")
 
 
 class EngineLoop(Protocol):
-    """What the process needs of ``dovetail.loop.Loop``."""
+    """Describe what the engine process requires of ``dovetail.loop.Loop``."""
 
     @property
     def info(self) -> dict[str, Any]: ...
@@ -62,13 +62,13 @@ EngineTarget = Callable[["Config", Endpoints], None]
 
 
 def run_engine(config: Config, endpoints: Endpoints) -> None:
-    """The target of the engine process."""
+    """Run the engine of ``config``. This is the default ``EngineTarget``."""
     serve_loop(lambda: open_loop(config), endpoints, config.server.log_level)
 
 
 @contextmanager
 def open_loop(config: Config) -> Iterator[EngineLoop]:
-    """Load the plugins, resolve the parts and build the loop; imports torch. Raises ``DovetailError``."""
+    """Load the plugins, resolve the components and build the loop. This imports torch. Raises ``DovetailError``."""
     from dovetail.loop import Loop
     from dovetail.registry.candidates import call_hook
     from dovetail.registry.loader import load_plugins
@@ -88,7 +88,7 @@ def open_loop(config: Config) -> Iterator[EngineLoop]:
 def serve_loop(
     open_loop: Callable[[], AbstractContextManager[EngineLoop]], endpoints: Endpoints, log_level: str
 ) -> None:
-    """Open a loop and drive it until it is told to stop. After a failure it does not return: it exits."""
+    """Open a loop and run it until ``ShutdownMsg`` arrives. After a failure the process exits, and this function does not return."""
     _ignore_signals()
     _end_with_parent()
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -104,7 +104,7 @@ def serve_loop(
             try:
                 outbox.send(encode([EngineReady(msgspec.json.encode(loop.info))]))
                 _drive(loop, inbox, outbox)
-            except BaseException as error:  # before the loop is closed
+            except BaseException as error:  # report it before the loop is closed
                 _fail(error, context, outbox)
     except BaseException as error:
         _fail(error, context, outbox)
@@ -112,7 +112,7 @@ def serve_loop(
 
 
 def _drive(loop: EngineLoop, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
-    """Step while there is work; sleep in ``poll`` while there is none."""
+    """Run steps while there is work, and sleep in ``poll`` while there is none."""
     stopping = False
     while loop.has_work or not stopping:
         if not loop.has_work:
@@ -161,7 +161,7 @@ def _report(error: BaseException, outbox: zmq.Socket[bytes]) -> None:
 
 
 def _ignore_signals() -> None:
-    """Ctrl-C and SIGTERM reach the whole process group; the frontend decides what becomes of the engine."""
+    """Ignore Ctrl-C and SIGTERM, which reach the whole process group: the frontend decides when the engine ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

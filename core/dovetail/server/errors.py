@@ -1,4 +1,4 @@
-"""Errors as HTTP answers, in the format of the API that was called."""
+"""Turn errors into HTTP responses in the format of the API that was called."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from dovetail.interfaces.api import Api, ApiProblem
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
     408: {"connection": "close"},
-    504: {"x-should-retry": "false"},  # the clients of OpenAI and Anthropic would send it again, twice
+    504: {"x-should-retry": "false"},  # the clients of OpenAI and Anthropic would otherwise retry twice
 }
 
 
 class ErrorFormats:
-    """Which API answers for a path, where something goes wrong there."""
+    """Format errors: the API that claims a path defines their JSON there."""
 
     def __init__(self, apis: Sequence[Api]) -> None:
         claims = [(claim, api) for api in apis for claim in api.claims]
         self._claims = sorted(claims, key=lambda claim: -len(claim[0]))
 
     def body(self, path: str, problem: ApiProblem) -> object:
-        """The JSON of an error at ``path``."""
+        """Return the JSON of an error at ``path``."""
         for claim, api in self._claims:
             if path == claim or path.startswith(claim + "/"):
                 return api.error(problem)
         return {"error": {"message": problem.message}}
 
     def answer(self, path: str, error: BaseException) -> Response:
-        """An error at ``path`` as an answer."""
+        """Return the response for an error at ``path``."""
         problem = problem_of(error)
         headers = {**_HEADERS.get(problem.status, {}), **(getattr(error, "headers", None) or {})}
         if problem.retry_after is not None:
@@ -49,13 +49,13 @@ class ErrorFormats:
 
 
 def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
-    """Answer every error of every route."""
+    """Install handlers for every error of every route."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has left and reads nothing
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            error.detail = f"there is no {request.method} {request.url.path}; /docs lists what there is"
+            error.detail = f"there is no {request.method} {request.url.path}; /docs lists all routes"
         if isinstance(error, HTTPException) and error.status_code == 405:
             error.headers = {"allow": ", ".join(_methods(app, request))}
         if isinstance(error, RateLimitError):
@@ -67,6 +67,6 @@ def add_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
 
 
 def _methods(app: FastAPI, request: Request) -> list[str]:
-    """Those that the path of a request is answered for, by whichever routes."""
+    """Return the methods that any route accepts at the path of the request."""
     found = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in found for method in getattr(route, "methods", None) or ()})

@@ -1,4 +1,4 @@
-"""What /metrics shows: latencies measured here, gauges and totals asked of the engine."""
+"""Collect what /metrics returns: latencies measured in the server, gauges and totals from the engine."""
 
 from __future__ import annotations
 
@@ -17,88 +17,95 @@ PER_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05,
 E2E_SECONDS = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
 _GAUGES: Mapping[str, tuple[str, str]] = {
-    "running": ("requests_running", "Requests that are being computed."),
+    "running": ("requests_running", "Requests that are running."),
     "waiting": ("requests_waiting", "Requests in the waiting queue."),
     "pages_total": ("kv_pages_total", "Pages of the KV pool."),
     "pages_used": ("kv_pages_used", "Pages that running requests hold."),
     "pages_cached": ("kv_pages_cached", "Pages that the prefix cache holds."),
-    "pages_pinned": ("kv_pages_pinned", "Pages of the prefix cache that groups and sessions hold."),
-    "grammar_cached_bytes": ("grammar_cached_bytes", "Memory of the compiled constraints that are kept."),
+    "pages_pinned": ("kv_pages_pinned", "Pages of the prefix cache that groups and sessions pin."),
+    "grammar_cached_bytes": ("grammar_cached_bytes", "Bytes of the compiled constraints in the cache."),
 }
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens admitted."),
     "cached_tokens": ("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
     "generated_tokens": ("generated_tokens", "Tokens generated."),
     "steps": ("steps", "Engine steps."),
-    "retractions": ("retractions", "Requests sent back to the queue for want of memory."),
+    "retractions": ("retractions", "Requests sent back to the waiting queue because memory was short."),
     "drafted_tokens": ("drafted_tokens", "Draft tokens verified."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
     "draft_steps": ("draft_steps", "Engine steps in which drafts were verified."),
-    "verify_steps": ("verify_steps", "Of each of them, the requests that had drafts."),
+    "verify_steps": ("verify_steps", "Requests with drafts, summed over the steps in which drafts were verified."),
     "drafter_errors": (
         "drafter_errors",
-        "Times that the drafter raised or broke its contract; requests go on without.",
+        "Times that the drafter raised or broke its contract. Its requests continue without drafts.",
     ),
     "jumped_tokens": (
         "jumped_tokens",
-        "Output tokens that a grammar forced, written without forward passes of their own.",
+        "Output tokens that a grammar forced and that needed no forward pass (jump-forward).",
     ),
-    "pins_taken": ("pins_taken", "Prefixes that groups and sessions came to hold in the cache."),
-    "pins_dropped": ("pins_dropped", "Of these, given up for want of memory; and those never held for want of room."),
-    "pins_expired": ("pins_expired", "Of these, given up after scheduler.pin_seconds."),
+    "pins_taken": ("pins_taken", "Prefixes that were pinned in the cache for groups and sessions."),
+    "pins_dropped": (
+        "pins_dropped",
+        "Pins released because memory was short, and pins not taken because the limit was reached.",
+    ),
+    "pins_expired": ("pins_expired", "Pins released after scheduler.pin_seconds."),
     "grammar_compiles": ("grammar_compiles", "Compilations of constraints started."),
-    "grammar_hits": ("grammar_hits", "Requests whose constraint was compiled before, or is being compiled."),
+    "grammar_hits": ("grammar_hits", "Requests whose constraint was already compiled or being compiled."),
     "grammar_misses": ("grammar_misses", "Requests whose constraint was new."),
-    "grammar_refusals": ("grammar_refusals", "Constraints that were wrong, not supported or too costly."),
-    "grammar_overruns": ("grammar_overruns", "Requests that ended because their masks took too long."),
-    "grammar_evictions": ("grammar_evictions", "Compiled constraints that made room for others."),
-    "grammar_compile_seconds": ("grammar_compile_seconds", "Time in compilations."),
-    "step_seconds": ("step_seconds", "Time in engine steps."),
-    "schedule_seconds": ("schedule_seconds", "Of it, time in schedule."),
-    "launch_seconds": ("launch_seconds", "Of it, time to prepare and launch forward passes and samplers."),
-    "wait_seconds": ("wait_seconds", "Of it, time in which the host waited for tokens."),
-    "commit_seconds": ("commit_seconds", "Of it, time in commit."),
-    "draft_seconds": ("draft_seconds", "Of it, time in the drafter."),
-    "mask_seconds": ("mask_seconds", "Of launch, time in which grammar masks were filled and applied."),
-    "verify_seconds": ("verify_seconds", "Of launch and wait, time in steps in which drafts were asked for."),
+    "grammar_refusals": ("grammar_refusals", "Constraints that were invalid, not supported or too expensive."),
+    "grammar_overruns": ("grammar_overruns", "Requests that were ended because their masks took too long."),
+    "grammar_evictions": ("grammar_evictions", "Compiled constraints that were evicted from the cache."),
+    "grammar_compile_seconds": ("grammar_compile_seconds", "Time spent compiling constraints."),
+    "step_seconds": ("step_seconds", "Time spent in engine steps."),
+    "schedule_seconds": ("schedule_seconds", "Time of steps spent in schedule."),
+    "launch_seconds": ("launch_seconds", "Time of steps spent preparing and launching forward passes and samplers."),
+    "wait_seconds": ("wait_seconds", "Time of steps in which the host waited for tokens."),
+    "commit_seconds": ("commit_seconds", "Time of steps spent in commit."),
+    "draft_seconds": ("draft_seconds", "Time of steps spent in the drafter."),
+    "mask_seconds": ("mask_seconds", "Time of launch spent filling and applying grammar masks."),
+    "verify_seconds": ("verify_seconds", "Time of launch and wait in steps for which drafts were proposed."),
 }
 
 
 class Metrics:
-    """The collectors of one server, in a registry of their own."""
+    """Hold the collectors of one server in their own registry."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        """``labels`` describe the server: version, model, the name of each plugin."""
+        """``labels`` describe the server: its version, its model and the name of each component."""
         self.registry = CollectorRegistry()
         self.stats = EngineStats()
         self.registry.register(_EngineCollector(self))
-        info = Gauge("dovetail_info", "The parts of this server.", list(labels), registry=self.registry)
+        info = Gauge("dovetail_info", "The components of this server.", list(labels), registry=self.registry)
         info.labels(**labels).set(1)
-        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_SECONDS)
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Time from the arrival of a request to its first token.", TTFT_SECONDS
+        )
         self.tpot = self._histogram(
-            "time_per_output_token_seconds", "Mean gap between the tokens of an output.", PER_TOKEN_SECONDS
+            "time_per_output_token_seconds", "Mean time between the tokens of an output.", PER_TOKEN_SECONDS
         )
         self.itl = self._histogram(
-            "inter_token_latency_seconds", "Gap between two tokens of an output.", PER_TOKEN_SECONDS
+            "inter_token_latency_seconds", "Time between two consecutive tokens of an output.", PER_TOKEN_SECONDS
         )
-        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", E2E_SECONDS)
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "Time from the arrival of a request to its last token.", E2E_SECONDS
+        )
         self.finished = Counter(
-            "dovetail_outputs_finished", "Outputs by how they ended.", ["reason"], registry=self.registry
+            "dovetail_outputs_finished", "Outputs by finish reason.", ["reason"], registry=self.registry
         )
         self.disconnected = Counter(
-            "dovetail_requests_abandoned", "Requests whose client left or that failed.", registry=self.registry
+            "dovetail_requests_abandoned", "Requests whose client disconnected or that failed.", registry=self.registry
         )
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"dovetail_{name}", text, buckets=buckets, registry=self.registry)
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class RequestMetrics:
-    """Times the outputs of one request."""
+    """Measure the outputs of one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -110,11 +117,11 @@ class RequestMetrics:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the request arrived."""
+        """The seconds since the request arrived."""
         return time.perf_counter() - self._arrival
 
     def observe(self, batch: Iterable[TokenOutput]) -> None:
-        """Outputs have arrived, now."""
+        """Record outputs that have just arrived."""
         now = time.perf_counter()
         for output in batch:
             if output.token_ids:
@@ -123,7 +130,7 @@ class RequestMetrics:
                 self.finish(output.rid, output.finish.kind)
 
     def close(self, finished: bool) -> None:
-        """Nothing follows."""
+        """Record the end of the request. If it has not ``finished``, it counts as abandoned."""
         if not self._closed and not finished:
             self._metrics.disconnected.inc()
         self._closed = True
@@ -140,7 +147,7 @@ class RequestMetrics:
             self._metrics.itl.observe((now - last) / count)
 
     def finish(self, rid: str, reason: str) -> None:
-        """An output has ended, now."""
+        """Record that an output has just ended."""
         self._metrics.finished.labels(reason=reason).inc()
         self._metrics.e2e.observe(self.elapsed)
         if self._counts.get(rid, 0) > 1:
@@ -148,7 +155,7 @@ class RequestMetrics:
 
 
 class _EngineCollector(Collector):
-    """The engine's own numbers, as of ``metrics.stats``."""
+    """Yield the engine's numbers from ``metrics.stats``."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -161,17 +168,23 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"dovetail_{name}", text, value=getattr(stats, field))
         by_backend = CounterMetricFamily(
             "dovetail_grammar_requests",
-            "Constrained requests by the grammar backend that serves them.",
+            "Constrained requests by grammar backend.",
             labels=["backend"],
         )
         for backend, count in stats.grammar_requests.items():
             by_backend.add_metric([backend], count)
         yield by_backend
         usage = stats.pages_used / max(stats.pages_total, 1)
-        yield GaugeMetricFamily("dovetail_kv_usage", "Share of the KV pool that running requests hold.", value=usage)
+        yield GaugeMetricFamily(
+            "dovetail_kv_usage", "Share of the KV pool's pages that running requests hold.", value=usage
+        )
         hit_rate = stats.cached_tokens / max(stats.prompt_tokens, 1)
-        yield GaugeMetricFamily("dovetail_prefix_hit_rate", "Cached share of all prompt tokens.", value=hit_rate)
+        yield GaugeMetricFamily(
+            "dovetail_prefix_hit_rate", "Share of prompt tokens found in the prefix cache.", value=hit_rate
+        )
         drafts = Acceptance(stats.drafted_tokens, stats.accepted_tokens, stats.verify_steps)
-        yield GaugeMetricFamily("dovetail_spec_acceptance_rate", "Accepted share of draft tokens.", value=drafts.rate)
-        text = "Tokens that a request got of a step with drafts, on average."
+        yield GaugeMetricFamily(
+            "dovetail_spec_acceptance_rate", "Share of draft tokens that were accepted.", value=drafts.rate
+        )
+        text = "Mean number of tokens that a request gets from a step in which its drafts are verified."
         yield GaugeMetricFamily("dovetail_spec_acceptance_length", text, value=drafts.length)

@@ -1,4 +1,4 @@
-"""What /openapi.json says of each route: what it takes, how it answers, and the errors in its API's format."""
+"""Describe each route in /openapi.json: its request, its responses, and its errors in its API's format."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ _REF = "#/components/schemas/"
 
 
 class DescribedRoute(Protocol):
-    """A route, of an API or of the server."""
+    """Describe the attributes that a route of an API or of the server has."""
 
     @property
     def path(self) -> str:
-        """With parameters in braces."""
+        """The path, with parameters in braces."""
         ...
 
     @property
     def body(self) -> type[BaseModel] | None:
-        """What it takes."""
+        """The model of the request body; None if the route has no body."""
         ...
 
     @property
     def query(self) -> type[BaseModel] | None:
-        """What stands behind the question mark."""
+        """The model of the query parameters; None if the route has none."""
         ...
 
     @property
     def answers(self) -> Sequence[str]:
-        """Media types."""
+        """The media types of a successful response."""
         ...
 
 
 class RouteDescriber:
-    """Collects the schemas of all routes; bodies are read and validated by ``dovetail.api.body``, not by FastAPI."""
+    """Collect the schemas of all routes. Bodies are read and validated by ``dovetail.api.body``, not by FastAPI."""
 
     def __init__(self, formats: ErrorFormats, model: str) -> None:
-        """``model`` stands for the model of examples."""
+        """``model`` is the model name that examples show."""
         self._formats = formats
         self._model = model
         self._schemas: dict[str, Json] = {}
 
-    def takes(self, route: DescribedRoute) -> Json:
-        """The request."""
-        said: Json = {"parameters": [*_path_parameters(route.path), *_query_parameters(route.query)]}
+    def request(self, route: DescribedRoute) -> Json:
+        """Return the description of the request."""
+        described: Json = {"parameters": [*_path_parameters(route.path), *_query_parameters(route.query)]}
         if route.body is not None:
             content = {"application/json": {"schema": {"$ref": _REF + self._named(route.body)}}}
-            said["requestBody"] = {"required": True, "content": content}
-        return said
+            described["requestBody"] = {"required": True, "content": content}
+        return described
 
-    def answers(self, route: DescribedRoute) -> dict[int | str, Json]:
-        """The response of every status."""
-        good: Json = {"description": "The answer.", "content": {media: {"schema": {}} for media in route.answers}}
+    def responses(self, route: DescribedRoute) -> dict[int | str, Json]:
+        """Return the description of the response of every status."""
+        good: Json = {"description": "The response.", "content": {media: {"schema": {}} for media in route.answers}}
         takes = bool(route.body or route.query or "{" in route.path)
         statuses = sorted({*(_BODY if takes else ()), *_ALWAYS})
         return {200: good, **{status: self._error(route.path, status) for status in statuses}}
 
     def publish(self, app: FastAPI) -> None:
-        """Let the application's schema hold the schemas of all routes."""
+        """Add the schemas of all routes to the application's schema."""
         make = app.openapi
 
         def openapi() -> Json:
@@ -87,7 +87,7 @@ class RouteDescriber:
         }
 
     def _named(self, body: type[BaseModel]) -> str:
-        """The name of the body's schema; what it refers to is called after it."""
+        """Return the name of the body's schema. The names of the schemas that it refers to begin with that name."""
         name = f"{body.__module__.partition('.')[2]}.{body.__name__}"
         if name not in self._schemas:
             schema = body.model_json_schema(ref_template=f"{_REF}{name}.{{model}}")
@@ -116,7 +116,7 @@ def _query_parameters(query: type[BaseModel] | None) -> list[Json]:
 
 
 def schema_of(samples: Sequence[object]) -> Json:
-    """A JSON schema that holds for values like ``samples``."""
+    """Return a JSON schema that describes all of ``samples``."""
     objects = [sample for sample in samples if isinstance(sample, Mapping)]
     kinds = sorted({_kind(sample) for sample in samples})
     schema: Json = {"type": kinds if len(kinds) > 1 else kinds[0]}
@@ -130,7 +130,7 @@ def schema_of(samples: Sequence[object]) -> Json:
 
 
 def _kind(value: object) -> str:
-    """The JSON type."""
+    """Return the name of the JSON type of ``value``."""
     if value is None:
         return "null"
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}

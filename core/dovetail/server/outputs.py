@@ -1,4 +1,4 @@
-"""The outputs of one HTTP request as they grow: tokens become text here, whichever API shows it."""
+"""Collect the outputs of one HTTP request and turn their tokens into text, for every API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GrowingChoice(Choice):
-    """A ``Choice``, and how it grows."""
+    """A ``Choice`` to which token outputs are added."""
 
     def __init__(
         self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool, reader: ChatReader | None = None
@@ -32,7 +32,7 @@ class GrowingChoice(Choice):
         self._detokenizer = IncrementalDetokenizer.for_params(tokenizer, msg.params, continues)
 
     def add(self, output: TokenOutput) -> Delta:
-        """Take an output in. Raises ``EngineError`` if the request failed."""
+        """Add an output and return what it added. Raises ``EngineError`` if the request failed."""
         if output.finish is not None and output.finish.kind is FinishKind.ERROR:
             raise EngineError(f"the request failed: {output.finish.message}")
         added = collect(self, output, self._detokenizer, self._reader)
@@ -45,8 +45,8 @@ class GrowingChoice(Choice):
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """Under which a request runs: ``name`` is how the engine knows it where that is not its public id, ``max_seconds`` how long
-    it may take. ``on_close`` is called once, at its end."""
+    """Hold the terms under which a request runs. ``name`` is its id in the engine if that differs from its public id;
+    ``max_seconds`` limits its duration. ``on_close`` is called once, when the request has ended."""
 
     name: str | None = None
     max_seconds: float | None = None
@@ -54,7 +54,7 @@ class RequestTerms:
 
 
 class RequestOutputs:
-    """The outputs of one request: an ``interfaces.api.Generation``. ``error`` is what it ended with, where it failed."""
+    """Collect the outputs of one request. Implements ``interfaces.api.Generation``. ``error`` is the error it ended with, if any."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RequestOutputs:
         self._late = False
         self._timer: asyncio.TimerHandle | None = None
         if terms.max_seconds is not None:
-            self._timer = asyncio.get_running_loop().call_later(terms.max_seconds, self._time_is_over)
+            self._timer = asyncio.get_running_loop().call_later(terms.max_seconds, self._end_late)
 
     def __enter__(self) -> RequestOutputs:
         return self
@@ -92,7 +92,7 @@ class RequestOutputs:
         return self
 
     async def __anext__(self) -> list[Delta]:
-        """The deltas of the engine's steps since the last call. Raises what ended a request otherwise."""
+        """Return the deltas of the engine's steps since the last call. Raises the error that ended a request."""
         try:
             batch = [output for output in await self._next() if self._by_rid[output.rid].finish is None]
             self._metrics.observe(batch)
@@ -101,18 +101,18 @@ class RequestOutputs:
             self.error = error
             raise
         for output, delta in zip(batch, deltas, strict=True):
-            if delta.finish is not None and output.finish is None:  # its reader has found a stop string
+            if delta.finish is not None and output.finish is None:  # the reader has found a stop string
                 self._stream.end(output.rid)
                 self._metrics.finish(output.rid, delta.finish.kind)
         return deltas
 
     async def wait(self) -> None:
-        """Until every choice has finished."""
+        """Wait until every choice has finished."""
         async for _ in self:
             pass
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort the outputs that are still running."""
         if self._closed:
             return
         self._closed = True
@@ -133,30 +133,30 @@ class RequestOutputs:
                 ) from None
             raise
 
-    def _time_is_over(self) -> None:
-        """What still runs ends now, whether somebody reads its tokens or not."""
+    def _end_late(self) -> None:
+        """Abort the outputs that are still running, even if the client does not read them."""
         if self._stream.open:
             self._late = True
             self._stream.close()
 
     @property
     def finished(self) -> bool:
-        """True if nothing runs on."""
+        """True if no output is running."""
         return not self._stream.open
 
     @property
     def unread(self) -> int:
-        """Tokens that were made and are in no choice yet."""
+        """The number of tokens that were generated and that no choice holds yet."""
         return self._stream.unread
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the request arrived."""
+        """The seconds since the request arrived."""
         return self._metrics.elapsed
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """The token counts so far."""
         firsts = [self.choices[i] for i in self._first]
         return Usage(
             sum(len(choice.prompt_ids) for choice in firsts),

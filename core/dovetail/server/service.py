@@ -1,4 +1,4 @@
-"""What every route shares: the engine, the tokenizer, the model's name, and the way to submit a request."""
+"""Hold what all routes share: the engine, the tokenizer, the model's name, and the submission of requests."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LARGE = 16_384
-"""Characters from which on text is tokenized in a thread, so that other streams go on meanwhile."""
+"""The number of characters from which text is tokenized in a thread, so that other streams are served meanwhile."""
 
 
 class Service(ApiHost):
-    """One server's shared state. ``draining`` refuses new requests while the running ones finish; ``tenants`` are their names."""
+    """Hold the shared state of one server. While ``draining`` is set, new requests are refused and the running ones finish.
+    ``tenants`` are the names of the server's tenants."""
 
     def __init__(
         self, config: Config, engine: EngineHandle, tokenizer: Tokenizer, metrics: Metrics, parsers: OutputParsers
     ) -> None:
-        """``engine`` has been started."""
+        """``engine`` must have been started."""
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
@@ -54,12 +55,12 @@ class Service(ApiHost):
 
     @property
     def max_body(self) -> int:
-        """Bytes that a request body may have."""
+        """The largest size of a request body in bytes."""
         return int(self.config.server.max_body_mib * 2**20)
 
     def submit(self, request: ApiRequest, terms: RequestTerms | None = None) -> RequestOutputs:
-        """Send a request to the engine, by default under the server's own terms. Raises ``DrainingError``, ``EngineDeadError``
-        or ``RequestError``."""
+        """Send a request to the engine, by default under the server's own terms, and return its outputs. Raises
+        ``DrainingError``, ``EngineDeadError`` or ``RequestError``."""
         self.check_ready()
         most = self.config.scheduler.max_waiting
         if request.num_outputs > most:
@@ -74,21 +75,22 @@ class Service(ApiHost):
         return RequestOutputs(request, msgs, stream, self.tokenizer, RequestMetrics(self.metrics), terms)
 
     def check_ready(self) -> None:
-        """Raises ``DrainingError`` or ``EngineDeadError`` where no request can be taken."""
+        """Raise ``DrainingError`` or ``EngineDeadError`` if no request can be accepted."""
         if self.draining:
-            raise DrainingError("the server is shutting down and takes no more requests")
+            raise DrainingError("the server is shutting down and accepts no more requests")
         if not self.engine.alive:
             raise EngineDeadError(
                 f"the engine process has ended: {self.engine.failure or 'it was stopped'}; the server must be restarted"
             )
 
     def check_model(self, name: str | None) -> None:
-        """Raises ``UnknownModelError`` for a model that is not served here; None stands for the one that is."""
+        """Raise ``UnknownModelError`` for a model that is not served; None stands for the served model."""
         if name is not None and name != self.model_name:
             raise UnknownModelError(name, self.model_name)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``; long texts do not hold up the event loop. Raises ``ContextLengthError``."""
+        """Return the token ids of ``text``. Long texts are encoded in a thread, so that they do not block the event loop. Raises
+        ``ContextLengthError``."""
         return await _in_thread(len(text) >= _LARGE, self._encode, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -102,7 +104,7 @@ class Service(ApiHost):
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
     ) -> str:
-        """The prompt of a conversation, the assistant's turn opened; encode it without special tokens. Raises
+        """Return the prompt text of a chat, with the assistant's turn opened. Encode it without special tokens. Raises
         ``RequestError``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
         return await _in_thread(large, self.tokenizer.apply_chat_template, messages, tools or None, True, extra)
@@ -110,20 +112,20 @@ class Service(ApiHost):
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
     ) -> ChatPlan:
-        """How the answers to this prompt are constrained and read; raises as ``OutputParsers.plan``."""
+        """Return how the outputs of this prompt are constrained and read. See ``OutputParsers.plan``."""
         return self.parsers.plan(params, prompt, tools, separate_reasoning)
 
     def abort(self, rid: str) -> bool:
-        """End the request with this public id, whoever sent it; False if there is none."""
+        """Abort the request with this public id, of any tenant. Return False if there is no such request."""
         names = (rid, *(own_rid(tenant, rid) for tenant in self.tenants))
         return sum(map(self.engine.abort, names)) > 0  # two tenants may have chosen one id
 
     def output_limit(self, ids: Sequence[int], default: int) -> int:
-        """The output length where the request sets none: ``default``, or what is left of the context."""
+        """Return the output length of a request that sets none: ``default``, or the rest of the context if that is shorter."""
         return max(min(default, self.context_len - len(ids)), 1)
 
     async def fresh_stats(self, seconds: float = 1.0) -> EngineStats:
-        """The engine's numbers now, or the last known where it is in a long step or dead."""
+        """Return the engine's current numbers, or the last known ones if it does not answer within ``seconds`` or has ended."""
         with suppress(TimeoutError, EngineDeadError):
             self.metrics.stats = await asyncio.wait_for(self.engine.stats(), seconds)
         return self.metrics.stats
@@ -134,17 +136,17 @@ async def _in_thread(large: bool, call: Callable[P, T], *args: P.args, **kwargs:
 
 
 def own_rid(owner: str, rid: str) -> str:
-    """How the engine knows the request ``rid`` of a tenant: two tenants may choose one id, and see nothing of it."""
+    """Return the engine's id of the request ``rid`` of a tenant, so that two tenants may choose the same id."""
     return f"{owner}:{rid}"
 
 
 def package_version() -> str:
-    """The version of the installed distribution."""
+    """Return the version of the installed distribution."""
     return importlib.metadata.version("dovetail")
 
 
 def info_labels(version: str, model: str, info: Mapping[str, Any]) -> dict[str, str]:
-    """Labels of the ``dovetail_info`` gauge: what is served, and the component chosen for each slot."""
+    """Return the labels of the ``dovetail_info`` gauge: version, model, and the component chosen for each slot."""
     chosen = info["resolved"]["chosen"]
     parts = {slot.replace(".", "_"): part["name"] if part else "none" for slot, part in chosen.items()}
     return {"version": version, "served_model": model, **parts}

@@ -1,4 +1,4 @@
-"""The answers of a few requests on their way from the engine to whoever waits for them."""
+"""Deliver the outputs of a group of requests from the engine to their reader."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dovetail.messages import TokenOutput
 
 
 class OutputStream:
-    """Outputs of the requests ``rids``, in batches: all that arrived since the last read.
+    """Deliver the outputs of the requests ``rids`` in batches: each holds the outputs that arrived since the last read.
 
-    Iteration ends when every request has finished, and raises what ended one of them otherwise. ``close`` aborts those
-    still open; it must be called, or the stream used as a context manager. Belongs to one event loop.
+    Iteration ends when every request has finished, and raises the error that ended one of them. ``close`` aborts the requests
+    that are still open; it must be called, or the stream must be used as a context manager. A stream belongs to one event loop.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class OutputStream:
         on_close: Callable[[OutputStream], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """``on_end`` is called for a request that is no longer wanted, ``on_close`` at the end of all."""
+        """``on_end`` is called with the id of a request that its reader ends, ``on_close`` when the stream is closed."""
         self.group = group
         self.rids = tuple(rids)
         self.open = set(self.rids)
@@ -44,7 +44,7 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> list[TokenOutput]:
-        """The next batch. Raises ``RequestError``, ``QueueFullError`` or ``EngineError``."""
+        """Return the next batch. Raises ``RequestError``, ``QueueFullError`` or ``EngineError``."""
         while not self._arrived:
             if self._error is not None:
                 raise self._error
@@ -56,32 +56,32 @@ class OutputStream:
         return arrived
 
     def put(self, output: TokenOutput) -> None:
-        """Add an output; the reader sleeps until ``wake``."""
+        """Add an output. The reader sleeps until ``wake``."""
         self._arrived.append(output)
         if output.finish is not None:
             self.open.discard(output.rid)
 
     def fail(self, error: DovetailError) -> None:
-        """End the stream with an error; the reader sleeps until ``wake``."""
+        """End the stream with an error. The reader sleeps until ``wake``."""
         self._error = self._error or error
 
     def wake(self) -> None:
-        """Let the reader see what has arrived."""
+        """Wake the reader, so that it reads what has arrived."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     @property
     def unread(self) -> int:
-        """Tokens that have arrived since the last read."""
+        """The number of tokens that have arrived since the last read."""
         return sum(len(output.token_ids) for output in self._arrived)
 
     def end(self, rid: str) -> None:
-        """Abort one request; what it still sends is no longer waited for."""
+        """Abort one request. Iteration no longer waits for its outputs."""
         self.open.discard(rid)
         self._on_end(rid)
 
     def close(self) -> None:
-        """Abort what is still open."""
+        """Abort the requests that are still open."""
         if not self._closed:
             self._closed = True
             self._on_close(self)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from dovetail.api.body import ApiModel, CacheSalt, Ids, Int32, Rid, Session, examples, parse, validate
 from dovetail.api.meta import finish_shown, logprobs_shown
-from dovetail.api.requests import check_count, new_id, sampling_params, with_room
+from dovetail.api.requests import check_count, new_id, sampling_params, with_output_limit
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.api.sampling import SamplingFields
 from dovetail.errors import RequestError
@@ -122,7 +122,7 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     chosen = _sampling(body, len(prompts))
     ids = [await host.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
     items = tuple(
-        Prompt(tokens, with_room(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)))
+        Prompt(tokens, with_output_limit(params, host.output_limit(tokens, _DEFAULT_MAX_NEW_TOKENS)))
         for tokens, params in zip(ids, chosen, strict=True)
     )
     return ApiRequest(

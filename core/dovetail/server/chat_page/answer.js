@@ -1,11 +1,11 @@
-// One turn of the conversation: as data that grows, and as what is seen of it.
+// One turn of the chat: its data, to which chunks are added, and its element.
 
 import { el } from "./dom.js";
 
-/** An answer that nothing is known of yet. `begun` is when it was asked for, in milliseconds. */
+/** Return an empty answer. `begun` is the time of the request, in milliseconds. */
 export const newAnswer = (schema) => ({ role: "assistant", content: "", reasoning: "", calls: [], begun: performance.now(), schema });
 
-/** Take a chunk of the stream in. Returns what it adds to content and reasoning. */
+/** Add a chunk of the stream to a turn. Returns what it adds to content and reasoning. */
 export function grow(turn, { choices, usage }) {
   const now = performance.now();
   if (usage) Object.assign(turn, { usage });
@@ -27,7 +27,7 @@ function growCall(calls, { index, id, function: { name, arguments: text } }) {
   calls[index].function.arguments += text ?? "";
 }
 
-/** [name, value, class] of each figure. */
+/** Return [name, value, class] of each figure below an answer. */
 function figures({ usage, begun, first, last, finish, stopped, schema, content }) {
   const rows = [];
   if (usage) {
@@ -56,21 +56,21 @@ function isJson(text) {
   }
 }
 
-/** The element of a turn; `add` shows what a chunk added, `finish` the turn as it is in the end. `who` is the model. */
+/** Return the element of a turn. `add` shows what a chunk added, `finish` shows the complete turn. `who` is the name of the model. */
 export function view(turn, who) {
   const names = { user: "You", assistant: who, tool: "Result of a tool" };
   const thought = document.createTextNode("");
   const reasoning = el("details", { className: "reasoning", open: true, hidden: true }, el("summary", { textContent: "Reasoning" }), el("div", {}, thought));
-  const said = document.createTextNode("");
+  const content = document.createTextNode("");
   const calls = el("div");
   const below = el("div");
-  const text = el("div", { className: "text" }, said);
+  const text = el("div", { className: "text" }, content);
   const node = el("article", { className: turn.role, ariaLabel: names[turn.role] }, reasoning, text, calls, below);
   const add = (delta) => {
     if (delta.reasoning) reasoning.hidden = false;
-    if (delta.content && !said.length) reasoning.open = false;
+    if (delta.content && !content.length) reasoning.open = false;
     thought.appendData(delta.reasoning ?? "");
-    said.appendData(delta.content ?? "");
+    content.appendData(delta.content ?? "");
     if (delta.calls?.length) calls.replaceChildren(...turn.calls.map(callView));
   };
   const busy = (is) => {
@@ -95,7 +95,7 @@ function callView({ function: { name, arguments: text } }) {
   let shown = text;
   try {
     shown = JSON.stringify(JSON.parse(text), null, 2);
-  } catch { /* it is not whole yet */ }
+  } catch { /* the JSON is not complete yet */ }
   return el("div", { className: "call" }, "Calls ", el("code", { textContent: name }), el("pre", { textContent: shown }));
 }
 

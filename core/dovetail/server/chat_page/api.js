@@ -1,8 +1,8 @@
-// The server's own API: paths are relative to the page, so that it works below a prefix too.
+// Calls to the server's API. Paths are relative to the page, so that they work below a prefix too.
 
 import { $ } from "./dom.js";
 
-/** A failure in words; `status` is the server's, where it has refused. */
+/** A failure with a message for the user. `status` is the HTTP status if the server has refused a request. */
 export class Failure extends Error {
   constructor(message, status = null) {
     super(message);
@@ -24,22 +24,22 @@ async function call(path, options = {}) {
   return response;
 }
 
-/** What a refusal says, and what may be done about it. */
+/** Return the message of a refusal and what the user can do about it. */
 async function refusal(response) {
   const text = await response.text();
-  let said = text.slice(0, 2000);
+  let message = text.slice(0, 2000);
   try {
-    said = JSON.parse(text).error.message;
-  } catch { /* an answer of something between here and the server */ }
+    message = JSON.parse(text).error.message;
+  } catch { /* a response of a proxy between the page and the server */ }
   const wait = response.headers.get("retry-after");
   const todo = response.status === 401 ? " Give an API key in the settings." : wait ? ` Try again in ${wait} s.` : "";
-  return `${said || response.statusText} (status ${response.status})${todo}`;
+  return `${message || response.statusText} (status ${response.status})${todo}`;
 }
 
-/** A GET route's JSON. */
+/** Return the JSON of a GET route. */
 export const get = async (path) => (await call(path)).json();
 
-/** The chunks of a streamed answer. Raises Failure, also where the stream ends before the answer does. */
+/** Yield the chunks of a streamed answer. Throws Failure, also if the stream ends before the answer does. */
 export async function* chunks(body, signal) {
   const response = await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
   try {
@@ -56,7 +56,7 @@ export async function* chunks(body, signal) {
   throw new Failure("The connection ended before the answer did.");
 }
 
-/** The data of server-sent events. */
+/** Yield the data of server-sent events. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ; ) {

@@ -1,4 +1,4 @@
-// The conversation: what was said, who speaks now, and the keys and buttons that steer it.
+// The chat: its turns, the answer that is running, and the keys and buttons that control it.
 
 import { grow, newAnswer, view } from "./answer.js";
 import { Failure, chunks, get } from "./api.js";
@@ -10,14 +10,14 @@ const WIDE = matchMedia("(min-width: 821px)");
 let turns = kept("turns", []);
 let views = [];
 let model = null;
-let running = null; // the AbortController of the answer under way
-let editing = null; // the place of the message that is being changed
+let running = null; // the AbortController of the running answer
+let editing = null; // the index of the message that is being edited
 
-/** What the server is sent: an answer that failed before its first word is no part of the conversation. */
+/** Return the messages to send. An answer that failed before its first token is left out. */
 function messages() {
   const system = $("system").value.trim();
-  const said = turns.filter((turn) => turn.role !== "assistant" || turn.content || turn.calls.length);
-  return [...(system ? [{ role: "system", content: system }] : []), ...said.map(message)];
+  const sent = turns.filter((turn) => turn.role !== "assistant" || turn.content || turn.calls.length);
+  return [...(system ? [{ role: "system", content: system }] : []), ...sent.map(message)];
 }
 
 function message({ role, content, calls, id }) {
@@ -25,7 +25,7 @@ function message({ role, content, calls, id }) {
   return calls?.length ? { role, content: content || null, tool_calls: calls } : { role, content };
 }
 
-/** Add turns (or none) to the first `upto` and have them answered. */
+/** Keep the first `upto` turns, append `added`, and request an answer. */
 async function ask(upto, ...added) {
   let fields;
   try {
@@ -57,7 +57,7 @@ async function answer(turn, shown, body) {
       if (follow) toEnd();
     }
   } catch (error) {
-    turn.calls = []; // they may not be whole
+    turn.calls = []; // they may be incomplete
     if (error.name === "AbortError") turn.stopped = true;
     else turn.error = error instanceof Failure ? error.message : `The page has failed: ${error.message}`;
   }
@@ -72,17 +72,17 @@ function complain({ field, message: words }) {
   field.reportValidity();
 }
 
-/** Draw the conversation. While an answer runs, only that one changes. */
+/** Draw the chat. While an answer is running, only its turn changes. */
 function show() {
   views = turns.map((turn) => view(turn, model ?? "Answer"));
   $("log").replaceChildren(...views.map((one) => one.node));
   const last = turns.length - 1;
-  const asked = turns.findLastIndex((turn) => turn.role === "user");
+  const lastMessage = turns.findLastIndex((turn) => turn.role === "user");
   turns.forEach((turn, i) => {
     if (running && i === last) return;
     const buttons = turn.role === "assistant" && turn.content ? [copyButton(turn)] : [];
     if (!running && i === last && turn.role === "assistant") buttons.push(button("Retry", () => ask(last)));
-    if (!running && i === asked) buttons.push(button("Edit", () => edit(asked)));
+    if (!running && i === lastMessage) buttons.push(button("Edit", () => edit(lastMessage)));
     views[i].finish(...buttons);
     if (!running && i === last && turn.calls?.length && !turn.error) views[i].below.append(resultForm(turn));
   });
@@ -97,7 +97,7 @@ const button = (textContent, onclick) => el("button", { type: "button", classNam
 const copyButton = (turn) =>
   navigator.clipboard ? button("Copy", (event) => navigator.clipboard.writeText(turn.content).then(() => (event.target.textContent = "Copied"))) : null;
 
-/** Where the model has called functions: what they return, said by the user. */
+/** Return a form in which the user enters the results of the functions that the model has called. */
 function resultForm({ calls }) {
   const inputs = calls.map(({ function: { name } }) => el("input", { ariaLabel: `Result of ${name}`, placeholder: `what ${name} returns`, required: true }));
   const form = el("form", { className: "call" }, ...inputs, el("button", { textContent: "Send results" }));
@@ -152,7 +152,7 @@ function openAside(open) {
   $("toggle").setAttribute("aria-expanded", String(open));
 }
 
-async function meet() {
+async function connect() {
   try {
     model = (await get("v1/models")).data[0].id;
     $("model").textContent = $("who").textContent = model;
@@ -192,8 +192,8 @@ $("parts").addEventListener("toggle", () => $("parts").open && showParts());
 
 openSettings((id) => {
   $("problem").hidden = true;
-  if (id === "key") meet();
+  if (id === "key") connect();
 });
 openAside(WIDE.matches);
 show();
-meet();
+connect();

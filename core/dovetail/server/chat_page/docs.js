@@ -4,7 +4,7 @@ import { $, el } from "./dom.js";
 
 const METHODS = ["get", "head", "put", "post", "delete", "patch"];
 
-/** What a schema allows, in a few words. `root` is the schema that holds the definitions. */
+/** Return what a schema allows in a few words. `root` is the schema that holds the definitions. */
 function type(schema, root) {
   if (schema.$ref) return type(target(schema, root), root);
   const any = schema.anyOf ?? schema.oneOf;
@@ -15,7 +15,7 @@ function type(schema, root) {
   return schema.type ?? "anything";
 }
 
-/** Where a reference leads: into its own schema, or into openapi.json. */
+/** Return the target of a reference, in its own schema or in openapi.json. */
 function target({ $ref }, root) {
   const find = (from) => $ref.split("/").slice(1).reduce((node, name) => node?.[name.replaceAll("~1", "/").replaceAll("~0", "~")], from);
   return find(root) ?? find(api) ?? {};
@@ -34,7 +34,7 @@ function fields(schema) {
   return el("table", {}, el("tbody", {}, ...names.map(row)));
 }
 
-/** What comes back: the media types of an answer, and the statuses of errors. */
+/** Return a line with the media types of a response and the statuses of errors. */
 function answers(responses) {
   const good = Object.keys(responses["200"]?.content ?? {}).join(" or ");
   const errors = Object.keys(responses).filter((status) => status !== "200").join(", ");
@@ -49,8 +49,8 @@ function example(schema) {
 function route(path, method, { summary, description, requestBody, parameters = [], responses = {} }) {
   const schema = requestBody?.content?.["application/json"]?.schema;
   const head = el("summary", {}, el("b", { textContent: method.toUpperCase() }), " ", el("code", { textContent: path }), " ", el("span", { textContent: (summary ?? "").replaceAll("``", "`") }));
-  const rows = parameters.map(({ name, in: place, description: said }) => el("p", {}, el("code", { textContent: name }), ` in the ${place}. ${said ?? ""}`));
-  const body = schema ? fields(schema) : el("p", { textContent: parameters.length ? "" : "It takes nothing." });
+  const rows = parameters.map(({ name, in: place, description: text }) => el("p", {}, el("code", { textContent: name }), ` in the ${place}. ${text ?? ""}`));
+  const body = schema ? fields(schema) : el("p", { textContent: parameters.length ? "" : "It has no parameters and no body." });
   const more = description && description !== summary ? el("p", { textContent: description }) : null;
   return el("details", { className: "part" }, head, more, ...rows, body, schema ? example(schema) : "", answers(responses));
 }

@@ -1,9 +1,9 @@
-// The panel of loaded plugins: what was chosen for each part of the engine, and why not another.
+// The panel of loaded plugins: what was chosen for each component of the engine, and why the others were not.
 
 import { get } from "./api.js";
 import { $, el } from "./dom.js";
 
-/** Ask the server and show it. */
+/** Read the info of the server and show it. */
 export async function showParts() {
   try {
     const info = await get("server_info");
@@ -11,7 +11,7 @@ export async function showParts() {
     const rows = resolved.resolutions?.map(resolution) ?? Object.entries(resolved.chosen).map(bare);
     $("plugins").replaceChildren(el("p", { className: "hint", textContent: facts(info) }), ...rows);
   } catch (error) {
-    const words = `The server does not show its parts: ${error.message} Where it has tenants, this needs an admin key.`;
+    const words = `The server does not show its components: ${error.message} If it has tenants, this needs an admin key.`;
     $("plugins").replaceChildren(el("p", { className: "error", textContent: words }));
   }
 }

@@ -1,4 +1,4 @@
-"""The pages that a browser opens, and how they are served."""
+"""Serve the pages that a browser opens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 _SHARED = ("page.css", "icon.svg", "dom.js", "api.js", "settings.js", "parts.js", "answer.js", "chat.js", "docs.js")
 
 PAGES = {"/": "index.html", "/docs": "docs.html", **{f"/ui/{name}": name for name in _SHARED}}
-"""Path of each file. None of them needs a key: they hold nothing but what the package holds."""
+"""The file at each path. None of them needs a key, because they are files of the package and hold no data of the server."""
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -32,12 +32,12 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-"""Of every file. Scripts and styles are files of this server, and no text can become markup or script (Content Security
-Policy Level 3, Trusted Types)."""
+"""The headers of every file. Scripts and styles can only be files of this server, and text cannot become markup or script
+(Content Security Policy Level 3, Trusted Types)."""
 
 
 def add_pages(app: FastAPI) -> None:
-    """Serve the pages. They are no part of the API that /openapi.json describes."""
+    """Add the pages to the application. They do not appear in /openapi.json."""
     for path, name in PAGES.items():
         app.add_route(path, _endpoint(name), methods=["GET"], include_in_schema=False)
 

@@ -1,4 +1,4 @@
-// The settings beside the conversation: kept by this tab, checked before anything is sent.
+// The settings of the chat: stored in this tab, checked before a request is sent.
 
 import { $, keep, kept } from "./dom.js";
 
@@ -14,7 +14,7 @@ function isObject(value) {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-/** A setting that cannot be sent; `field` is its element. */
+/** An invalid setting. `field` is its element. */
 export class WrongSetting extends Error {
   constructor(field, message) {
     super(message);
@@ -22,7 +22,7 @@ export class WrongSetting extends Error {
   }
 }
 
-/** Take up what the tab kept, and keep what changes; `changed(id)` is told of it. */
+/** Load the stored settings and store changes. `changed(id)` is called after a change. */
 export function openSettings(changed) {
   for (const [id, value] of Object.entries(kept("settings", {}))) if ($(id)) $(id).value = value;
   for (const id of FIELDS) {
@@ -69,7 +69,7 @@ function numbers() {
   return given;
 }
 
-/** The fields of a request, messages apart. Raises WrongSetting. */
+/** Return the fields of a request without its messages. Throws WrongSetting. */
 export function requestFields() {
   const [schema, tools, further] = Object.keys(JSONS).map(json);
   const stop = $("stops").value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));

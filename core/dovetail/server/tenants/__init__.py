@@ -1,1 +1,1 @@
-"""Tenants: keys, limits, usage. docs/tenants.md is the page for who runs a server."""
+"""Check keys, enforce the limits of tenants and record their usage. docs/tenants.md is the page for operators."""

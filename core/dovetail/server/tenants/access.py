@@ -1,4 +1,4 @@
-"""Who may ask what: stands before every route."""
+"""Decide who may call which route, before every route."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from dovetail.server.tenants.tenancy import Tenancy
 
 
 class AccessControl:
-    """Without keys everybody may ask everything, except pages of other origins: any page that a user opens could reach a server
-    on the user's own machine, and a request that changes something does so even if its answer is never shown to the page. A page
-    has the origin of this server as well where the name of its own is made to lead here (DNS rebinding); therefore the names by
-    which it is called are known ones."""
+    """Decide whether the sender of a request may call a route.
+
+    Without keys every sender may call every route, except pages of other origins: any page that a user opens could reach a server
+    on the user's own machine, and a request takes effect even if the page never sees the response. With DNS rebinding such a page
+    has the origin of this server; therefore the ``Host`` header must be a known name.
+    """
 
     def __init__(self, service: Service, tenancy: Tenancy | None) -> None:
         self._service = service
         self._tenancy = tenancy
 
     def host(self, request: Request) -> ApiHost:
-        """What the request's sender sees. A request that is sent is counted before its body is read. Raises ``AccessError`` or
-        ``RateLimitError``."""
+        """Return the host that the sender of ``request`` may use. A POST request is counted before its body is read. Raises
+        ``AccessError`` or ``RateLimitError``."""
         if self._tenancy is None:
             self._check_page(request)
             return self._service
@@ -36,7 +38,7 @@ class AccessControl:
         return TenantHost(self._service, self._tenancy, caller, request.scope["path"], counted=sent)
 
     def check_admin(self, request: Request) -> None:
-        """Raises ``AccessError`` where the sender is no admin."""
+        """Raise ``AccessError`` if the sender is not an admin."""
         if self._tenancy is None:
             self._check_page(request)
         else:
@@ -50,7 +52,7 @@ class AccessControl:
             )
         origin = request.headers.get("origin")
         allowed = self._service.config.server.cors_origins
-        if origin is None and request.headers.get("sec-fetch-site") == "cross-site":  # an image, a link
+        if origin is None and request.headers.get("sec-fetch-site") == "cross-site":  # such as an image or a link
             origin = "another site"
         if origin is None or origin.partition("://")[2] == host:
             return
@@ -71,7 +73,7 @@ class AccessControl:
 
 
 def _name_in(host: str) -> str:
-    """The header without its port, an IPv6 address without its brackets."""
+    """Return the name in a ``Host`` header: without the port, and for an IPv6 address without the brackets."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower().removesuffix(".")
 

@@ -1,4 +1,4 @@
-"""The server as one tenant sees it."""
+"""Give one tenant access to the server."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dovetail.server.tenants.usage import UsageEntry, timestamp
 
 
 class TenantHost(ApiHost):
-    """The ``Service``, for one request of one tenant: it is let in under the tenant's limits, computed in the tenant's
-    namespace, and accounted for at its end, however it ends."""
+    """Give one request of one tenant access to the ``Service``: the request is admitted under the tenant's limits, computed in
+    the tenant's namespace, and accounted for when it ends, in any way."""
 
     def __init__(self, service: Service, tenancy: Tenancy, caller: Caller, path: str, counted: bool) -> None:
-        """``path`` of the HTTP request, for the usage log. Where the request was not ``counted`` when it arrived, ``submit``
-        does so."""
+        """``path`` is that of the HTTP request, for the usage log. If the request was not ``counted`` when it arrived, ``submit``
+        counts it."""
         self.config = service.config
         self.tokenizer = service.tokenizer
         self.version = service.version
@@ -44,12 +44,12 @@ class TenantHost(ApiHost):
 
     @property
     def max_body(self) -> int:
-        """Bytes that a request body may have: the tenant's limit, else the server's."""
+        """The largest size of a request body in bytes: the tenant's limit, else the server's."""
         own = self._tenant.limits.max_body_mib
         return self._service.max_body if own is None else int(own * 2**20)
 
     def submit(self, request: ApiRequest) -> RequestOutputs:
-        """As the service's; raises ``RateLimitError`` as well."""
+        """See ``Service.submit``. Raises ``RateLimitError`` as well."""
         tenant, server = self._tenant, self.config.server
         if not self._counted:
             tenant.arrive()
@@ -70,9 +70,9 @@ class TenantHost(ApiHost):
             raise
 
     def _most_new(self, prompt: Prompt) -> int:
-        room = max(self.context_len - len(prompt.ids), 0)
-        asked = prompt.params.max_new_tokens
-        return prompt.params.n * (room if asked is None else min(asked, room))
+        free = max(self.context_len - len(prompt.ids), 0)
+        requested = prompt.params.max_new_tokens
+        return prompt.params.n * (free if requested is None else min(requested, free))
 
     def _closed(self, outputs: RequestOutputs, lease: Lease, request: ApiRequest) -> None:
         usage = outputs.usage
@@ -109,29 +109,29 @@ class TenantHost(ApiHost):
         )
 
     def abort(self, rid: str) -> bool:
-        """End a request of this tenant."""
+        """Abort a request of this tenant. Return False if there is no such request."""
         return self._service.engine.abort(own_rid(self._tenant.name, rid))
 
     def check_model(self, name: str | None) -> None:
-        """As the service's."""
+        """See ``Service.check_model``."""
         self._service.check_model(name)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """As the service's."""
+        """See ``Service.encode``."""
         return await self._service.encode(text, add_special_tokens)
 
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
     ) -> str:
-        """As the service's."""
+        """See ``Service.render_chat``."""
         return await self._service.render_chat(messages, tools, extra)
 
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True
     ) -> ChatPlan:
-        """As the service's."""
+        """See ``Service.plan_chat``."""
         return self._service.plan_chat(params, prompt, tools, separate_reasoning)
 
     def output_limit(self, ids: Sequence[int], default: int) -> int:
-        """As the service's."""
+        """See ``Service.output_limit``."""
         return self._service.output_limit(ids, default)

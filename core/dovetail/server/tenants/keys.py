@@ -1,4 +1,4 @@
-"""From the headers of a request to who has sent it."""
+"""Identify the sender of a request by the API key in its headers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LONGEST = 1024
 _HOW = "send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 Headers = Iterable[tuple[bytes, bytes]]
-"""Names in lower case and values, as in an ASGI scope."""
+"""Pairs of a lower-case name and a value, as in an ASGI scope."""
 
 
 def new_key() -> str:
-    """A key with 256 random bits."""
+    """Return a new key with 256 random bits."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose key it is. ``key`` names it in logs."""
+    """Describe the owner of a key. ``key`` identifies the key in logs."""
 
     name: str
     admin: bool
@@ -36,27 +36,31 @@ class Caller:
 
 
 class KeyRing:
-    """The keys of one key file.
+    """Look up the owners of the keys of one key file.
 
-    How long it takes to refuse a key tells nothing about those that exist. A key is found by a digest under a secret that is
-    drawn anew in each process, so that nobody can choose how far a comparison in the table gets, and what is found is compared
-    in constant time.
+    The time that a refusal takes reveals nothing about the keys that exist. A key is looked up by a digest under a secret that
+    each process draws anew, so that a client cannot choose how many bytes a comparison in the table shares, and the entry found
+    is compared in constant time.
     """
 
     def __init__(self, file: KeyFile, now: Callable[[], float] = time.time) -> None:
-        """``now`` is the time of day, for keys that expire."""
+        """``now`` returns the time of day, for keys that expire."""
         self._now = now
         self._secret = secrets.token_bytes(32)
         self._found = {self._place(digest): (digest.encode(), caller) for digest, caller in _callers(file)}
 
     def caller(self, headers: Headers) -> Caller:
-        """Who sent a request. Raises ``AuthenticationError``."""
+        """Return the sender of a request. Raises ``AuthenticationError``."""
         digest = key_digest(_given_key(headers))
         expected, caller = self._found.get(self._place(digest), (b"", None))
         if caller is None or not hmac.compare_digest(expected, digest.encode()):
-            raise AuthenticationError(f"the API key is not known here; {_HOW}, and ask who runs this server for one")
+            raise AuthenticationError(
+                f"the API key is not known to this server; {_HOW}, and ask the operator of this server for a key"
+            )
         if caller.expires is not None and caller.expires.timestamp() <= self._now():
-            raise AuthenticationError(f"the API key expired at {caller.expires.isoformat()}; ask for a new one")
+            raise AuthenticationError(
+                f"the API key expired at {caller.expires.isoformat()}; ask the operator of this server for a new one"
+            )
         return caller
 
     def _place(self, digest: str) -> bytes:
@@ -75,7 +79,8 @@ def _caller(name: str, admin: bool, entry: KeyEntry) -> Caller:
 
 
 def _given_key(headers: Headers) -> bytes:
-    """The one key of a request. Keys in the query are not read: URLs end up in logs. Raises ``AuthenticationError``."""
+    """Return the only key of a request. Keys in the query are not read, because URLs end up in logs. Raises
+    ``AuthenticationError``."""
     keys: set[bytes] = set()
     scheme = b""
     for name, value in headers:
@@ -88,7 +93,7 @@ def _given_key(headers: Headers) -> bytes:
     if not keys:
         given = f"the Authorization header's scheme is {_shown(scheme)}" if scheme else "no API key was given"
         raise AuthenticationError(f"{given}; this server needs a key: {_HOW}")
-    if len(keys) > 1:  # two proxies might read two different ones
+    if len(keys) > 1:  # two proxies might read different keys
         raise AuthenticationError(f"the request has {len(keys)} different API keys; send one")
     (key,) = keys
     if not key:
@@ -99,6 +104,6 @@ def _given_key(headers: Headers) -> bytes:
 
 
 def _shown(scheme: bytes) -> str:
-    """A scheme is a word; what else stands there may be a key without one."""
+    """Return the scheme for an error message. Text that is not a word may be a key without a scheme and is not shown."""
     word = scheme.decode("ascii", "replace")
-    return repr(word) if word.isalpha() and len(word) <= 16 else "not one that is known"
+    return repr(word) if word.isalpha() and len(word) <= 16 else "not a known one"

@@ -1,4 +1,4 @@
-"""The tenants of one server: who a request belongs to, and the key file as it changes."""
+"""Manage the tenants of one server: find the sender of a request, and read the key file again when it changes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Stamp = tuple[int, int, int]
 
 
 class Tenancy:
-    """Keys and tenants. A tenant keeps its counts while its keys change, and after its last one is gone."""
+    """Hold the keys and tenants of a server. A tenant keeps its counts when its keys change and when its last key is removed."""
 
     def __init__(self, section: ServerSection, env: Mapping[str, str]) -> None:
-        """Reads the keys and opens the usage log. Raises ``ConfigError``."""
+        """Read the keys and open the usage log. Raises ``ConfigError``."""
         assert section.keys is not None
         self._source = section.keys
         self._env = env
@@ -38,7 +38,7 @@ class Tenancy:
         self.log_texts = section.usage_log_texts
 
     def caller(self, headers: Headers) -> Caller:
-        """Who sent a request. Raises ``AuthenticationError``."""
+        """Return the sender of a request. Raises ``AuthenticationError``."""
         try:
             return self._ring.caller(headers)
         except AuthenticationError:
@@ -46,50 +46,50 @@ class Tenancy:
             raise
 
     def admin(self, headers: Headers) -> Caller:
-        """The admin that sent a request. Raises ``AccessError``."""
+        """Return the admin that sent a request. Raises ``AccessError`` if the sender is not an admin."""
         caller = self.caller(headers)
         if not caller.admin:
-            raise PermissionDeniedError("this needs the key of an admin; the key that was given is a tenant's")
+            raise PermissionDeniedError("this route needs the key of an admin; the given key is that of a tenant")
         return caller
 
     def start(self, registry: CollectorRegistry) -> Mapping[str, Tenant]:
-        """Count in ``registry``, and watch the key file until ``stop``. Returns the tenants by name, also those to come."""
+        """Register the metrics and watch the key file until ``stop``. Return the tenants by name; tenants added later appear in it."""
         registry.register(TenantCollector(self.tenants, lambda: self.unknown))
         logger.info("every request needs a key: %s", self.summary)
         self._watch = asyncio.ensure_future(self.watch())
         return self.tenants
 
     def stop(self) -> None:
-        """Nothing follows."""
+        """Stop watching the key file and close the usage log."""
         if self._watch is not None:
             self._watch.cancel()
         if self.log is not None:
             self.log.close()
 
     async def watch(self, seconds: float = 1.0) -> None:
-        """Read the key file again whenever it has changed; one that is wrong leaves the keys as they are. Never returns."""
+        """Read the key file again whenever it has changed. An invalid file leaves the keys as they are. Never returns."""
         seen = self._stamp
         while True:
             await asyncio.sleep(seconds)
             stamp = await asyncio.to_thread(self._read_stamp)
-            if stamp == seen and stamp != self._stamp:  # whoever writes it has finished
+            if stamp == seen and stamp != self._stamp:  # the file is complete: it has not changed for one interval
                 self._stamp = stamp
                 self.reload()
             seen = stamp
 
     def reload(self) -> bool:
-        """Read the keys again; False, with a line in the log, where they are wrong: the old ones stay."""
+        """Read the keys again. If the file is invalid, log why, keep the old keys and return False."""
         try:
             self._use(load_keys(self._source, self._env))
         except (ConfigError, RecursionError) as error:
-            logger.error("the keys were not read again, and those from before stay: %s", error)
+            logger.error("the keys were not read again, and the previous ones stay in force: %s", error)
             return False
         logger.info("the keys were read again: %s", self.summary)
         return True
 
     @property
     def summary(self) -> str:
-        """What there is, for the log."""
+        """The number of tenants and admins, for the log."""
         return f"{len(self._file.tenants)} tenants, {len(self._file.admins)} admins"
 
     def _use(self, file: KeyFile) -> None:
@@ -98,7 +98,7 @@ class Tenancy:
         for name, section in file.tenants.items():
             self._set(name, file.limits(name), section.salt or name)
         for name in file.admins:
-            self._set(name, TenantLimits(), f"admin:{name}")  # no tenant can have this salt
+            self._set(name, TenantLimits(), f"admin:{name}")  # a tenant cannot have this salt
 
     def _set(self, name: str, limits: TenantLimits, salt: str) -> None:
         if name in self.tenants:
@@ -107,7 +107,7 @@ class Tenancy:
             self.tenants[name] = Tenant(name, limits, salt)
 
     def _read_stamp(self) -> Stamp | None:
-        """What changes when the file does; None for one that is not there, or in the environment."""
+        """Return values that change when the file does; None if there is no file or the keys are in the environment."""
         if self._source.startswith(ENVIRONMENT):
             return None
         try:

@@ -1,4 +1,4 @@
-"""One tenant while the server runs: what it may still use, and what it has used."""
+"""Enforce the limits of one tenant and count its usage while the server runs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dovetail.server.tenants.buckets import TokenBucket
 Clock = Callable[[], float]
 
 _SOON = 1.0
-"""Seconds after which to come again where nothing tells when there will be room."""
+"""Seconds after which to retry if the time of the next free slot is unknown."""
 
 _BETWEEN = 0.05
-"""Seconds between two refusals: even these take the time of others, where a client sends at once again what was refused, over
+"""Seconds between two refusals. Refusals take time from other tenants too, if a client sends refused requests again at once over
 many connections."""
 
 _LONGEST = 2.0
-"""Seconds that a refusal waits at most."""
+"""The longest time in seconds that a refusal is delayed."""
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """Totals since the server started."""
+    """Count the totals of a tenant since the server started."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -35,15 +35,15 @@ class TenantUsage:
 
 
 class Tenant:
-    """The state of one tenant; belongs to one event loop.
+    """Hold the state of one tenant. An object belongs to one event loop.
 
-    A request passes two gates. ``arrive`` counts it before anything of it is read, so that what is malformed or too large
-    costs its sender as well. ``admit`` knows what it asks for, and reserves it: outputs at the same time, and the tokens of its
-    prompts and of its longest possible outputs; the ``Lease`` gives back what was not used.
+    A request is checked twice. ``arrive`` counts it before its body is read, so that malformed and too large requests count as
+    well. ``admit`` reserves what it requests: concurrent outputs, and the tokens of its prompts and of its longest possible
+    outputs. The ``Lease`` gives back what was not used.
     """
 
     def __init__(self, name: str, limits: TenantLimits, salt: str, clock: Clock = time.monotonic) -> None:
-        """``salt`` begins the namespaces of its cached prefixes."""
+        """``salt`` is the first part of the namespaces of the tenant's cached prefixes."""
         self.name = name
         self.salt = salt
         self.limits = limits
@@ -51,12 +51,12 @@ class Tenant:
         self.used = TenantUsage()
         self.refused: Counter[str] = Counter()
         self._clock = clock
-        self._told = clock()
+        self._next_refusal = clock()
         self._requests = _bucket(None, limits.requests_per_minute, clock())
         self._tokens = _bucket(None, limits.tokens_per_minute, clock())
 
     def update(self, limits: TenantLimits, salt: str) -> None:
-        """Other limits from now on; what runs and what was used stays counted."""
+        """Change the limits. Running requests and usage stay counted."""
         now = self._clock()
         self.limits = limits
         self.salt = salt
@@ -64,29 +64,30 @@ class Tenant:
         self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now)
 
     def namespace(self, own: str) -> str:
-        """Where its prefixes are cached; ``own`` is what the request says, which divides that further. Salts have no slash,
-        so that no two pairs make one name."""
+        """Return the namespace of a request's cached prefixes. ``own`` is the namespace that the request gives, which divides the
+        tenant's further. Salts contain no slash, so that two different pairs never give the same name."""
         return f"{self.salt}/{own}"
 
     def priority(self, own: int) -> int:
-        """Of a request that asks for ``own``: it may come after the tenant's others, not before them."""
+        """Return the priority of a request that gives ``own``. It may lower the tenant's priority, not raise it."""
         return max(self.limits.priority + min(own, 0), -(2**31))
 
     def arrive(self) -> None:
-        """A request has come. Raises ``RateLimitError``."""
+        """Count a request that has arrived. Raises ``RateLimitError``."""
         self._wait_for_requests(1)
         if self._requests is not None:
             self._requests.take(1, self._clock())
 
     def admit(self, outputs: int, prompt_tokens: int, new_tokens: int) -> Lease:
-        """Let a request that has arrived run: ``prompt_tokens`` of all its prompts, at most ``new_tokens`` of all its outputs.
-        Raises ``RateLimitError``, and ``RequestError`` for what would never be let in; nothing is taken then."""
+        """Admit a request that has arrived: ``prompt_tokens`` are those of all its prompts, ``new_tokens`` the most that all its
+        outputs can have. Raises ``RateLimitError``, or ``RequestError`` for a request that can never be admitted; nothing is
+        reserved then."""
         self._check_possible(outputs, prompt_tokens)
         most = self.limits.max_concurrency
         if most is not None and self.running + outputs > most:
             self._refuse(
                 "concurrency",
-                f"{outputs} more than the {self.running} that run; allowed: {most} outputs at a time",
+                f"the request has {outputs} outputs and {self.running} are running; allowed: {most} outputs at the same time",
                 _SOON,
             )
         self._wait_for_requests(outputs - 1)
@@ -97,7 +98,7 @@ class Tenant:
         return Lease(self, outputs, reserved)
 
     def settle(self, outputs: int, reserved: int, used: int) -> None:
-        """A request has ended."""
+        """Record that a request has ended."""
         self.running -= outputs
         if self._tokens is not None:
             self._tokens.take(used - reserved, self._clock())
@@ -126,7 +127,7 @@ class Tenant:
             self._refuse("requests", f"allowed: {self.limits.requests_per_minute} requests a minute", wait)
 
     def _wait_for_tokens(self, count: int) -> int:
-        """Reserve tokens, a minute's at most: what an output makes beyond that is charged at its end. Returns how many."""
+        """Reserve tokens and return how many: at most those of a minute. Tokens beyond that are charged when the request ends."""
         bucket = self._tokens
         if bucket is None:
             return 0
@@ -135,19 +136,19 @@ class Tenant:
         wait = bucket.wait(reserved, now)
         if wait:
             text = f"allowed: {self.limits.tokens_per_minute} tokens a minute; this request reserves {reserved}"
-            self._refuse("tokens", f"{text} for its prompt and the longest output that it asks for", wait)
+            self._refuse("tokens", f"{text} for its prompt and its longest possible output", wait)
         bucket.take(reserved, now)
         return reserved
 
     def _refuse(self, reason: str, text: str, wait: float) -> None:
         self.refused[reason] += 1
         now = self._clock()
-        self._told = min(max(self._told, now) + _BETWEEN, now + _LONGEST)
-        raise RateLimitError(f"the limit of {self.name!r} is reached: {text}", wait, self._told - now)
+        self._next_refusal = min(max(self._next_refusal, now) + _BETWEEN, now + _LONGEST)
+        raise RateLimitError(f"the limit of {self.name!r} is reached: {text}", wait, self._next_refusal - now)
 
 
 class Lease:
-    """What a running request holds of its tenant's limits, until ``settle``."""
+    """Hold what a running request reserves of its tenant's limits, until ``settle``."""
 
     def __init__(self, tenant: Tenant, outputs: int, reserved: int) -> None:
         self._tenant: Tenant | None = tenant
@@ -155,7 +156,7 @@ class Lease:
         self._reserved = reserved
 
     def settle(self, used: int) -> None:
-        """The request has ended and took ``used`` tokens. Only the first call counts."""
+        """Record that the request has ended and used ``used`` tokens. Only the first call counts."""
         if self._tenant is not None:
             tenant, self._tenant = self._tenant, None
             tenant.settle(self._outputs, self._reserved, used)

@@ -1,4 +1,4 @@
-"""Who used how much: counters for /metrics, and a log with a line for each request."""
+"""Record the usage of tenants: counters for /metrics, and a log with one line for each request."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ from dovetail.errors import ConfigError
 from dovetail.server.tenants.tenant import Tenant
 
 _COUNTERS: Mapping[str, tuple[str, Callable[[Tenant], int]]] = {
-    "requests": ("Requests that were let in.", lambda tenant: tenant.used.requests),
-    "prompt_tokens": ("Tokens of their prompts.", lambda tenant: tenant.used.prompt_tokens),
-    "cached_prompt_tokens": ("Of them, found in the prefix cache.", lambda tenant: tenant.used.cached_tokens),
-    "generated_tokens": ("Tokens generated for them.", lambda tenant: tenant.used.completion_tokens),
+    "requests": ("Requests that were admitted.", lambda tenant: tenant.used.requests),
+    "prompt_tokens": ("Prompt tokens of admitted requests.", lambda tenant: tenant.used.prompt_tokens),
+    "cached_prompt_tokens": (
+        "Prompt tokens of admitted requests that were found in the prefix cache.",
+        lambda tenant: tenant.used.cached_tokens,
+    ),
+    "generated_tokens": ("Tokens generated for admitted requests.", lambda tenant: tenant.used.completion_tokens),
 }
 _APPEND = os.O_CREAT | os.O_APPEND | os.O_WRONLY
 _REASONS = ("requests", "tokens", "concurrency")
 
 
 class TenantCollector(Collector):
-    """Metrics by tenant. The label takes as many values as the key file has had names: what clients send is no label."""
+    """Collect metrics by tenant. Label values are the names in the key file, never text that clients send."""
 
     def __init__(self, tenants: Mapping[str, Tenant], unknown: Callable[[], int]) -> None:
-        """``unknown`` counts the requests without a known key."""
+        """``unknown`` returns the number of requests without a known key."""
         self._tenants = tenants
         self._unknown = unknown
 
     def collect(self) -> Iterable[Metric]:
-        """The families, as of now."""
+        """Yield the metric families with their current values."""
         for name, (text, value) in _COUNTERS.items():
             family = CounterMetricFamily(f"dovetail_tenant_{name}", text, labels=["tenant"])
             for tenant in self._tenants.values():
                 family.add_metric([tenant.name], value(tenant))
             yield family
         refused = CounterMetricFamily(
-            "dovetail_tenant_refused", "Requests refused by a limit.", labels=["tenant", "limit"]
+            "dovetail_tenant_refused", "Requests refused because of a limit.", labels=["tenant", "limit"]
         )
-        running = GaugeMetricFamily("dovetail_tenant_outputs_running", "Outputs that are open.", labels=["tenant"])
+        running = GaugeMetricFamily("dovetail_tenant_outputs_running", "Outputs that are running.", labels=["tenant"])
         for tenant in self._tenants.values():
             running.add_metric([tenant.name], tenant.running)
             for reason in _REASONS:
@@ -58,8 +61,9 @@ class TenantCollector(Collector):
 
 
 class UsageEntry(msgspec.Struct, omit_defaults=True):
-    """A line of the usage log. ``finish`` has a word for each output, ``error`` is what the request ended with otherwise;
-    ``prompts`` and ``texts`` are there where the log keeps texts. ``seconds`` are from when it was let in to its end."""
+    """Describe one line of the usage log. ``finish`` has the finish reason of each output, ``error`` the name of the error that
+    ended the request; ``prompts`` and ``texts`` are set if the log keeps texts. ``seconds`` is the time from the admission of
+    the request to its end."""
 
     time: str
     tenant: str
@@ -78,23 +82,23 @@ class UsageEntry(msgspec.Struct, omit_defaults=True):
 
 
 class UsageLog:
-    """JSON lines, appended to a file that only its owner can read. The file may be moved away at any time: the next line
-    begins another."""
+    """Append JSON lines to a file that only its owner can read. The file may be moved away at any time: the next line starts a
+    new file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``ConfigError`` where it cannot be written."""
+        """Raises ``ConfigError`` if the file cannot be written."""
         try:
             self._handler = _PrivateHandler(path)
         except OSError as error:
             raise ConfigError(f"server.usage_log {str(path)!r} cannot be written: {error.strerror}") from error
 
     def write(self, entry: UsageEntry) -> None:
-        """One line. What cannot be written is told on stderr and lost; requests go on."""
+        """Write one line. A line that cannot be written is reported on stderr and lost; requests are not affected."""
         line = msgspec.json.encode(entry).decode()
         self._handler.handle(logging.LogRecord("dovetail.usage", logging.INFO, "", 0, line, None, None))
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the file."""
         self._handler.close()
 
 
@@ -102,7 +106,7 @@ class _PrivateHandler(WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # the file was moved away, and another cannot be begun
+        except OSError:  # the file was moved away, and a new one cannot be created
             self.handleError(record)
 
     def _open(self) -> TextIOWrapper:
@@ -110,5 +114,5 @@ class _PrivateHandler(WatchedFileHandler):
 
 
 def timestamp(seconds: float) -> str:
-    """A time of day as text, in UTC."""
+    """Return a time of day as text, in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.api.body import parse
-from dovetail.api.requests import check_count, new_id, with_room
+from dovetail.api.requests import check_count, new_id, with_output_limit
 from dovetail.api.responses import SSE, event, streamed, whole
 from dovetail.errors import RequestError
 from dovetail.interfaces.api import ApiHost, ApiProblem, ApiRequest, Choice, Delta, Generation, Prompt
@@ -50,7 +50,7 @@ async def _parsed(host: ApiHost, body: CompletionRequest, texts: Sequence[Any]) 
         if not text:
             raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty_prompt")
         ids = await host.encode(text, add_special_tokens=True) if isinstance(text, str) else text
-        prompts.append(Prompt(ids, with_room(params, host.output_limit(ids, _DEFAULT_MAX_TOKENS))))
+        prompts.append(Prompt(ids, with_output_limit(params, host.output_limit(ids, _DEFAULT_MAX_TOKENS))))
     rid = body.rid or new_id("cmpl-")
     return ApiRequest(rid, tuple(prompts), True, body.cache_salt or "", body.priority or 0, session=body.session or "")
 
