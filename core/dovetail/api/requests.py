@@ -39,7 +39,7 @@ def grammar_of(given: Mapping[str, Any], backend: str | None = None) -> GrammarS
     constraints = {name: value for name, value in given.items() if value is not None}
     if len(constraints) > 1:
         raise RequestError(
-            f"a request has at most one constraint; given: {', '.join(constraints)}", param=list(constraints)[1]
+            f"a request can have only one constraint; given: {', '.join(constraints)}", param=list(constraints)[1]
         )
     if backend is not None and not constraints:
         raise RequestError(

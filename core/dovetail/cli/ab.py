@@ -1,4 +1,4 @@
-"""``dovetail ab``: two configs against each other, what they answer first, then how fast."""
+"""Compare two configs, first their outputs and then their speed: ``dovetail ab``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @spread
-def ab(asked: AbOptions) -> None:
-    """Compare arm A with arm B: what they answer, then how fast they are, in fresh processes that take turns.
+def ab(options: AbOptions) -> None:
+    """Compare arm A with arm B: their outputs, then their speed, in fresh processes that run in turns.
 
     Exit status: 0 no regression, 1 a regression, 2 the outputs differ (or a setting is wrong), 3 inconclusive, 4 an arm failed.
     """
@@ -32,38 +32,38 @@ def ab(asked: AbOptions) -> None:
     from dovetail.experiment.runner import ExperimentRunner, check_alike
     from dovetail.registry.measured import tuning_file
 
-    settings = asked.settings()
-    first, second = _arms(asked)
+    settings = options.settings()
+    first, second = _arms(options)
     check_alike(first, second)
-    if asked.write_tuning:
+    if options.write_tuning:
         check_writable({"--write-tuning": tuning_file(first.config)})
-    view = ExperimentView(quiet=asked.as_json)
+    view = ExperimentView(quiet=options.as_json)
     view.explain(first, second)
-    workload = _workload(first, asked.workload, asked.arrivals, asked.seed)
-    folder = asked.output or Path(f"ab-{datetime.now():%Y%m%d-%H%M%S}")
+    workload = _workload(first, options.workload, options.arrivals, options.seed)
+    folder = options.output or Path(f"ab-{datetime.now():%Y%m%d-%H%M%S}")
     found = _measured(ExperimentRunner(first, second, workload, settings, folder, view), view)
     _keep(found, folder)
     view.result(found, folder)
-    if asked.write_tuning:
+    if options.write_tuning:
         view.tuning(*_write_tuning(first, second, found))
-    if asked.as_json:
+    if options.as_json:
         typer.echo(found.model_dump_json(indent=2))
     raise typer.Exit(found.exit_code)
 
 
-def _arms(asked: AbOptions) -> tuple[ResolvedArm, ResolvedArm]:
+def _arms(options: AbOptions) -> tuple[ResolvedArm, ResolvedArm]:
     from dovetail.experiment.arms import make_arm
 
-    common = [*(asked.sets or ()), *shortcuts({"model.path": asked.model})]
+    common = [*(options.sets or ()), *shortcuts({"model.path": options.model})]
     a, b = (
-        make_arm(name, asked.base or (), common, given or (), os.environ)
-        for name, given in (("a", asked.a), ("b", asked.b))
+        make_arm(name, options.base or (), common, given or (), os.environ)
+        for name, given in (("a", options.a), ("b", options.b))
     )
     return a, b
 
 
 def _measured(experiment: ExperimentRunner, view: ExperimentView) -> ExperimentRecord:
-    """Runs it. Ctrl-C or an arm that fails before there is a block leave nothing to report, and end the command."""
+    """Run the experiment. If Ctrl-C or a failing arm ends it before the first block, there is nothing to report, and the command exits."""
     from dovetail.errors import EngineError
     from dovetail.experiment.result import ARM_FAILED, INCONCLUSIVE
 
@@ -105,7 +105,7 @@ def _keep(found: ExperimentRecord, folder: Path) -> None:
 
 
 def _write_tuning(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> tuple[Path, list[str]]:
-    """The file of records, and what is now in it or why not."""
+    """Return the file of tuning records, and a line for each new record and for each slot without one."""
     from dovetail.experiment.tuning import tuning_records
     from dovetail.registry.measured import add_records, tuning_file
 

@@ -1,4 +1,4 @@
-"""The options of ``dovetail ab``."""
+"""Define the options of ``dovetail ab``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dovetail.cli.sources import Model, Sets
 if TYPE_CHECKING:
     from dovetail.experiment.runner import ExperimentSettings
 
-_ARM = "KEY=VALUE, or a config file, over the base. Repeatable."
+_ARM = "KEY=VALUE, or a config file, which overrides the base. Repeatable."
 _LEAST_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AbOptions:
-    """As they are given."""
+    """Hold the options as they are given."""
 
     base: Annotated[
         list[Path] | None, typer.Argument(metavar="[BASE]...", show_default=False, help="Config files of both arms.")
@@ -36,46 +36,51 @@ class AbOptions:
     arrivals: Annotated[
         str | None, typer.Option(help="As in `dovetail bench`: all_at_once, {kind: poisson, rate: 4}, ...")
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Of the workload and of the statistics.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workload and of the statistics.")] = 0
     blocks: Annotated[
         int | None,
         typer.Option(
             min=_LEAST_BLOCKS,
             show_default=False,
-            help="So many blocks of four runs, ABBA. By default as many as it takes, up to --max-blocks.",
+            help="Number of blocks of four runs (ABBA). By default until the result is decided, up to --max-blocks.",
         ),
     ] = None
-    max_blocks: Annotated[int, typer.Option(min=_LEAST_BLOCKS, help="The most blocks; it stops once it knows.")] = 12
-    delta: Annotated[float, typer.Option(min=0.0, help="Less than this does not matter: 0.02 is 2 %.")] = 0.02
-    alpha: Annotated[float, typer.Option(min=0.0001, max=0.5, help="The chance of a false alarm.")] = 0.05
+    max_blocks: Annotated[
+        int, typer.Option(min=_LEAST_BLOCKS, help="Largest number of blocks; the experiment stops once it is decided.")
+    ] = 12
+    delta: Annotated[
+        float, typer.Option(min=0.0, help="Relative difference that is too small to matter: 0.02 is 2 %.")
+    ] = 0.02
+    alpha: Annotated[float, typer.Option(min=0.0001, max=0.5, help="Probability of a false alarm.")] = 0.05
     primary: Annotated[
-        str | None, typer.Option(help="Metrics that the verdict rests on, by commas.", show_default=False)
+        str | None, typer.Option(help="Metrics that determine the verdict, separated by commas.", show_default=False)
     ] = None
     slo: Annotated[str | None, typer.Option(help="For goodput: ttft:200 tpot:20 e2e:4000, milliseconds.")] = None
-    compare: Annotated[int, typer.Option(min=1, help="Calls whose outputs are compared, at most.")] = 64
+    compare: Annotated[int, typer.Option(min=1, help="Largest number of calls whose outputs are compared.")] = 64
     near_tie: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="Nats up to which outputs may part; by default what A against itself shows.",
+            help="Largest margin of a near tie in nats; by default from A compared with itself.",
             show_default=False,
         ),
     ] = None
     allow_different_outputs: Annotated[
-        bool, typer.Option("--allow-different-outputs", help="Measure all the same. Every report says so.")
+        bool,
+        typer.Option("--allow-different-outputs", help="Measure even if the outputs differ. Every report mentions it."),
     ] = False
-    warm_up: Annotated[int, typer.Option(min=0, help="Calls before each run that are not counted.")] = 8
+    warm_up: Annotated[int, typer.Option(min=0, help="Calls before each run that are not measured.")] = 8
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder of report.html, experiment.json and all runs.", show_default=False),
     ] = None
     write_tuning: Annotated[
-        bool, typer.Option("--write-tuning", help="Keep the winner for `auto` (tuning.path), if there is one.")
+        bool, typer.Option("--write-tuning", help="Record the winner for `auto` (tuning.path), if there is one.")
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the experiment as JSON, and nothing else.")] = False
 
     def settings(self) -> ExperimentSettings:
-        """How the experiment is run and judged. Raises ``ConfigError``."""
+        """Return the settings of the experiment. Raises ``ConfigError``."""
         from dovetail.bench.metrics import parse_slo
         from dovetail.experiment.runner import ExperimentSettings
         from dovetail.experiment.verdict import Rules
@@ -97,7 +102,7 @@ class AbOptions:
 
 
 def _metrics(text: str | None, *, goodput: bool) -> tuple[str, ...]:
-    """What ``--primary`` names, or the usual ones. Raises ``ConfigError``."""
+    """Return the metrics that ``--primary`` names, or the default ones. Raises ``ConfigError``."""
     from dovetail.errors import ConfigError
     from dovetail.experiment.samples import METRICS, PRIMARY
 

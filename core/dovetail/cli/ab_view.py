@@ -1,4 +1,4 @@
-"""What ``dovetail ab`` shows: both arms explained, how far it is, and what came of it."""
+"""Show what ``dovetail ab`` prints: both arms, the progress and the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class ExperimentView:
-    """A ``ProgressWatcher`` with a progress bar. ``quiet``: standard output belongs to somebody else, all goes to standard error."""
+    """Show the progress and the result of an experiment. Implements ``ProgressWatcher``. With ``quiet`` all output goes to standard error,
+    because standard output is reserved for JSON."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.console = Console(stderr=True, highlight=False) if quiet else console()
@@ -50,7 +51,7 @@ class ExperimentView:
         self._progress.update(self._task, advance=1, known=text)
 
     def explain(self, a: ResolvedArm, b: ResolvedArm) -> None:
-        """The parts of both arms and why, then every setting that differs, then what should make one wary."""
+        """Show the components of both arms and why they were chosen, then every setting that differs, then warnings."""
         from dovetail.experiment.arms import differences
         from dovetail.experiment.runner import difference_of, warnings
 
@@ -61,28 +62,34 @@ class ExperimentView:
         self.console.print(parts)
         found = differences(a, b)
         if not found:
-            self.console.print("\nthe arms are the same: what follows is noise (A/A)", style="yellow")
+            self.console.print("\nthe arms are the same: this experiment measures noise (A/A)", style="yellow")
             return
         grid = table("differs", "A", "B", "")
         for d in found:
-            add(grid, d.key, d.a, d.b, Text("asked for", "dim") if d.intended else Text("moved along", "yellow"))
+            add(
+                grid,
+                d.key,
+                d.a,
+                d.b,
+                Text("set by you", "dim") if d.intended else Text("changed as a consequence", "yellow"),
+            )
         self.console.print("", grid)
         for text in warnings(a, b, [difference_of(d) for d in found]):
             self.console.print(text, style="yellow", markup=False)
 
     def announce(self) -> None:
-        """What will be missing in the end, before hours of work."""
+        """Report before the experiment what its report will lack."""
         from dovetail.experiment.plots import missing
 
         if (why := missing()) is not None:
             self.console.print(f"There will be no report.html: {why}", style="yellow", markup=False)
 
     def failed(self, error: EngineError) -> None:
-        """An arm failed before there was a block."""
+        """Report that an arm failed before the first block."""
         self.console.print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
 
     def result(self, found: ExperimentRecord, folder: Path) -> None:
-        """The verdict and its tables."""
+        """Show the verdict and its tables."""
         from dovetail.experiment.terminal import render
 
         self.console.print("", render(found))
@@ -90,7 +97,7 @@ class ExperimentView:
         self.console.print(f"\n{', '.join(map(str, files))}", style="dim", markup=False, soft_wrap=True)
 
     def tuning(self, file: Path, lines: Sequence[str]) -> None:
-        """What was kept for ``auto``, and what was not."""
+        """Show which tuning records were written, and why others were not."""
         for line in lines:
             self.console.print(f"tuning: {line}", markup=False)
         self.console.print(f"tuning records: {file}", style="dim", markup=False)

@@ -1,4 +1,4 @@
-"""``dovetail keys``: make, list and revoke the API keys of a key file."""
+"""Create, list and revoke the API keys of a key file: ``dovetail keys``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from dovetail.errors import ConfigError
 if TYPE_CHECKING:
     from dovetail.config.tenants import KeyEntry
 
-app = typer.Typer(help="API keys: make them, list them, revoke them.", no_args_is_help=True)
+app = typer.Typer(help="Create, list and revoke API keys.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Option("--file", "-f", help="The key file, .yaml or .json, as in server.keys.")]
+File = Annotated[Path, typer.Option("--file", "-f", help="The key file (.yaml or .json), as in server.keys.")]
 GROUPS = ("tenants", "admins")
 HEAD = "# Kept by `dovetail keys`; docs/tenants.md explains it.\n"
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Of the tenant, or the admin.")],
+    name: Annotated[str, typer.Argument(help="Name of the tenant, or of the admin.")],
     file: File,
-    admin: Annotated[bool, typer.Option("--admin", help="The key of an admin.")] = False,
-    label: Annotated[str, typer.Option(help="What the key is for; logs show it.")] = "",
-    expires: Annotated[str | None, typer.Option(help="The day, or the moment, from which it is refused.")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Create the key of an admin.")] = False,
+    label: Annotated[str, typer.Option(help="What the key is for. Logs show it.")] = "",
+    expires: Annotated[str | None, typer.Option(help="The day or time from which the key is refused.")] = None,
 ) -> None:
-    """Make a key, print it, and add its digest to the file. The key is nowhere else: it cannot be shown again."""
+    """Create a key, print it, and add its digest to the file. The key is not stored, so it cannot be shown again."""
     from dovetail.config.tenants import key_digest
     from dovetail.server.tenants.keys import new_key
 
@@ -39,7 +39,7 @@ def new(
     entry = {"hash": key_digest(key.encode()), **({"label": label} if label else {})}
     if expires is not None:
         entry["expires"] = expires
-    with _alone(file):
+    with _locked(file):
         tree = _read(file) if file.exists() else {}
         owners = _mapping(tree, "admins" if admin else "tenants")
         _mapping(owners, name).setdefault("keys", []).append(entry)
@@ -49,7 +49,7 @@ def new(
 
 @app.command("list")
 def list_(file: File) -> None:
-    """The tenants and admins of a file, their keys and limits."""
+    """List the tenants and admins of a file, their keys and limits."""
     from dovetail.cli.tables import add, console, table
     from dovetail.config.tenants import load_keys
 
@@ -65,17 +65,19 @@ def list_(file: File) -> None:
 
 @app.command()
 def revoke(
-    key: Annotated[str, typer.Argument(help="Its label, or the first digits of its digest, as `list` shows them.")],
+    key: Annotated[
+        str, typer.Argument(help="Label of the key, or the first digits of its digest, as `list` shows them.")
+    ],
     file: File,
 ) -> None:
-    """Take a key out of a file. A server that runs reads it again within seconds; what the key has begun still ends."""
-    with _alone(file):
+    """Remove a key from a file. A running server reads the file again within seconds. Running requests of the key still finish."""
+    with _locked(file):
         name, left = _revoke(key, file)
     typer.echo(f"revoked a key of {name}; {left} left")
 
 
 def _revoke(key: str, file: Path) -> tuple[str, int]:
-    """The name of its owner, and how many keys that has left. Raises ``ConfigError``."""
+    """Remove a key. Return the name of its owner and how many keys the owner has left. Raises ``ConfigError``."""
     tree = _read(file)
     found = [
         (name, entries, entry)
@@ -83,12 +85,12 @@ def _revoke(key: str, file: Path) -> tuple[str, int]:
         for name, owner in (tree.get(group) or {}).items()
         for entries in [(owner or {}).get("keys", [])]
         for entry in entries
-        if _is_called(entry, key)
+        if _matches(entry, key)
     ]
     if len(found) != 1:
         names = ", ".join(name for name, _, _ in found) or "none"
         raise ConfigError(
-            f"{len(found)} keys of {file} are called {key!r} (of: {names}); `dovetail keys list` shows them"
+            f"{len(found)} keys of {file} match {key!r} (of: {names}); `dovetail keys list` shows all keys"
         )
     name, entries, entry = found[0]
     entries.remove(entry)
@@ -97,8 +99,8 @@ def _revoke(key: str, file: Path) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """One command at a time reads the file and writes it anew. The lock is on its folder: the file itself is replaced."""
+def _locked(file: Path) -> Iterator[None]:
+    """Let one command at a time read and replace the file. The lock is on its folder, because the file itself is replaced."""
     import fcntl
 
     try:
@@ -119,34 +121,34 @@ def _ids(entries: tuple[KeyEntry, ...]) -> str:
     return ", ".join(f"{e.id} (until {e.expires:%Y-%m-%d})" if e.expires else e.id for e in entries) or "none"
 
 
-def _is_called(entry: Any, key: str) -> bool:
+def _matches(entry: Any, key: str) -> bool:
     digest, label = (entry["hash"], entry.get("label")) if isinstance(entry, dict) else (entry, None)
     return label == key or (len(key) >= 6 and digest.removeprefix("sha256:").startswith(key.removeprefix("sha256:")))
 
 
 def _mapping(tree: dict[str, Any], key: str) -> dict[str, Any]:
-    """The mapping at ``key``, made if it is not there."""
+    """Return the mapping at ``key``, which is created if it is missing."""
     if tree.get(key) is None:
         tree[key] = {}
     return tree[key]
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The tree of a file that can be written again as it is. Raises ``ConfigError``."""
+    """Return the tree of a file that can be written again without loss. Raises ``ConfigError``."""
     from dovetail.config.sources import read_file
     from dovetail.config.tenants import load_keys
 
-    load_keys(str(file), os.environ)  # what is wrong already is not made worse
+    load_keys(str(file), os.environ)  # a file that is already invalid is not changed
     if file.suffix == ".toml":
         raise ConfigError(f"{file}: this command writes .yaml and .json; a TOML file must be edited by hand")
     lines = file.read_text(encoding="utf-8").removeprefix(HEAD).splitlines()
     if file.suffix != ".json" and any("#" in line for line in lines):
-        raise ConfigError(f"{file} has comments, which would be lost; edit it by hand, or take them out")
+        raise ConfigError(f"{file} has comments, which would be lost; edit it by hand, or remove them")
     return read_file(file, "key file").tree
 
 
 def _write(file: Path, tree: dict[str, Any]) -> None:
-    """All at once, so that a server never reads half of it; nothing that it would refuse. Raises ``ConfigError``."""
+    """Replace the file at once, so that a server never reads a part of it. Raises ``ConfigError`` for a tree that a server would refuse."""
     import yaml
 
     from dovetail.config.tenants import check_keys

@@ -1,1 +1,2 @@
-"""Two configs against each other: what they answer, how fast, and how sure that is. ``dovetail ab``."""
+"""Compare two configs: their outputs, their speed, and how certain the difference is. ``dovetail ab`` runs it, ``online`` compares
+arms inside one server."""

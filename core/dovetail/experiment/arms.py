@@ -1,4 +1,4 @@
-"""The two arms of an experiment: a base config with the settings of each on top, resolved, and how the results differ."""
+"""Resolve the two arms of an experiment, a base config with the settings of each arm on top, and list how they differ."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dovetail.registry.setup import setup
 
 FILE_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 SILENT = ("tuning", "server")
-"""Sections that say how a server listens and where records are kept: nothing that is measured depends on them."""
+"""Sections that define how a server listens and where records are stored. No measurement depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedArm:
-    """One side: ``given`` is what its user wrote; ``config`` is what that makes of the base, ``resolved`` what would run.
-    ``named`` are the keys that its own settings name, in dotted form."""
+    """Hold one arm. ``given`` are its settings as the user wrote them, ``config`` is the base config with these settings, and
+    ``resolved`` is what would run. ``named`` are the dotted keys that its own settings name."""
 
     name: str
     given: tuple[str, ...]
@@ -34,13 +34,13 @@ class ResolvedArm:
 
     @property
     def hash(self) -> str:
-        """Of the resolved config."""
+        """The hash of the resolved config."""
         return config_hash(self.resolved.config)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigDifference:
-    """A setting that differs between the resolved arms. ``intended``: the settings of an arm name it."""
+    """Describe a setting that differs between the resolved arms. It is ``intended`` if the settings of an arm name it."""
 
     key: str
     a: str
@@ -51,8 +51,8 @@ class ConfigDifference:
 def make_arm(
     name: str, base: Sequence[Path], common: Sequence[str], given: Sequence[str], env: Mapping[str, str]
 ) -> ResolvedArm:
-    """``given`` are ``key=value`` texts and config files, laid over the ``base`` files and the ``common`` texts. Raises
-    ``ConfigError`` and ``PluginError``, as ``resolve`` does."""
+    """Return the arm with the settings ``given``: ``key=value`` texts and config files, which override the ``base`` files and the
+    ``common`` texts. Raises ``ConfigError`` and ``PluginError``, as ``resolve`` does."""
     files = [Path(text) for text in given if _is_file(text)]
     sets = [text for text in given if not _is_file(text)]
     try:
@@ -66,8 +66,8 @@ def make_arm(
 
 
 def differences(a: ResolvedArm, b: ResolvedArm) -> list[ConfigDifference]:
-    """Every setting that differs between the resolved configs, those that the arms name first. Of a part whose component
-    differs, its settings go unmentioned: those of one mean nothing to another."""
+    """Return every setting that differs between the resolved configs, those that the arms name first. If the component of a slot
+    differs, the settings of that slot are left out, because settings of different components cannot be compared."""
     left, right = flat(a.resolved.config), flat(b.resolved.config)
     named = _contrast(a, b)
     found = [
@@ -79,18 +79,18 @@ def differences(a: ResolvedArm, b: ResolvedArm) -> list[ConfigDifference]:
 
 
 def axes(found: Iterable[ConfigDifference]) -> list[str]:
-    """The sections in which intended differences lie: with more than one, nobody can tell which of them made the difference."""
+    """Return the sections with intended differences. With more than one, a result cannot be attributed to one of them."""
     return list(dict.fromkeys(d.key.partition(".")[0] for d in found if d.intended))
 
 
 def flat(config: Config) -> dict[str, str]:
-    """A config as one text for each setting, by dotted key. Attention always stands by phase."""
+    """Return a config as one text for each setting, by dotted key. Attention is always listed by phase."""
     tree = {key: value for key, value in by_phase(dump(config)).items() if key not in SILENT}
     return {key: _shown(value) for key, value in _flattened(tree, "", selection_keys(config))}
 
 
 def _flattened(value: Any, key: str, selections: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """``selections`` are the keys whose value, where it is a bare word, is ``none`` or ``auto``."""
+    """Yield each setting with its dotted key. ``selections`` are the keys at which a plain text is ``none`` or ``auto``."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _flattened(inner, f"{key}.{name}" if key else str(name), selections)
@@ -107,14 +107,15 @@ def _shown(value: Any) -> str:
 
 
 def _other_component(key: str, left: Mapping[str, str], right: Mapping[str, str]) -> bool:
-    """True for the settings of a part whose two components are not the same."""
+    """Return True for a setting of a slot for which the arms chose different components."""
     section, _, last = key.rpartition(".")
     kind = f"{section}.kind"
     return last != "kind" and kind in {**left, **right} and left.get(kind) != right.get(kind)
 
 
 def _contrast(a: ResolvedArm, b: ResolvedArm) -> frozenset[str]:
-    """The keys that one arm names and the other does not, or names otherwise. Two whole config files name much alike."""
+    """Return the keys that only one arm names, or that both name with different values. Two complete config files name many keys with
+    the same values."""
     left, right = flat(a.config), flat(b.config)
     return frozenset(key for key in a.named | b.named if _under(key, left) != _under(key, right))
 
@@ -128,7 +129,7 @@ def _covers(named: Iterable[str], key: str) -> bool:
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[str]:
-    """The keys that a tree in long form names, as precisely as the resolved config has them: a component as a whole."""
+    """Yield the keys that a tree in long form names, in the form of the resolved config: a component is one key."""
     for key, _ in _flattened(dict(tree), "", ()):
         section, _, last = key.rpartition(".")
         if key:

@@ -1,13 +1,14 @@
-"""Do both arms say the same? Asked before any speed is measured.
+"""Decide whether both arms generate the same outputs, before any speed is measured.
 
-Two sound arms may differ by rounding, and rounding decides where the two best tokens are as likely as each other. So where the
-greedy outputs of a request part, A's and B's log-probabilities of the two tokens are looked at, at that place, after the same
-text: a *near tie* is within what rounding does, anything else is *real*. What rounding does is measured: arm A answers twice, the
-second time with the requests in the opposite order, so that other requests share its steps. The limit is ``SLACK`` times the
-largest shift seen there, and not less than ``FLOORS`` has for the dtype, as other kernels round elsewhere.
+Two correct arms may differ by rounding, and rounding decides where the two best tokens are equally likely. Where the greedy outputs
+of a request diverge, the gate therefore compares A's and B's log-probabilities of the two tokens at that position, after the same
+text: a divergence is a *near tie* if the difference is within the effect of rounding, and *real* otherwise. The effect of rounding
+is measured: arm A answers twice, the second time with the requests in the opposite order, so that other requests share its steps.
+The limit is ``SLACK`` times the largest shift between these answers, and at least the value of ``FLOORS`` for the dtype, because
+other kernels round differently.
 
-Both arms also read A's texts as prompts (teacher forcing), which brings the KL divergence and the share of places with the same
-most likely token. A clear favourite of A that is not B's is real as well, and so is a KL beyond rounding.
+Both arms also read A's texts as prompts (teacher forcing). This gives the KL divergence and the share of positions with the same
+most likely token. A real difference is also a token that A clearly prefers and B does not, and a KL beyond rounding.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ FLOORS: Mapping[str, tuple[float, float]] = {
     "float16": (0.05, 1e-3),
     "bfloat16": (0.25, 1e-2),
 }
-"""By dtype of arm A's weights or KV pool, whichever is coarser: the margin (nats) and mean KL (nats per token) that are never
-taken for a difference."""
+"""The margin (nats) and mean KL (nats per token) that never count as a difference, by the coarser dtype of arm A's weights and KV
+pool."""
 COARSEST = (0.5, 2e-2)
-"""Of 8 bits."""
+"""The values for 8-bit dtypes."""
 CEILING = 1.0
-"""A margin that no noise excuses, in nats: the better token is nearly three times as likely."""
+"""A margin that always is a real difference, in nats: the better token is nearly three times as likely."""
 MOST_SHOWN, SHOWN_TOKENS = 20, 8
-"""Divergences that are told, and of each so many tokens."""
+"""The largest number of divergences in a report, and of tokens shown of each."""
 
 
 class ArmOutputs(msgspec.Struct, frozen=True):
-    """What an arm said: to every compared call, and of A's texts. ``again`` and ``forced_again`` are A's second time. ``refused`` is
-    why it could not answer; ``facts`` are what its engine says of itself."""
+    """Hold the outputs of an arm: ``answers`` to every compared call, and ``forced`` for A's texts as prompts. ``again`` and
+    ``forced_again`` are A's second answers. ``refused`` is why the arm could not answer; ``facts`` are values of its engine's info."""
 
     answers: list[GreedyOutput] = []
     forced: list[ForcedOutput] = []
@@ -55,22 +56,22 @@ class ArmOutputs(msgspec.Struct, frozen=True):
 
 
 def read_outputs(file: Path) -> ArmOutputs:
-    """What the process of an arm has written."""
+    """Return the outputs that the process of an arm has written."""
     return msgspec.msgpack.decode(file.read_bytes(), type=ArmOutputs)
 
 
 @dataclass(frozen=True, slots=True)
 class GateThresholds:
-    """Up to which ``margin`` (nats) a divergence is a near tie, and up to which mean ``kl`` (nats per token) texts are the same."""
+    """Hold the largest ``margin`` (nats) of a near tie, and the largest mean ``kl`` (nats per token) that counts as equal."""
 
     margin: float
     kl: float
 
 
 def limits_of(a: ArmOutputs, dtypes: Sequence[str], near_tie: float | None = None) -> GateThresholds:
-    """From A against itself; ``near_tie`` is the margin where a user sets it."""
+    """Return the thresholds from a comparison of A with itself. ``near_tie`` is the margin if the user sets it."""
     floor, floor_kl = max((FLOORS.get(dtype, COARSEST) for dtype in dtypes), default=COARSEST)
-    noises = [likeness(_places(a.answers, a.again)), likeness(_forced(a.forced, a.forced_again))]
+    noises = [likeness(_common_positions(a.answers, a.again)), likeness(_forced(a.forced, a.forced_again))]
     shift, kl = max(noise.shift for noise in noises), max(noise.kl_mean for noise in noises)
     margin = min(max(floor, SLACK * shift), CEILING) if near_tie is None else near_tie
     return GateThresholds(margin, max(floor_kl, 10 * kl))
@@ -85,8 +86,8 @@ def judge(
     decode: Callable[[Sequence[int]], str] = str,
     allow: bool = False,
 ) -> GateRecord:
-    """The gate's word. ``schemas`` are those of constrained calls; ``decode`` writes token ids as text; with ``allow``
-    differences are told and let through."""
+    """Return the decision of the gate. ``schemas`` are those of constrained calls; ``decode`` turns token ids into text. With
+    ``allow`` differences are reported and do not fail the gate."""
     if b.refused:
         return GateRecord(outcome="failed", reason=f"arm b could not answer: {b.refused}")
     shown = divergences(a.answers, b.answers, limits, decode)
@@ -95,15 +96,15 @@ def judge(
     near = sum(d.near_tie for d in shown)
     valid_a, valid_b = valid_outputs(a.answers, schemas), valid_outputs(b.answers, schemas)
     problems = [
-        *_themselves(itself, a),
-        *_parted(shown, len(a.answers)),
+        *_self_problems(itself, a),
+        *_divergence_problems(shown, len(a.answers)),
         *_forced_problems(forced, limits),
-        *_along(likeness(_places(a.answers, b.answers)), limits),
+        *_decode_problems(likeness(_common_positions(a.answers, b.answers)), limits),
         *_grammar_problems(valid_a, valid_b),
     ]
     return GateRecord(
         outcome=("allowed" if allow else "failed") if problems else "passed",
-        reason="; ".join(problems) or _sameness(shown, a, limits),
+        reason="; ".join(problems) or _agreement(shown, a, limits),
         compared=len(a.answers),
         identical=len(a.answers) - len(shown),
         near_ties=near,
@@ -124,7 +125,7 @@ def divergences(
     limits: GateThresholds,
     decode: Callable[[Sequence[int]], str] = str,
 ) -> list[Divergence]:
-    """Where the outputs of each call part, if they do."""
+    """Return the first divergence of each call whose outputs differ."""
     found = []
     for a, b in zip(first, second, strict=True):
         place = first_difference(a.token_ids, b.token_ids)
@@ -136,9 +137,9 @@ def divergences(
 def _divergence(
     a: GreedyOutput, b: GreedyOutput, place: int, limits: GateThresholds, decode: Callable[[Sequence[int]], str]
 ) -> Divergence:
-    """An output that ends where the other goes on has no token to compare there: it is real."""
-    told = place < min(len(a.logprobs), len(b.logprobs))
-    margin = _margin(a.logprobs[place], b.logprobs[place]) if told else None
+    """Describe a divergence. If one output ends where the other continues, there is no token to compare, and the divergence is real."""
+    comparable = place < min(len(a.logprobs), len(b.logprobs))
+    margin = _margin(a.logprobs[place], b.logprobs[place]) if comparable else None
     near = margin is not None and margin <= limits.margin
     return Divergence(
         call=a.id,
@@ -151,13 +152,15 @@ def _divergence(
 
 
 def _margin(a: TokenLogprob, b: TokenLogprob) -> float:
-    """How far apart the two tokens are, in the arm where they are farther: in a near tie they are close in both."""
+    """Return the difference of the two tokens' log-probabilities in the arm where it is larger: in a near tie it is small in both."""
     ours, theirs = a.token_id, b.token_id
     return max(abs(logprob_in(x, ours) - logprob_in(x, theirs)) for x in (a, b))
 
 
-def _places(first: Sequence[GreedyOutput], second: Sequence[GreedyOutput]) -> list[tuple[TokenLogprob, TokenLogprob]]:
-    """The places at which both answers follow the same text: up to where they part, that one included."""
+def _common_positions(
+    first: Sequence[GreedyOutput], second: Sequence[GreedyOutput]
+) -> list[tuple[TokenLogprob, TokenLogprob]]:
+    """Return the positions at which both answers follow the same text: all up to the first divergence, which is included."""
     found: list[tuple[TokenLogprob, TokenLogprob]] = []
     for a, b in zip(first, second, strict=True):
         place = first_difference(a.token_ids, b.token_ids)
@@ -167,13 +170,14 @@ def _places(first: Sequence[GreedyOutput], second: Sequence[GreedyOutput]) -> li
 
 
 def _forced(first: Sequence[ForcedOutput], second: Sequence[ForcedOutput]) -> list[tuple[TokenLogprob, TokenLogprob]]:
-    """As far as both have read: contexts may end in different places."""
+    """Return the positions that both arms have read. Their contexts may have different lengths."""
     return [pair for a, b in zip(first, second, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=False)]
 
 
 def valid_outputs(answers: Sequence[GreedyOutput], schemas: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
-    """(valid, whole) of the constrained outputs that have come to their end; None where there is none. What was cut off at its
-    length says nothing. Checked with ``jsonschema`` where it is installed, else as JSON alone."""
+    """Return (valid, complete): how many constrained outputs the model ended, and how many of these are valid. None if no call is
+    constrained. Outputs that were cut off at their length do not count. Validity is checked with ``jsonschema`` if it is installed,
+    else as JSON only."""
     ended = [(given.text, schemas[given.id]) for given in answers if given.id in schemas and given.ended]
     if not any(given.id in schemas for given in answers):
         return None
@@ -192,41 +196,47 @@ def _is_valid(text: str, schema: Mapping[str, Any]) -> bool:
     return jsonschema.Draft202012Validator(dict(schema)).is_valid(value)
 
 
-def _themselves(itself: Sequence[Divergence], a: ArmOutputs) -> list[str]:
+def _self_problems(itself: Sequence[Divergence], a: ArmOutputs) -> list[str]:
     real = sum(not d.near_tie for d in itself)
-    return [f"arm a does not even agree with itself: {real} of {len(a.again)} outputs really differ"] if real else []
+    return [f"arm a differs from itself: {real} of {len(a.again)} outputs have a real difference"] if real else []
 
 
-def _parted(shown: Sequence[Divergence], compared: int) -> list[str]:
+def _divergence_problems(shown: Sequence[Divergence], compared: int) -> list[str]:
     real = sum(not d.near_tie for d in shown)
-    return [f"{real} of {compared} outputs really differ"] if real else []
+    return [f"{real} of {compared} outputs have a real difference"] if real else []
 
 
 def _forced_problems(found: Likeness, limits: GateThresholds) -> list[str]:
     problems = []
     if found.upset > limits.margin:
-        problems.append(f"reading A's texts, B prefers another token where A's leads by up to {found.upset:.3g} nats")
+        problems.append(
+            f"with A's texts as prompts, B prefers another token where A's leads by up to {found.upset:.3g} nats"
+        )
     if found.kl_mean > limits.kl:
-        problems.append(f"reading A's texts, KL is {found.kl_mean:.2g} nats a token (allowed: {limits.kl:.2g})")
+        problems.append(
+            f"with A's texts as prompts, KL is {found.kl_mean:.2g} nats per token (allowed: {limits.kl:.2g})"
+        )
     return problems
 
 
-def _along(found: Likeness, limits: GateThresholds) -> list[str]:
-    """The same while writing: these log-probabilities come of decode steps."""
+def _decode_problems(found: Likeness, limits: GateThresholds) -> list[str]:
+    """Check the KL while both arms generate the same text: these log-probabilities come from decode steps."""
     if found.kl_mean <= limits.kl:
         return []
-    return [f"while writing the same text, KL is {found.kl_mean:.2g} nats a token (allowed: {limits.kl:.2g})"]
+    return [f"while generating the same text, KL is {found.kl_mean:.2g} nats per token (allowed: {limits.kl:.2g})"]
 
 
 def _grammar_problems(a: tuple[int, int] | None, b: tuple[int, int] | None) -> list[str]:
     found = []
     for name, counts in (("a", a), ("b", b)):
         if counts is not None and counts[0] < counts[1]:
-            found.append(f"{counts[1] - counts[0]} of {counts[1]} constrained outputs of arm {name} break their schema")
+            found.append(
+                f"{counts[1] - counts[0]} of {counts[1]} constrained outputs of arm {name} violate their schema"
+            )
     return found
 
 
-def _sameness(shown: Sequence[Divergence], a: ArmOutputs, limits: GateThresholds) -> str:
+def _agreement(shown: Sequence[Divergence], a: ArmOutputs, limits: GateThresholds) -> str:
     if not shown:
         return f"all {len(a.answers)} outputs are the same"
-    return f"{len(shown)} of {len(a.answers)} outputs part at a near tie (within {limits.margin:.3g} nats), none really"
+    return f"{len(shown)} of {len(a.answers)} outputs diverge, all at a near tie (within {limits.margin:.3g} nats)"

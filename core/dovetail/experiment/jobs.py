@@ -1,4 +1,4 @@
-"""Work that a fresh process does for an experiment: what it is told, and how it is started, watched and ended."""
+"""Describe the jobs of an experiment, and run each in a fresh process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ TAIL_LINES = 20
 
 
 class ArmJob(Data):
-    """``record``: answer the ``workload`` and write the frozen trace and arm A's ``gate.Outputs``. ``answer``: write arm B's outputs
-    to the calls of A's (``given``). ``measure``: run the trace in ``workload`` and write its ``RunRecord``.
+    """Describe one job. ``record``: answer the ``workload`` and write the frozen trace and arm A's ``gate.ArmOutputs``. ``answer``:
+    write arm B's outputs for the calls in A's outputs (``given``). ``measure``: run the trace in ``workload`` and write its
+    ``RunRecord``.
 
-    ``config`` is the tree of the arm's config, which must resolve to ``config_hash``. Paths are files: ``output`` of what
-    is asked for, ``trace`` of the frozen one. ``compared`` are the calls whose outputs are compared; ``warm_up`` is how many calls
-    are run before. ``launched`` is the time (Unix) at which the process was started.
+    ``config`` is the tree of the arm's config, which must resolve to ``config_hash``. Paths are files: ``output`` is the file that
+    the job writes, ``trace`` the frozen trace. ``compared`` are the calls whose outputs are compared; ``warm_up`` is the number of
+    calls that run before. ``launched`` is the time (Unix) at which the process was started.
     """
 
     kind: Literal["record", "answer", "measure"]
@@ -45,13 +46,13 @@ class ArmJob(Data):
 
     @property
     def failure(self) -> Path:
-        """Where the process says why it failed."""
+        """The file in which the process writes why it failed."""
         return self.output.with_suffix(".failure")
 
 
 def run_job(job: ArmJob) -> None:
-    """Run it in a process of its own, which ends with this one, and sees no setting of the environment: ``config`` has them all.
-    Raises ``EngineError`` with what it said if it fails."""
+    """Run a job in a separate process that ends with this one. The process gets no settings from the environment, because ``config``
+    holds all of them. Raises ``EngineError`` with the process's output if it fails."""
     file, log = job.output.with_suffix(".job.json"), job.output.with_suffix(".log")
     write_json(job.model_copy(update={"launched": time.time()}), file)
     env = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
@@ -62,7 +63,7 @@ def run_job(job: ArmJob) -> None:
             stdout=sink,
             stderr=sink,
             env=env,
-            start_new_session=True,  # Ctrl-C is ours to handle
+            start_new_session=True,  # this process handles Ctrl-C
         )
     with _ended(process):
         status = process.wait()
@@ -72,7 +73,7 @@ def run_job(job: ArmJob) -> None:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The process does not outlive the block: it ends when its standard input does."""
+    """End the process when the block ends. The process also ends by itself when its standard input is closed."""
     try:
         yield
     finally:
@@ -91,8 +92,8 @@ def _why(job: ArmJob, log: Path, status: int) -> str:
 
 
 def read_job(file: Path) -> ArmJob:
-    """The job in a file. Raises ``EngineError``."""
+    """Read a job from a file. Raises ``EngineError``."""
     try:
         return ArmJob.model_validate_json(file.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
-        raise EngineError(f"{file} holds no job of an experiment: {error}") from error
+        raise EngineError(f"{file} does not hold a job of an experiment: {error}") from error

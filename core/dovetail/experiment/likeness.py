@@ -1,4 +1,4 @@
-"""How alike two distributions over the next token are, as far as their most likely tokens tell."""
+"""Compare two distributions over the next token by the log-probabilities of their most likely tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LEAST = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """Over ``positions`` tokens: KL(A || B) in nats, the share whose most likely token is the same, the largest difference of
-    the log-probability of A's most likely token (``shift``), and of the places where B's is another, the largest lead that A's
-    had over it in A (``upset``)."""
+    """Hold the comparison over ``positions`` tokens: the mean and largest KL(A || B) in nats, the share of positions with the same most
+    likely token (``top1``), and the largest difference of the log-probability of A's most likely token (``shift``). ``upset`` is
+    the largest lead, in A, of A's most likely token over B's, among the positions where these differ."""
 
     positions: int = 0
     kl_mean: float = 0.0
@@ -26,7 +26,7 @@ class Likeness:
 
 
 def likeness(pairs: Iterable[tuple[TokenLogprob, TokenLogprob]]) -> Likeness:
-    """Of the same places of the same texts, in A and in B."""
+    """Compare pairs of A and B at the same positions of the same texts."""
     found = [(a, b) for a, b in pairs if a.top and b.top]
     if not found:
         return Likeness()
@@ -38,8 +38,8 @@ def likeness(pairs: Iterable[tuple[TokenLogprob, TokenLogprob]]) -> Likeness:
 
 
 def kl(a: TokenLogprob, b: TokenLogprob) -> float:
-    """KL(A || B) of one place, in nats, over the tokens that both name and everything else as one: never above the true one
-    (data processing inequality)."""
+    """Return KL(A || B) of one position, in nats, over the tokens that both list and all other tokens as one. It is never above the true
+    value (data processing inequality)."""
     both = dict(b.top)
     shared = [(logprob, both[token]) for token, logprob in a.top if token in both]
     rest_a, rest_b = (max(1 - math.fsum(math.exp(pair[i]) for pair in shared), _LEAST) for i in (0, 1))
@@ -48,13 +48,13 @@ def kl(a: TokenLogprob, b: TokenLogprob) -> float:
 
 
 def lead(a: TokenLogprob, token: int) -> float:
-    """By how much the most likely token leads ``token``, in nats; of one that is not among the most likely, at least so much."""
+    """Return by how many nats the most likely token leads ``token``. For a token that is not listed this is a lower bound."""
     return a.top[0][1] - logprob_in(a, token)
 
 
 def logprob_in(a: TokenLogprob, token: int) -> float:
-    """The log-probability of ``token``; of one that is neither chosen nor among the most likely, that of the last of these,
-    which is more."""
+    """Return the log-probability of ``token``. For a token that is neither chosen nor listed, return that of the last listed token, which
+    is an upper bound."""
     if token == a.token_id and a.logprob is not None:
         return a.logprob
     return next((logprob for name, logprob in a.top if name == token), a.top[-1][1])

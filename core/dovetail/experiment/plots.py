@@ -1,6 +1,6 @@
-"""Plots of an experiment as SVG text that takes its colours from the page, so that it is right in light, dark and print.
+"""Draw the plots of an experiment as SVG text that takes its colours from the page, for light, dark and print.
 
-This is the one module that imports matplotlib (extra ``report``); ``ensure`` says how to get it.
+This is the only module that imports matplotlib (extra ``report``); ``ensure`` reports how to install it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'dovetail[report]'"
 
-# Colours that nobody would choose stand for the page's variables.
+# Colours that no plot uses otherwise stand for the page's variables.
 _ROLES = ("ink", "muted", "line", "a", "b", "faster", "slower", "equivalent", "inconclusive", "band")
 COLOR = {role: f"#0102{16 + index:02x}" for index, role in enumerate(_ROLES)}
 _WIDTH = 9.4
@@ -52,20 +52,21 @@ _STYLE: Any = {
 
 
 def missing() -> str | None:
-    """What is missing for plots and the command that mends it; None where nothing is. Ask before hours of work."""
+    """Return what is missing for plots and the command that installs it, or None if nothing is missing. Call it before a long
+    experiment."""
     if importlib.util.find_spec("matplotlib") is None:
-        return f"the HTML report needs matplotlib, which is not installed; to mend it: {INSTALL}"
+        return f"the HTML report needs matplotlib, which is not installed; to install it: {INSTALL}"
     return None
 
 
 def ensure() -> None:
-    """Raises ``ConfigError`` where something is ``missing``."""
+    """Raise ``ConfigError`` if something is ``missing``."""
     if (why := missing()) is not None:
         raise ConfigError(why)
 
 
 def plots(e: ExperimentRecord) -> dict[str, str]:
-    """Every plot that the experiment has data for, by name: forest, blocks, looks, distributions."""
+    """Return every plot for which the experiment has data, by name: forest, blocks, looks, distributions."""
     ensure()
     import matplotlib as mpl
 
@@ -93,7 +94,7 @@ def _figure(height: float, columns: int, rows: int = 1) -> tuple[Figure, list[Ax
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """Inline SVG: without a prolog, metadata and addresses; ids of its own; colours and font of the page."""
+    """Return inline SVG: without prolog, metadata and addresses, with its own ids, and with the colours and font of the page."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
@@ -110,19 +111,19 @@ def _svg(figure: Figure, name: str) -> str:
 
 
 def _font(found: re.Match[str]) -> str:
-    """Weight and size of the shorthand that some versions of matplotlib write, without the family."""
+    """Return weight and size of the font shorthand that some versions of matplotlib write, without the family."""
     return f"font-size: {found[2]}" + (f"; font-weight: {found[1]}" if found[1] else "")
 
 
 def _forest(comparisons: Sequence[Comparison], delta: float) -> Figure:
-    """A row for each metric, less-is-better first: the change of B with its interval, over the equivalence band."""
+    """Draw a row for each metric, those where less is better first: the change of B with its interval, over the equivalence band."""
     groups = [[c for c in comparisons if c.better == better] for better in ("lower", "higher")]
     rows: list[Comparison | str] = []
     for title, group in zip(("less is better", "more is better"), groups, strict=True):
         rows += [title, *group] if group else []
     height = 0.95 + 0.3 * len(rows)
     figure = _empty(height)
-    # text stands in columns beside the axes, so that those have fixed places
+    # the text columns have fixed positions next to the axes
     ax = figure.add_axes((0.16, 0.6 / height, 0.6, 1 - 0.65 / height))
     band = float(np.log1p(delta))
     ax.axvspan(-band, band, color=COLOR["band"], linewidth=0)
@@ -142,16 +143,17 @@ def _forest(comparisons: Sequence[Comparison], delta: float) -> Figure:
 
 
 def _reach(comparisons: Sequence[Comparison], band: float) -> float:
-    """How far the axis goes: all points, and intervals up to a half more or four times as far; wider ones get arrows."""
+    """Return the limit of the axis. It includes all points, and intervals up to 0.4 or four times the farthest point; wider intervals get
+    arrows."""
     points = [abs(np.log(c.ratio or 1)) for c in comparisons]
     ends = [abs(np.log(x)) for c in comparisons for x in (c.low, c.high) if x]
     return 1.12 * max(min(max(ends, default=0), max(0.4, 4 * max(*points, band))), 1.5 * band, *points)
 
 
 def _forest_row(ax: Axes, place: int, row: Comparison | str, reach: float) -> None:
-    beside = {"transform": ax.get_yaxis_transform(), "va": "center"}
+    style = {"transform": ax.get_yaxis_transform(), "va": "center"}
     if isinstance(row, str):
-        ax.text(-0.2635, place + 0.12, row, color=COLOR["muted"], size=8, style="italic", **beside)
+        ax.text(-0.2635, place + 0.12, row, color=COLOR["muted"], size=8, style="italic", **style)
         return
     color = COLOR[row.verdict]
     at, low, high = np.log(row.ratio or 1), np.log(row.low or 1e-9), np.log(row.high or 1e9)
@@ -160,13 +162,13 @@ def _forest_row(ax: Axes, place: int, row: Comparison | str, reach: float) -> No
         beyond = abs(end) > reach
         ax.plot(edge if beyond else end, place, marker if beyond else "|", color=color, markersize=6, clip_on=False)
     ax.plot(at, place, "o", color=color, markersize=6.5, clip_on=False)
-    ax.text(-0.2635, place, row.label, **beside)
-    ax.text(1.105, place, change(row.ratio), weight="bold", color=color, ha="right", **beside)
-    ax.text(1.135, place, interval(row), color=COLOR["muted"], size=8, **beside)
+    ax.text(-0.2635, place, row.label, **style)
+    ax.text(1.105, place, change(row.ratio), weight="bold", color=color, ha="right", **style)
+    ax.text(1.135, place, interval(row), color=COLOR["muted"], size=8, **style)
 
 
 def _percent(axis: Any) -> None:
-    """Logs of ratios, labelled as changes in per cent at round places that leave each other room."""
+    """Label an axis of log ratios as changes in per cent, at round values that do not overlap."""
     from matplotlib.ticker import FixedLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -181,11 +183,11 @@ def _percent(axis: Any) -> None:
     axis.set_major_formatter(lambda x, _: _percent_text(float(np.expm1(x)), step or 1))
 
 
-def _apart(changes: Sequence[float], room: float) -> list[float]:
-    """Those that are so far from the one before, on the log scale."""
+def _apart(changes: Sequence[float], distance: float) -> list[float]:
+    """Return the changes that are at least ``distance`` from the previous one on the log scale."""
     kept = [0.0]
     for at in changes:
-        if abs(np.log1p(at) - np.log1p(kept[-1])) >= room:
+        if abs(np.log1p(at) - np.log1p(kept[-1])) >= distance:
             kept.append(at)
     return kept[1:]
 
@@ -203,7 +205,7 @@ def _panels(e: ExperimentRecord) -> list[Comparison]:
 
 
 def _blocks(e: ExperimentRecord) -> Figure | None:
-    """A panel for each primary metric: both arms' values of each block, in the order in which they ran."""
+    """Draw a panel for each primary metric: both arms' values of each block, in the order in which the blocks ran."""
     chosen = _panels(e)
     if not chosen:
         return None
@@ -231,7 +233,7 @@ def _count_axis(ax: Axes, most: int) -> None:
 
 
 def _looks(e: ExperimentRecord) -> Figure | None:
-    """A panel for each primary metric: how estimate and interval moved from block to block."""
+    """Draw a panel for each primary metric: how estimate and interval changed from block to block."""
     chosen = [c for c in _panels(e) if any(look.metric == c.metric for look in e.looks)]
     if not chosen:
         return None
@@ -257,7 +259,7 @@ def _funnel(ax: Axes, looks: Sequence[Look], band: float, color: str) -> None:
 
 
 def _distributions(distributions: Sequence[DistributionRecord]) -> Figure:
-    """A panel for each: the share of values up to x, per arm."""
+    """Draw a panel for each distribution: the share of values up to x, for each arm."""
     chosen = list(distributions)[:4]
     figure, axes = _figure(2.9, len(chosen)) if len(chosen) < 4 else _figure(5.2, 2, rows=2)
     for ax, d in zip(axes, chosen, strict=True):
@@ -278,7 +280,7 @@ def _distributions(distributions: Sequence[DistributionRecord]) -> Figure:
 
 
 def _spread(ax: Axes, values: Sequence[float]) -> None:
-    """A log axis where values span more than a factor of eight, with round labels."""
+    """Use a log axis with round labels if the values span a factor of eight or more."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if not values or max(values) / min(values) < 8:

@@ -1,4 +1,4 @@
-"""From the records of runs to what a finished experiment says: comparisons, rows of blocks, distributions, numbers side by side."""
+"""Turn the records of runs into the parts of a finished experiment: comparisons, rows of blocks, distributions and other numbers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dovetail.experiment.stats import compare
 from dovetail.experiment.verdict import Rules
 
 MOST_POINTS = 200
-"""Values that a distribution keeps."""
+"""The largest number of values in a stored distribution."""
 DISTRIBUTIONS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunBlock:
-    """The runs of one block in the order in which they were made (``order``: ABBA), which began ``at`` seconds into the
+    """Hold the runs of one block in the order in which they ran (``order``: ABBA). The block started ``at`` seconds into the
     experiment."""
 
     index: int
@@ -40,13 +40,13 @@ class RunBlock:
     runs: tuple[RunRecord, ...]
 
     def of(self, arm: str) -> list[RunRecord]:
-        """The runs of an arm, ``a`` or ``b``."""
+        """Return the runs of an arm, ``a`` or ``b``."""
         return [run for run in self.runs if run.arm == arm]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedBlocks:
-    """All blocks so far, and what is needed to read them."""
+    """Hold the blocks that are complete, and what is needed to evaluate them."""
 
     trace: Workload
     slo: SLO | None
@@ -57,7 +57,7 @@ class CompletedBlocks:
     blocks: list[RunBlock]
 
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Every metric, over the blocks so far."""
+        """Compare every metric over the blocks so far."""
         place = {call.id: i for i, call in enumerate(self.trace.calls)}
 
         def block_of(metric: Metric, block: RunBlock) -> BlockSamples:
@@ -69,7 +69,7 @@ class CompletedBlocks:
         return compare(found, groups, self.primary, self.rules, self.resamples, self.seed)
 
     def rows(self) -> tuple[BlockRow, ...]:
-        """Each block's values: the mean over an arm's runs, as ratios have it (geometric); metrics without a value are left out."""
+        """Return each block's values: the geometric mean over the runs of an arm. Metrics without a value are left out."""
         return tuple(
             BlockRow(index=b.index, order=b.order, at=b.at, a=self._values(b.of("a")), b=self._values(b.of("b")))
             for b in self.blocks
@@ -85,7 +85,7 @@ class CompletedBlocks:
         return found
 
     def distributions(self) -> tuple[DistributionRecord, ...]:
-        """Of every request (for ITL: every gap) of all runs."""
+        """Return the distributions over every request of all runs, and for ITL over every gap."""
         return tuple(
             DistributionRecord(
                 metric=name, label=label, unit="ms", a=self._thinned(name, "a"), b=self._thinned(name, "b")
@@ -102,34 +102,34 @@ class CompletedBlocks:
         return tuple(map(float, found))
 
     def side_by_side(self) -> tuple[SideBySide, ...]:
-        """Numbers of which only the middle is told: no verdict rests on them."""
+        """Return the numbers of which only the median is reported. No verdict depends on them."""
         return tuple(
             SideBySide(label=label, unit=unit, a=a, b=b, better=better)
-            for label, unit, better, of_run in _BESIDE
-            for a, b in [(self._middle("a", of_run), self._middle("b", of_run))]
+            for label, unit, better, of_run in _SIDE_BY_SIDE
+            for a, b in [(self._median("a", of_run), self._median("b", of_run))]
             if a is not None or b is not None
         )
 
-    def _middle(self, arm: str, of_run: Callable[[RunRecord], float | None]) -> float | None:
+    def _median(self, arm: str, of_run: Callable[[RunRecord], float | None]) -> float | None:
         found = [of_run(run) for block in self.blocks for run in block.of(arm)]
         known = [value for value in found if value is not None]
         return statistics.median(known) if known else None
 
     def failures(self) -> dict[str, int]:
-        """By arm, the calls that failed."""
+        """Return the number of failed calls of each arm."""
         runs = [run for block in self.blocks for run in block.runs]
         return {arm: sum(not m.ok for run in runs if run.arm == arm for m in run.measurements) for arm in "ab"}
 
 
 def looks(comparisons: Iterable[Comparison], primary: Sequence[str]) -> Iterator[Look]:
-    """What is known of the primary metrics now."""
+    """Yield what is known about the primary metrics now."""
     for c in comparisons:
         if c.metric in primary and c.ratio is not None:
             yield Look(metric=c.metric, blocks=c.blocks, ratio=c.ratio, low=c.low, high=c.high)
 
 
 def summary(trace: Workload, arrivals: str) -> WorkloadSummary:
-    """What both arms were asked."""
+    """Return the summary of the workload that both arms ran."""
     count = max(len(trace.calls), 1)
     described = trace.description.get("workload", {})
     return WorkloadSummary(
@@ -164,7 +164,7 @@ def _gib(size: int | None) -> float | None:
     return size / 2**30 if size else None
 
 
-_BESIDE: tuple[tuple[str, str, Better | None, Callable[[RunRecord], float | None]], ...] = (
+_SIDE_BY_SIDE: tuple[tuple[str, str, Better | None, Callable[[RunRecord], float | None]], ...] = (
     ("Start-up, process to ready", "s", "lower", lambda run: run.startup_seconds),
     ("Peak host memory", "GiB", "lower", lambda run: _gib(run.peak_memory_bytes)),
     ("Peak device memory", "GiB", "lower", lambda run: _gib(run.peak_device_bytes)),

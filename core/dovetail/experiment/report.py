@@ -1,4 +1,4 @@
-"""A finished experiment for people: one HTML page without outside resources. For machines, ``ExperimentRecord.write``."""
+"""Write the report of a finished experiment: one HTML page without external resources. ``ExperimentRecord.write`` writes the JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FORMATTERS: tuple[Callable[..., Any], ...] = (
 
 
 def write_html(experiment: ExperimentRecord, file: Path) -> None:
-    """The page. Raises ``ConfigError`` with the command that mends it where matplotlib is missing (``plots.ensure``)."""
+    """Write the page. If matplotlib is missing, raise ``ConfigError`` with the command that installs it (``plots.ensure``)."""
     file.write_text(html(experiment), encoding="utf-8")
 
 
 def html(experiment: ExperimentRecord) -> str:
-    """The page as text."""
+    """Return the page as text."""
     return render(
         _TEMPLATE,
         {formatter.__name__: formatter for formatter in _FORMATTERS},

@@ -1,4 +1,4 @@
-"""Statistics of a run under many resamples of its requests at once."""
+"""Compute the statistics of a run under many resamples of its requests at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BINS = 256
 
 
 def draw(clusters: Ints, resamples: int, seed: int) -> Weights:
-    """How often each request is drawn [resamples, requests]: clusters with replacement, each with all of its requests.
+    """Return how often each request is drawn [resamples, requests]. Clusters are drawn with replacement, each with all its requests.
 
-    One cluster fewer is drawn than there are, which makes the bootstrap's variance unbiased for few clusters (Rao and Wu
-    1988). Drawing requests inside the drawn clusters once more would count their noise twice (Davison and Hinkley 1997,
-    section 3.8). Where all requests are in one cluster they are drawn singly.
+    The number of clusters drawn is one less than their number, which makes the bootstrap's variance unbiased for few clusters (Rao
+    and Wu 1988). Drawing requests again inside the drawn clusters would count their noise twice (Davison and Hinkley 1997, section
+    3.8). If all requests are in one cluster, requests are drawn individually.
     """
     _, inverse = np.unique(clusters, return_inverse=True)
     count = int(inverse.max()) + 1
@@ -29,7 +29,7 @@ def draw(clusters: Ints, resamples: int, seed: int) -> Weights:
 
 
 def statistic(metric: Metric, sample: Sample) -> float:
-    """The metric of the run as it was; nan without a value."""
+    """Return the metric of the run itself, or nan if there is no value."""
     if metric.kind == "rate":
         return float(sample.values.sum() / sample.seconds)
     if not len(sample.values):
@@ -38,8 +38,8 @@ def statistic(metric: Metric, sample: Sample) -> float:
 
 
 def resampled(metric: Metric, sample: Sample, weights: Weights) -> Floats:
-    """The metric for each row of ``weights`` [resamples]. Rates: per request, as the number of requests drawn varies. A resample
-    without a value gets the value of the run as it was."""
+    """Return the metric for each row of ``weights`` [resamples]. Rates are computed per request, because the number of drawn requests
+    varies. A resample without a value gets the value of the run itself."""
     requests = weights.shape[1]
     if metric.kind == "quantile":
         found = _quantiles(sample, weights, metric.q)
@@ -52,7 +52,7 @@ def resampled(metric: Metric, sample: Sample, weights: Weights) -> Floats:
 
 
 def _quantiles(sample: Sample, weights: Weights, q: float) -> Floats:
-    """By counting: each request's values per bin, bins ending at values of the sample, finer around the quantile."""
+    """Return quantiles by counting each request's values per bin. Bins end at values of the sample and are finer around the quantile."""
     ordered = np.sort(sample.values)
     shares = np.concatenate(
         [np.linspace(0, 1, _BINS // 2), np.linspace(max(q - 0.08, 0), min(q + 0.08, 1), _BINS // 2)]

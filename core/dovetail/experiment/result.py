@@ -1,4 +1,5 @@
-"""A finished experiment as it is written to disk, shown in the terminal and on the page. Data only: no numpy, no torch."""
+"""Define a finished experiment as it is written to disk and shown in the terminal and on the page. This is data only: it needs
+neither numpy nor torch."""
 
 from __future__ import annotations
 
@@ -12,23 +13,23 @@ from dovetail.errors import ConfigError
 
 SCHEMA_VERSION = 1
 INCONCLUSIVE, ARM_FAILED = 3, 4
-"""Exit statuses of ``dovetail ab``."""
+"""Exit statuses of ``dovetail ab``: the result is inconclusive, or an arm failed."""
 
 Verdict = Literal["faster", "slower", "equivalent", "inconclusive"]
-"""What is said of B, compared with A. For a rate ``faster`` means higher, for a time lower."""
+"""The verdict on B compared with A. For a rate ``faster`` means higher, for a time lower."""
 
 Better = Literal["lower", "higher"]
 
 
 class StoredRecord(BaseModel):
-    """What is stored never changes, and has no field that this version does not know."""
+    """The base of all stored records: they are immutable, and a field that this version does not define is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ArmRecord(StoredRecord):
-    """One of the two configs. ``given`` are the settings it was asked for (``attention=triton``, or its file); ``config`` the
-    resolved tree; ``explain`` the text of ``dovetail explain`` for it."""
+    """Describe one arm. ``given`` are its settings as the user wrote them (``attention=triton``, or a file), ``config`` is the resolved
+    tree, and ``explain`` is the text of ``dovetail explain`` for it."""
 
     name: str
     given: tuple[str, ...] = ()
@@ -38,7 +39,8 @@ class ArmRecord(StoredRecord):
 
 
 class DifferenceRecord(StoredRecord):
-    """A key whose resolved values differ, as text. ``intended`` if the user asked for it, else it moved along."""
+    """Describe a key whose resolved values differ, as text. ``intended`` is True if the user set the key, and False if it changed as a
+    consequence."""
 
     key: str
     a: str
@@ -47,7 +49,7 @@ class DifferenceRecord(StoredRecord):
 
 
 class WorkloadSummary(StoredRecord):
-    """What both arms were asked, in every run the same. Token counts are means over the requests."""
+    """Describe the workload, which is the same in every run of both arms. Token counts are means over the requests."""
 
     name: str
     description: str = ""
@@ -61,8 +63,8 @@ class WorkloadSummary(StoredRecord):
 
 
 class Divergence(StoredRecord):
-    """Where the outputs of one request part. ``margin`` is the difference of the two tokens' log-probabilities in A, in nats;
-    ``near_tie`` if that is within what A/A shows."""
+    """Describe the first position at which the outputs of one request differ. ``margin`` is the difference of the two tokens'
+    log-probabilities, in nats; it is a ``near_tie`` if the margin is within the noise of A compared with itself."""
 
     call: str
     position: int
@@ -73,12 +75,13 @@ class Divergence(StoredRecord):
 
 
 class GateRecord(StoredRecord):
-    """Do both arms say the same? ``skipped`` must give its reason; a failed gate means that no speed was measured; ``allowed`` is
-    one that would have failed, had the user not let different outputs through.
+    """Hold the decision whether both arms generate the same outputs. ``skipped`` must give its reason. If the gate ``failed``, no speed
+    was measured. ``allowed`` means that the gate would have failed, but the user allowed different outputs.
 
-    ``identical`` of ``compared`` requests have the same greedy tokens; of the others ``near_ties`` part where the two best
-    tokens are as close as noise, ``real`` elsewhere. ``aa_identical`` is the same for A against itself. ``kl_*`` (nats per token)
-    and ``top1`` (share) are teacher-forced on A's outputs. ``grammar_valid_*`` are (valid, constrained) counts.
+    ``identical`` of ``compared`` requests have the same greedy tokens. Of the others, ``near_ties`` diverge where the difference of the
+    two best tokens is within noise, and ``real`` diverge elsewhere. ``aa_identical`` is the number of identical outputs of A compared
+    with itself. ``kl_*`` (nats per token) and ``top1`` (share) are teacher-forced on A's outputs. ``grammar_valid_*`` are (valid,
+    constrained) counts.
     """
 
     outcome: Literal["passed", "failed", "allowed", "skipped"]
@@ -97,13 +100,14 @@ class GateRecord(StoredRecord):
 
 
 class Comparison(StoredRecord):
-    """One metric: B divided by A. ``experiment.stats.compare`` makes it.
+    """Hold the comparison of one metric: B divided by A. ``experiment.stats.compare`` computes it.
 
     ``a`` and ``b`` are geometric means over the blocks, in ``unit``. ``low`` and ``high`` bound the ratio with the experiment's
-    confidence; None where so few blocks give no bound. ``p`` is for "no difference", ``p_adjusted`` corrected over the metrics
-    (Holm); both stay valid under peeking where the experiment peeked. ``blocks_needed`` is for inconclusive metrics: about how
-    many blocks in all would settle it; None if no number of blocks would (the requests differ too much: more requests would).
-    ``noise_floor`` is the smallest relative difference that so many blocks tell from noise, by runs of the same arm.
+    confidence; they are None if there are too few blocks for a bound. ``p`` is the p-value of "no difference", ``p_adjusted`` is
+    corrected over the metrics (Holm); both stay valid under peeking if the experiment peeked. ``blocks_needed`` is set for inconclusive
+    metrics: about how many blocks in total would settle the metric; None if no number of blocks would (the requests differ too
+    much; more requests would). ``noise_floor`` is the smallest relative difference that this number of blocks can distinguish from
+    noise, estimated from runs of the same arm.
     """
 
     metric: str
@@ -125,7 +129,7 @@ class Comparison(StoredRecord):
 
 
 class SideBySide(StoredRecord):
-    """A number of each arm that is reported, not tested: memory, start-up time, acceptance length, mask time, prefix hit rate."""
+    """Hold a number of each arm that is reported and not tested: memory, start-up time, acceptance length, mask time, prefix hit rate."""
 
     label: str
     unit: str
@@ -135,8 +139,8 @@ class SideBySide(StoredRecord):
 
 
 class BlockRow(StoredRecord):
-    """One block: the order of its runs (``ABBA``), when it began (seconds into the experiment), and each metric's value per
-    arm, by the metric's name."""
+    """Hold one block: the order of its runs (``ABBA``), when it started (seconds into the experiment), and the value of each metric for
+    each arm, by the metric's name."""
 
     index: int
     order: str
@@ -146,7 +150,7 @@ class BlockRow(StoredRecord):
 
 
 class DistributionRecord(StoredRecord):
-    """Values of single requests or tokens per arm, in ``unit``, ascending; thinned to evenly spaced quantiles."""
+    """Hold the values of single requests or tokens of each arm, in ``unit`` and ascending, reduced to evenly spaced quantiles."""
 
     metric: str
     label: str
@@ -156,7 +160,7 @@ class DistributionRecord(StoredRecord):
 
 
 class Look(StoredRecord):
-    """What was known of a metric after so many blocks."""
+    """Hold the estimate of a metric after a number of ``blocks``."""
 
     metric: str
     blocks: int
@@ -166,8 +170,8 @@ class Look(StoredRecord):
 
 
 class DecisionPlan(StoredRecord):
-    """How the experiment decides. ``peeking``: it looked after each block, and its intervals allow for that; ``stopped`` is why
-    it ended. ``primary`` are the metrics that its verdict rests on."""
+    """Describe how the experiment decides. With ``peeking`` it looked after each block, and its intervals allow for that. ``stopped`` is
+    why it ended; ``primary`` are the metrics that determine its verdict."""
 
     alpha: float = 0.05
     delta: float = 0.02
@@ -181,15 +185,15 @@ class DecisionPlan(StoredRecord):
 
 
 class Note(StoredRecord):
-    """Something that a reader must know; ``loud`` is written in bold."""
+    """Hold a remark for the reader. The level ``loud`` is shown in bold."""
 
     level: Literal["info", "warning", "loud"] = "info"
     text: str
 
 
 class ExperimentRecord(StoredRecord):
-    """A whole experiment. ``comparisons`` and ``blocks`` are empty if the gate failed. ``failed_calls`` are those of A and B in
-    whole blocks; ``failure`` says why a run of an arm failed, which ended it."""
+    """Hold a complete experiment. ``comparisons`` and ``blocks`` are empty if the gate failed. ``failed_calls`` counts the failed calls
+    of A and B in complete blocks; ``failure`` is why a run of an arm failed, which ended the experiment."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     dovetail_version: str
@@ -215,23 +219,23 @@ class ExperimentRecord(StoredRecord):
 
     @property
     def primary(self) -> tuple[Comparison, ...]:
-        """The comparisons that the verdict rests on."""
+        """The comparisons that determine the verdict."""
         return tuple(c for c in self.comparisons if c.metric in self.plan.primary)
 
     @property
     def verdict(self) -> Verdict:
-        """Slower if any primary metric is; else faster if any is; equivalent if all are; else inconclusive."""
+        """Slower if any primary metric is slower; else faster if any is faster; equivalent if all are; else inconclusive."""
         return overall(self.primary)
 
     @property
     def fails_more(self) -> bool:
-        """Calls failed in arm B, and fewer in arm A: latencies of the others are no comparison."""
+        """True if more calls failed in arm B than in arm A. The latencies of the other calls are not comparable then."""
         return self.failed_calls[1] > self.failed_calls[0]
 
     @property
     def exit_code(self) -> int:
-        """For CI: 0 no regression, 1 a regression (slower, or fails calls that A answers), 2 the outputs differ, 3 inconclusive,
-        4 an arm failed."""
+        """The exit status for CI: 0 no regression, 1 a regression (B is slower, or fails calls that A answers), 2 the outputs differ,
+        3 inconclusive, 4 an arm failed."""
         if self.gate.outcome == "failed":
             return 2
         if self.failure:
@@ -241,12 +245,12 @@ class ExperimentRecord(StoredRecord):
         return {"faster": 0, "equivalent": 0, "slower": 1, "inconclusive": INCONCLUSIVE}[self.verdict]
 
     def write(self, file: Path) -> None:
-        """As JSON."""
+        """Write the experiment as JSON."""
         file.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def overall(comparisons: tuple[Comparison, ...]) -> Verdict:
-    """One verdict of several metrics; none at all is inconclusive."""
+    """Return one verdict for several metrics. Without any metric it is inconclusive."""
     verdicts = {comparison.verdict for comparison in comparisons}
     if "slower" in verdicts:
         return "slower"
@@ -256,10 +260,10 @@ def overall(comparisons: tuple[Comparison, ...]) -> Verdict:
 
 
 def read_experiment(file: Path) -> ExperimentRecord:
-    """What ``write`` wrote. Raises ``ConfigError`` for a file that is none, or of another schema version."""
+    """Read an experiment that ``write`` wrote. Raises ``ConfigError`` for another file and for another schema version."""
     try:
         return ExperimentRecord.model_validate_json(file.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
         raise ConfigError(
-            f"{file} is no experiment of schema version {SCHEMA_VERSION}: {error}; `dovetail ab` writes one with --json"
+            f"{file} is not an experiment of schema version {SCHEMA_VERSION}: {error}; `dovetail ab` writes one with --json"
         ) from error

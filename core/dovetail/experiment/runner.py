@@ -1,4 +1,5 @@
-"""An experiment from end to end: arm A records the trace, the gate compares what both say, then blocks of runs, ABBA."""
+"""Run an experiment from start to end: arm A records the trace, the gate compares the outputs of both arms, then blocks of runs (ABBA)
+measure the speed."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ from dovetail.experiment.samples import PRIMARY
 from dovetail.experiment.verdict import Rules, stop_reason
 
 FORWARDS, BACKWARDS = "abba", "baab"
-"""The order of a block's runs, and of every other block's: what slows the machine steadily slows both arms alike."""
+"""The order of a block's runs, and that of every second block. A machine that becomes slower steadily slows both arms equally."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentSettings:
-    """How to decide. ``max_blocks`` is the most, or with ``rules.peeking`` off the number. ``compared``: so many calls are compared
-    by the gate. ``near_tie`` sets its margin (nats) by hand; with ``allow`` different outputs do not stop the experiment."""
+    """Configure an experiment. ``max_blocks`` is the largest number of blocks, or the exact number if ``rules.peeking`` is off. The gate
+    compares ``compared`` calls, with the margin ``near_tie`` (nats) if that is set. With ``allow`` different outputs do not stop the
+    experiment."""
 
     rules: Rules = field(default_factory=Rules)
     max_blocks: int = 12
@@ -48,14 +50,14 @@ class ExperimentSettings:
 
 
 class ProgressWatcher(Protocol):
-    """Is told how far an experiment is."""
+    """Receive the progress of an experiment."""
 
     def stage(self, text: str, total: int) -> None:
-        """A stage begins, of ``total`` steps."""
+        """Report that a stage of ``total`` steps begins."""
         ...
 
     def step(self, text: str) -> None:
-        """A step of it is done; ``text`` says what is known now."""
+        """Report that a step of the stage is done. ``text`` is the current state."""
         ...
 
 
@@ -63,7 +65,7 @@ Launch = Callable[[ArmJob], None]
 
 
 class ExperimentRunner:
-    """Runs two arms on a workload; files go to ``folder``. ``launch`` does a job in a process of its own."""
+    """Run two arms on a workload and write the files to ``folder``. ``launch`` runs a job in a separate process."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class ExperimentRunner:
         self._watcher = watcher
         self._launch = launch
         self._workload = workload
-        self._asked = folder / "workload.json"
+        self._workload_file = folder / "workload.json"
         self._trace = folder / "trace.json"
         self._began = time.perf_counter()
         self._started = datetime.now(UTC)
@@ -90,16 +92,17 @@ class ExperimentRunner:
         self._failure = ""
 
     def run(self) -> result.ExperimentRecord:
-        """All of it. Ctrl-C after the gate ends it with the blocks that are whole, and so does an arm that fails then. Raises
-        ``EngineError`` where an arm fails before, and ``ConfigError`` for a folder that holds something or cannot be written."""
+        """Run the experiment and return its record. Ctrl-C after the gate ends it with the complete blocks, and so does an arm that
+        fails then. Raises ``EngineError`` if an arm fails before, and ``ConfigError`` for a folder that is not empty or cannot be
+        written."""
         check_folder(self._folder)
-        write_json(self._workload, self._asked)
+        write_json(self._workload, self._workload_file)
         gate = self._gate()
         trace = Workload.model_validate_json(self._trace.read_text(encoding="utf-8"))
         s = self._settings
-        books = CompletedBlocks(trace, s.slo, s.primary, s.rules, s.resamples, s.seed, [])
-        stopped = "the outputs differ" if gate.outcome == "failed" else self._blocks(books)
-        return self._finished(gate, books, stopped)
+        completed = CompletedBlocks(trace, s.slo, s.primary, s.rules, s.resamples, s.seed, [])
+        stopped = "the outputs differ" if gate.outcome == "failed" else self._measure(completed)
+        return self._finished(gate, completed, stopped)
 
     # -- outputs -----------------------------------------------------------------------------------------------------
 
@@ -124,30 +127,30 @@ class ExperimentRunner:
         output = self._folder / f"outputs-{arm}.msgpack"
         given = self._folder / "outputs-a.msgpack"
         update = {"compared": tuple(compared), "trace": self._trace, "given": given}
-        job = self._job(kind, arm, self._asked, output).model_copy(update=update)
+        job = self._job(kind, arm, self._workload_file, output).model_copy(update=update)
         self._launch(job)
         return read_outputs(output)
 
     # -- speed -------------------------------------------------------------------------------------------------------
 
-    def _blocks(self, books: CompletedBlocks) -> str:
-        """Fills ``books``; returns why it ended."""
+    def _measure(self, completed: CompletedBlocks) -> str:
+        """Run blocks and add them to ``completed`` until a reason to stop is found, and return that reason."""
         settings = self._settings
         self._watcher.stage("blocks", settings.max_blocks * len(FORWARDS))
         try:
             for index in range(settings.max_blocks):
-                books.blocks.append(self._block(index))
-                comparisons = books.comparisons()
+                completed.blocks.append(self._block(index))
+                comparisons = completed.comparisons()
                 self._looks += looks(comparisons, settings.primary)
                 reason = stop_reason(comparisons, settings.primary, settings.max_blocks)
                 if reason is not None and settings.rules.peeking:
                     return reason
         except EngineError as error:
             self._failure = str(error)
-            return f"an arm failed in block {len(books.blocks) + 1}"
+            return f"an arm failed in block {len(completed.blocks) + 1}"
         except KeyboardInterrupt:
-            return f"interrupted after {len(books.blocks)} whole blocks"
-        return f"the {settings.max_blocks} blocks that were asked for are done"
+            return f"interrupted after {len(completed.blocks)} complete blocks"
+        return f"the {settings.max_blocks} requested blocks are done"
 
     def _block(self, index: int) -> RunBlock:
         order, at = (BACKWARDS if index % 2 else FORWARDS), time.perf_counter() - self._began
@@ -175,27 +178,27 @@ class ExperimentRunner:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def _finished(self, gate: result.GateRecord, books: CompletedBlocks, stopped: str) -> result.ExperimentRecord:
+    def _finished(self, gate: result.GateRecord, completed: CompletedBlocks, stopped: str) -> result.ExperimentRecord:
         s, a, b = self._settings, self._arms["a"], self._arms["b"]
         found = (*(difference_of(d) for d in differences(a, b)), *self._facts)
-        whole, failures = bool(books.blocks), books.failures()
+        whole, failures = bool(completed.blocks), completed.failures()
         return result.ExperimentRecord(
             dovetail_version=version("dovetail"),
             title=s.title or " against ".join(_title(arm) for arm in (a, b)),
             started=self._started,
             seconds=time.perf_counter() - self._began,
             command=s.command,
-            a=_told(a),
-            b=_told(b),
+            a=_arm_record(a),
+            b=_arm_record(b),
             differences=found,
             machine=_machine(a),
-            workload=summary(books.trace, s.arrivals),
+            workload=summary(completed.trace, s.arrivals),
             gate=gate,
             plan=self._plan(stopped),
-            comparisons=books.comparisons() if whole else (),
-            side_by_side=books.side_by_side() if whole else (),
-            blocks=books.rows(),
-            distributions=books.distributions(),
+            comparisons=completed.comparisons() if whole else (),
+            side_by_side=completed.side_by_side() if whole else (),
+            blocks=completed.rows(),
+            distributions=completed.distributions(),
             looks=tuple(self._looks),
             notes=tuple(self._notes(gate, failures, found)),
             failed_calls=(failures["a"], failures["b"]),
@@ -226,30 +229,30 @@ class ExperimentRunner:
         for arm, failed in failures.items():
             if failed:
                 notes.append(
-                    result.Note(level="loud", text=f"{failed} calls of arm {arm} failed; they have no latency.")
+                    result.Note(level="loud", text=f"{failed} calls of arm {arm} failed; they have no latencies.")
                 )
         return notes
 
 
 def difference_of(d: ConfigDifference) -> result.DifferenceRecord:
-    """As it is written to disk."""
+    """Return the record of a difference."""
     return result.DifferenceRecord(key=d.key, a=d.a, b=d.b, intended=d.intended)
 
 
 def warnings(a: ResolvedArm, b: ResolvedArm, found: Sequence[result.DifferenceRecord]) -> list[str]:
-    """What a reader should know of the differences before believing that one of them made the difference."""
+    """Return what a reader should know before attributing the result to one of the differences."""
     moved = [d.key for d in found if not d.intended]
     texts = []
     if moved:
-        texts.append(f"More moved than was asked for: {', '.join(moved)}. What is measured is all of it.")
+        texts.append(f"More settings changed than were set: {', '.join(moved)}. The measurement covers all of them.")
     touched = axes(differences(a, b))
     if len(touched) > 1:
-        texts.append(f"The arms differ in {', '.join(touched)}: nothing tells which of them makes a difference.")
+        texts.append(f"The arms differ in {', '.join(touched)}: the result cannot be attributed to one of these.")
     return texts
 
 
 def decoder(arm: ResolvedArm) -> Callable[[Sequence[int]], str]:
-    """Token ids as text, by the model's tokenizer, if it has one."""
+    """Return a function that turns token ids into text: with the model's tokenizer, or as numbers if it has none."""
     from dovetail.tokenizer import load_tokenizer
 
     config = arm.config
@@ -260,7 +263,7 @@ def decoder(arm: ResolvedArm) -> Callable[[Sequence[int]], str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Makes it. Raises ``ConfigError`` if it holds something, or cannot be written."""
+    """Create the folder. Raises ``ConfigError`` if it is not empty or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -271,17 +274,17 @@ def check_folder(folder: Path) -> None:
 
 
 def check_alike(a: ResolvedArm, b: ResolvedArm) -> None:
-    """Both must mean the same by a token. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` if the arms' models have different vocabularies."""
     sizes = [arm.resolved.model_info.vocab_size for arm in (a, b)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"the arms' models have vocabularies of {sizes[0]} and {sizes[1]} tokens, so no output of one can be compared with the "
-            "other's; allowed: models with the same tokenizer. Measure each by itself with `dovetail bench serve`"
+            f"the arms' models have vocabularies of {sizes[0]} and {sizes[1]} tokens, so their outputs cannot be compared; allowed: "
+            "models with the same tokenizer. To measure each model alone, use `dovetail bench serve`"
         )
 
 
 def _spread(ids: Sequence[str], count: int) -> list[str]:
-    """``count`` of them, evenly spaced."""
+    """Return ``count`` of ``ids``, evenly spaced."""
     if len(ids) <= count:
         return list(ids)
     return [ids[i * len(ids) // count] for i in range(count)]
@@ -291,7 +294,7 @@ def _title(arm: ResolvedArm) -> str:
     return " ".join(arm.given) or "the base config"
 
 
-def _told(arm: ResolvedArm) -> result.ArmRecord:
+def _arm_record(arm: ResolvedArm) -> result.ArmRecord:
     lines = [
         f"{r.slot}: {r.chosen or 'none'}, {r.rule.value}{r.note and f'; {r.note}'}" for r in arm.resolved.resolutions
     ]

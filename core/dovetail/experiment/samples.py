@@ -1,4 +1,4 @@
-"""What statistics see of a run: numbers, and which request each belongs to. The metrics of an experiment."""
+"""Extract from a run what statistics need: numbers, and the request that each belongs to. Define the metrics of an experiment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of a run. ``kind``: the mean of its values, their ``q`` quantile, or their sum per second (``rate``)."""
+    """Describe a number of a run. ``kind`` is the mean of its values, their ``q`` quantile, or their sum per second (``rate``)."""
 
     name: str
     label: str
@@ -31,8 +31,8 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One metric in one run: ``values`` [values] and ``owners`` [values], the place in the workload of the request that each
-    belongs to (a request may have none, or many: inter-token latencies). ``seconds`` is how long the run took, for rates."""
+    """Hold one metric of one run: ``values`` [values] and ``owners`` [values], the index in the workload of the request that each value
+    belongs to. A request may have no value or many (inter-token latencies). ``seconds`` is the duration of the run, for rates."""
 
     values: Floats
     owners: Ints
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class BlockSamples:
-    """The runs of both arms that are compared with each other: of ABBA two and two, in the order in which they ran."""
+    """Hold the runs of both arms that are compared with each other, in the order in which they ran: two of each arm for ABBA."""
 
     a: tuple[Sample, ...]
     b: tuple[Sample, ...]
@@ -57,10 +57,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("throughput", "Throughput", "tok/s", "higher", "rate"),
     Metric("goodput", "Goodput", "req/s", "higher", "rate"),
 )
-"""All that an experiment knows. Goodput needs an SLO."""
+"""All metrics of an experiment. Goodput needs an SLO."""
 
 PRIMARY = ("ttft_p50", "tpot_mean", "throughput")
-"""What a verdict rests on unless its user says otherwise."""
+"""The metrics that determine the verdict by default."""
 
 _MS = 1e3
 _OF_CALL: Mapping[str, Callable[[Measurement], Sequence[float | None]]] = {
@@ -72,12 +72,13 @@ _OF_CALL: Mapping[str, Callable[[Measurement], Sequence[float | None]]] = {
 
 
 def metrics(slo: SLO | None) -> tuple[Metric, ...]:
-    """Those that can be computed."""
+    """Return the metrics that can be computed: goodput needs an SLO."""
     return METRICS if slo else METRICS[:-1]
 
 
 def clusters(calls: Sequence[tuple[str, str]]) -> Ints:
-    """The cluster of each (id, group) of a workload [requests]: what is not independent of each other shares a number."""
+    """Return the cluster number of each (id, group) of a workload [requests]. Requests of one group depend on each other and share a
+    number."""
     number: dict[str, int] = {}
     return np.array([number.setdefault(group, len(number)) for _, group in calls], dtype=np.int64)
 
@@ -85,7 +86,7 @@ def clusters(calls: Sequence[tuple[str, str]]) -> Ints:
 def sample(
     metric: Metric, measurements: Sequence[Measurement], place: Mapping[str, int], slo: SLO | None = None
 ) -> Sample:
-    """A metric of a run. ``place`` is where in the workload each call stands, by its id. Failed calls have no latency and no
+    """Return a metric of a run. ``place`` is the index in the workload of each call, by its id. Failed calls have no latency and no
     tokens, and never meet an SLO."""
     if metric.kind == "rate":
         counts = [(m, _counted(metric, m, slo)) for m in measurements]
@@ -99,6 +100,6 @@ def sample(
 
 def _counted(metric: Metric, m: Measurement, slo: SLO | None) -> float:
     if metric.name == "goodput":
-        assert slo is not None, "metrics() offers goodput with an SLO alone"
+        assert slo is not None, "metrics() returns goodput only with an SLO"
         return float(slo.met(m))
     return float(m.output_tokens) if m.ok else 0.0

@@ -1,12 +1,12 @@
-"""Intervals and p-values that stay valid however often one looks: an experiment may stop as soon as it knows enough.
+"""Compute intervals and p-values that stay valid for any number of looks, so that an experiment may stop as soon as it is decided.
 
 Block-level log ratios are few and their variance is unknown, so the test martingale is that of the t-statistic: the Bayes
 factor with a normal prior of variance ``PRIOR`` on the standardised effect and the right Haar prior on the scale. Under "no
-difference" it is a martingale that starts at 1, whatever the scale; by Ville's inequality it ever exceeds 1/alpha with
-probability alpha at most, so looking after each block costs nothing beyond the wider interval. Lai 1976 (confidence
-sequences of t-statistics); Wang and Ramdas 2023, arXiv:2310.03722, theorem 4.9 and its neighbours (e-processes of the t-test);
-Howard et al. 2021, arXiv:1810.08240, for confidence sequences at large. It assumes independent, nearly normal log ratios
-of blocks: ABBA order makes them so where the machine drifts.
+difference" it is a martingale that starts at 1 for any scale. By Ville's inequality the probability that it ever exceeds 1/alpha is
+at most alpha, so looking after each block costs nothing beyond the wider interval. Lai 1976 (confidence
+sequences of t-statistics); Wang and Ramdas 2023, arXiv:2310.03722, theorem 4.9 and the results next to it (e-processes of the t-test);
+Howard et al. 2021, arXiv:1810.08240, for confidence sequences in general. The log ratios of
+blocks must be independent and nearly normal; the order ABBA ensures this when the machine drifts.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from scipy import stats
 Floats = NDArray[np.float64]
 
 PRIOR = 10.0
-"""Block-level effects that matter are some multiple of their noise; at four to twenty blocks 10 gives the narrowest bounds."""
+"""The variance of the prior. Relevant block-level effects are a multiple of their noise; for 4 to 20 blocks, 10 gives the narrowest
+bounds."""
 
 
 def radius(df: float, alpha: float, peeking: bool) -> float:
-    """Half the width of an interval of confidence 1 - ``alpha``, in standard errors. Infinite where ``df`` (degrees of
-    freedom: blocks - 1) is too small for any bound."""
+    """Return half the width of an interval of confidence 1 - ``alpha``, in standard errors. It is infinite if ``df`` (degrees of
+    freedom: blocks - 1) is too small for a bound."""
     return float(radii(np.array([df], dtype=np.float64), alpha, peeking)[0])
 
 
 def radii(df: Floats, alpha: float, peeking: bool) -> Floats:
-    """``radius`` for many [n] at once."""
+    """Return ``radius`` for many values of ``df`` [n] at once."""
     safe = np.maximum(df, 1)
     if not peeking:
         return np.where(df < 1, np.inf, stats.t.ppf(1 - alpha / 2, safe))
@@ -42,8 +43,8 @@ def radii(df: Floats, alpha: float, peeking: bool) -> Floats:
 
 
 def p_value(t: float, df: float, peeking: bool) -> float:
-    """Of "no difference", two-sided, for an effect of ``t`` standard errors. With ``peeking`` the reciprocal of the
-    martingale: ever below alpha with probability alpha at most."""
+    """Return the two-sided p-value of "no difference" for an effect of ``t`` standard errors. With ``peeking`` it is the reciprocal of
+    the martingale: the probability that it is ever below alpha is at most alpha."""
     if df < 1:
         return 1.0
     if not peeking:
@@ -52,7 +53,7 @@ def p_value(t: float, df: float, peeking: bool) -> float:
 
 
 def log_evidence(t: float, df: float) -> float:
-    """The logarithm of the martingale: of how many to one the data speak against "no difference"."""
+    """Return the logarithm of the martingale, the odds of the data against "no difference"."""
     n = df + 1
     r, x = 1 + n * PRIOR, t * t / df
     return float(-0.5 * math.log(r) + n / 2 * (np.log1p(x) - np.log1p(x / r)))

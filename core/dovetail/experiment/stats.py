@@ -1,18 +1,18 @@
-"""Is B faster than A? Log ratios of blocks, their uncertainty, and a verdict for each metric.
+"""Estimate whether B is faster than A: log ratios of blocks, their uncertainty, and a verdict for each metric.
 
-The unit is a block: runs of both arms close in time, in the order ABBA, so that a machine that drifts slows both alike. Of each
-block counts one number: the log of B's metric over A's. Two things make their mean uncertain, and both are measured:
+The unit is a block: runs of both arms close in time, in the order ABBA, so that a machine that drifts slows both equally. Each
+block gives one number: the log of B's metric over A's. Two effects make the mean of these numbers uncertain, and both are measured:
 
-- blocks differ: the variance of the blocks' log ratios;
-- the requests are a sample of those that could have been asked: clusters of requests (a conversation, a shared prefix) are
-  resampled, in all blocks of both arms alike, and what blocks then have in common is due to the choice of requests. What
-  they do not have in common is noise, which the variance between blocks has counted already.
+- Blocks differ. This is the variance of the blocks' log ratios.
+- The requests are a sample of all possible requests. Clusters of requests (a chat, a shared prefix) are resampled, the same way in
+  all blocks of both arms. The covariance of the blocks under these resamples is due to the choice of requests. The rest of their
+  variance is noise, which the variance between blocks already includes.
 
-The interval is the mean, plus or minus a quantile of Student's t (or, where the experiment looks after every block, its
-always-valid counterpart in ``sequential``) times the root of the sum of both; degrees of freedom by Satterthwaite.
+The interval is the mean, plus or minus a quantile of Student's t times the square root of the sum of both variances, with degrees
+of freedom by Satterthwaite. If the experiment looks after every block, the quantile is the always-valid one of ``sequential``.
 
-Coverage of nominal 0.95, found by benchmarks/experiment_coverage.py (300 experiments each, of 100 requests in 25 clusters;
-fixed number of blocks; in brackets the interval's median width; machines that drift by a line and AR(1) between runs):
+Coverage at nominal 0.95, measured by benchmarks/experiment_coverage.py (300 experiments each, of 100 requests in 25 clusters;
+fixed number of blocks; in brackets the interval's median width; machines with a linear drift and AR(1) noise between runs):
 
                                         here           blocks only    percentile     BCa            percentile-t
     steady machine, mean, 4 blocks      0.957 (7.2 %)  0.933 (6.4 %)  0.997 (6.8 %)  0.990 (7.0 %)  0.997 (21 %)
@@ -25,12 +25,12 @@ fixed number of blocks; in brackets the interval's median width; machines that d
     B gains unevenly, mean, 20 blocks   0.953 (13 %)   0.237 (2.3 %)  0.500 (4.5 %)  0.493 (4.5 %)  0.320 (3.0 %)
     B gains unevenly, p99, 8 blocks     0.893 (32 %)   0.470 (12 %)   0.680 (19 %)   0.547 (16 %)   0.530 (19 %)
 
-The last three columns are the bootstrap that resamples blocks and, in each, its requests. It counts noise within blocks twice and what
-the requests have in common too little, so neither BCa nor percentile-t mends it. What is too narrow still is the p99 of few
-requests that gain unevenly: a hundred requests have one beyond it.
+The last three columns are bootstraps that resample blocks and, in each block, its requests. They count noise within blocks twice and
+underestimate what the requests have in common, which neither BCa nor percentile-t corrects. The interval of the p99 of few requests
+that gain unevenly is still too narrow: of a hundred requests one lies beyond the p99.
 
-Looking after each of up to 20 blocks on the drifting machine: of 300 experiments of A against itself 0.7 % end with a false alarm;
-5 % and 10 % are found in all, after 6 and 4 blocks (medians), and never called equivalent within 2 %.
+Looking after each of up to 20 blocks on the drifting machine: of 300 experiments of A against itself 0.7 % end with a false alarm.
+Differences of 5 % and 10 % are found in all experiments, after 6 and 4 blocks (medians), and are never called equivalent within 2 %.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from dovetail.experiment.words import about
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMetric:
-    """One metric over all blocks, before any verdict. ``a`` and ``b`` are geometric means. ``estimate`` is None where there
-    is no ratio; ``note`` says why. ``run_var`` is the variance of a block's log ratio that runs of one arm show (A/A)."""
+    """Hold one metric over all blocks, before a verdict. ``a`` and ``b`` are geometric means. ``estimate`` is None if there is no ratio,
+    and ``note`` gives the reason. ``run_var`` is the variance of a block's log ratio estimated from runs of the same arm (A/A)."""
 
     metric: Metric
     blocks: int
@@ -72,10 +72,10 @@ def compare(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[Comparison, ...]:
-    """A verdict for each metric, given its blocks; ``clusters`` [requests] says which requests belong together.
+    """Return a verdict for each metric, given its blocks. ``clusters`` [requests] holds the cluster number of each request.
 
-    False alarms are bounded over the ``primary`` metrics together, and, less strictly for their readers, over all metrics for the
-    others. Deterministic for a seed.
+    For ``primary`` metrics the false alarm rate is bounded over all primary metrics together; for other metrics it is bounded over all
+    metrics. The result is deterministic for a seed.
     """
     weights = draw(clusters, resamples, seed)
     measured = [measure(metric, blocks, weights, clusters) for metric, blocks in metrics]
@@ -83,7 +83,7 @@ def compare(
 
 
 def measure(metric: Metric, blocks: Sequence[BlockSamples], weights: Weights, clusters: Ints) -> MeasuredMetric:
-    """The mean log ratio of a metric and its variance."""
+    """Return the mean log ratio of a metric and its variance."""
     a = np.array([[statistic(metric, run) for run in block.a] for block in blocks])
     b = np.array([[statistic(metric, run) for run in block.b] for block in blocks])
     for name, values in (("A", a), ("B", b)):
@@ -101,7 +101,7 @@ def measure(metric: Metric, blocks: Sequence[BlockSamples], weights: Weights, cl
 
 
 def judge(measured: Sequence[MeasuredMetric], primary: Sequence[str], rules: Rules) -> tuple[Comparison, ...]:
-    """Corrects for the number of metrics and decides each."""
+    """Correct for the number of metrics and decide each metric."""
     known = [m for m in measured if m.estimate is not None]
     first = [m for m in known if m.metric.name in primary]
     adjusted = _adjusted(known, rules) | _adjusted(first, rules)
@@ -120,15 +120,15 @@ def _estimate(ratios: Floats, shared: SharedVariance, clusters: int) -> Estimate
 
 
 class SharedVariance(NamedTuple):
-    """The variance of the mean log ratio that is due to the choice of requests, and what of it is beyond chance."""
+    """Hold the variance of the mean log ratio that is due to the choice of requests, and the part of it that exceeds chance (``lasting``)."""
 
     variance: float
     lasting: float
 
 
 def _shared(metric: Metric, blocks: Sequence[BlockSamples], weights: Weights, clusters: int) -> SharedVariance:
-    """The mean covariance of two blocks under the same resamples. Noise within blocks makes some by chance, as much as its
-    standard error under independence says: two of those are not taken to last."""
+    """Return the mean covariance of two blocks under the same resamples. Noise within blocks causes some covariance by chance: twice its
+    standard error under independence does not count as lasting."""
     count = len(blocks)
     if count < 2 or weights.shape[1] < 2:
         return SharedVariance(0.0, 0.0)
@@ -145,8 +145,8 @@ def _log_ratio(metric: Metric, block: BlockSamples, weights: Weights) -> Floats:
 
 
 def _run_variance(a: Floats, b: Floats) -> float | None:
-    """The variance of a block's log ratio if both arms were the same, by the first and last run of each arm in a block: their
-    difference has twice the variance of one run. None without a second run or block."""
+    """Return the variance that a block's log ratio would have if both arms were the same. It is estimated from the first and last run
+    of each arm in a block, whose difference has twice the variance of one run. None without a second run or block."""
     if len(a) < 2 or a.shape[1] < 2 or b.shape[1] < 2:
         return None
     of_a_run = sum(float((arm[:, -1] - arm[:, 0]).var(ddof=1)) / 2 for arm in (a, b)) / 2
@@ -186,7 +186,7 @@ def _comparison(measured: MeasuredMetric, p_adjusted: float, family: int, rules:
 
 
 def _floor(measured: MeasuredMetric, rules: Rules) -> float | None:
-    """The smallest relative difference that so many blocks tell from noise, if the noise is that of runs of one arm."""
+    """Return the smallest relative difference that these blocks can distinguish from noise, if the noise is that of runs of one arm."""
     if measured.run_var is None:
         return None
     reach = radius(measured.blocks - 1, rules.alpha, rules.peeking) * math.sqrt(measured.run_var / measured.blocks)
@@ -197,9 +197,9 @@ def _advice(verdict: str, needed: int | None, estimate: Estimate) -> str:
     if verdict != "inconclusive":
         return ""
     if estimate.blocks < 2:
-        return "one block says nothing about noise; at least four are needed"
+        return "one block does not show how large the noise is; at least four blocks are needed"
     if needed is not None:
         return f"needs about {about(needed)} blocks"
     if estimate.lasting > 0:
-        return "more blocks would not settle it: the requests differ in what they gain; more requests would"
+        return "more blocks would not settle it, because the requests differ in what they gain; more requests would"
     return f"not even {MOST_BLOCKS} blocks would settle it"

@@ -1,4 +1,4 @@
-"""A finished experiment in the terminal: the verdict in words, and tables of rich."""
+"""Show a finished experiment in the terminal: the verdict in words, and tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dovetail.experiment.result import Comparison, ExperimentRecord
 STYLE = {"faster": "green", "slower": "red", "equivalent": "cyan", "inconclusive": "yellow", "differs": "red"}
 
 NARROW = 130
-"""Columns below which tables have fewer."""
+"""The width in characters below which tables have fewer columns."""
 _NOTE = {"info": "dim", "warning": "yellow", "loud": "bold red"}
 
 
 def render(e: ExperimentRecord) -> Group:
-    """Everything that the page has in tables, for ``Console.print``."""
+    """Return the contents of the page's tables, for ``Console.print``."""
     parts: list[RenderableType] = [Text(words.headline(e), f"bold {STYLE[words.tone(e)]}")]
     parts += [Text(f"  {words.sentence(c, e.plan.delta)}") for c in e.primary]
     parts += [Text(f"  {note.text}", _NOTE[note.level]) for note in e.notes]
@@ -36,7 +36,7 @@ def _titled(title: str, table: RenderableType) -> Padding:
 
 
 def _table(*columns: str) -> Table:
-    """The first column and those that end in a word are left-aligned, those of numbers right."""
+    """Return an empty table. Columns of numbers are right-aligned, all others left-aligned."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         grid.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=column in _NUMBERS)
@@ -55,8 +55,7 @@ def _gate(e: ExperimentRecord) -> RenderableType:
 
 
 class _Comparisons:
-    """A row for each metric. Where there is little room, p-values and noise floors are left to the page, and what else there is to
-    say of a metric stands below."""
+    """Render a row for each metric. In a narrow terminal p-values and noise floors are left out, and notes follow below the table."""
 
     def __init__(self, e: ExperimentRecord) -> None:
         self._e = e

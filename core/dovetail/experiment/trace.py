@@ -1,7 +1,7 @@
-"""What both arms are asked: a workload, answered once by arm A and then frozen, so that nothing in it depends on who runs it.
+"""Freeze the workload of an experiment: arm A answers it once, and then it does not depend on the arm that runs it.
 
-In a frozen trace every prompt is token ids (the answers of conversations are those that A gave), and outputs have the length that
-A's had: an arm that ends early would look fast.
+In a frozen trace every prompt is token ids (the earlier answers in a chat are those of A), and outputs have the length of A's
+outputs: otherwise an arm that ends its outputs early would seem fast.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from dovetail.llm import LLM, Output
 
 TOP = 8
-"""Most likely tokens of each position that are compared."""
+"""The number of most likely tokens that are compared at each position."""
 
 
 class GreedyOutput(msgspec.Struct, frozen=True):
-    """The greedy output of a call. ``logprobs`` are of its tokens, empty where they were not asked for; ``ended`` if the model ended
-    it, not its length."""
+    """Hold the greedy output of a call. ``logprobs`` are those of its tokens, and empty if they were not requested. ``ended`` is True if
+    the model ended the output, and False if it reached its length limit."""
 
     id: str
     prompt_ids: list[int]
@@ -39,7 +39,7 @@ class GreedyOutput(msgspec.Struct, frozen=True):
 
 
 class ForcedOutput(msgspec.Struct, frozen=True):
-    """What an arm thinks of a given text: the log-probabilities of A's output tokens of a call, and the best at each place."""
+    """Hold an arm's log-probabilities of A's output tokens of a call, and of the most likely tokens at each position."""
 
     id: str
     logprobs: list[TokenLogprob]
@@ -47,15 +47,15 @@ class ForcedOutput(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A call whose prompt is known."""
+    """Hold a call and its prompt."""
 
     call: LoadCall
     prompt: CallPrompt
 
 
 def record(llm: LLM, workload: Workload, compared: frozenset[str]) -> list[GreedyOutput]:
-    """Greedy answers to every call, in the workload's order; those ``compared`` with log-probabilities. Calls of one depth run
-    together, those that go on with an answer after it. Raises ``RequestError`` where the engine refuses one."""
+    """Return greedy answers to every call, in the workload's order; the ``compared`` ones have log-probabilities. Calls of one depth run
+    together, and calls that continue an answer run after it. Raises ``RequestError`` if the engine refuses a call."""
     answers: dict[str, GreedyOutput] = {}
     prompts: dict[str, CallPrompt] = {}
     for generation in _generations(workload):
@@ -72,8 +72,8 @@ def record(llm: LLM, workload: Workload, compared: frozenset[str]) -> list[Greed
 def answer(
     llm: LLM, calls: Sequence[LoadCall], prompts: Sequence[list[int]], *, backwards: bool = False
 ) -> list[GreedyOutput]:
-    """Greedy answers to known prompts, with log-probabilities. ``backwards`` hands them in in the opposite order: other requests
-    then share a step, and what the outputs differ by is the arm's own noise."""
+    """Return greedy answers to known prompts, with log-probabilities. With ``backwards`` the requests are submitted in the opposite
+    order: other requests then share a step, and the outputs differ by the arm's own noise."""
     order = range(len(calls))[:: -1 if backwards else 1]
     found = llm.generate([prompts[i] for i in order], [greedy(calls[i], logprobs=True) for i in order])
     given = [_answer(calls[i], out) for i, out in zip(order, found, strict=True)]
@@ -81,11 +81,11 @@ def answer(
 
 
 def force(llm: LLM, answers: Sequence[GreedyOutput], *, backwards: bool = False) -> list[ForcedOutput]:
-    """What the arm thinks of the texts of ``answers``: each is read as a prompt, whole."""
+    """Return the arm's log-probabilities of the texts of ``answers``. Each text is read as a prompt, up to the context length."""
     order = [answers[i] for i in range(len(answers))[:: -1 if backwards else 1]]
     params = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=TOP)
-    room = llm.loop.engine.context_len - 1
-    texts = [[*given.prompt_ids, *given.token_ids][:room] for given in order]
+    longest = llm.loop.engine.context_len - 1
+    texts = [[*given.prompt_ids, *given.token_ids][:longest] for given in order]
     found = llm.generate(texts, params)
     forced = [
         ForcedOutput(a.id, (out.prompt_logprobs or [])[len(a.prompt_ids) :])
@@ -95,15 +95,15 @@ def force(llm: LLM, answers: Sequence[GreedyOutput], *, backwards: bool = False)
 
 
 def frozen_trace(workload: Workload, answers: Sequence[GreedyOutput]) -> Workload:
-    """The workload with every prompt as token ids, and outputs as long as the answers. Constrained outputs end where their
-    grammar does."""
+    """Return the workload with every prompt as token ids, and with outputs as long as the answers. Constrained outputs end where their
+    grammar ends."""
     calls = tuple(_frozen(call, given) for call, given in zip(workload.calls, answers, strict=True))
     return workload.model_copy(update={"calls": calls})
 
 
 def warm_up(trace: Workload, count: int) -> Workload:
-    """Calls to run before anything is measured: the first of the trace, their prompts reversed, so that no prefix cache and no
-    drafter meets the same text again."""
+    """Return the calls that run before the measurement: the first ones of the trace with reversed prompts, so that prefix cache and
+    drafter have not seen the measured texts."""
     roots = [call for call in trace.calls if call.parent is None][:count]
     calls = [
         call.model_copy(update={"token_ids": (call.token_ids or ())[::-1], "arrival": 0.0, "json_schema": None})
@@ -113,13 +113,13 @@ def warm_up(trace: Workload, count: int) -> Workload:
 
 
 def greedy(call: LoadCall, *, logprobs: bool) -> SamplingParams:
-    """How a call is answered where outputs are compared: the most likely token each time, whatever the call asks for."""
+    """Return the sampling params of a call whose output is compared: greedy, whatever the call sets."""
     params = params_of(call)
     return replace(params, temperature=0.0, top_p=1.0, top_k=0, logprobs=TOP if logprobs else None)
 
 
 def _generations(workload: Workload) -> Iterator[list[LoadCall]]:
-    """Calls that continue nothing, then those that continue these, and so on."""
+    """Yield the calls that do not continue another call, then the calls that continue these, and so on."""
     depth: dict[str, int] = {}
     for call in workload.calls:
         depth[call.id] = depth[call.parent] + 1 if call.continues and call.parent is not None else 0
@@ -139,7 +139,7 @@ def _ids(llm: LLM, prompt: CallPrompt) -> list[int]:
         return list(prompt.token_ids)
     if llm.tokenizer is None:
         raise ConfigError(
-            "this model has no tokenizer, and the workload's prompts are text; give a workload of token ids"
+            "this model has no tokenizer, but the workload's prompts are text; give a workload of token ids"
         )
     return encoded(prompt, llm.tokenizer)
 

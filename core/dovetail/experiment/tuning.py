@@ -1,4 +1,4 @@
-"""What an experiment teaches ``auto``: for each part in which the arms differ, which one was faster."""
+"""Write tuning records for ``auto``: for each slot in which the arms differ, which component was faster."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dovetail.registry.measured import MeasuredRecord, device_key, measured_part
 from dovetail.registry.resolution import Chosen
 
 METRIC_OF: Mapping[str, str] = {"attention.prefill": "ttft_p50", "attention.decode": "tpot_mean"}
-"""The metric that a slot is judged by, where one alone shows what it does; others by all primary metrics, which must agree."""
+"""The metric that decides a slot, if one metric alone measures it. Other slots are decided by all primary metrics, which must agree."""
 SLOTS = ("attention.prefill", "attention.decode", "cache", "policy", "grammar", "speculative")
 
 
 def tuning_records(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> tuple[list[MeasuredRecord], list[str]]:
-    """The records, and for each part that gets none the reason."""
+    """Return the records, and the reason for each slot that gets none."""
     objection = _objection(a, b, found)
     if objection:
         return [], [objection]
@@ -31,19 +31,19 @@ def tuning_records(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> t
 
 
 def _objection(a: ResolvedArm, b: ResolvedArm, found: ExperimentRecord) -> str:
-    """Why the experiment as a whole teaches nothing; empty if it may."""
+    """Return why the experiment as a whole gives no records; empty if it may give some."""
     if found.gate.outcome != "passed":
-        return "nothing is kept: the outputs differ"
+        return "no record is written: the outputs differ"
     if a.resolved.config.batch_invariant or b.resolved.config.batch_invariant:
         return (
-            "nothing is kept: with batch_invariant parts take other kernels than without, and `auto` goes by no record"
+            "no record is written: with batch_invariant components use other kernels, and `auto` reads no records then"
         )
     if not _differing(a, b):
-        return "nothing is kept: `auto` chooses parts, and the arms have the same ones"
+        return "no record is written: `auto` chooses components, and the arms have the same ones"
     keys = component_keys(a.resolved.config)
     others = [d.key for d in differences(a, b) if d.intended and d.key.partition(".")[0] not in keys]
     if others:
-        return f"nothing is kept: the arms also differ in {', '.join(others)}, which `auto` does not choose"
+        return f"no record is written: the arms also differ in {', '.join(others)}, which `auto` does not choose"
     return ""
 
 
@@ -59,29 +59,29 @@ def _name(chosen: Chosen | None) -> str | None:
 def _record(
     slot: str, a: Chosen | None, b: Chosen | None, arm: ResolvedArm, found: ExperimentRecord
 ) -> MeasuredRecord | str:
-    """The record of a slot, or why there is none."""
+    """Return the record of a slot, or why there is none."""
     if a is None or b is None:
-        return "one arm has none, and `auto` cannot choose that"
+        return "one arm has no component there, which `auto` cannot choose"
     decided = _deciding(slot, found.primary)
     if isinstance(decided, str):
         return decided
     winner, loser = (b, a) if decided.verdict == "faster" else (a, b)
     if winner.config != type(winner.config)(kind=winner.name):
-        return f"{winner.name} won with settings of its own, and `auto` takes the defaults; name it in the config"
+        return f"{winner.name} was faster with its own settings, but `auto` uses the defaults; name it in the config"
     ratio, low, high = speed_up(decided)
-    resolved, asked = arm.resolved, found.workload
+    resolved, workload = arm.resolved, found.workload
     section = resolved.config
-    assert section.model.dtype != "auto", "a resolved config says which"
+    assert section.model.dtype != "auto", "a resolved config names the dtype"
     return MeasuredRecord(
         slot=slot,
         winner=measured_part(winner.component),
         loser=measured_part(loser.component),
         device=device_key(resolved.machine),
         model=model_key(resolved.model_info, section.model.dtype, section.memory.kv_dtype),
-        workload=asked.name,
+        workload=workload.name,
         shape=(
-            f"{asked.requests} calls, on average {asked.prompt_tokens:.0f} prompt and {asked.output_tokens:.0f} output tokens, "
-            f"arrivals {asked.arrivals}"
+            f"{workload.requests} calls, on average {workload.prompt_tokens:.0f} prompt and {workload.output_tokens:.0f} output tokens, "
+            f"arrivals {workload.arrivals}"
         ),
         metric=decided.label,
         ratio=ratio,
@@ -92,11 +92,11 @@ def _record(
 
 
 def _deciding(slot: str, primary: Sequence[Comparison]) -> Comparison | str:
-    """The comparison that names the winner, or why there is no winner."""
-    wanted = METRIC_OF.get(slot)
-    judges = [c for c in primary if c.metric == wanted] if wanted else list(primary)
+    """Return the comparison that determines the winner, or why there is no winner."""
+    metric = METRIC_OF.get(slot)
+    judges = [c for c in primary if c.metric == metric] if metric else list(primary)
     if not judges:
-        return f"{wanted} is no primary metric of the experiment"
+        return f"{metric} is not a primary metric of the experiment"
     settled = [c for c in judges if c.verdict in ("faster", "slower")]
     if not settled:
         return f"no winner: {', '.join(f'{c.label} is {c.verdict}' for c in judges)}"
@@ -106,8 +106,9 @@ def _deciding(slot: str, primary: Sequence[Comparison]) -> Comparison | str:
 
 
 def speed_up(c: Comparison) -> tuple[float, float | None, float | None]:
-    """How many times as fast the winner is, with its bounds: above 1 whoever won, and whether high or low is better."""
-    assert c.ratio is not None, "what is settled has a ratio"
+    """Return how many times as fast the winner is, with bounds. The factor is above 1 for either winner and for either direction of the
+    metric."""
+    assert c.ratio is not None, "a settled comparison has a ratio"
     if c.ratio >= 1:
         return c.ratio, c.low, c.high
     return 1 / c.ratio, 1 / c.high if c.high else None, 1 / c.low if c.low else None

@@ -1,4 +1,4 @@
-"""From an estimate to a verdict: significance over several metrics, equivalence, and how much more would be needed."""
+"""Derive a verdict from an estimate: significance over several metrics, equivalence, and the number of blocks still needed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST_BLOCKS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How sure (``alpha``: the chance of a false alarm, over all metrics together), what is too small to matter (``delta``: 0.02
-    is 2 %), and whether the intervals must hold at every look (``peeking``)."""
+    """Hold the rules of decision: ``alpha`` is the probability of a false alarm over all metrics together, ``delta`` the relative
+    difference that is too small to matter (0.02 is 2 %), and ``peeking`` requires that intervals are valid at every look."""
 
     alpha: float = 0.05
     delta: float = 0.02
@@ -25,15 +25,15 @@ class Rules:
 
     @property
     def band(self) -> float:
-        """Half the width of the equivalence band on the log scale, where B/A and A/B are alike: 1/(1+delta) to 1+delta."""
+        """Half the width of the equivalence band on the log scale. The band is symmetric in B/A and A/B: 1/(1+delta) to 1+delta."""
         return math.log1p(self.delta)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The mean log ratio of B to A over ``blocks``. Its variance is ``block_var / blocks + request_var``: noise between blocks,
-    and what the choice of requests contributes, of which ``lasting`` is beyond chance: more blocks would not lessen it. ``df``
-    are its degrees of freedom."""
+    """Hold the mean log ratio of B to A over ``blocks``. Its variance is ``block_var / blocks + request_var``: the noise between blocks,
+    and the contribution of the choice of requests. ``lasting`` is the part of the latter that exceeds chance, which more blocks would
+    not reduce. ``df`` are the degrees of freedom."""
 
     log_ratio: float
     block_var: float
@@ -44,21 +44,21 @@ class Estimate:
 
     @property
     def error(self) -> float:
-        """Standard error. Not below what clocks and floats can tell apart."""
+        """The standard error. It is at least the resolution of clocks and floats."""
         return max(math.sqrt(self.block_var / self.blocks + self.request_var), 1e-9)
 
     def p(self, peeking: bool) -> float:
-        """Of "no difference"."""
+        """Return the p-value of "no difference"."""
         return p_value(self.log_ratio / self.error, self.df, peeking)
 
     def bounds(self, alpha: float, peeking: bool) -> tuple[float, float]:
-        """The interval of the log ratio; infinite where there are too few blocks."""
+        """Return the interval of the log ratio. It is infinite if there are too few blocks."""
         reach = radius(self.df, alpha, peeking) * self.error
         return self.log_ratio - reach, self.log_ratio + reach
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm 1979: adjusted so that comparing each with alpha bounds the chance of any false alarm by alpha."""
+    """Return p-values adjusted by Holm's method (1979): comparing each with alpha bounds the probability of any false alarm by alpha."""
     m, worst, adjusted = len(p_values), 0.0, [1.0] * len(p_values)
     for rank, index in enumerate(sorted(range(m), key=lambda i: p_values[i])):
         worst = max(worst, (m - rank) * p_values[index])
@@ -67,13 +67,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def equivalent(estimate: Estimate, rules: Rules) -> bool:
-    """TOST (Schuirmann 1987): both one-sided tests at alpha, that is, the interval of 1 - 2 alpha lies within the band."""
+    """Return True if the arms are equivalent by TOST (Schuirmann 1987): both one-sided tests at alpha succeed, that is, the interval of
+    confidence 1 - 2 alpha lies within the band."""
     low, high = estimate.bounds(2 * rules.alpha, rules.peeking)
     return -rules.band < low and high < rules.band
 
 
 def decide(estimate: Estimate, p_adjusted: float, better: Better, rules: Rules) -> Verdict:
-    """Equivalent first: a difference that is certain, and certainly too small to matter, is no difference."""
+    """Return the verdict. Equivalence comes first: a significant difference that is too small to matter is not a difference."""
     if equivalent(estimate, rules):
         return "equivalent"
     if p_adjusted >= rules.alpha:
@@ -82,9 +83,9 @@ def decide(estimate: Estimate, p_adjusted: float, better: Better, rules: Rules) 
 
 
 def blocks_needed(estimate: Estimate, rules: Rules, family: int) -> int | None:
-    """About how many blocks in all would settle an inconclusive metric, if it stays as it looks; None if none would.
+    """Return about how many blocks in total would settle an inconclusive metric if its estimate does not change; None if no number would.
 
-    Settled is either way, different (by Bonferroni's bound for ``family`` metrics) or equivalent, whichever comes first.
+    A metric is settled when it is different (by Bonferroni's bound for ``family`` metrics) or equivalent, whichever comes first.
     """
     at = abs(estimate.log_ratio)
     counts = np.unique(np.geomspace(estimate.blocks + 1, MOST_BLOCKS, 400).astype(int))
@@ -97,12 +98,12 @@ def blocks_needed(estimate: Estimate, rules: Rules, family: int) -> int | None:
 
 
 def stop_reason(comparisons: Sequence[Comparison], primary: Sequence[str], max_blocks: int) -> str | None:
-    """Why an experiment that peeks may end now, in words; None if it should go on. It ends when every primary metric is
-    settled, or the blocks are used up; the intervals are valid either way."""
+    """Return why an experiment that peeks may end now, or None if it should continue. It ends when every primary metric is settled, or
+    when ``max_blocks`` have run; the intervals are valid in both cases."""
     open_ones = [c.label for c in comparisons if c.metric in primary and c.verdict == "inconclusive"]
     blocks = max((c.blocks for c in comparisons), default=0)
     if not open_ones:
         return f"every primary metric was settled after {blocks} blocks"
     if blocks >= max_blocks:
-        return f"the {max_blocks} blocks it was given were used up; open: {', '.join(open_ones)}"
+        return f"all of at most {max_blocks} blocks have run; not settled: {', '.join(open_ones)}"
     return None

@@ -1,4 +1,4 @@
-"""An experiment in words and numbers that people read: headline, sentences, formatted values. Terminal and page share it."""
+"""Write an experiment in words and numbers: headline, sentences, formatted values. Terminal and page share these functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """About three digits: 1 234, 83.2, 4.07, 0.912."""
+    """Format a number with about three digits: 1 234, 83.2, 4.07, 0.912."""
     if value is None:
         return NONE
     size = abs(value)
@@ -20,13 +20,12 @@ def number(value: float | None) -> str:
 
 
 def about(count: int) -> str:
-    """A count of which only the first two digits are meant."""
+    """Format a count rounded to two digits."""
     return f"{int(float(f'{count:.2g}')):,}".replace(",", "\u202f")
 
 
 def change(ratio: float | None) -> str:
-    """A ratio as a change with its sign: 1.102 is +10.2 %; from ten on as a factor, beyond a thousand as no more than
-    that."""
+    """Format a ratio as a signed change: 1.102 is +10.2 %. From 10 it is written as a factor, and above 1000 as "more than 1000"."""
     if ratio is None:
         return NONE
     if ratio > 1000:
@@ -40,26 +39,26 @@ def change(ratio: float | None) -> str:
 
 
 def interval(c: Comparison) -> str:
-    """From low to high; an end that is not bounded is left open."""
+    """Format an interval from low to high. An end without a bound is left open."""
     if c.low is None and c.high is None:
         return "unbounded"
     return f"{change(c.low)} … {change(c.high)}"
 
 
 def floor(c: Comparison) -> str:
-    """The noise floor, as far as it means anything."""
+    """Format the noise floor. A value above 100 % is only reported as such."""
     if c.noise_floor is None:
         return NONE
     return f"±{100 * c.noise_floor:.1f}\u202f%" if c.noise_floor < 1 else "> 100\u202f%"
 
 
 def p_text(p: float) -> str:
-    """Three decimals."""
+    """Format a p-value with three decimals."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def duration(seconds: float) -> str:
-    """Of an experiment: 48 s, 12 min 5 s, 2 h 3 min."""
+    """Format a duration: 48 s, 12 min 5 s, 2 h 3 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -68,13 +67,13 @@ def duration(seconds: float) -> str:
 
 
 def direction(c: Comparison) -> str:
-    """What a change of this metric is called: longer, shorter, higher, lower."""
-    assert c.ratio is not None, "only what has a ratio has a direction"
+    """Return the word for the change of a metric: longer, shorter, higher, lower."""
+    assert c.ratio is not None, "only a comparison with a ratio has a direction"
     return ("longer" if c.ratio > 1 else "shorter") if c.better == "lower" else ("higher" if c.ratio > 1 else "lower")
 
 
 def sentence(c: Comparison, delta: float) -> str:
-    """A comparison in a sentence without its full stop."""
+    """Return a comparison as a sentence without the full stop."""
     if c.ratio is None:
         return f"{c.label}: {c.note}"
     size, between = change(c.ratio).lstrip("+±" + MINUS), f"between {change(c.low)} and {change(c.high)}"
@@ -87,17 +86,17 @@ def sentence(c: Comparison, delta: float) -> str:
 
 
 def names(e: ExperimentRecord) -> tuple[str, str]:
-    """Of the arms; letters where both have the same."""
+    """Return the names of the arms, or A and B if both have the same name."""
     return ("A", "B") if e.a.name == e.b.name else (e.a.name, e.b.name)
 
 
 def headline(e: ExperimentRecord) -> str:
-    """The whole verdict, as one would say it to a colleague."""
+    """Return the verdict in one sentence."""
     a, b = names(e)
     if e.gate.outcome == "failed":
-        return f"{b} does not say what {a} says. No speed was measured."
+        return f"The outputs of {b} differ from those of {a}. No speed was measured."
     if e.failure:
-        return f"An arm failed {f'after {len(e.blocks)} whole blocks' if e.blocks else 'in the first block'}."
+        return f"An arm failed {f'after {len(e.blocks)} complete blocks' if e.blocks else 'in the first block'}."
     if e.fails_more:
         return f"{b} fails calls that {a} answers."
     if not e.comparisons:
@@ -111,7 +110,7 @@ def headline(e: ExperimentRecord) -> str:
 
 
 def summary(e: ExperimentRecord) -> str:
-    """Below the headline: what it rests on."""
+    """Return the line below the headline: the outputs, the amount of data, and why the experiment ended."""
     rest = f"{len(e.blocks)} blocks of {e.workload.requests} requests for each arm" if e.blocks else ""
     parts = [f"{gate_title(e.gate)}", rest, e.plan.stopped]
     return "; ".join(part for part in parts if part) + "."
@@ -129,17 +128,17 @@ def _needs(primary: Iterable[Comparison]) -> str:
 
 
 def listed(words: list[str]) -> str:
-    """a, b and c."""
+    """Join words as in "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def tone(e: ExperimentRecord) -> Verdict | str:
-    """What colours the headline: the verdict, or ``differs`` for a failed gate, an arm or calls that failed."""
+    """Return what determines the colour of the headline: the verdict, or ``differs`` if the gate, an arm or calls failed."""
     return "differs" if e.gate.outcome == "failed" or e.failure or e.fails_more else e.verdict
 
 
 def gate_title(gate: GateRecord) -> str:
-    """In three words."""
+    """Return the outcome of the gate in a few words."""
     return {
         "passed": "The outputs are equivalent",
         "failed": "The outputs differ",
@@ -149,14 +148,14 @@ def gate_title(gate: GateRecord) -> str:
 
 
 def gate_facts(gate: GateRecord) -> list[tuple[str, str]]:
-    """What the gate counted, in rows of two."""
+    """Return what the gate counted, as rows of a name and a text."""
     if not gate.compared:
         return []
     rows = [("Same tokens", f"{gate.identical} of {gate.compared} requests")]
     if gate.aa_identical is not None:
         rows.append(("Same tokens, A against itself", f"{gate.aa_identical} of {gate.compared} requests"))
     rows.append(("Diverge at a near-tie", f"{gate.near_ties} requests"))
-    rows.append(("Diverge for real", f"{gate.real} requests"))
+    rows.append(("Diverge with a real difference", f"{gate.real} requests"))
     if gate.kl_mean is not None and gate.kl_max is not None:
         rows.append(("KL divergence per token", f"{gate.kl_mean:.2g} nats on average, {gate.kl_max:.2g} at most"))
     if gate.top1 is not None:
@@ -168,20 +167,20 @@ def gate_facts(gate: GateRecord) -> list[tuple[str, str]]:
 
 
 def side_ratio(row: SideBySide) -> str:
-    """B against A as a change, where both are known and A is not 0."""
+    """Format B relative to A as a change, if both are known and A is not 0."""
     return change(row.b / row.a) if row.a and row.b is not None else NONE
 
 
 def confidence(e: ExperimentRecord) -> str:
-    """How the intervals are to be read."""
+    """Return how to read the intervals."""
     level = f"{1 - e.plan.alpha:.0%}".replace("%", "\u202f%")
     if e.plan.peeking:
-        return f"{level} intervals that hold at every look: the experiment looked after each block"
-    return f"{level} intervals for a number of blocks that was fixed beforehand"
+        return f"{level} intervals that are valid at every look: the experiment looked after each block"
+    return f"{level} intervals for a number of blocks that was fixed in advance"
 
 
 def measured_how(e: ExperimentRecord) -> list[tuple[str, str]]:
-    """Workload and plan, in rows of two."""
+    """Return the workload and the plan, as rows of a name and a text."""
     w, p = e.workload, e.plan
     requests = (
         f"{w.requests} requests in {w.clusters} clusters" if w.clusters < w.requests else f"{w.requests} requests"

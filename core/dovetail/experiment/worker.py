@@ -1,7 +1,7 @@
-"""The process in which an arm runs: one engine, one job, then it ends. ``python -m dovetail.experiment.worker JOB``.
+"""Run one job of an arm in this process and exit: ``python -m dovetail.experiment.worker JOB``.
 
-The engine is driven in this process, without a server: no HTTP, no event loop and no second process that competes for the
-CPU, which leaves the least noise. Calls arrive at their times all the same.
+The process drives the engine itself, without a server: no HTTP, no event loop and no second process compete for the CPU, which
+gives the least noise. Calls still arrive at their scheduled times.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dovetail.llm import LLM
 from dovetail.registry.loader import load_plugins
 
 FACTS = ("architecture", "device", "cpu_kernels", "products", "page_size", "num_pages", "overlap", "graphs")
-"""Of what an engine says of itself, that which config does not say."""
+"""The entries of an engine's info that its config does not determine."""
 
 
 def main(file: Path) -> None:
-    """Do the job in ``file``; why it failed is written beside its output."""
+    """Do the job in ``file``. If it fails, write the reason to ``ArmJob.failure``."""
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     job = read_job(file)
     try:
@@ -42,7 +42,7 @@ def main(file: Path) -> None:
 
 
 def do_job(job: ArmJob) -> None:
-    """All of it, in this process. Raises ``DovetailError``."""
+    """Do a job in this process. Raises ``DovetailError``."""
     llm = LLM(_config(job))
     startup = time.time() - job.launched
     try:
@@ -65,22 +65,22 @@ def _check(llm: LLM, job: ArmJob) -> None:
     found = config_hash(llm.resolved.config)
     if found != job.config_hash:
         raise EngineError(
-            f"the config resolves to {found} here and to {job.config_hash} in the process that began the experiment: something "
-            "that is installed, or a tuning record, has changed meanwhile; start again"
+            f"the config resolves to {found} here and to {job.config_hash} in the process that started the experiment: an installed "
+            "package or a tuning record has changed meanwhile; start the experiment again"
         )
 
 
 def _measure(llm: LLM, job: ArmJob, startup: float) -> None:
     trace = _workload(job)
-    while llm.loop.idle():  # graphs that a server captures while nobody asks it anything
+    while llm.loop.idle():  # capture the graphs that a server captures while it is idle
         pass
     first = warm_up(trace, job.warm_up) if job.warm_up else None
     write_json(measure_offline(llm, trace, first, startup_seconds=startup, arm=job.arm, block=job.block), job.output)
 
 
 def _record(llm: LLM, job: ArmJob) -> ArmOutputs:
-    """A's answers, twice; and the trace."""
-    assert job.trace is not None, "record says where"
+    """Write the trace and return A's outputs, generated twice."""
+    assert job.trace is not None, "a record job names the trace"
     workload = _workload(job)
     every = record(llm, workload, frozenset(job.compared))
     write_json(frozen_trace(workload, every), job.trace)
@@ -91,8 +91,8 @@ def _record(llm: LLM, job: ArmJob) -> ArmOutputs:
 
 
 def _answer(llm: LLM, job: ArmJob) -> ArmOutputs:
-    """B's answers to the prompts of A's, and what it thinks of A's texts."""
-    assert job.given is not None, "answer says to what"
+    """Return B's answers to A's prompts, and B's log-probabilities of A's texts."""
+    assert job.given is not None, "an answer job names A's outputs"
     theirs = read_outputs(job.given).answers
     calls = {call.id: call for call in _workload(job).calls}
     try:
@@ -112,7 +112,7 @@ def _workload(job: ArmJob) -> Workload:
 
 
 def _end_with_parent() -> None:
-    """Whoever started this process holds the other end of its standard input."""
+    """Exit when standard input is closed: the parent process holds its other end."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
@@ -122,4 +122,4 @@ if __name__ == "__main__":
     main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the engine is closed; to take torch apart module by module costs most of a second of every run
+    os._exit(0)  # the engine is closed; unloading torch module by module would take most of a second in every run
