@@ -51,8 +51,8 @@ def test_what_moved_along_is_warned_of_and_so_are_two_axes():
     shown = [difference_of(d) for d in differences(*pair)]
     texts = warnings(*pair, shown)
     assert texts == [
-        "More moved than was asked for: memory.kv_dtype. What is measured is all of it.",
-        "The arms differ in model, cache: nothing tells which of them makes a difference.",
+        "More settings changed than were set: memory.kv_dtype. The measurement covers all of them.",
+        "The arms differ in model, cache: the result cannot be attributed to one of these.",
     ]
     assert axes(differences(*pair)) == ["model", "cache"]
     assert warnings(*arms([], ["cache=none"]), []) == []
@@ -60,7 +60,7 @@ def test_what_moved_along_is_warned_of_and_so_are_two_axes():
 
 def test_it_is_said_when_nothing_differs(capsys):
     ExperimentView(quiet=False).explain(*arms([], ["attention=torch_native"]))
-    assert "the arms are the same: what follows is noise (A/A)" in capsys.readouterr().out
+    assert "the arms are the same: this experiment measures noise (A/A)" in capsys.readouterr().out
     ExperimentView(quiet=False).explain(*arms([], ["cache=none"]))
     assert "the arms are the same" not in capsys.readouterr().out
 

@@ -137,7 +137,7 @@ def test_blocks_are_abba_and_baab_in_fresh_jobs_on_one_trace(arms, tmp_path):
     assert made.measured[0].config["cache"] == "auto"
     assert made.measured[1].config["cache"]["kind"] == "none"
     assert [row.order for row in found.blocks] == ["abba", "baab", "abba"]
-    assert found.plan.stopped == "the 3 blocks that were asked for are done"
+    assert found.plan.stopped == "the 3 requested blocks are done"
     assert {look.blocks for look in found.looks} == {1, 2, 3}
 
 
@@ -156,7 +156,7 @@ def test_it_stops_as_soon_as_it_knows(arms, tmp_path, slower, verdict, status):
 def test_what_is_not_settled_says_so(arms, tmp_path):
     found = experiment(arms, tmp_path, Made(1.02, noise=0.2), max_blocks=3)
     assert (found.verdict, found.exit_code) == ("inconclusive", 3)
-    assert "used up" in found.plan.stopped
+    assert "blocks have run; not settled" in found.plan.stopped
 
 
 def test_other_outputs_stop_it_before_any_run(arms, tmp_path):
@@ -191,11 +191,11 @@ def test_different_outputs_that_are_allowed_are_marked_in_every_report(arms, tmp
 
 def test_ctrl_c_keeps_the_blocks_that_are_whole(arms, tmp_path):
     found = experiment(arms, tmp_path, Made(interrupt=10), max_blocks=20)
-    assert found.plan.stopped == "interrupted after 2 whole blocks"
+    assert found.plan.stopped == "interrupted after 2 complete blocks"
     assert [row.index for row in found.blocks] == [0, 1]
     assert found.comparisons[0].blocks == 2
     nothing = experiment(arms, tmp_path / "again", Made(interrupt=2), max_blocks=20)
-    assert nothing.plan.stopped == "interrupted after 0 whole blocks"
+    assert nothing.plan.stopped == "interrupted after 0 complete blocks"
     assert (nothing.comparisons, nothing.exit_code) == ((), 3)
 
 
@@ -206,7 +206,7 @@ def test_an_arm_that_fails_ends_it_with_the_blocks_that_are_whole(arms, tmp_path
     assert (len(found.blocks), found.exit_code, found.plan.stopped) == (2, 4, "an arm failed in block 3")
     assert found.comparisons[0].blocks == 2
     page = html(found)
-    assert "An arm failed after 2 whole blocks." in page
+    assert "An arm failed after 2 complete blocks." in page
     assert "measure: out of memory" in page
     nothing = experiment(arms, tmp_path / "again", Made(crash=1), max_blocks=20)
     assert (nothing.comparisons, nothing.exit_code) == ((), 4)
@@ -255,11 +255,11 @@ def test_what_is_reported_beside_the_verdict(arms, tmp_path):
     assert {d.metric for d in found.distributions} == {"ttft", "tpot", "itl", "e2e"}
     assert list(found.distributions[0].a) == sorted(found.distributions[0].a)
     texts = [note.text for note in found.notes]
-    assert "8 calls of arm a failed; they have no latency." not in texts
+    assert "8 calls of arm a failed; they have no latencies." not in texts
     assert any("calls of arm a failed" in text for text in texts)
     moved = {d.key: (d.a, d.b) for d in found.differences if not d.intended}
     assert moved == {"engine: num_pages": ("100", "90")}
-    assert any("More moved than was asked for: engine: num_pages" in text for text in texts)
+    assert any("More settings changed than were set: engine: num_pages" in text for text in texts)
     assert (found.workload.requests, found.workload.clusters, found.workload.prompt_tokens) == (CALLS, CALLS // 2, 3.0)
 
 

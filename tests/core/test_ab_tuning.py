@@ -263,8 +263,8 @@ def test_the_faster_part_is_kept_with_how_much_faster_it_was(verdict, ratio, bet
         ([], ["cache=none"], [("ttft_p50", "faster", 0.5), ("tpot_mean", "slower", 2.0)], "passed",
          "B is faster in ttft_p50 and slower in tpot_mean"),
         (["cache=none"], ["cache={kind: radix, eviction: lfu}"], [("ttft_p50", "faster", 0.5)], "passed",
-         "won with settings of its own"),
-        ([], ["speculative=ngram"], [("ttft_p50", "faster", 0.5)], "passed", "one arm has none"),
+         "was faster with its own settings"),
+        ([], ["speculative=ngram"], [("ttft_p50", "faster", 0.5)], "passed", "one arm has no component there"),
     ],
 )  # fmt: skip
 def test_what_teaches_nothing_says_why(a, b, comparisons, outcome, reason):

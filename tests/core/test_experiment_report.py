@@ -218,7 +218,7 @@ def test_headline_and_exit_code_say_the_verdict(variant):
         "faster": "triton is faster than torch_native.",
         "equivalent": "torch_native and triton are equally fast, within 2\u202f%.",
         "inconclusive": "Whether triton is faster than torch_native is not settled",
-        "differs": "triton does not say what torch_native says. No speed was measured.",
+        "differs": "The outputs of triton differ from those of torch_native. No speed was measured.",
     }
     assert e.exit_code == codes[variant]
     assert words.headline(e).startswith(says[variant])
@@ -234,7 +234,7 @@ def test_the_page_has_what_a_colleague_asks_for():
         assert c.label in page
         assert words.interval(c) in page
     for text in (
-        e.command, "attention.prefill.kind", "moved along", "asked for", "NVIDIA H200", "58 of 60 requests", "near-tie",
+        e.command, "attention.prefill.kind", "changed as a consequence", "set by you", "NVIDIA H200", "58 of 60 requests", "near-tie",
         "1,843".replace(",", "\u202f"), "9f2c4e1a77b03d5e", "20260314"[:4], "12 requests a second", "memory.page_size moved along",
         "part  &lt;chosen&gt; &amp; why", " &lt;a&gt;",
     ):  # fmt: skip

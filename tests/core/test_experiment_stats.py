@@ -262,7 +262,7 @@ def test_when_an_experiment_ends():
 
     assert "settled after 8 blocks" in (stop_reason(at(8, 0.5), ("e2e_mean",), 20) or "")
     assert stop_reason(at(3, 0.01), ("e2e_mean",), 20) is None
-    assert "used up" in (stop_reason(at(3, 0.01), ("e2e_mean",), 3) or "")
+    assert "blocks have run; not settled" in (stop_reason(at(3, 0.01), ("e2e_mean",), 3) or "")
 
 
 def test_eight_blocks_of_a_hundred_requests_take_less_than_a_second():

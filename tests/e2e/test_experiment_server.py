@@ -100,7 +100,7 @@ def test_the_page_shows_the_arms_and_needs_nothing_from_outside(client: httpx.Cl
     assert answer.headers["content-type"].startswith("text/html")
     assert 'http-equiv="refresh"' in answer.text
     assert not re.search(r"""(src|href)\s*=|url\(|@import|<script""", answer.text)
-    for word in ("base", "uncached", "running", "50 %", '{"cache": "none"}', "Not enough yet"):
+    for word in ("base", "uncached", "running", "50 %", '{"cache": "none"}', "Not enough data yet"):
         assert word in answer.text
 
 
