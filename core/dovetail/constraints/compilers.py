@@ -86,7 +86,7 @@ class ProcessCompiler:
     def compile(self, job: CompileJob) -> Compiled:
         """See ``Compiler``."""
         self._build_meanwhile(candidates(self.engines, job.spec)[0])
-        answer = self._ask(job)
+        answer = self._compile_in_process(job)
         match answer:
             case worker.GrammarRefused():
                 raise answer.error()
@@ -110,14 +110,14 @@ class ProcessCompiler:
         if not engine.built:
             threading.Thread(target=build, name=f"dovetail-build-{engine.name}").start()
 
-    def _ask(self, job: CompileJob) -> worker.Event:
+    def _compile_in_process(self, job: CompileJob) -> worker.Event:
         """Return the answer of a worker process. If a process is killed from outside, the constraint is not at fault: it is
         given to another process, once."""
         killed = False
         while True:
             process, fresh = self._take()
             try:
-                answer = process.ask(job.spec, self.seconds, lambda: job.wanted)
+                answer = process.compile(job.spec, self.seconds, lambda: job.wanted)
             except Abandoned:
                 self._replace()
                 raise

@@ -80,7 +80,7 @@ class WorkerProcess:
         theirs.close()
         self._end = weakref.finalize(self, _end, self._process, self._conn)
 
-    def ask(self, spec: GrammarSpec, seconds: float, wanted: Callable[[], bool]) -> worker.Event:
+    def compile(self, spec: GrammarSpec, seconds: float, wanted: Callable[[], bool]) -> worker.Event:
         """Return the answer for ``spec``, compiled within ``seconds`` while ``wanted`` returns True. Raises ``Ended``, ``TimedOut``
         or ``Abandoned``; the process has then ended."""
         clock = _Clock(seconds)

@@ -96,7 +96,7 @@ class Bounds:
         self._base: int | None = None  # memory of this process before the first constraint after a build
 
     def set(self) -> None:
-        """From now on, allow ``memory`` more bytes, and the processor time that all cores have within the time limit."""
+        """Allow ``memory`` more bytes from now on, and the processor time that all cores have within the time limit."""
         if sys.platform != "linux":
             return
         self._base = self._base or _data_bytes()

@@ -133,7 +133,7 @@ class ToolParserSuite(PropertySuite):
     """Test a tool parser.
 
     A subclass sets ``name`` and implements ``write``, which writes outputs as the model does. It sets ``mixed = False`` if the format
-    has no text beside calls, ``most_calls = 1`` if an output has at most one call, and ``in_fragments = False`` if the parser emits
+    has no text around calls, ``most_calls = 1`` if an output has at most one call, and ``in_fragments = False`` if the parser emits
     whole calls.
     """
 

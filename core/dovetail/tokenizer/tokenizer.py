@@ -76,7 +76,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id."""
+        """The number of token ids: one more than the highest of them."""
         return len(self.token_bytes)
 
     @property

@@ -11,8 +11,8 @@ _FIRST = 0x0E
 
 
 class Marks:
-    """The marks of a format, for one model. ``pairs`` are those that are special tokens, with their stand-ins: what a
-    ``ConstraintGate`` has to know."""
+    """Hold the marks of a format for one model, and write them in grammars. ``pairs`` are the marks that are special tokens, with
+    their stand-ins, as a ``ConstraintGate`` needs them."""
 
     def __init__(self, marks: Sequence[str], special: frozenset[str]) -> None:
         self._marks = marks

@@ -118,7 +118,7 @@ class _Rules:
         if schema is True or schema == {}:
             return f"any{_ANY_LEVELS}"
         if not isinstance(schema, Mapping):
-            raise self._refuse("false", f"{schema!r:.80} stands for a schema, and allows no value")
+            raise self._refuse("false", f"{schema!r:.80} is given as a schema, and allows no value")
         self._check_forms(schema)
         if "$ref" in schema:
             return self._reference(schema, depth)
