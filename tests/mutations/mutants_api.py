@@ -163,7 +163,7 @@ class AnswersErrorsItself(Tiny):
             raise ValueError("a secret of the server") from error
 
 
-class WaitsForNobody(Tiny):
+class WaitsForDisconnectedClient(Tiny):
     async def say(self, host: ApiHost, request: Request) -> Response:
         """Echo the text, whether or not the client is connected."""
         body = await self.read(host, request)
@@ -172,7 +172,7 @@ class WaitsForNobody(Tiny):
             return json_response({"text": outputs.choices[0].text})
 
 
-class StreamsForNobody(Tiny):
+class StreamsToDisconnectedClient(Tiny):
     async def say(self, host: ApiHost, request: Request) -> Response:
         """Stream it back, and look away."""
         body = await self.read(host, request)
@@ -255,9 +255,17 @@ MUTANTS = [
     _wrong("has another format for one error", KnowsSomeErrors, "unknown_paths_and_methods_are_refused"),
     _wrong("loses an error's message", LosesTheMessage, "every_error_has_its_format", "hold the message"),
     _wrong("makes all errors its own", AnswersErrorsItself, "errors_of_the_server_pass", "answers 500"),
-    _wrong("waits for a client that has left", WaitsForNobody, "a_client_that_leaves_frees_its_request", "not ended"),
     _wrong(
-        "never ends what it streams", StreamsForNobody, "a_client_that_leaves_frees_its_request", "leaves a request"
+        "waits for a client that has left",
+        WaitsForDisconnectedClient,
+        "a_client_that_leaves_frees_its_request",
+        "not ended",
+    ),
+    _wrong(
+        "never ends what it streams",
+        StreamsToDisconnectedClient,
+        "a_client_that_leaves_frees_its_request",
+        "leaves a request",
     ),
     _wrong("breaks events", BreaksEvents, "streams_end", "cannot be read"),
     _wrong("calls a whole answer a stream", SaysAllAtOnce, "streams_end", "parts"),
