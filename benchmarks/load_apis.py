@@ -93,7 +93,7 @@ class Load:
         texts: Sequence[str] = TEXTS,
         seed: int = 0,
     ) -> None:
-        """``texts`` are the texts that requests must produce."""
+        """Connect to ``url``; ``texts`` are the texts that requests must produce."""
         self.tally = Tally()
         self._texts = texts
         self._model = model

@@ -1,4 +1,4 @@
-"""What the radix tree costs, in microseconds: by case, by nodes touched, by size of the tree.
+"""Measure the cost of the radix tree in microseconds: by case, by nodes touched, by size of the tree.
 
 Run: python benchmarks/prefix_cache.py [--tokens 32768] [--repeat 200] [--clock cpu]
 """
@@ -21,12 +21,12 @@ VOCAB = 32000
 
 
 def make_tokens(length: int, seed: int = 0) -> IntArray:
-    """Random token ids."""
+    """Return random token ids."""
     return np.random.default_rng(seed).integers(0, VOCAB, length, dtype=np.int32)
 
 
 class Filler:
-    """A cache, and page numbers without end to fill it with."""
+    """Fill a cache with an unlimited supply of page numbers."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -34,13 +34,13 @@ class Filler:
         self._next = 1
 
     def pages(self, tokens: IntArray) -> IntArray:
-        """New pages for ``tokens``, ``[1, n]``."""
+        """Return new pages for ``tokens``, ``[1, n]``."""
         count = len(tokens) // self.page_size
         self._next += count
         return np.arange(self._next - count, self._next, dtype=np.int32)[None]
 
     def insert(self, tokens: IntArray) -> None:
-        """Insert with new pages."""
+        """Insert ``tokens`` with new pages."""
         self.cache.insert(tokens, self.pages(tokens))
 
     def insert_path(self, tokens: IntArray, num_nodes: int) -> None:
@@ -59,13 +59,13 @@ class Filler:
 
 
 class Clock:
-    """Nanoseconds: on the wall, or of this thread alone, for a machine that others use as well."""
+    """Select a clock in nanoseconds: wall time, or the CPU time of this thread, for a machine with other work."""
 
     now: Callable[[], int] = time.perf_counter_ns
 
 
 def timed(call: Callable[..., object], arguments: Iterator[tuple[Any, ...]]) -> str:
-    """Median and 99th percentile of ``call`` over ``arguments``, as text."""
+    """Return the median and 99th percentile of ``call`` over ``arguments`` as text."""
     micros = []
     for args in arguments:
         start = Clock.now()
@@ -109,7 +109,7 @@ def cases(page_size: int, length: int, repeat: int) -> None:
 
 
 def inserts(filler: Filler, tokens: IntArray, repeat: int, fresh: bool = False) -> str:
-    """Insert keys that are new in their last page, or in all."""
+    """Insert keys that are new in their last page, or in all pages."""
 
     def keys() -> Iterator[tuple[IntArray, IntArray]]:
         for index in range(repeat):
@@ -128,7 +128,7 @@ def matches_nothing(filler: Filler, tokens: IntArray, repeat: int) -> str:
 
 
 def by_nodes(page_size: int, length: int, repeat: int) -> None:
-    """The same prompt, cut into more and more nodes."""
+    """Measure the same prompt, divided into an increasing number of nodes."""
     tokens = make_tokens(length)
     for num_nodes in (1, 4, 16, 64, 256, 1024):
         filler = Filler(page_size)
@@ -141,7 +141,7 @@ def by_nodes(page_size: int, length: int, repeat: int) -> None:
 
 
 def by_size(page_size: int, length: int, repeat: int) -> None:
-    """The same prompt, in a larger and larger tree."""
+    """Measure the same prompt in trees of increasing size."""
     tokens = make_tokens(length)
     for num_leaves in (100, 1000, 10000, 100000):
         filler = Filler(page_size)
@@ -164,7 +164,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768, help="length of the prompt")
     parser.add_argument("--repeat", type=int, default=200, help="calls per line")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu leaves out time lost to others")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu does not count the time of other work"
+    )
     args = parser.parse_args()
     if args.clock == "cpu":
         Clock.now = time.thread_time_ns

@@ -96,7 +96,8 @@ class SamplingOptions:
     def of(
         cls, *, stop: str | Sequence[str] | None = None, stop_token_ids: Sequence[int] | None = None, **others: Any
     ) -> SamplingOptions:
-        """What a program gives: ``stop`` may be one string, both may be any sequence."""
+        """Return the options that a program gives; ``stop`` may be a single string, and both sequences may be of any
+        type."""
         texts = (stop,) if isinstance(stop, str) else stop
         return cls(
             stop=None if texts is None else tuple(texts),
@@ -105,12 +106,12 @@ class SamplingOptions:
         )
 
     def over(self, defaults: SamplingOptions) -> SamplingOptions:
-        """These values, and those of ``defaults`` where there are none."""
+        """Return these options with the missing ones taken from ``defaults``."""
         missing = {f.name: getattr(defaults, f.name) for f in fields(self) if getattr(self, f.name) is None}
         return replace(self, **missing)
 
     def given(self) -> dict[str, Any]:
-        """What is set, by name."""
+        """Return the options that are set, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
 
