@@ -215,12 +215,12 @@ def comparison(metric, verdict, ratio, better="lower"):
 
 
 def experiment(*comparisons, outcome="passed"):
-    told = ArmRecord(name="x", config={}, config_hash="0")
+    arm = ArmRecord(name="x", config={}, config_hash="0")
     asked = WorkloadSummary(
         name="chat", requests=8, clusters=8, prompt_tokens=10.0, output_tokens=5.0, arrivals="at once", content_hash="0"
     )
     return ExperimentRecord(
-        dovetail_version="0", title="", started=datetime(2026, 11, 21, tzinfo=UTC), seconds=1.0, command="", a=told, b=told,
+        dovetail_version="0", title="", started=datetime(2026, 11, 21, tzinfo=UTC), seconds=1.0, command="", a=arm, b=arm,
         workload=asked, gate=GateRecord(outcome=outcome, reason=""), comparisons=comparisons,
         plan=DecisionPlan(primary=tuple(c.metric for c in comparisons), max_blocks=4),
     )  # fmt: skip

@@ -1,5 +1,8 @@
-"""`dovetail ab` on real engines: a planted wrong mask is stopped before any speed is measured, a planted slow-down is found.
-Arms that are alike: tests/e2e/test_new_user.py. Run: pytest tests/e2e/test_ab_command.py"""
+"""Test `dovetail ab` on real engines: a planted wrong mask is stopped before any speed is measured, and a planted
+slow-down is found. tests/e2e/test_new_user.py tests arms that are equal.
+
+Run: pytest tests/e2e/test_ab_command.py
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 20)]
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """A folder in which the planted plugin is installed, and its environment."""
+    """Return a folder in which the planted plugin is installed, and its environment."""
     about = tmp_path / "planted-0.1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 0.1\n")
@@ -41,7 +44,7 @@ def planted(tmp_path, monkeypatch):
 
 
 def test_a_wrong_mask_is_stopped_before_any_speed_is_measured(planted):
-    """In processes that are started as a user's are."""
+    """The command starts its processes as it does for a user."""
     arm, out = "attention={kind: planted, fault: oldest}", planted / "out"
     command = [sys.executable, "-c", "from dovetail.cli import main; main()", "ab", *COMMON, "--output", str(out)]
     words = [*command, "--a", "attention=planted", "--b", arm, "-w", SMALL]
@@ -59,8 +62,9 @@ def test_a_wrong_mask_is_stopped_before_any_speed_is_measured(planted):
 
 
 def test_a_slow_down_is_found_and_the_winner_kept_for_auto(planted, monkeypatch, capfd):
-    """Attention in plain torch against the house's own: rounded otherwise, so the gate lets it pass; and asleep. The ten processes
-    of the arms are forked from one that has imported torch."""
+    """One arm runs Dovetail's own attention, the other runs attention in plain torch that sleeps. The two round
+    differently, and the gate accepts that. The ten processes of the arms are forked from a process that has imported
+    torch."""
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(PIPE=None, Popen=ForkedWorker))
     for folder in (HERE, planted):
         monkeypatch.syspath_prepend(str(folder))

@@ -1,4 +1,4 @@
-"""The page at / and the one at /docs: what they are made of, and in headless Chromium what they do.
+"""Test the page at / and the page at /docs: their parts, and their behaviour in headless Chromium.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_chat_page.py
 """
@@ -28,7 +28,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-KEYS = {name: new_key() for name in ("somebody", "boss")}
+KEYS = {name: new_key() for name in ("member", "boss")}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script> <b>bold</b>"
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
@@ -73,7 +73,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def page(chromium: Page) -> Iterator[Page]:
-    """A page of a browser, which nothing may have shocked in the end."""
+    """Open a page of a browser, and check at the end that it has logged no error."""
     chromium.look(1100, 800)
     chromium.trouble.clear()
     yield chromium
@@ -82,18 +82,18 @@ def page(chromium: Page) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that asks for keys, whose engine says the prompt back."""
+    """Start a server that requires keys, whose engine repeats the prompt."""
     from fake_engine import run_fake_engine
 
-    somebody, boss = ([key_digest(key.encode())] for key in KEYS.values())
+    member, boss = ([key_digest(key.encode())] for key in KEYS.values())
     file = tmp_path_factory.mktemp("keys") / "keys.json"
-    file.write_text(json.dumps({"tenants": {"somebody": {"keys": somebody}}, "admins": {"boss": {"keys": boss}}}))
+    file.write_text(json.dumps({"tenants": {"member": {"keys": member}}, "admins": {"boss": {"keys": boss}}}))
     with running_server(config_with(keys=str(file), drain_seconds=1), target=run_fake_engine) as url:
         yield url
 
 
 def visit(page: Page, url: str) -> None:
-    """Open the chat with nothing kept, and wait until it knows the model."""
+    """Open the chat with nothing stored, and wait until it knows the model."""
     page.open(f"{url}/docs")
     page.run("sessionStorage.clear()")
     page.open(f"{url}/")
@@ -120,12 +120,12 @@ def settled(page: Page) -> None:
 
 
 def last(page: Page, what: str = ".text") -> str:
-    """The text of a part of the last answer."""
+    """Return the text of a part of the last answer."""
     return page.run(f"[...document.querySelectorAll('article')].at(-1).querySelector('{what}')?.textContent")
 
 
 def figures(page: Page) -> dict[str, str]:
-    """What stands under the last answer."""
+    """Return the line below the last answer."""
     rows = "[...[...document.querySelectorAll('dl')].at(-1).children].map((row) => [...row.children].map((one) => one.textContent))"
     return dict(page.run(rows))
 
@@ -153,7 +153,7 @@ def test_a_streamed_answer_with_its_figures_and_the_second_turn_finds_the_first_
     assert int(second["cached"]) >= 16
     assert int(second["prompt"]) > int(first["prompt"]) + int(first["output"])
     assert page.run("document.querySelectorAll('article').length") == 4
-    page.open(f"{tiny_url}/")  # what was said outlives a reload
+    page.open(f"{tiny_url}/")  # the messages survive a reload
     page.until("document.querySelectorAll('article').length === 4")
     assert page.run("document.getElementById('temperature').value") == "0"
     assert figures(page) == second
@@ -226,7 +226,7 @@ def test_a_server_with_keys(page: Page, keyed: str) -> None:
     assert page.run("document.getElementById('key').checkVisibility()")
     say(page, "hello")
     assert "status 401" in last(page, ".error")
-    fill(page, key=KEYS["somebody"])
+    fill(page, key=KEYS["member"])
     page.until("document.title !== 'Dovetail' && document.getElementById('problem').hidden")
     click(page, "Retry")
     settled(page)
@@ -267,7 +267,7 @@ def test_stop_edit_and_retry(page: Page, fake_url: str) -> None:
     settled(page)
     assert figures(page)["finish"] == "stopped by you"
     assert "two" in last(page)
-    while httpx.get(f"{fake_url}/server_info").json()["open_requests"]:  # the server comes to know of it
+    while httpx.get(f"{fake_url}/server_info").json()["open_requests"]:  # the server notices it
         time.sleep(0.02)
     fill(page, further="", max_tokens="200")
     click(page, "Edit")

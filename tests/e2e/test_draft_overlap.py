@@ -1,4 +1,5 @@
-"""With drafts and overlap, messages come while a step with drafts is on its way: nobody's text changes, and nothing is lost.
+"""Test drafts with overlap: messages arrive while a step with drafts is in flight, no request's text changes, and
+nothing is lost.
 
 .venv/bin/python -m pytest -q tests/e2e/test_draft_overlap.py
 """
@@ -44,7 +45,7 @@ NO_LUCK = RuntimeError("out of luck")
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A target with a checkpoint for each drafter in its folder."""
+    """Save a target with a checkpoint for each drafter in its folder."""
     directory = checkpoints.save_target(tmp_path_factory.mktemp("target") / "target", eos_token_id=SAID - 1)
     checkpoints.save_eagle3(directory / "eagle3")
     checkpoints.save_target(directory / "draft_model", num_hidden_layers=6)
@@ -53,7 +54,7 @@ def target(tmp_path_factory):
     for folder in (directory, directory / "draft_model", directory / "eagle3"):
         tensors = load_file(folder / "model.safetensors")
         if "d2t" in tensors:
-            tensors["d2t"].zero_()  # its vocabulary begins with the target's
+            tensors["d2t"].zero_()  # its vocabulary starts with the target's
             tensors["t2d"][:] = torch.arange(VOCAB) < len(tensors["d2t"])
         tensors["lm_head.weight"][SAID:] = 0
         tensors["lm_head.weight"][:SAID] *= 4
@@ -63,7 +64,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def jobs():
-    """Prompts, some of which begin alike or go round, and parameters of every sort."""
+    """Return prompts, some of which share a prefix or repeat themselves, and parameters of every sort."""
     rng, found = random.Random(5), []
     stems = prompts_of([40, 40], seed=6)
     for i in range(40):
@@ -81,7 +82,7 @@ def said_by(llm, jobs):
 
 @pytest.fixture(scope="module")
 def said(target, jobs):
-    """What the target says without drafts and without overlap."""
+    """Return what the target generates without drafts and without overlap."""
     return said_by(make_llm(target, **paged(16, 20000)), jobs)
 
 
@@ -89,10 +90,10 @@ def said(target, jobs):
 
 
 class Watch:
-    """Looks at what a loop asks of its parts. Asserts in a drafter's methods are counted as its errors."""
+    """Check what a loop asks of its parts. Assertions in a drafter's methods are counted as its errors."""
 
     def __init__(self, llm, patch, chance, luck, error):
-        """One call in ``luck[name]`` of the method of that name raises ``error``."""
+        """Let one call in ``luck[name]`` of the method of that name raise ``error``."""
         self.loop, self.patch, self.chance, self.luck, self.error = llm.loop, patch, chance, luck, error
         self.gone, self.late = set(), 0
         self.prompts = False  # a step with prompts was launched or read in this call of ``step``
@@ -132,7 +133,7 @@ class Watch:
             assert row < batch.num_extend or batch.prefix_lens[row] == req.known_len - 1
 
     def observes(self, batch, output):
-        """Nobody else has the pages of those who have ended."""
+        """The pages of ended requests belong to no other request yet."""
         ledger, running = self.loop.scheduler.ledger, self.loop.scheduler.running
         own = [ledger.table.pages[0, req.slot, req.shared_pages : req.num_pages] for req in running]
         owned = set(np.concatenate([np.zeros(0, np.int32), *own]).tolist())
@@ -152,14 +153,15 @@ class Watch:
             self.gone.add(req.uid)
 
     def kept(self):
-        """How much the drafter keeps of requests."""
+        """Return how much the drafter keeps of requests."""
         drafter = self.loop.drafter
         shared = getattr(getattr(drafter, "_shared", None), "_running", ())
         return len(shared) + sum(len(getattr(drafter, n, ())) for n in ("_places", "_seen_lens", "_cursors", "_states"))
 
 
 def compute_late(engine, patch):
-    """Like a device, which computes a step while the host handles messages: here, when the host waits for it at last."""
+    """Behave like a device that computes a step while the host handles messages: here, when the host at last waits for
+    it."""
     forward, wait, pending = engine.forward, engine.wait, []
 
     def later(batch):
@@ -179,7 +181,7 @@ def compute_late(engine, patch):
 
 
 class Mess(Traffic):
-    """Requests of every sort, some aborted, some asked to go on where they were aborted, and commands in between."""
+    """Send requests of every sort, abort some, continue some where they were aborted, and send commands in between."""
 
     def __init__(self, llm, watch, jobs, said, rng):
         super().__init__(llm)
@@ -220,7 +222,7 @@ class Mess(Traffic):
         self.loop.handle(GenerateMsg(rid, prompt, params, seed, priority=rng.randrange(3), **common))
 
     def go_on(self, before):
-        """Ask for the rest of a text, or for what comes a little later: what is cached of it had better be right."""
+        """Request the continuation of a text, or of a slightly longer one, which reads what is cached of it."""
         prompt, params = self.jobs[self.job_of[before]]
         have = self.expected[before][: len(self.tokens[before]) + self.rng.randrange(3)]
         left = len(self.expected[before]) - len(have)
@@ -277,7 +279,7 @@ class Mess(Traffic):
 
 
 def trees_for(jobs, said):
-    """A drafter of trees that knows what will be said, and does not always say it."""
+    """Return a drafter of trees that knows the target's outputs and drafts them with some chance."""
     drafter = TreeDrafter(width=6)
     drafter.learn(SimpleNamespace(prompt_ids=p, token_ids=said[i]) for i, (p, _) in enumerate(jobs))
     return drafter
@@ -338,7 +340,7 @@ def test_a_drafter_that_raises_in_random_traffic(target, jobs, said, monkeypatch
 
 
 def constrained_jobs(tokenizer):
-    """Requests under grammars, with stop strings, several outputs of one prompt."""
+    """Return requests with grammars, with stop strings, and with several outputs of one prompt."""
     rng = random.Random(4)
     colour = GrammarSpec(GrammarKind.REGEX, r"(red|green|blue)( [0-9]{1,3}){2,9}\.")
     schema = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "integer", "maximum": 999}}}'
@@ -376,7 +378,7 @@ def test_constrained_requests_in_random_traffic(monkeypatch, draft):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_all_that_is_cached_of_an_aborted_request_has_been_written(target, monkeypatch, page_size):
-    """The last token that it has heard of is in the step on its way, with drafts in a tree behind it."""
+    """The last token that the request has received is in the step in flight, with drafts in a tree behind it."""
     prompt, params = prompts_of([9])[0], SamplingParams(max_new_tokens=80, temperature=0, ignore_eos=True)
     said = make_llm(target).generate(prompt, params)[0].token_ids
     scheduler = {"overlap": True, "draft": "always", "chunk_size": 5}

@@ -1,4 +1,4 @@
-"""Drafts are asked for per request and while they pay; no text depends on either.
+"""Test that drafts run per request and while they pay, and that no text depends on either.
 
 .venv/bin/python -m pytest -q tests/e2e/test_draft_switch.py
 """
@@ -19,7 +19,7 @@ def ask(llm, count=1, **params):
 
 @pytest.fixture(scope="module")
 def said():
-    """What is said without drafts; asked for once."""
+    """Return what the target generates without drafts; computed once."""
     plain, answers = LLM("tiny", device="cpu"), {}
 
     def answer(count=1, **params):
@@ -61,7 +61,8 @@ def test_switching_in_the_middle_of_texts_changes_none(said, overlap, monkeypatc
 
 
 def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(said, monkeypatch):
-    """A step launched before their end was read is the first that the drafter sees again, after it has forgotten them."""
+    """The next step that the drafter sees was launched before the host read their end, and after the drafter had
+    forgotten them."""
     llm = LLM("tiny", device="cpu", speculative="ngram", scheduler={"overlap": True})
     drafter, asked, gone, late = llm.loop.drafter, [], set(), []
     observe, forget = drafter.observe, drafter.forget
@@ -91,7 +92,8 @@ def test_nothing_is_kept_of_requests_that_end_while_drafts_are_off(said, monkeyp
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_that_is_retracted_and_admitted_at_once_is_drafted_again(said, monkeypatch, overlap):
-    """To a drafter that lives on hidden states it is new: it is forgotten before its prompt is shown again, not after."""
+    """For a drafter that reads hidden states the request is new: the drafter forgets it before its prompt is shown
+    again, not after."""
     scheduling = {"overlap": overlap, "draft": "always"}
     llm = LLM("tiny", device="cpu", speculative="eagle3", scheduler=scheduling)
     rows, drafter, drafted = llm.loop.scheduler._rows, llm.loop.drafter, []

@@ -1,4 +1,4 @@
-"""Embeddings and label log-probabilities of the engine, against transformers' hidden states and logits.
+"""Test embeddings and label log-probabilities of the engine against transformers' hidden states and logits.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_embeddings_engine.py
 """
@@ -22,7 +22,7 @@ LENGTHS = (1, 15, 16, 17, 40, 100)
 
 
 class HiddenStates:
-    """transformers' last_hidden_state, in float32, one prompt at a time."""
+    """Compute transformers' last_hidden_state, in float32, one prompt at a time."""
 
     def __init__(self, directory):
         self.model = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
@@ -100,7 +100,7 @@ def test_a_cached_prefix_is_used_for_the_last_token_and_read_again_for_the_mean(
 
 
 def beside(llm, prompts):
-    """Requests that generate, and those that pool, in the same steps."""
+    """Run requests that generate and requests that pool in the same steps."""
     written = SamplingParams(max_new_tokens=12, temperature=0.0)
     params = [written, asking("mean"), asking("last"), written, asking("mean")]
     return llm.generate(prompts, params)
@@ -138,7 +138,7 @@ def test_beside_requests_with_drafts(llm, checkpoint, reference):
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory):
-    """A target, heads for it that live on its hidden states, and what it makes of prompts without them."""
+    """Save a target and heads that read its hidden states; return them with the outputs of prompts without the heads."""
     directory = checkpoints.save_target(tmp_path_factory.mktemp("drafted"))
     checkpoints.save_eagle(directory / "eagle")
     checkpoints.save_eagle3(directory / "eagle3")
@@ -164,7 +164,7 @@ def test_beside_drafters_that_watch_hidden_states(drafted, kind):
 
 @pytest.mark.parametrize(("overlap", "after"), [(True, 1), (True, 3), (False, 1)])
 def test_a_request_that_was_retracted_between_its_chunks_begins_anew(checkpoint, reference, overlap, after):
-    """Or ends, where the last of them was on its way."""
+    """It may also end in the meantime, if its last chunk was in flight."""
     llm = make_llm(checkpoint, scheduler={"chunk_size": 32, "overlap": overlap})
     (prompt,) = prompts_of([100], seed=5)
     loop, answers = llm.loop, []
@@ -252,4 +252,4 @@ def test_a_model_that_does_not_declare_it_has_no_embeddings(checkpoint, monkeypa
         llm.embed([[1, 2]])
     with pytest.raises(RequestError, match=r"does not offer model\.embed"):
         llm.generate([[1, 2]], asking("last"))
-    assert llm.generate([[1, 2]], asking("labels", token_ids=(3,)))[0].pooled is not None  # logits every model has
+    assert llm.generate([[1, 2]], asking("labels", token_ids=(3,)))[0].pooled is not None  # every model returns logits

@@ -1,4 +1,4 @@
-"""What breaks ends what it must and nothing else: steps, drafters, policies, caches, and wrong uses of LLM.
+"""Test that a failure ends what it must and nothing else: steps, drafters, policies, caches, and wrong uses of LLM.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_failures.py
 """
@@ -65,7 +65,7 @@ def test_a_step_that_raises_ends_its_own_requests(checkpoint, reference, monkeyp
         traffic.add(f"r{i}", prompt, GREEDY)
     traffic.finish()
     failed = [rid for rid in traffic.ends if traffic.kind(rid) == 500]
-    assert 1 <= len(failed) <= 2, "no more than were running"
+    assert 1 <= len(failed) <= 2, "only the running requests end"
     for rid in failed:
         assert traffic.ends[rid].message == "RuntimeError: out of luck"
     for i, prompt in enumerate(prompts):
@@ -81,7 +81,7 @@ def test_a_step_that_raises_ends_its_own_requests(checkpoint, reference, monkeyp
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_no_page_is_cached_whose_step_never_ran(checkpoint, reference, monkeypatch, overlap):
-    """Under overlap the step that fails was launched before it is known that a request had ended in the one before:
+    """With overlap, the step that fails was launched before the host knew that a request had ended in the step before;
     that request's last token has no KV then."""
     prompt = prompts_of([11], seed=8)[0]
     text = reference.greedy(tuple(prompt), 30)
@@ -103,7 +103,7 @@ def test_no_page_is_cached_whose_step_never_ran(checkpoint, reference, monkeypat
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_pages_of_those_who_sat_a_failed_step_out_are_known_afterwards(checkpoint, reference, monkeypatch, overlap):
-    """Unmixed: decode rows have pages reserved in the step of a prompt that fails, and do not run in it."""
+    """Without mixed steps, decode rows have pages reserved in the step of a prompt that fails, and do not run in it."""
     llm = make_llm(checkpoint, **paged(1, scheduler={"mixed": False, "overlap": overlap}))
     traffic, prompts = Traffic(llm), prompts_of([9, 14])
     traffic.add("a", prompts[0], GREEDY)
@@ -133,7 +133,7 @@ def test_an_interrupt_reaches_the_caller_and_leaves_order(checkpoint, reference,
 
 
 def press_ctrl_c(monkeypatch, owner, name, call):
-    """Ctrl-C arrives in the ``call``-th call of a method, which goes on unless the signal's handler raises."""
+    """Send Ctrl-C in the ``call``-th call of a method, which continues unless the signal's handler raises."""
     original, calls = getattr(owner, name), itertools.count(1)
 
     def wrapped(*args, **kwargs):
@@ -172,7 +172,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step(checkpoint, reference, monkeypatch
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["second Ctrl-C", "exit"])
 @pytest.mark.parametrize(("part", "call"), PLACES)
 def test_what_interrupts_the_scheduler_itself_ends_the_engine(checkpoint, monkeypatch, part, call, error, overlap):
-    """A handler that raises, or a second Ctrl-C: nobody knows how far the books were written."""
+    """A handler raises, or Ctrl-C is pressed a second time: the scheduler's state may be half written."""
     llm = make_llm(checkpoint, **paged(1, scheduler={"max_running": 2, "overlap": overlap, "chunk_size": 20}))
     raise_at(monkeypatch, owner_of(llm, part), part, call, error)
     with pytest.raises(type(error)):
@@ -243,7 +243,7 @@ def test_generate_says_what_failed_and_works_again(checkpoint, reference, monkey
 
 
 class OddDrafter(TreeDrafter):
-    """Breaks its contract, or raises, every other time."""
+    """Break the drafter's contract, or raise, every other time."""
 
     def __init__(self, how):
         super().__init__(width=4, right=0.8)

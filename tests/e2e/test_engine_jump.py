@@ -1,4 +1,5 @@
-"""Jump-forward through the whole engine: greedy outputs as without, in fewer forward passes, beside everything else.
+"""Test jump-forward through the whole engine: greedy outputs equal those without it, in fewer forward passes, together
+with every other feature.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_jump.py
 """
@@ -68,12 +69,13 @@ def counted(llm, prompts, params):
 
 @pytest.fixture(scope="module")
 def plainly(plain):
-    """``counted`` without jumps."""
+    """Return ``counted`` without jumps."""
     return functools.cache(lambda count, **params: counted(plain, *jobs(count, **params)))
 
 
 def differ_by_tokens_alone(llm, ours, theirs):
-    """Where two outputs part, they write the same text with other tokens: a forced span that is tokenised differently."""
+    """Check that where two outputs differ, they write the same text with other tokens: a forced span that is tokenised
+    differently."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if at is None:
         assert ours == theirs
@@ -95,8 +97,8 @@ def test_greedy_text_is_as_without_in_fewer_steps(plain, plainly, jumping):
     assert fewer < steps
 
 
-def test_random_numbers_belong_to_places(plain, plainly, jumping):
-    """The same tokens have the same random numbers, whether the tokens before were sampled or forced."""
+def test_random_numbers_belong_to_positions(plain, plainly, jumping):
+    """The same tokens get the same random numbers, whether the model or a jump has written the tokens before."""
     expected, _, _ = plainly(9, temperature=0.7, seed=5)
     outputs, _, _ = counted(jumping, *jobs(9, temperature=0.7, seed=5))
     for ours, theirs in zip(outputs, expected, strict=True):

@@ -1,4 +1,5 @@
-"""Outputs with the drafters mtp and dflash are those without: greedy and sampled, however the work is cut into steps.
+"""Test that outputs with the drafters mtp and dflash are those without: greedy and sampled, however the work is cut
+into steps.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_mtp_dflash.py
 """
@@ -21,7 +22,7 @@ SAID = 5
 
 
 def save_target(directory, layers):
-    """A model with ``layers`` that predict further tokens, and a DFlash drafter in its folder."""
+    """Save a model with ``layers`` that predict further tokens, and a DFlash drafter in its folder."""
     models.save_llama(directory, head_dim=16)
     saved = load_file(directory / "model.safetensors")
     saved["lm_head.weight"][SAID:] = 0
@@ -41,7 +42,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def drafter(request, tmp_path_factory):
-    """A checkpoint and the drafter that is to be used with it."""
+    """Return a checkpoint and the drafter that is to be used with it."""
     layers, speculative = DRAFTERS[request.param]
     return save_target(tmp_path_factory.mktemp("target"), layers), speculative
 
@@ -75,7 +76,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def expected(drafter):
-    """What the target says without drafts."""
+    """Return what the target generates without drafts."""
     return results(make_llm(drafter[0]).generate(*requests()))
 
 
@@ -129,7 +130,7 @@ def test_requests_that_are_aborted_leave_nothing_behind(drafter):
 
 
 def test_drafts_that_are_asked_for_now_and_then_change_nothing(drafter):
-    """Requests of which a step went unseen are not drafted for; later ones are."""
+    """Requests of which the drafter has missed a step are not drafted for; later ones are."""
     prompts = prompts_of([12, 25, 5], seed=6)
     params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=2)
     expected = results(make_llm(drafter[0]).generate(prompts, params))
@@ -146,7 +147,7 @@ def test_drafts_that_are_asked_for_now_and_then_change_nothing(drafter):
 
 
 def test_bfloat16(drafter):
-    """Rounding differs between steps of one token and of several, so that texts may part; nothing breaks."""
+    """Rounding differs between steps of one token and of several, so texts may differ; nothing breaks."""
     llm = with_drafter(drafter, model={"dtype": "bfloat16"})
     outputs = llm.generate(prompts_of([12, 40], seed=1), SamplingParams(max_new_tokens=60, temperature=0))
     assert [len(output.token_ids) for output in outputs] == [60, 60]

@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of transformers, however the work is cut into steps.
+"""Test that greedy tokens equal those of transformers, however the work is cut into steps.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_parity.py
 """
@@ -124,7 +124,7 @@ def test_n_outputs_share_the_prompt(checkpoint, reference, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_aborting_neighbours_changes_nothing(checkpoint, reference, overlap):
+def test_aborting_adjacent_rows_changes_nothing(checkpoint, reference, overlap):
     llm = make_llm(checkpoint, scheduler={"overlap": overlap, "chunk_size": 16})
     prompts = prompts_of([40, 12, 33, 50, 8], seed=9)
     for i, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Sampling: a seed gives the same tokens however the work is cut, and the right distribution over seeds.
+"""Test sampling: a seed gives the same tokens however the work is cut, and the right distribution over seeds.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_sampling.py
 """
@@ -38,7 +38,7 @@ def many(count=14, seed=1):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """Each request by itself."""
+    """Run each request by itself."""
     return results([llm.generate(prompt, p)[0] for prompt, p in zip(*many(), strict=True)])
 
 
@@ -72,8 +72,8 @@ def test_a_seed_repeats_however_the_work_is_cut(checkpoint, alone, cut, monkeypa
     check_idle(llm)
 
 
-def test_neighbours_with_filters_do_not_change_a_row_without(llm):
-    """Filters sort the vocabulary: rows that have none must not notice."""
+def test_adjacent_rows_with_filters_do_not_change_a_row_without(llm):
+    """Filters sort the vocabulary; rows without filters must not change."""
     prompt = prompts_of([9])[0]
     plain = [SamplingParams(max_new_tokens=12, seed=seed) for seed in range(8)]
     expected = results(llm.generate([prompt] * 8, plain))
@@ -118,7 +118,7 @@ def test_the_ends_of_the_ranges_are_greedy(llm, params):
     ],
     ids=str,
 )
-def test_extreme_parameters_leave_neighbours_alone(llm, extreme):
+def test_extreme_parameters_leave_adjacent_rows_alone(llm, extreme):
     prompts = prompts_of([9, 12])
     calm = SamplingParams(max_new_tokens=12, temperature=0)
     expected = results(llm.generate(prompts[:1], calm))
@@ -137,7 +137,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def next_logits(tiny):
-    """Logits of the token after the prompt, read from the log-probabilities of transformers' own model."""
+    """Return the logits of the token after the prompt, read from the log-probabilities of transformers' own model."""
     prompt = tiny.tokenizer.encode("The capital of")
     return prompt, models.Reference(tiny.resolved.model_dir).logprobs(prompt)[-1].double()
 
@@ -228,7 +228,7 @@ def test_draft_trees_in_little_memory(checkpoint, alone, monkeypatch):
 
 
 def test_kv_of_accepted_trees_is_right_afterwards(checkpoint):
-    """The text made with drafts is cached; what follows it must be as if it had been computed in one piece."""
+    """The text made with drafts is cached; its continuation must be as if the text had been computed in one piece."""
     llm, cold = make_llm(checkpoint, **paged(1)), make_llm(checkpoint, **paged(1, cache="none"))
     prompts = prompts_of([20, 7, 33], seed=5)
     params = SamplingParams(max_new_tokens=60, temperature=0, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Hundreds of requests of every sort in little memory, aborted at random: each ends once, and nothing is lost.
+"""Test hundreds of requests of every sort in little memory, aborted at random: each ends once, and nothing is lost.
 
 .venv/bin/python -m pytest -q tests/e2e/test_engine_traffic.py
 """
@@ -21,7 +21,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """What each request says when there is room for all, and its neighbours are others."""
+    """Return what each request generates when memory holds all of them, in other batches."""
     llm, jobs = make_llm(checkpoint, **paged(16, 20000)), list(jobs_of(80))
     outputs = llm.generate([p for p, _ in jobs], [p for _, p in jobs])
     return [o.token_ids for o in outputs]

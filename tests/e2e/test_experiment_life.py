@@ -1,4 +1,4 @@
-"""Arms that die, shadows, and the end of a server, with engines that say the prompt back (``fake_engine``).
+"""Test arms that die, shadows, and the end of a server, with engines that repeat the prompt (``fake_engine``).
 
 .venv/bin/python -m pytest -q tests/e2e/test_experiment_life.py
 """
@@ -32,7 +32,7 @@ USER = {arm: next(u for u in map(str, range(99)) if pick(f"user={u}", HALF) == a
 
 
 def run_first_alone(config: Config, endpoints: Endpoints) -> None:
-    """The target of a process that starts with the settings of the base alone."""
+    """Run a process that starts with the settings of the base alone."""
     (run_broken_engine if config.threads == 7 else run_fake_engine)(config, endpoints)
 
 
@@ -42,7 +42,7 @@ def server(
 ) -> Iterator[httpx.Client]:
     monkeypatch.setattr(
         "dovetail.experiment.online.serving.check_arms", lambda arms: None
-    )  # the real parts are not those that run
+    )  # the resolved components are not those that run
     arguments = {
         "server": {"port": 0, "log_level": "error", "drain_seconds": 1},
         "experiment": {"arms": {"b": {"threads": 7}}, **experiment},
@@ -107,7 +107,7 @@ def shadow_of(client: httpx.Client) -> dict[str, Any]:
     return client.get("/experiment.json").json()["shadow"]
 
 
-def test_a_shadow_answers_too_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_shadow_answers_too_and_no_client_waits_for_it(monkeypatch: pytest.MonkeyPatch):
     shadow = {"arm": "b", "percent": 100, "tokens_per_minute": 200, "keep_texts": True}
     with server(monkeypatch, shadow=shadow) as client:
         text = post(client, rid="r1").json()["choices"][0]["text"]
@@ -140,7 +140,7 @@ def test_a_shadow_answers_too_and_nobody_waits_for_it(monkeypatch: pytest.Monkey
         assert shadow_of(client)["outcomes"]["sent"] == 3
 
 
-def test_a_shadow_that_dies_disturbs_nobody(monkeypatch: pytest.MonkeyPatch):
+def test_a_shadow_that_dies_disturbs_no_request(monkeypatch: pytest.MonkeyPatch):
     with server(monkeypatch, shadow={"arm": "b", "percent": 100, "tokens_per_minute": 10_000}) as client:
         os.kill(arms(client)["b"]["pid"], signal.SIGKILL)
         eventually(lambda: arms(client)["b"]["state"] == "dead")

@@ -1,4 +1,5 @@
-"""One server, two arms of the embedded model: who answers whom, what is counted, and stop and promote while requests stream.
+"""Test one server with two arms of the embedded model: which arm answers which request, what is counted, and stop and
+promote while requests stream.
 
 .venv/bin/python -m pytest -q tests/e2e/test_experiment_server.py
 """
@@ -123,13 +124,13 @@ def test_aborts_and_refusals_are_counted(client: httpx.Client):
 
 @pytest.mark.parametrize("path", ["/experiment/stop", "/experiment/promote"])
 def test_wrong_orders_are_refused(client: httpx.Client, path: str):
-    answer = client.post(path, json={"arm": "nobody"})
+    answer = client.post(path, json={"arm": "absent"})
     assert (answer.status_code, "allowed: base, uncached" in answer.text) == (400, True)
     assert client.post(path, json={}).status_code == 400
 
 
 def test_promote_then_stop_while_both_arms_stream(client: httpx.Client):
-    """The last test of this server: it ends with one arm."""
+    """This is the last test of this server, which ends with one arm."""
     users = {arm: next(user for user in USERS if ARM[user] == arm) for arm in ("base", "uncached")}
     ends: dict[str, str] = {}
 

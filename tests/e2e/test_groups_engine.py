@@ -1,4 +1,4 @@
-"""Groups, sessions and prompts without new tokens, through the engine.
+"""Test groups, sessions and prompts without new tokens, through the engine.
 
 .venv/bin/python -m pytest -q tests/e2e/test_groups_engine.py
 """
@@ -19,7 +19,7 @@ PREFILL = SamplingParams(max_new_tokens=0)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
 def llm(request):
-    """An engine in which nobody waits for a prefix but members of a group."""
+    """Start an engine in which only members of a group wait for a prefix."""
     scheduler = {"wait_for_prefix": False, "chunk_size": 512, "overlap": request.param}
     llm = make_llm("tiny", scheduler=scheduler, memory={"num_pages": 120})
     yield llm
@@ -28,7 +28,7 @@ def llm(request):
 
 @pytest.fixture(autouse=True)
 def fresh(llm: LLM):
-    """The cache is empty before each test, and all pages come back after it."""
+    """Empty the cache before each test, and check that all pages are free after it."""
     llm.loop.handle(FlushCacheMsg("flush"))
     assert llm.loop.step()[-1].ok
     yield
@@ -38,7 +38,7 @@ def fresh(llm: LLM):
 
 
 def computed(llm: LLM, work):
-    """What ``work`` gives, and how many prompt tokens were computed for it."""
+    """Return the result of ``work``, and the number of prompt tokens that were computed for it."""
     before = llm.loop.stats()
     result = work()
     after = llm.loop.stats()
@@ -78,7 +78,7 @@ def test_members_that_come_one_by_one(llm: LLM):
 
 
 def test_a_session_is_kept_warm_while_others_come(llm: LLM):
-    """The pool has 119 pages; the others need more than that, one after another."""
+    """The pool has 119 pages; the other requests need more than that, one after another."""
     (text,) = prompts_of([200])
     for turn in range(3):
         (output,) = llm.generate(text, GREEDY, session="talk")
@@ -104,7 +104,8 @@ def test_hints_that_cannot_be_meant(llm: LLM):
 
 @pytest.mark.parametrize("length", [1, 15, 16, 160, 700])
 def test_a_prompt_alone(llm: LLM, length: int):
-    """Once when nothing is cached, once when all is; then its continuation finds it."""
+    """The prompt is sent once when nothing is cached and once when all is; then its continuation finds it in the
+    cache."""
     (prompt,) = prompts_of([length])
     for _ in range(2):
         (output,) = llm.generate(prompt, PREFILL)

@@ -1,4 +1,5 @@
-"""LLM.chat with tools and reasoning, and calls that are enforced in every tool format, sampled hot.
+"""Test LLM.chat with tools and reasoning, and calls that are enforced in every tool format, sampled at high
+temperature.
 
 .venv/bin/python -m pytest -q tests/e2e/test_llm_chat.py
 """
@@ -80,13 +81,13 @@ def test_a_call_and_its_result(llm: LLM):
     assert llm.chat([*PRODUCT, asked.message, result], GREEDY, tools=[MUL]).content == "The result is 77644."
 
 
-def test_reasoning_is_told_apart(llm: LLM):
+def test_reasoning_is_separated(llm: LLM):
     on = {"enable_thinking": True}
-    told = llm.chat(SUM, GREEDY, chat_template_kwargs=on)
-    assert told.reasoning_content
-    assert told.text == f"{told.reasoning_content}\n</think>\n\n{told.content}"
+    separated = llm.chat(SUM, GREEDY, chat_template_kwargs=on)
+    assert separated.reasoning_content
+    assert separated.text == f"{separated.reasoning_content}\n</think>\n\n{separated.content}"
     raw = llm.chat(SUM, GREEDY, chat_template_kwargs=on, separate_reasoning=False)
-    assert (raw.content, raw.reasoning_content) == (told.text, "")
+    assert (raw.content, raw.reasoning_content) == (separated.text, "")
     called = llm.chat(SUM, GREEDY, chat_template_kwargs=on, tools=[MUL], tool_choice="required")
     assert called.reasoning_content
     assert [name for name, _ in arguments(called)][:1] == ["mul"]
@@ -175,7 +176,7 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"
 
 
 def with_marks(directory: Path, marks: tuple[str, ...]) -> Path:
-    """The embedded model, its spare special tokens renamed."""
+    """Rename the spare special tokens of the embedded model."""
     shutil.copytree(EMBEDDED["tiny"], directory)
     text = (directory / "tokenizer.json").read_text(encoding="utf-8")
     for i, mark in enumerate(marks):
@@ -186,7 +187,7 @@ def with_marks(directory: Path, marks: tuple[str, ...]) -> Path:
 
 @pytest.mark.parametrize("parser", FORMATS)
 def test_enforced_calls_are_valid_in_every_format(parser: str, tmp_path: Path):
-    """The model was taught one of them: that a call comes of the others is the constraint's doing."""
+    """The model was trained on one of the formats; in the others only the constraint makes it call."""
     model = str(with_marks(tmp_path / "tiny", HARMONY)) if parser == "gpt_oss" else "tiny"
     llm = LLM(model, threads=1, tool_parser=parser, grammar={"isolation": "thread"})
     named = {"type": "function", "function": {"name": "get_weather"}}
@@ -222,7 +223,7 @@ def test_enforced_calls_are_valid_in_every_format(parser: str, tmp_path: Path):
             assert len(output.tool_calls) <= 1 or mode.get("parallel_tool_calls") is None
         calls_by_mode.append(sum(o.finish.kind is FinishKind.STOP and bool(o.tool_calls) for o in outputs))
     llm.close()
-    assert min(calls_by_mode[:3]) >= 2, f"too few calls came to an end to say anything: {calls_by_mode}"
+    assert min(calls_by_mode[:3]) >= 2, f"too few calls are complete for a conclusion: {calls_by_mode}"
     assert parser not in ("hermes", "llama3_json", "pythonic") or calls_by_mode[3] >= 1, calls_by_mode
 
 

@@ -1,4 +1,5 @@
-"""Grammars whose masks cost more with each token, on the real engines: who ends, and who does not.
+"""Test grammars whose masks cost more with each token, on the real engines: which requests end with an error, and
+which do not.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_mask_budget_engine.py
 """
@@ -30,7 +31,7 @@ def spec(backend):
 
 @pytest.fixture(scope="module")
 def llm():
-    """Masks may take 2 ms a token, 200 beyond that; what is compiled is not tried out."""
+    """Allow masks 2 ms a token and 200 ms beyond that; compiled grammars are not probed."""
     budget = {"mask_ms": 2.0, "mask_burst_ms": 200.0}
     engine = LLM(
         "tiny",
@@ -89,7 +90,7 @@ def test_a_request_whose_masks_grow_ends_and_its_constraint_is_refused_while_oth
 
 @pytest.fixture(scope="module")
 def service(llm):
-    """Real engines in real processes, under the default budget."""
+    """Compile with real engines in real processes, under the default budget."""
     tokenizer, registry = llm.tokenizer, llm.resolved.grammars
     context = GrammarContext(
         llm.resolved.model_info.vocab_size, tokenizer.token_bytes, tokenizer.eos_token_ids, tokenizer.json
@@ -104,7 +105,7 @@ def service(llm):
 
 
 def outcome(service, asked):
-    """The engine that took it, or the refusal."""
+    """Return the engine that accepted the constraint, or the refusal."""
     ticket, end = service.submit(asked), time.monotonic() + 180
     while not ticket.ready:
         assert time.monotonic() < end

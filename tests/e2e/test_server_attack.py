@@ -1,4 +1,5 @@
-"""Hostile and careless clients against the embedded model: each is answered, none holds up the others, nothing is left.
+"""Test hostile and careless clients against the embedded model: each is answered, none delays the others, nothing is
+left behind.
 
 .venv/bin/python -m pytest -q tests/e2e/test_server_attack.py
 """
@@ -44,7 +45,7 @@ def leftovers(tiny: httpx.Client) -> dict[str, int]:
 
 
 def assert_idle(tiny: httpx.Client) -> None:
-    """Soon nothing runs, waits or holds a page."""
+    """Check that soon nothing runs, waits or holds a page."""
     deadline = time.monotonic() + 10
     while any(leftovers(tiny).values()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -81,7 +82,7 @@ def nothing_is_left(tiny: httpx.Client):
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_numbers_and_names_beyond_all_bounds(tiny: httpx.Client, path: str, change: dict):
-    """They are refused before anything is opened: a request that could not be sent once stayed open for ever."""
+    """They are refused before a request is opened; earlier, a request that could not be sent stayed open for ever."""
     if path == "/generate":
         names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
         outer = {name: value for name, value in change.items() if name in ("rid", "cache_salt", "priority")}
@@ -99,7 +100,7 @@ def test_numbers_and_names_beyond_all_bounds(tiny: httpx.Client, path: str, chan
 
 
 class Ticker:
-    """A stream, and the gaps between its tokens while something else goes on."""
+    """Read a stream, and measure the gaps between its tokens while something else runs."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -136,7 +137,7 @@ class Ticker:
     "text", ["x" * 7_900_000, "one two " * 980_000, " " * 2_000_000], ids=["word", "words", "spaces"]
 )
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_prompt_of_megabytes_holds_nobody_up(tiny: httpx.Client, tiny_url: str, text: str, chat: bool):
+def test_a_prompt_of_megabytes_delays_no_other_client(tiny: httpx.Client, tiny_url: str, text: str, chat: bool):
     body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     with Ticker(tiny_url) as ticker:
         start = time.monotonic()
@@ -167,7 +168,7 @@ HOSTILE = [
 ]
 
 
-def test_hostile_constraints_hold_nobody_up(tiny: httpx.Client, tiny_url: str):
+def test_hostile_constraints_delay_no_other_client(tiny: httpx.Client, tiny_url: str):
     pid = tiny.get("/server_info").json()["engine_pid"]
     tiny.post("/v1/completions", json=COMPLETION | {"regex": "a"})  # the compiling process starts, which takes seconds
     with Ticker(tiny_url) as ticker:

@@ -1,4 +1,6 @@
-"""What tenants can learn of each other's prompts, on the embedded model. Run:
+"""Test what tenants can learn about each other's prompts, on the embedded model.
+
+Run:
 
 .venv/bin/python -m pytest -q tests/e2e/test_tenants_prefixes.py
 
@@ -34,7 +36,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def ask(url: str):
-    """The cached tokens of a prompt that a tenant sends."""
+    """Return the number of cached tokens of a prompt that a tenant sends."""
     with httpx.Client(base_url=url, timeout=60) as client:
 
         def send(tenant: str, ids: list[int], **more: object) -> int:
@@ -65,10 +67,10 @@ def test_salts_of_requests_divide_a_tenants_own(ask):
 
 
 def test_tenants_of_one_salt_find_each_others(ask):
-    """So that the tests above can fail."""
+    """This shows that the tests above can fail."""
     prompt = fresh()
     assert ask("friend", prompt) == 0
-    assert ask("guest", prompt) >= 150
+    assert ask("partner", prompt) >= 150
 
 
 def test_groups_and_sessions_of_one_name_are_of_each_tenant(ask):
@@ -77,15 +79,15 @@ def test_groups_and_sessions_of_one_name_are_of_each_tenant(ask):
     assert ask("victim", prompt, **hints) == ask("spy", prompt, **hints) == 0
     assert ask("victim", prompt, **hints) >= 150
     assert ask("victim", prompt[:100], session="s") >= 80
-    assert ask("spy", prompt[:100], session="s") >= 80  # its own, from above
+    assert ask("spy", prompt[:100], session="s") >= 80  # the tenant's own prefix, from above
 
 
-def test_nobody_can_tell_by_the_time_either(url: str):
-    """A small sample of what benchmarks/tenants.py measures, with bounds that chance does not reach."""
+def test_no_tenant_can_infer_prompts_from_times_either(url: str):
+    """A small sample of the measurement in benchmarks/tenants.py, with bounds that chance does not reach."""
 
     def p(*names: str) -> float:
         keys = tuple(tenants.KEYS[name] for name in names)
         return asyncio.run(tenants.timing(url, keys, trials=9, length=384, seed=5)).p
 
-    assert p("friend", "guest") < 1e-2
+    assert p("friend", "partner") < 1e-2
     assert p("victim", "spy") > 1e-3

@@ -1,4 +1,6 @@
-"""A server with keys: who may ask what, limits, time, accounting, in each API's own format. Run:
+"""Test a server with keys: access to each route, limits, time, accounting, in each API's own format.
+
+Run:
 
 .venv/bin/python -m pytest -q tests/e2e/test_tenants_server.py
 """
@@ -106,7 +108,7 @@ def eventually(check: Callable[[], bool]) -> None:
 
 
 def metric(clients: dict[str, httpx.Client], name: str, tenant: str) -> dict[str, float]:
-    """The values of a family's lines of one tenant, by their other labels."""
+    """Return the values of a family's lines of one tenant, by their other labels."""
     text = clients["ops"].get("/metrics").text
     lines = re.findall(rf"^dovetail_tenant_{name}{{(.*)}} (\S+)$", text, re.MULTILINE)
     return {
@@ -120,7 +122,7 @@ def running(clients: dict[str, httpx.Client], tenant: str) -> float:
     return metric(clients, "outputs_running", tenant)[""]
 
 
-# who may ask what
+# access to routes
 
 
 def test_every_route_there_is_needs_a_key(clients: dict[str, httpx.Client]):
@@ -165,7 +167,7 @@ def test_openais_client_has_its_own_errors_for_that(url: str):
 
     ask("free")
     with pytest.raises(openai.AuthenticationError) as unknown:
-        ask("nobody's")
+        ask("unknown")
     assert unknown.value.code == "invalid_api_key"
     with contextlib.suppress(openai.RateLimitError):
         for _ in range(5):
@@ -183,7 +185,7 @@ def test_anthropics_client_has_too(url: str):
 
     ask(KEYS["free"])
     with pytest.raises(anthropic.AuthenticationError) as unknown:
-        ask("nobody's")
+        ask("unknown")
     assert unknown.value.body["error"]["type"] == "authentication_error"
     with contextlib.suppress(anthropic.RateLimitError):
         for _ in range(5):
@@ -241,7 +243,7 @@ def test_a_malformed_request_counts(clients: dict[str, httpx.Client]):
 def test_outputs_at_a_time(clients: dict[str, httpx.Client]):
     wide = clients["wide"]
     with wide.stream("POST", "/v1/completions", json=SLOW | {"stream": True, "n": 2}) as first:
-        lines = first.iter_lines()  # to be kept: with it the stream is closed
+        lines = first.iter_lines()  # keep it: closing it would close the stream
         next(lines)
         assert running(clients, "wide") == 2
         refused = wide.post("/v1/completions", json={"prompt": ["a", "b"]})
@@ -304,8 +306,8 @@ def test_tokens_are_reserved_and_given_back(clients: dict[str, httpx.Client]):
     assert clients["tokens"].post("/v1/completions", json={"prompt": [5] * 200}).json()["error"]["code"] == "over_limit"
 
 
-def test_tokens_that_nobody_reads_are_charged(clients: dict[str, httpx.Client], url: str):
-    """A client that asks for a stream and reads none of it."""
+def test_tokens_that_no_client_reads_are_charged(clients: dict[str, httpx.Client], url: str):
+    """A client requests a stream and reads none of it."""
     made = metric(clients, "generated_tokens_total", "debtor")[""]
     body = json.dumps({"prompt": [5] * 10, "max_tokens": 190, "stream": True, "ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS['debtor']}\r\n"
@@ -332,7 +334,7 @@ def test_a_request_that_runs_too_long_ends_with_an_error(clients: dict[str, http
     quick = clients["quick"]
     whole = quick.post("/v1/completions", json=SLOW)
     assert (whole.status_code, whole.json()["error"]["code"]) == (504, "time_limit_exceeded")
-    assert whole.headers["x-should-retry"] == "false"  # the official clients heed it
+    assert whole.headers["x-should-retry"] == "false"  # the official clients wait for this time
     assert "0.2 s" in whole.json()["error"]["message"]
     with quick.stream("POST", "/v1/completions", json=SLOW | {"stream": True}) as stream:
         *chunks, last = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
@@ -347,13 +349,14 @@ def test_an_admin_ends_the_requests_of_a_tenant(clients: dict[str, httpx.Client]
     with clients["other"].stream("POST", "/v1/completions", json=SLOW | {"stream": True, "rid": "theirs"}) as stream:
         lines = stream.iter_lines()
         next(lines)
-        assert clients["ops"].post("/abort_request", json={"rid": "nobody's"}).json() == {"aborted": False}
+        assert clients["ops"].post("/abort_request", json={"rid": "unknown"}).json() == {"aborted": False}
         assert clients["ops"].post("/abort_request", json={"rid": "theirs"}).json() == {"aborted": True}
         assert any('"finish_reason":"abort"' in line for line in lines)
 
 
 def test_clients_of_all_apis_that_leave_give_everything_back(clients: dict[str, httpx.Client]):
-    """At any moment: before the body, while it waits, before the first token, in the stream, at its end."""
+    """They leave at any moment: before the body, while the request waits, before the first token, in the stream, at
+    its end."""
     asked = [
         ("/v1/completions", SLOW),
         ("/generate", {"text": "one", "cache_salt": "slow", "sampling_params": {"max_new_tokens": 2000, "n": 2}}),
@@ -375,7 +378,7 @@ def test_clients_of_all_apis_that_leave_give_everything_back(clients: dict[str, 
         async with httpx.AsyncClient(base_url=clients[""].base_url, headers=headers, timeout=PATIENCE) as client:
             return set(await asyncio.gather(*(leave(client, i) for i in range(40))))
 
-    assert "left" in asyncio.run(all_of_them())  # how many are refused hangs on how busy the machine is
+    assert "left" in asyncio.run(all_of_them())  # the number of refusals depends on the load of the machine
     eventually(lambda: running(clients, "leaving") == 0)
     eventually(lambda: clients["ops"].get("/server_info").json()["open_requests"] == 0)
     assert metric(clients, "requests_total", "leaving")[""] > 5
@@ -474,7 +477,7 @@ def test_pages_of_origins_that_are_named_may_call(url: str):
         assert "x-api-key" in preflight.headers["access-control-allow-headers"]
         answer = page.post("/v1/completions", json={"prompt": "a"})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
-        unknown = page.post("/v1/completions", json={"prompt": "a"}, headers={"x-api-key": "nobody's"})
+        unknown = page.post("/v1/completions", json={"prompt": "a"}, headers={"x-api-key": "unknown"})
         assert (unknown.status_code, unknown.headers["access-control-allow-origin"]) == (401, PAGE)
         other = page.post("/v1/completions", json={"prompt": "a"}, headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers

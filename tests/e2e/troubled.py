@@ -1,7 +1,5 @@
-"""Servers whose attention fails on demand (``trouble_attention``), and what must come of it on any device.
-
-Every wait has a limit.
-"""
+"""Run servers whose attention fails on demand (``trouble_attention``), and check how they must react on any device.
+Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ STORY = {"text": "The quick brown", "sampling_params": {"max_new_tokens": 48, "t
 
 
 def environment(directory: Path, **more: str) -> dict[str, str]:
-    """An environment in which the plugin is installed."""
+    """Return an environment in which the plugin is installed."""
     about = directory / "trouble-0.1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: trouble\nVersion: 0.1\n")
@@ -38,18 +36,18 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
 
 @dataclass
 class Program:
-    """A process whose output goes to a file."""
+    """Run a process whose output goes to a file."""
 
     process: subprocess.Popen[bytes]
     file: Path
 
     @property
     def log(self) -> str:
-        """All it has said so far."""
+        """Return everything that it has written so far."""
         return self.file.read_text("utf-8", "replace")
 
     def wait(self, seconds: float) -> int:
-        """Its exit status."""
+        """Wait for its end and return its exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -76,7 +74,7 @@ def serve(directory: Path, *sets: str, **more: str) -> Program:
 
 @contextmanager
 def client_of(server: Program) -> Iterator[httpx.Client]:
-    """A client of a server that is starting; the server is killed in the end."""
+    """Return a client of a server that is starting; the server is killed in the end."""
     try:
         eventually(lambda: "ready in" in server.log or server.process.poll() is not None, START_SECONDS)
         assert "ready in" in server.log, server.log[-4000:]
@@ -89,7 +87,7 @@ def client_of(server: Program) -> Iterator[httpx.Client]:
 
 
 def eventually(check: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Wait until it holds."""
+    """Wait until the condition holds."""
     deadline = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < deadline, "it did not come true"
@@ -101,12 +99,12 @@ def stats(client: httpx.Client) -> dict:
 
 
 def tell(client: httpx.Client, trouble: str = "", **changes: object) -> httpx.Response:
-    """Ask for the story."""
+    """Request the story."""
     return client.post("/generate", json=STORY | {"cache_salt": trouble} | changes)
 
 
 def check_illegal_requests(client: httpx.Client) -> None:
-    """They are refused before the engine makes a step."""
+    """Check that they are refused before the engine makes a step."""
     info = client.get("/server_info").json()
     vocab, context = info["engine"]["resolved"]["model"]["vocab_size"], info["engine"]["context_len"]
     before = stats(client)["steps"]
@@ -121,7 +119,7 @@ def check_illegal_requests(client: httpx.Client) -> None:
 
 
 def check_memory_errors(client: httpx.Client, text: str) -> None:
-    """They end their requests; those that come later get what they would have got."""
+    """Check that they end their requests, and that later requests get the same outputs as before."""
     expected = tell(client).json()["output_ids"]
     assert len(expected) == 48
     for trouble in ("memory prompt", "memory decode"):
@@ -134,7 +132,8 @@ def check_memory_errors(client: httpx.Client, text: str) -> None:
 
 
 def check_lost_device(client: httpx.Client, server: Program, trouble: str) -> None:
-    """Whoever waits is answered, whoever comes is refused, and the processes end with their status."""
+    """Check that every waiting request is answered, that every new request is refused, and that the processes end with
+    their status."""
     ends: list[str] = []
     begun = threading.Event()
 
@@ -166,7 +165,7 @@ def check_lost_device(client: httpx.Client, server: Program, trouble: str) -> No
 
 
 def is_gone(pid: int) -> bool:
-    """True if the process has ended."""
+    """Return whether the process has ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -175,7 +174,7 @@ def is_gone(pid: int) -> bool:
 
 
 def check_start_up_failure(server: Program, *texts: str) -> None:
-    """One message, no traceback, exit status 1."""
+    """Check for one message, no traceback, and exit status 1."""
     assert server.wait(START_SECONDS) == 1, server.log
     log = server.log
     assert "error: the engine did not start: " in log
