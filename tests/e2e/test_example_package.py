@@ -68,7 +68,7 @@ def test_it_is_listed_beside_the_built_in_ones(installed: Path, tmp_path: Path) 
 SCRIPT = """
 import json, sys
 from dovetail.llm import LLM
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 prompts = ["The capital of France is", "Monday Tuesday Wednesday Monday Tuesday Wednesday Monday Tuesday", "One and one is"]
 greedy = SamplingParams(max_new_tokens=24, temperature=0)
@@ -108,7 +108,7 @@ def test_what_its_grammar_cannot_honour_is_refused_with_the_way_out(installed: P
     script = (
         "from dovetail.llm import LLM\n"
         "from dovetail.errors import GrammarError, RequestError\n"
-        "from dovetail.types import GrammarKind, GrammarSpec, SamplingParams\n"
+        "from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams\n"
         "llm = LLM('tiny', device='cpu', grammar='example_choices')\n"
         "try:\n"
         "    llm.generate('x', SamplingParams(grammar=GrammarSpec(GrammarKind.REGEX, '[a-z]+')))\n"
