@@ -12,7 +12,7 @@ import inspect
 from pathlib import Path
 
 SNAPSHOT = Path(__file__).parent / "interfaces.snapshot"
-MODULES = ("attention", "cache", "grammar", "model", "policy", "speculative", "parsers", "api", "features")
+MODULES = ("attention", "cache", "grammar", "model", "policy", "speculative", "parsers", "api", "prompts", "features")
 
 
 def describe(cls):

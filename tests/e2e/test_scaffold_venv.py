@@ -43,7 +43,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 SCRIPT = """
 import json, sys
 from dovetail.llm import LLM
-from dovetail.types import GrammarKind, GrammarSpec, SamplingParams
+from dovetail.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 
 parts, prompts, memory = json.loads(sys.argv[1])
 greedy = SamplingParams(max_new_tokens=24, temperature=0)

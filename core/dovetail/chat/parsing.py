@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dovetail.chat.reading import OutputReader, Stops
-from dovetail.config import Config, PluginConfig
+from dovetail.config import Config
 from dovetail.errors import GrammarError, RequestError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.parsers import (
@@ -20,7 +20,7 @@ from dovetail.interfaces.parsers import (
     ToolRequest,
 )
 from dovetail.registry.installed import Registry
-from dovetail.registry.resolution import Chosen
+from dovetail.registry.resolution import reported
 from dovetail.registry.specs import ComponentKind
 from dovetail.sampling_params import GrammarGate, SamplingParams
 from dovetail.tokenizer import Tokenizer
@@ -193,14 +193,7 @@ def load_parsers(info: Mapping[str, Any], config: Config, tokenizer: Tokenizer, 
     context = ParserContext(tokenizer.tool_template, specials)
 
     def built(kind: ComponentKind) -> Any:
-        part = resolved["chosen"].get(kind)
-        if part is None:
-            return None
-        component = registry.get(kind, part["name"])
-        configured: tuple[PluginConfig, ...] = getattr(config, kind).candidates
-        default = registry.config_class(kind, part["name"])(kind=part["name"])
-        section = next((section for section in configured if section.kind == part["name"]), default)
-        return Chosen(component, section).build(context)
+        return next((chosen.build(context) for chosen in reported(resolved, kind, config, registry)), None)
 
     return OutputParsers(
         tokenizer, built(ComponentKind.TOOL_PARSER), built(ComponentKind.REASONING_PARSER), frozenset().union(*offers)

@@ -19,7 +19,8 @@ class KindSection:
     """Describe the config section of one kind of component.
 
     ``key`` is the top-level key. An ``optional`` section takes ``none``. Of a list, a section selects the first component that
-    fits, or, if it ``takes_all``, every one. ``default`` is what a config without the key means.
+    fits, or, if it ``takes_all``, every one. A section ``of_server`` configures the server rather than an engine, so it is the
+    same for all arms of an experiment. ``default`` is what a config without the key means.
     ``phases`` are the keys of a section that may select one component for each phase. ``settings`` holds the fields that may
     stand in the section beside ``backend``. ``selection`` is the class of the value in ``Config``; a section with phases or
     settings brings its own, with a field for each.
@@ -29,6 +30,7 @@ class KindSection:
     description: str
     optional: bool = False
     takes_all: bool = False
+    of_server: bool = False
     default: Literal["auto", "none"] = "auto"
     phases: tuple[str, ...] = ()
     settings: type[Section] | None = None
@@ -78,16 +80,23 @@ SPECULATIVE = KindSection(
 )
 POLICY = KindSection("policy", "The order in which waiting requests are admitted.")
 TOOL_PARSER = KindSection(
-    "tool_parser", "Finds tool calls in outputs; `auto` goes by the model's chat template.", optional=True
+    "tool_parser",
+    "Finds tool calls in outputs; `auto` goes by the model's chat template.",
+    optional=True,
+    of_server=True,
 )
 REASONING_PARSER = KindSection(
-    "reasoning_parser", "Tells reasoning from answer; `auto` goes by the model's chat template.", optional=True
+    "reasoning_parser",
+    "Tells reasoning from answer; `auto` goes by the model's chat template.",
+    optional=True,
+    of_server=True,
 )
 API = KindSection(
     "api",
     "Protocols that the server speaks: `auto` is all that are installed, a list these.",
     optional=True,
     takes_all=True,
+    of_server=True,
 )
 
 BUILT_IN: Sections = (ATTENTION, CACHE, GRAMMAR, SPECULATIVE, POLICY, TOOL_PARSER, REASONING_PARSER, API)

@@ -16,6 +16,7 @@ from dovetail.chat.requests import calls_wanted, plain_message, read_tools, show
 from dovetail.config import dump
 from dovetail.errors import EngineError, RequestError
 from dovetail.generation.expansion import expand
+from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
 from dovetail.llm.arguments import (
     GroupHints,
     Prompt,
@@ -210,7 +211,15 @@ class LLM:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
     ) -> str:
         plain = [plain_message(message, i) for i, message in enumerate(checked_messages(messages))]
-        return self._need_tokenizer().apply_chat_template(plain, tools or None, True, checked_variables(extra))
+        messages = self._prompts.messages(plain)
+        return self._need_tokenizer().apply_chat_template(messages, tools or None, True, checked_variables(extra))
+
+    @cached_property
+    def _prompts(self) -> PromptHooks:
+        return load_prompt_hooks(self.loop.info, self._config, self._registry)
+
+    def _text_ids(self, prompt: str) -> list[int]:
+        return self._need_tokenizer().encode(self._prompts.text(prompt))
 
     def _encoded(self, prompt: str) -> list[int]:
         return self._need_tokenizer().encode(prompt, add_special_tokens=False)
@@ -222,7 +231,7 @@ class LLM:
 
     def _make(self, prompt: Prompt, params: SamplingParams, hints: GroupHints) -> list[Run]:
         """Return one run for each of the prompt's outputs. Nothing is sent to the engine yet."""
-        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
+        ids = self._text_ids(prompt) if isinstance(prompt, str) else token_ids_of(prompt)
         rids = [str(next(self._ids)) for _ in range(params.n)]
         msgs = expand(ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session)
         return [Run(msg, self.tokenizer) for msg in msgs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from dovetail.registry.installed import RegisteredComponent, Registry
 from dovetail.registry.resolution import Candidate, ChoiceRule, Reason, ResolveRequest, Stage
 from dovetail.registry.specs import KindDescriptor, Selects
 from dovetail.registry.stages import examine
+
+MOST_REORDERED = 4
+"""Components of a list up to which an error tries every other order."""
 
 Tuning = Mapping[str, str | Sequence[str]]
 Option = Candidate | tuple[Candidate, ...] | None
@@ -58,7 +62,7 @@ class Slot:
     def alternatives(self) -> list[Option]:
         """Return what config could select instead."""
         if self.descriptor.selects is Selects.LIST:
-            return [()] if self.optional else []
+            return [*self._other_lists(), *([()] if self.optional else [])]
         usable: list[Option] = [c for c in self.candidates if c.usable]
         return [*usable, None] if self.optional else usable
 
@@ -67,6 +71,13 @@ class Slot:
         if self.descriptor.selects is not Selects.ONE_AND_OTHERS or chosen is None:
             return []
         return [candidate for candidate in self.candidates if candidate.usable and candidate is not chosen]
+
+    def _other_lists(self) -> list[tuple[Candidate, ...]]:
+        """Return the lists that config could name instead: another order, or one more component, before or after the others."""
+        asked = tuple(candidate for candidate in self.candidates if candidate.asked and candidate.usable)
+        others = [candidate for candidate in self.candidates if candidate.usable and candidate not in asked]
+        longer = [more for other in others for more in ((other, *asked), (*asked, other)) if asked]
+        return [*(itertools.permutations(asked) if 1 < len(asked) <= MOST_REORDERED else ()), *longer]
 
     def _lists(self) -> list[Option]:
         """All candidates; where config does not name them, one fewer, or none, as well."""

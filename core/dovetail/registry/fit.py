@@ -205,7 +205,8 @@ def candidates_of(option: Option) -> tuple[Candidate, ...]:
 def show(option: Option) -> str:
     """Return an option as it is written in config."""
     if isinstance(option, tuple):
-        return ", ".join(candidate.spec.name for candidate in option) or "none"
+        names = [candidate.spec.name for candidate in option]
+        return f"[{', '.join(names)}]" if len(names) > 1 else "".join(names) or "none"
     if isinstance(option, Candidate):
         return option.spec.name
     return "none" if option is None else str(option).lower()

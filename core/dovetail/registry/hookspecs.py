@@ -6,7 +6,7 @@ A plugin is an entry point in the group ``dovetail.plugins`` that names an impor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from dovetail.interfaces.features import FeatureDescriptor
+    from dovetail.interfaces.prompts import PromptDraft
     from dovetail.registry.resolution import Candidate, Resolved, ResolveRequest
     from dovetail.registry.specs import ComponentKind, ComponentSpec, KindDescriptor
 
@@ -49,6 +50,16 @@ def adjust_candidates(kind: ComponentKind, request: ResolveRequest, candidates: 
 @hookspec
 def on_resolved(resolved: Resolved) -> None:
     """Look at what was chosen. Nothing is built yet. Called in the engine's process."""
+
+
+@hookspec
+def on_prompt(prompt: PromptDraft, parts: Mapping[str, Sequence[Any]]) -> None:
+    """Change a prompt before it is tokenized, by assigning to ``prompt``; raise ``RequestError`` to refuse the request.
+
+    Called once for each prompt that is given as text (those of embeddings and scores included) and each chat, where prompts are tokenized: in the server's process, where long prompts are
+    handled on other threads, or in that of an ``LLM``. ``parts`` holds, by kind, the components of every kind with
+    ``for_prompts`` that config selects.
+    """
 
 
 @hookspec

@@ -106,6 +106,8 @@ class Kinds:
             yield f"kind {kind!r} has the section {section.key!r}; a section has the name of its kind"
         if section is not None and section not in BUILT_IN and section.key in Config.model_fields:
             yield f"kind {kind!r} would take the config key {section.key!r}, which Dovetail has itself"
+        if descriptor.for_prompts and not (section is not None and section.of_server):
+            yield f"kind {kind!r} is for_prompts, so its section must be of_server"
         for namespace in descriptor.namespaces:
             if namespace in self._owners:
                 yield f"the namespace {namespace!r} of kind {kind!r} belongs to {self._owners[namespace]}"

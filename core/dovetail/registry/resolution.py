@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.config import Config, PluginConfig, config_hash, dump
+from dovetail.config import Config, PluginConfig, Selection, config_hash, dump
 from dovetail.errors import PluginLoadError
 from dovetail.interfaces.features import Feature
 from dovetail.interfaces.model import ModelInfo
-from dovetail.registry.installed import RegisteredComponent
+from dovetail.registry.installed import RegisteredComponent, Registry
 from dovetail.registry.kinds import Kinds
 from dovetail.registry.machine import Machine
 from dovetail.registry.specs import ComponentKind, ComponentSpec, Selects
@@ -326,3 +326,19 @@ def _chosen_json(chosen: Chosen | None) -> dict[str, Any] | None:
     if chosen is None:
         return None
     return {"name": chosen.name, "distribution": chosen.component.distribution, "version": chosen.component.version}
+
+
+def reported(resolved: Mapping[str, Any], kind: str, config: Config, registry: Registry) -> tuple[Chosen, ...]:
+    """Return the components of a kind that another process has chosen, by its ``Resolved.to_json``, with their settings in
+    ``config``. Raises ``PluginError``."""
+    one, several = resolved["chosen"].get(kind), resolved["lists"].get(kind, ())
+    names = [part["name"] for part in ([one] if one is not None else several)]
+    section = registry.kinds[kind].section
+    selection = config.selection(section) if section is not None else None
+    given = selection.candidates if isinstance(selection, Selection) else ()
+    found = []
+    for name in names:
+        default = registry.config_class(kind, name)(kind=name)
+        settings = next((candidate for candidate in given if candidate.kind == name), default)
+        found.append(Chosen(registry.get(kind, name), settings))
+    return tuple(found)

@@ -322,7 +322,7 @@ def _resolved(
 def _resolution(slot: Slot, option: fit.Option, tuned: Tuned) -> Resolution:
     candidates = fit.candidates_of(option)
     rule = slot.rule(candidates[0] if candidates else None)
-    name = fit.show(option) if candidates else None
+    name = ", ".join(candidate.spec.name for candidate in candidates) or None
     unused = tuned.passed_over(slot.name)
     note = _note(slot, candidates, tuned)
     return Resolution(slot.name, slot.request.kind, name, rule, tuple(slot.candidates), note, unused)

@@ -80,8 +80,11 @@ class KindDescriptor:
     combination, and raises ``ConfigError`` for settings that the chosen components cannot have.
 
     ``suite`` is the "module:attribute" of the conformance suite, and ``scaffold`` that of the ``scaffold.KindTemplate`` from
-    which ``dovetail plugins new`` writes a package; ``aliases`` are other words for the kind there. ``described`` kinds need a ``describe`` in their specs. ``light_target``
-    says that components run in the server's process, so that importing one must cost as little as importing its config.
+    which ``dovetail plugins new`` writes a package; ``aliases`` are other words for the kind there.
+
+    ``described`` kinds need a ``describe`` in their specs. ``light_target`` says that components run in the server's process,
+    so that importing one must cost as little as importing its config. Components of a kind with ``for_prompts`` are built where
+    prompts are tokenized, with a ``PromptContext``, and passed to the hook ``on_prompt``.
 
     ``order`` is the kind's place in resolutions and their explanation. In the search for components that fit together, the
     components of kinds with a lower ``search_order`` are given up last.
@@ -104,6 +107,7 @@ class KindDescriptor:
     aliases: tuple[str, ...] = ()
     described: bool = False
     light_target: bool = False
+    for_prompts: bool = False
     order: int = 1000
     search_order: int = 1000
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from dovetail.chat.parsing import load_parsers
 from dovetail.config import Config
 from dovetail.errors import ConfigError, EngineDeadError
+from dovetail.generation.prompts import load_prompt_hooks
 from dovetail.registry.api_choice import load_apis
 from dovetail.registry.candidates import call_hook
 from dovetail.registry.installed import Registry
@@ -170,6 +171,7 @@ async def _serve(
     try:
         parsers = load_parsers(engine.info, config, tokenizer, plugins)
         service = Service(config, engine, tokenizer, _metrics(config, engine, registry), parsers)
+        service.prompts = load_prompt_hooks(engine.info, config, plugins)
         if tenancy is not None:
             service.tenants = tenancy.start(service.metrics.registry)
 

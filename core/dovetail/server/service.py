@@ -13,6 +13,7 @@ from dovetail.api.problems import DrainingError, UnknownModelError
 from dovetail.chat.parsing import OutputParsers
 from dovetail.config import Config
 from dovetail.errors import ContextLengthError, EngineDeadError, RequestError
+from dovetail.generation.prompts import PromptHooks
 from dovetail.interfaces.api import ApiHost, ApiRequest, ChatPlan
 from dovetail.interfaces.parsers import ToolRequest
 from dovetail.messages import EngineStats
@@ -45,6 +46,7 @@ class Service(ApiHost):
         self.metrics = metrics
         self.parsers = parsers
         self.tenants: Collection[str] = ()
+        self.prompts = PromptHooks()
         self.created = int(time.time())
         self.draining = False
         self.version = package_version()
@@ -94,6 +96,8 @@ class Service(ApiHost):
         return await _in_thread(len(text) >= _LARGE, self._encode, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if add_special_tokens:  # a rendered chat is encoded without them; its messages have passed the hooks
+            text = self.prompts.text(text)
         if self.tokenizer.surely_exceeds(text, self.context_len):
             raise ContextLengthError(
                 f"the prompt has {len(text)} characters, which are more than {self.context_len} tokens; the context "
@@ -107,7 +111,15 @@ class Service(ApiHost):
         """Return the prompt text of a chat, with the assistant's turn opened. Encode it without special tokens. Raises
         ``RequestError``."""
         large = sum(len(message["content"]) + 64 for message in messages) >= _LARGE
-        return await _in_thread(large, self.tokenizer.apply_chat_template, messages, tools or None, True, extra)
+        return await _in_thread(large, self._render, messages, tools or None, extra)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        extra: Mapping[str, Any],
+    ) -> str:
+        return self.tokenizer.apply_chat_template(self.prompts.messages(messages), tools, True, extra)
 
     def plan_chat(
         self, params: SamplingParams, prompt: str, tools: ToolRequest | None, separate_reasoning: bool = True

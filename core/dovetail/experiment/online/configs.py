@@ -14,8 +14,8 @@ from dovetail.config.tree import Choices
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.tokenizer import load_tokenizer
 
-SHARED = ("server", "plugins", "tool_parser", "reasoning_parser", "api", "experiment")
-"""Sections that configure the server and not an engine. They are the same for all arms."""
+SHARED = ("server", "plugins", "experiment")
+"""Sections that configure the server and not an engine, besides those of kinds ``of_server``. They are the same for all arms."""
 
 
 def arm_configs(config: Config, choices: Choices) -> dict[str, Config]:
@@ -30,8 +30,9 @@ def arm_configs(config: Config, choices: Choices) -> dict[str, Config]:
 def _arm(name: str, base: Mapping[str, Any], settings: Mapping[str, Any], choices: Choices) -> Config:
     own = long_form(settings, choices.sections)
     where = f"experiment.arms.{name}"
+    shared = {*SHARED, *(section.key for section in choices.sections if section.of_server)}
     for key in own:
-        if key in SHARED:
+        if key in shared:
             raise ConfigError(
                 f"{where}.{key} would differ between the arms of one server; set {key} at the top level of the config, for all arms"
             )

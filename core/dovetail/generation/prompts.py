@@ -1,0 +1,69 @@
+"""Let the components of third-party kinds change prompts before they are tokenized, in a server and in an ``LLM``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import PluginError, RequestError
+from dovetail.interfaces.prompts import PromptContext, PromptDraft
+from dovetail.registry.resolution import reported
+
+if TYPE_CHECKING:
+    from dovetail.config import Config
+    from dovetail.registry.installed import Registry
+
+HOOK = "on_prompt"
+
+
+class PromptHooks:
+    """Call the hook ``on_prompt`` of every plugin with each prompt, and with the components that it may use.
+
+    ``parts`` are the built components by kind. Safe to call from several threads if the plugins are.
+    """
+
+    def __init__(self, registry: Registry | None = None, parts: Mapping[str, Sequence[Any]] | None = None) -> None:
+        hook = getattr(registry.hooks, HOOK) if registry is not None else None
+        self._hook = hook if hook is not None and hook.get_hookimpls() else None
+        self._parts = parts or {}
+
+    def text(self, text: str) -> str:
+        """Return the text to be tokenized in the place of ``text``. Raises ``RequestError`` if a plugin refuses it."""
+        if self._hook is None:
+            return text
+        changed = self._call(PromptDraft(text=text)).text
+        if not isinstance(changed, str):
+            raise PluginError(f"a plugin's {HOOK} made the text of a prompt {changed!r:.80}; expected a text")
+        return changed
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return the messages to be written in the place of ``messages``. Raises ``RequestError`` if a plugin refuses them."""
+        if self._hook is None:
+            return messages
+        changed = self._call(PromptDraft(messages=messages)).messages
+        if changed is None:
+            raise PluginError(f"a plugin's {HOOK} made the messages of a chat None; expected a list")
+        return changed
+
+    def _call(self, prompt: PromptDraft) -> PromptDraft:
+        assert self._hook is not None
+        try:
+            self._hook(prompt=prompt, parts=self._parts)
+        except (RequestError, PluginError):
+            raise
+        except Exception as error:
+            raise PluginError(f"a plugin's {HOOK} raised {type(error).__name__}: {error}") from error
+        return prompt
+
+
+def load_prompt_hooks(info: Mapping[str, Any], config: Config, registry: Registry) -> PromptHooks:
+    """Build the components that act on prompts, as the engine has resolved them, by its ``info``. Raises ``PluginError``."""
+    context = PromptContext(config)
+    parts = {
+        str(descriptor.kind): [
+            chosen.build(context) for chosen in reported(info["resolved"], descriptor.kind, config, registry)
+        ]
+        for descriptor in registry.kinds
+        if descriptor.for_prompts
+    }
+    return PromptHooks(registry, parts)

@@ -1,0 +1,1 @@
+"""Rewrite prompts: a kind of component that Dovetail itself does not have."""
