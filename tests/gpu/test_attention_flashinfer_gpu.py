@@ -1,5 +1,6 @@
-"""flashinfer on CUDA, with the kernels that flashinfer-jit-cache has built: bfloat16 and head_dim 128, without window or soft
-cap. Others are compiled when first used, which takes minutes: set FLASHINFER_COMPILE=1 to test them, too.
+"""Test flashinfer on CUDA with the kernels that flashinfer-jit-cache has built: bfloat16 and head_dim 128, without
+window or soft cap. Other kernels are compiled when first used, which takes minutes: set FLASHINFER_COMPILE=1 to test
+them, too.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_attention_flashinfer_gpu.py
 """
@@ -31,7 +32,7 @@ COMPILE = bool(os.environ.get("FLASHINFER_COMPILE"))
 
 
 def has_built(dtypes: str) -> bool:
-    """Whether kernels for these dtypes, head_dim 128 and no window or soft cap need not be compiled."""
+    """Return whether kernels for these dtypes, head_dim 128 and no window or soft cap need not be compiled."""
     from flashinfer.jit.env import FLASHINFER_AOT_DIR
 
     kinds = ("batch_prefill", "batch_decode")
@@ -80,8 +81,8 @@ class TestFlashInfer(AttentionSuite):
     @pytest.mark.parametrize("page_size", [1, 16])
     @torch.inference_mode()
     def test_one_graph_for_all_lengths(self, heads, kv_heads, page_size, batch_invariant):
-        """Also for rows so long that their keys are divided among several blocks, as they are not at the capture. Batch
-        invariant attention divides none, and has the bits of a step without a graph."""
+        """The rows include some whose keys are divided among several blocks, as they are not at the capture.
+        Batch-invariant attention divides none, and has the bits of a step without a graph."""
         shape = {"heads": heads, "kv_heads": kv_heads, "page_size": page_size, "batch_invariant": batch_invariant}
         longest = AttentionStep(
             self.fit(AttentionCase([1500, 900, 20, 0], [1] * 4, padding=1, **shape)), torch.device("cuda")
@@ -114,8 +115,8 @@ class TestFlashInfer(AttentionSuite):
                 assert torch.equal(out[:3], eager[:3])
 
     @torch.inference_mode()
-    def test_an_invariant_graph_has_room_for_the_plan_of_many_rows(self):
-        """It names every query head of every row."""
+    def test_an_invariant_graph_holds_the_plan_of_many_rows(self):
+        """The plan names every query head of every row."""
         rows = 320
         case = AttentionCase([0] * rows, [1] * rows, heads=64, kv_heads=8, page_size=16, batch_invariant=True)
         whole = AttentionStep(self.fit(case), torch.device("cuda"))
@@ -146,7 +147,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Random weights, two layers."""
+    """Save random weights of two layers."""
     folder = tmp_path_factory.mktemp("model")
     for file in EMBEDDED["tiny"].iterdir():
         if "token" in file.name:
@@ -172,8 +173,8 @@ def make_llm(checkpoint, attention, graphs, overlap):
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_every_token_is_the_best_as_torch_native_sees_it(checkpoint, graphs, overlap):
-    """Random weights make near ties, which rounding decides: hence not equal, but as likely as the best within 0.1, where
-    tokens at random are worse by 1."""
+    """Random weights make near ties, which rounding decides. So the tokens need not be equal, but each must be within
+    0.1 of the best, whereas random tokens are worse by 1."""
     llm = make_llm(checkpoint, "flashinfer", graphs, overlap)
     assert (llm.loop.engine.graphs is not None) == graphs
     outputs = [o.token_ids for o in llm.generate(PROMPTS, GREEDY)]

@@ -80,7 +80,7 @@ START_UPS = {
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """Everything that runs, by its name. Killed in the end."""
+    """Start everything that runs, by its name. All of it is killed in the end."""
     directory = tmp_path_factory.mktemp("failures")
     found = {"server": troubled.serve(directory / "server", *SMALL)}
     for name, (sets, *_) in START_UPS.items():
@@ -110,7 +110,7 @@ def test_a_server_survives_its_memory_errors_and_ends_with_its_device(programs):
 
 
 @pytest.mark.parametrize("name", START_UPS)
-def test_too_little_memory_is_told_in_one_message(programs, name):
+def test_too_little_memory_is_reported_in_one_message(programs, name):
     troubled.check_start_up_failure(programs[name], *START_UPS[name][1:])
 
 

@@ -43,10 +43,10 @@ def make_filters(n: int, vocab: int, name: str) -> Filters:
 
 
 def assert_like_reference(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor, got: torch.Tensor) -> None:
-    """Equal nearly everywhere, else between what the reference draws 0.00002 to either side.
+    """Check that tokens are equal nearly everywhere, and otherwise between those that the reference draws at 0.00002 to either side.
 
-    Weights are float32: among 100,000 tokens of like probability a row in ten may draw a neighbour, or keep one token
-    more or less behind top-p, whose probability is of that size.
+    Weights are float32: among 100,000 tokens of like probability a row in ten may draw an adjacent token, or keep one token
+    more or less within top-p, because the probability of a token is about that size.
     """
     exact, low, high = (
         sample_reference(logits.double(), filters, (uniform + shift).clamp(0, 1 - 2**-53)) for shift in (0, -2e-5, 2e-5)

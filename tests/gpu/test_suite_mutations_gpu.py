@@ -22,7 +22,7 @@ pytestmark = [
 
 
 class Stale(AttentionBackend):
-    """Another backend, which captures copies of the lengths that it is told."""
+    """Wrap a backend, and capture copies of the lengths that ``plan_capture`` receives."""
 
     def __init__(self, sound: AttentionBackend) -> None:
         self._sound = sound

@@ -1,4 +1,5 @@
-"""Drafts verified in CUDA graphs: whoever drafts, tokens are those of decoding without drafts and without graphs.
+"""Test drafts verified in CUDA graphs: with every drafter, tokens are those of decoding without drafts and without
+graphs.
 
 .venv/bin/python -m pytest -q tests/gpu/test_verify_graphs_gpu.py
 """
@@ -31,8 +32,8 @@ WIDTH = 6
 
 
 class Guesser(Drafter):
-    """Random trees, or chains, of random length. A node says what comes next after its parent with chance ``right``, and
-    anything otherwise; ``futures`` are the outputs of prompts."""
+    """Draft random trees, or chains, of random length. A node is the token after its parent with chance ``right``, and
+    any other token otherwise; ``futures`` are the outputs of prompts."""
 
     def __init__(self, right, *, chain, futures, vocab):
         self.right, self.chain, self.vocab = right, chain, vocab
@@ -77,7 +78,7 @@ def run(llm, params, repeats=1):
 
 
 def make(graphs, **more):
-    """``graphs``: none, idle or start."""
+    """Start an engine; ``graphs`` is none, idle or start."""
     section = {"decode": graphs != "none", "piecewise_tokens": 0, "max_rows": 64}
     sections = {
         "model": {"dtype": "float32"},
@@ -90,7 +91,7 @@ def make(graphs, **more):
 
 
 def draft_with(llm, drafter):
-    """The engine with this drafter in place of none."""
+    """Run the engine with this drafter in place of none."""
     llm.loop.drafter = drafter
     llm.loop.scheduler.limits = replace(llm.loop.scheduler.limits, draft_width=WIDTH)
     llm.loop.engine.expect_drafts(WIDTH, trees=not drafter.chain)
@@ -105,7 +106,7 @@ def expected():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The keys of the graphs that ran. Without waiting long, sizes are captured."""
+    """Record the keys of the graphs that ran. Sizes are captured without waiting long."""
     for module in ("captures", "sampler_graphs"):
         monkeypatch.setattr(f"dovetail.engine.{module}.NEEDED_BEFORE_CAPTURE", 1)
     keys, launch = [], VerifyGraphs.launch
@@ -136,7 +137,7 @@ def test_ngram_drafts_change_no_token(expected, graphs, launches):
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0], ids=["wrong", "mostly right", "right"])
 @pytest.mark.parametrize("chain", [True, False], ids=["chains", "trees"])
 @pytest.mark.parametrize("graphs", ["none", "idle", "start"])
-def test_whoever_drafts_tokens_are_the_same(expected, graphs, chain, right, launches):
+def test_tokens_are_the_same_with_every_drafter(expected, graphs, chain, right, launches):
     outputs, futures, vocab = expected
     llm = make(graphs, grammar="none")
     draft_with(llm, Guesser(right, chain=chain, futures=futures, vocab=vocab))
@@ -150,12 +151,12 @@ def test_whoever_drafts_tokens_are_the_same(expected, graphs, chain, right, laun
     assert not llm.loop.engine.verify_graphs.refused
     assert any(key.tree for key in launches) == (not chain)
     if graphs == "start":
-        assert len({key.tokens for key in launches}) > 3, "rows of many lengths met few graphs"
+        assert len({key.tokens for key in launches}) > 3, "rows of many lengths ran in few graphs"
 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chains", "trees"])
 def test_requests_of_every_kind_beside_each_other(expected, chain, launches):
-    """Penalties, grammars, logprobs and seeds: what they get does not depend on graphs, with drafts as without."""
+    """Penalties, grammars, logprobs and seeds: the outputs do not depend on graphs, with drafts as without."""
     _, futures, vocab = expected
     kinds = [
         SamplingParams(temperature=0, max_new_tokens=24, frequency_penalty=0.4, repetition_penalty=1.1),
@@ -178,7 +179,7 @@ def test_requests_of_every_kind_beside_each_other(expected, chain, launches):
 
 
 def test_a_graph_writes_to_no_page_but_its_rows_own(expected):
-    """Pages that no row owns keep what they hold, NaN included, which reaches no result."""
+    """Pages that no row owns keep their content, NaN included, which reaches no result."""
     outputs, futures, vocab = expected
     llm = make("start", grammar="none", cache="none")
     draft_with(llm, Guesser(0.5, chain=False, futures=futures, vocab=vocab))

@@ -1,4 +1,4 @@
-"""Broken attention backends: plain torch with one fault each."""
+"""Define broken attention backends: plain torch with one defect each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OFFERS = frozenset(Feature(feature.name) for feature in BUILT_IN_FEATURES if fea
 
 
 class Flawed(AttentionBackend):
-    """Row by row and dense; ``flaw`` names what it does wrong."""
+    """Attend row by row with dense matrices; ``flaw`` names the defect."""
 
     def __init__(self, context: AttentionContext, flaw: str = "") -> None:
         self.pool, self.flaw, self.invariant = context.pool, flaw, context.batch_invariant
@@ -41,7 +41,7 @@ class Flawed(AttentionBackend):
         out = torch.empty_like(q)
         for row, (start, end) in enumerate(zip(batch.qo_indptr.tolist(), batch.qo_indptr[1:].tolist(), strict=False)):
             length = int(self.batch.kv_lens[row])
-            if self.invariant:  # sums have the same order where their terms are as many
+            if self.invariant:  # sums of equally many terms have the same order
                 for token in range(start, end):
                     out[token] = self.attend(row, slice(token, token + 1), q, layer, length - end + token + 1)[0]
             else:
@@ -154,7 +154,7 @@ class Short(Sound):
 
 
 def flawed(flaw: str, base: type[Sound] = Sound) -> Sound:
-    """The suite of the backend with this flaw."""
+    """Return the suite of the backend with this defect."""
     suite = base()
     suite.flaw = flaw
     return suite

@@ -1,5 +1,5 @@
-"""What the n-gram drafter says to one request of what others have said: against a plain search, within its bounds, and never
-across namespaces.
+"""Test the n-gram drafter's drafts for one request from the texts of other requests: against a plain search, within
+its bounds, and never across namespaces.
 
 Run: python -m pytest -q tests/plugins/test_ngram_shared.py
 """
@@ -38,7 +38,7 @@ def request(uid: int, text: list[int], prompt_len: int = 0, namespace: str = "",
 
 
 def say(drafter: NgramDrafter, *reqs: Req) -> None:
-    """The requests run and end."""
+    """Run the requests to their ends."""
     drafter.observe(make_decode_batch(reqs, [9] * len(reqs)), NOTHING)
     for req in reqs:
         drafter.forget(req)
@@ -48,7 +48,7 @@ def ask(drafter: NgramDrafter, req: Req, limit: int = 9) -> list[int]:
     return [token for token, _ in draft_of(drafter.propose(make_decode_batch([req], [limit])), 0)]
 
 
-def test_what_one_was_told_is_drafted_for_the_next():
+def test_the_text_of_one_request_is_drafted_for_the_next():
     drafter = make()
     say(drafter, request(0, STORY))
     assert ask(drafter, request(1, [1, 2, 15, 16])) == [17, 18, 19, 20]
@@ -83,13 +83,13 @@ def test_a_running_request_is_learnt_too_with_what_follows():
         drafter.observe(make_decode_batch([teller], [9]), NOTHING)
         draft = ask(drafter, request(1, [1, 2, 15, 16]))
         drafter.forget(request(1, [1, 2, 15, 16]))
-        assert draft in ([], list(range(17, 23))), "as much as may be drafted, or nothing"
+        assert draft in ([], list(range(17, 23))), "all that may be drafted, or nothing"
         assert draft or known < 50
     assert ask(drafter, request(2, [1, 2, 15, 16])) == list(range(17, 23))
 
 
-def test_namespaces_never_meet(monkeypatch: pytest.MonkeyPatch):
-    """Not even where the digests of their names are equal."""
+def test_namespaces_are_separate(monkeypatch: pytest.MonkeyPatch):
+    """This holds even if the digests of their names are equal."""
     for same_digest in (False, True):
         if same_digest:
             digest = type("Digest", (), {"digest": lambda self: b"12345678"})()
@@ -115,7 +115,7 @@ def test_an_ngram_that_looks_like_a_shorter_one_and_a_name_is_none():
 
 
 def follow(drafter: NgramDrafter, req: Req, text: list[int]) -> list[list[int]]:
-    """What is drafted while ``req`` goes on as ``text``, one token at a time."""
+    """Return the drafts while ``req`` continues as ``text``, one token at a time."""
     drafts = []
     for token in text:
         batch = make_decode_batch([req], [9])
@@ -135,7 +135,7 @@ def test_what_came_to_nothing_is_not_drafted_until_it_would_have_been_right(shar
     drafts = follow(drafter, request(0, text[:2]), text[2:])
     assert [draft for place, draft in enumerate(drafts, 2) if text[place - 2 : place] == [1, 2]] == [[], [10], [], []]
     assert [draft for place, draft in enumerate(drafts, 2) if text[place - 2 : place] == [3, 4]] == [[], [5], [5], [5]]
-    assert follow(drafter, request(0, text), [12]) == [[12]], "unseen, it was right"
+    assert follow(drafter, request(0, text), [12]) == [[12]], "it was right, although it was not drafted"
 
 
 def test_a_single_token_must_prove_itself():
@@ -172,7 +172,7 @@ def test_memory_is_bounded_and_as_long_as_promised(shared: int):
             end = text[len(text) - start - 4 :][:3]
             found = ask(drafter, request(1000, [63, *end]), limit=1)
             drafter.forget(request(1000, [63]))
-            assert found, "of half of the memory all is known"
+            assert found, "all texts in half of the memory are known"
 
 
 def test_a_retracted_request_is_not_learnt_twice():
@@ -206,7 +206,8 @@ def test_the_same_history_makes_the_same_drafts():
 
 
 def test_the_cost_is_small():
-    """Of a step of 64 rows, each two tokens longer than before. The bound is far above what an idle machine needs (15 us a row)."""
+    """Measure a step of 64 rows, each two tokens longer than before. The bound is far above the need of an idle
+    machine (15 us a row)."""
     drafter, rng = make(), np.random.default_rng(0)
     reqs = [request(uid, rng.integers(0, 50, 200).tolist()) for uid in range(64)]
     seconds = []

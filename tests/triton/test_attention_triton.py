@@ -1,6 +1,5 @@
-"""triton attention, interpreted: the conformance suite without what says nothing more than the rest, and our own limits.
-
-Arithmetic in bfloat16 is wrong where Triton is interpreted.
+"""Test triton attention, interpreted: the conformance suite without redundant cases, and our own limits. Arithmetic in
+bfloat16 is wrong where Triton is interpreted.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/triton/test_attention_triton.py
 """
@@ -62,7 +61,7 @@ SLOW: Mapping[str, tuple[object, ...]] = {
 
 
 def is_slow(test: str, params: Mapping[str, Any]) -> bool:
-    """True for parameters that other cases stand for."""
+    """Return whether other cases stand for these parameters."""
     step = params.get("step")
     if test == "test_fp8_pools" and step not in MIXED_STEPS:
         return True
@@ -85,12 +84,12 @@ class TestTriton(AttentionSuite):
 
     @pytest.fixture(autouse=True)
     def _short_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Rows of 150 keys have several then."""
+        """Use short chunks, so that rows of 150 keys have several."""
         monkeypatch.setattr(backend, "CHUNK", 128)
 
     @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (7, 1)])
     def test_blocks_of_several_tiles(self, heads: int, kv_heads: int):
-        """A query sees what comes after it in its block, also what lies in the next tile."""
+        """A query sees the later tokens of its block, also those in the next tile."""
         self.compare(replace(STEPS["blocks in place of trees"][0], heads=heads, kv_heads=kv_heads))
 
     @pytest.mark.parametrize("step", ["groups and single rows", "a group of one", "padding"])
@@ -165,7 +164,7 @@ class TestTriton(AttentionSuite):
     def test_values_may_be_the_first_part_of_keys(
         self, monkeypatch: pytest.MonkeyPatch, step: str, whole: int, settings: Mapping[str, Any]
     ):
-        """As in multi-head latent attention; in two parts, the first is read once for both."""
+        """Multi-head latent attention needs this; with two parts, the first is read once for both."""
         monkeypatch.setattr(pages, "WHOLE", whole)
         case = SHARED_STEPS[step] if step in SHARED_STEPS else STEPS[step][0]
         self.compare(replace(case, **{"heads": 20, "kv_heads": 1, **settings}))
@@ -173,7 +172,7 @@ class TestTriton(AttentionSuite):
     @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
     @torch.inference_mode()
     def test_one_plan_serves_all_lengths(self, shared: bool):
-        """What a graph relies on: after ``plan_capture``, lengths are read on the device."""
+        """A graph relies on this: after ``plan_capture``, lengths are read on the device."""
         base = AttentionCase([300] * GRAPH_ROWS, [1] * GRAPH_ROWS, padding=0, page_size=16)
         whole = AttentionStep(base, CPU)
         built = self.make(whole.context())
@@ -197,7 +196,7 @@ class TestTriton(AttentionSuite):
     def test_one_plan_serves_however_tokens_are_divided_among_rows(
         self, monkeypatch: pytest.MonkeyPatch, tree: bool, window: int | None, processors: int
     ):
-        """What a graph of verify rows relies on, filled up with rows of one query and of none."""
+        """A graph of verify rows relies on this; rows of one query and of none fill it up."""
         monkeypatch.setattr(backend, "CPU_PROCESSORS", processors)
         base = AttentionCase([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, page_size=16, window=window)
         whole = AttentionStep(base, CPU)
@@ -225,7 +224,7 @@ def test_sharing_must_pay():
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_a_draft_whose_values_overflow_harms_no_query_before_it(one_by_one: bool):
-    """It is alone in its chunk, of which the query before it sees nothing."""
+    """The draft is alone in its chunk, of which the query before it sees nothing."""
     size = 16
     tile = tiles.choose(4, size, size, torch.float32)
     keys = tile.keys + 1

@@ -1,4 +1,4 @@
-"""A Llama in plain torch: the target, and the small draft model."""
+"""Implement a Llama in plain torch, as the target and as the small draft model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECK_EVERY = 8
 
 
 class Body(nn.Module):
-    """Everything under the name ``model.``."""
+    """Hold everything under the name ``model.``."""
 
     def __init__(self, shape: Shape, layers: int, vocab_size: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama whose output matrix is its embedding."""
+    """Compute a Llama whose output matrix is its embedding."""
 
     def __init__(self, shape: Shape, layers: int, vocab_size: int) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class Llama(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Llama:
-        """The checkpoint in ``folder``, in float32 and without gradients. Layers beyond the main ones are not read."""
+        """Return the checkpoint in ``folder``, in float32 and without gradients. Layers beyond the main ones are not
+        read."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         shape = Shape(**{field.name: config[field.name] for field in fields(Shape)})
         model = cls(shape, config["num_hidden_layers"], config["vocab_size"])
@@ -51,20 +52,21 @@ class Llama(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return self.model.embed_tokens.weight.device
 
     def embed(self, ids: Tensor) -> Tensor:
-        """``[...]`` -> ``[..., D]``."""
+        """Map ``[...]`` to ``[..., D]``."""
         return self.model.embed_tokens(ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of final hidden states: ``[..., D]`` -> ``[..., vocabulary]``."""
+        """Map final hidden states ``[..., D]`` to logits ``[..., vocabulary]``."""
         return F.linear(hidden, self.model.embed_tokens.weight)
 
     def read(self, ids: Tensor) -> tuple[list[Tensor], list[Keys]]:
-        """Whole texts ``[B, L]``: the residual stream ``[B, L, D]`` that enters each layer and, last, the final hidden states;
-        and each layer's keys. What pads a text at its end does no harm before it."""
+        """Read whole texts ``[B, L]``. Return the residual stream ``[B, L, D]`` that enters each layer and, last, the
+        final hidden states; and each layer's keys. Padding at the end of a text does not change the positions before
+        it."""
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         states, keys = [self.embed(ids)], []
         for layer in self.model.layers:
@@ -78,12 +80,13 @@ class Llama(nn.Module):
     def continue_texts(
         self, prompts: Sequence[np.ndarray], new: int, temperature: float, random: torch.Generator
     ) -> list[np.ndarray]:
-        """Each prompt with up to ``new`` tokens behind it, up to a stop, which is kept; greedy where ``temperature`` is 0."""
+        """Return each prompt with up to ``new`` tokens behind it, up to a stop token, which is kept; greedy where
+        ``temperature`` is 0."""
         return Generation(self, prompts, new, temperature, random).run()
 
 
 class Generation:
-    """Texts that grow together. Those that have ended leave as soon as they are half of all."""
+    """Generate texts together. Those that have ended are removed as soon as they are half of all."""
 
     def __init__(
         self, model: Llama, prompts: Sequence[np.ndarray], new: int, temperature: float, random: torch.Generator
@@ -91,8 +94,8 @@ class Generation:
         self.model, self.new, self.temperature, self.random = model, new, temperature, random
         self.device = model.device
         longest = max(map(len, prompts))
-        self.room = -(-(longest + new) // 16) * 16
-        self.ids = torch.zeros(len(prompts), self.room, dtype=torch.int64)
+        self.capacity = -(-(longest + new) // 16) * 16
+        self.ids = torch.zeros(len(prompts), self.capacity, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             self.ids[row, : len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
         self.ids = self.ids.to(self.device)
@@ -104,9 +107,9 @@ class Generation:
 
     @torch.no_grad()
     def _read(self, longest: int, at_once: int = 512) -> list[Keys]:
-        """Keys of the prompts, without that of their last token, with room for what comes."""
+        """Return the keys of the prompts, except that of their last token, padded for the tokens to come."""
         parts = [self.model.read(rows[:, :longest])[1] for rows in self.ids.split(at_once)]
-        pad = (0, 0, 0, 0, 0, self.room - longest)
+        pad = (0, 0, 0, 0, 0, self.capacity - longest)
         return [
             Keys(*(F.pad(torch.cat([part[layer][i] for part in parts]), pad) for i in range(2)))
             for layer in range(self.model.num_layers)
@@ -114,7 +117,7 @@ class Generation:
 
     @torch.no_grad()
     def run(self) -> list[np.ndarray]:
-        """Grow to the end."""
+        """Generate to the end."""
         stops = torch.tensor(STOPS, device=self.device)
         for step in range(self.new):
             alive = torch.arange(len(self.ids), device=self.device)
@@ -122,7 +125,7 @@ class Generation:
             ended = torch.isin(last, stops) & (self.lens > self.limits - self.new)
             token = self._choose(self._step(last))
             going = ~ended
-            self.ids[alive, self.lens.clamp(max=self.room - 1)] = torch.where(going, token, 0)
+            self.ids[alive, self.lens.clamp(max=self.capacity - 1)] = torch.where(going, token, 0)
             self.lens = self.lens + going
             if step % CHECK_EVERY == 0:
                 self._leave(ended)
@@ -132,10 +135,10 @@ class Generation:
         return [self.out[row] for row in range(len(self.out))]
 
     def _step(self, last: Tensor) -> Tensor:
-        """Logits after each text's last token, whose key is written."""
+        """Return the logits after each text's last token, and write that token's key."""
         at = self.lens - 1
         rows = torch.arange(len(last), device=self.device)
-        seen = (torch.arange(self.room, device=self.device) <= at[:, None])[:, None, None]
+        seen = (torch.arange(self.capacity, device=self.device) <= at[:, None])[:, None, None]
         x = self.model.embed(last)
         for layer, keys in zip(self.model.model.layers, self.keys, strict=True):
             assert isinstance(layer, Layer)
@@ -154,7 +157,7 @@ class Generation:
         return torch.multinomial((logits / self.temperature).softmax(dim=-1), 1, generator=self.random)[:, 0]
 
     def _leave(self, ended: Tensor) -> None:
-        """Give up the rows of texts that have ended, if there are many."""
+        """Remove the rows of texts that have ended, if there are many."""
         if 2 * int(ended.sum()) < len(ended):
             return
         self._keep(ended)
@@ -172,7 +175,7 @@ class Generation:
 
 
 def llama_config(model: Llama) -> dict[str, Any]:
-    """The content of config.json."""
+    """Return the content of config.json."""
     shape = {field.name: getattr(model.shape, field.name) for field in fields(Shape)}
     return {
         "architectures": ["LlamaForCausalLM"],
