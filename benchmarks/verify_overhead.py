@@ -23,7 +23,7 @@ from rich.console import Console
 from dovetail import LLM, SamplingParams
 from dovetail.engine.engine import Engine
 from dovetail.engine.sampler_graphs import SampleMode
-from dovetail.engine.verify_graphs import Captured, VerifyGraphs, VerifyKey, VerifySizes, VerifyStep
+from dovetail.engine.verify_graphs import CapturedVerify, VerifyGraphs, VerifyKey, VerifySizes, VerifyStep
 from dovetail.engine.verify_inputs import VerifyShape
 from dovetail.messages import GenerateMsg
 from dovetail.types import Batch, ForwardOutput, HostOutput
@@ -61,7 +61,7 @@ class Bench:
         futures = {tuple(PROMPT): np.ones(OUTPUT + WIDTH + 1, np.int32)}
         attach(self.llm, Oracle(futures, WIDTH, 0.0, engine.info.vocab_size))
         sizes = VerifySizes(ROWS * (1 + WIDTH), 1 + WIDTH, trees=False, context_len=engine.context_len)
-        with patch("dovetail.engine.verify_graphs.Recorder", lambda device: StandIn(lambda: None)):
+        with patch("dovetail.engine.verify_graphs.GraphRecorder", lambda device: StandIn(lambda: None)):
             graphs = VerifyGraphs(engine.model, engine.inputs, engine.pool, Planner(), sizes)  # pyright: ignore[reportArgumentType]
         for tokens in sizes.counts:
             self.stand_in(graphs, engine, tokens, sizes)
@@ -85,7 +85,7 @@ class Bench:
                 result[0, -1] = int(step.batch.extend_lens[0])
 
         key, graph = VerifyKey(tokens, False), StandIn(launched)
-        graphs._graphs[key] = Captured(step, graph, torch.zeros(tokens, 1))  # pyright: ignore[reportArgumentType]
+        graphs._graphs[key] = CapturedVerify(step, graph, torch.zeros(tokens, 1))  # pyright: ignore[reportArgumentType]
         sampler = StandIn(accept), step.tensors.result
         graphs._samplers._graphs[key, SampleMode(False)] = sampler  # pyright: ignore[reportArgumentType]
 

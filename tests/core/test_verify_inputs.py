@@ -131,14 +131,16 @@ def written(table, slots, columns, pages):
 def test_new_pages_travel_behind_a_block_while_there_is_room():
     (table, inputs), shape, sent = make_inputs(3, 50), VerifyShape(2, 3, False), []
     inputs.upload = lambda *arrays, updates: sent.append(updates)
-    behind = np.full(1 + 2 * shape.room, -7, np.int32)
+    behind = np.full(1 + 2 * shape.page_capacity, -7, np.int32)
     new = written(table, [2, 3, 2], [4, 0, 4], [9, 8, 7])
     write_pages(inputs, new, shape, behind)
     assert behind[0] == 3
     assert behind[1:4].tolist() == [104, 150, 104]
-    assert behind[1 + shape.room :][:3].tolist() == [7, 8, 7], "the page that was written later counts"
+    assert behind[1 + shape.page_capacity :][:3].tolist() == [7, 8, 7], "the page that was written later counts"
 
-    many = written(table, [1] * (shape.room + 1), range(shape.room + 1), range(1, shape.room + 2))
+    many = written(
+        table, [1] * (shape.page_capacity + 1), range(shape.page_capacity + 1), range(1, shape.page_capacity + 2)
+    )
     write_pages(inputs, many, shape, behind)
     assert behind[0] == 0
     assert sent == [many]

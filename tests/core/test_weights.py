@@ -205,7 +205,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     write_single(tmp_path, make_tensors())
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    refused(tmp_path, "model.safetensors", "no valid safetensors")
+    refused(tmp_path, "model.safetensors", "not a valid safetensors")
 
 
 def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Replay:
 
 
 class Repeats:
-    """In place of ``Recorder``."""
+    """In place of ``GraphRecorder``."""
 
     def __init__(self, device):
         pass
@@ -170,7 +170,7 @@ def drafted(llm, prompts, params):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_replayed_passes_draft_what_others_do(model, name, page_size, monkeypatch):
     """Of requests of many lengths, more at times than graphs have rows, limited to few drafts near their ends."""
-    monkeypatch.setattr(draft_graphs, "Recorder", Repeats)
+    monkeypatch.setattr(draft_graphs, "GraphRecorder", Repeats)
     monkeypatch.setattr(draft_graphs, "NEEDED_BEFORE_CAPTURE", 2)
     prompts = prompts_of((1, 5, 40, 9, 17, 3, 22, 30), seed=2)
     params = [SamplingParams(max_new_tokens=3 + 4 * i, temperature=0.5 * (i % 2), seed=i) for i in range(len(prompts))]
@@ -188,7 +188,7 @@ def test_replayed_passes_draft_what_others_do(model, name, page_size, monkeypatc
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_all_that_is_missing_can_be_captured_at_once(model, name, monkeypatch):
-    monkeypatch.setattr(draft_graphs, "Recorder", Repeats)
+    monkeypatch.setattr(draft_graphs, "GraphRecorder", Repeats)
     llm = engine(model, DRAFTERS[name])
     graphs = replaying(llm)
     missing = list(graphs.missing())

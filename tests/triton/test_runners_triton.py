@@ -84,7 +84,7 @@ def attention(engine):
 def runners(engine, monkeypatch):
     """One of each kind, over the same model and pool."""
     for module in ("graphs", "verify_graphs"):
-        monkeypatch.setattr(f"dovetail.engine.{module}.Recorder", Replayed)
+        monkeypatch.setattr(f"dovetail.engine.{module}.GraphRecorder", Replayed)
     monkeypatch.setattr("dovetail.engine.graphs.Staging", Unpinned)
     model, inputs, pool = engine.model, engine.inputs, engine.pool
     sampler = TokenSampler(Sampler(engine.info.vocab_size, frozenset(), engine.device), inputs)

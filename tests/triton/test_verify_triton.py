@@ -179,7 +179,7 @@ class Replayed:
 
 @pytest.mark.parametrize(("chain", "temperature"), [(True, 0), (False, 0.8)], ids=["chains, greedy", "trees, sampled"])
 def test_an_engine_that_replays_steps_says_what_it_says_without_drafts(monkeypatch, chain, temperature):
-    monkeypatch.setattr("dovetail.engine.verify_graphs.Recorder", Replayed)
+    monkeypatch.setattr("dovetail.engine.verify_graphs.GraphRecorder", Replayed)
     sections = {"memory": {"num_pages": 64, "page_size": 4}, "model": {"dtype": "float32"}}
     llm = LLM("tiny", device="cpu", grammar="none", attention="torch_native", **sections)
     prompts = [llm.tokenizer.encode(text) for text in ("What is 7 plus 5?", "What colour is grass?")]

@@ -1,4 +1,4 @@
-"""From an architecture and its tensors to a model: where they come from is the caller's business."""
+"""Build a model from an architecture and its tensors, which the caller provides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def build_model(
     model_class: Callable[[ModelInfo], ModelArchitecture], info: ModelInfo, device: torch.device, dtype: torch.dtype
 ) -> ModelArchitecture:
-    """What ``model_class`` makes of ``info``, on ``device`` in ``dtype``, for inference, its weights still to be loaded."""
+    """Build ``model_class`` for ``info`` on ``device`` in ``dtype``, for inference. Its weights are not loaded."""
     with torch.device(device), _default_dtype(dtype):
         model = model_class(info)
     as_module(model).eval().requires_grad_(False)
@@ -27,13 +27,13 @@ def build_model(
 
 
 def as_module(model: ModelArchitecture) -> nn.Module:
-    """The same object, as the ``torch.nn.Module`` that it must also be."""
+    """Return the same object as the ``torch.nn.Module`` that it must also be."""
     assert isinstance(model, nn.Module), f"{type(model).__name__} must also be a torch.nn.Module"
     return model
 
 
 class WeightFiller:
-    """Copies checkpoint tensors to where the model's ``weights_map`` says, and knows what is still missing.
+    """Copy checkpoint tensors to the places that the model's ``weights_map`` names, and record which are missing.
 
     Raises ``WeightsError`` for a map that does not fill every row of every parameter once.
     """
@@ -47,7 +47,7 @@ class WeightFiller:
         check_complete(self.parameters, self.targets)
 
     def fill(self, name: str, read: Callable[[], torch.Tensor]) -> None:
-        """Copy the tensor that ``read`` returns, converting its dtype. A name that the model ignores is not read.
+        """Copy the tensor that ``read`` returns, and convert its dtype. A tensor that the model ignores is not read.
         Raises ``WeightsError``."""
         if self.wants(name):
             tensor = read()
@@ -55,30 +55,30 @@ class WeightFiller:
             self.used.add(name)
 
     def wants(self, name: str) -> bool:
-        """False if the model ignores the checkpoint's tensor ``name``. Raises ``WeightsError`` if it does not know it."""
+        """Return False if the model ignores the checkpoint's tensor ``name``. Raises ``WeightsError`` if the model does not know it."""
         if name in self.targets:
             return True
         if any(pattern.fullmatch(name) for pattern in self._ignored):
             return False
         raise WeightsError(
-            f"the checkpoint has tensor {name}, which the model does not know; is config.json of this checkpoint?"
+            f"the checkpoint has tensor {name}, which the model does not know; check that config.json belongs to this checkpoint"
         )
 
     def place_for(self, name: str, shape: Sequence[int], dtype: torch.dtype | str) -> torch.Tensor:
-        """``place(name)``, for a tensor of this shape and dtype. Raises ``WeightsError`` if that does not fit. Whoever
-        fills it adds ``name`` to ``used``."""
+        """Return ``place(name)`` for a tensor of this shape and dtype. Raises ``WeightsError`` if they do not fit. The caller fills the
+        place and adds ``name`` to ``used``."""
         place = self.place(name)
         if tuple(shape) != tuple(place.shape):
             raise WeightsError(
                 f"tensor {name} has shape {list(shape)}; the model expects {list(place.shape)} (parameter "
-                f"{self.targets[name].parameter}); is config.json of this checkpoint?"
+                f"{self.targets[name].parameter}); check that config.json belongs to this checkpoint"
             )
         if dtype not in FLOATS:
             raise WeightsError(f"tensor {name} is {dtype}; supported: {', '.join(map(str, FLOATS))}")
         return place
 
     def finish(self) -> None:
-        """Make sure that nothing is missing, and ready the layers. Raises ``WeightsError``."""
+        """Check that no tensor is missing, and prepare the layers. Raises ``WeightsError``."""
         missing = [name for name in self.targets if name not in self.used]
         if missing:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
@@ -86,7 +86,7 @@ class WeightFiller:
         prepare_layers(as_module(self.model))
 
     def place(self, name: str) -> torch.Tensor:
-        """The rows of a parameter that the checkpoint's tensor ``name`` fills."""
+        """Return the rows of a parameter that the checkpoint's tensor ``name`` fills."""
         target = self.targets[name]
         parameter = self.parameters[target.parameter]
         if target.start is None or target.size is None:
@@ -95,12 +95,12 @@ class WeightFiller:
 
 
 def check_complete(parameters: Mapping[str, torch.Tensor], targets: Mapping[str, WeightTarget]) -> None:
-    """Raise ``WeightsError`` unless the targets cover every row of every parameter exactly once: a fault of the model's
-    ``weights_map``."""
+    """Raise ``WeightsError`` unless the targets cover every row of every parameter exactly once. If they do not, the model's
+    ``weights_map`` is wrong."""
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in parameters}
     for theirs, (parameter, start, size) in targets.items():
         if parameter not in ranges:
-            raise WeightsError(f"weights_map sends {theirs} to {parameter}, which is no parameter of the model")
+            raise WeightsError(f"weights_map sends {theirs} to {parameter}, which is not a parameter of the model")
         rows = parameters[parameter].shape[0]
         ranges[parameter].append((start or 0, rows if size is None else size))
     for name, parts in ranges.items():

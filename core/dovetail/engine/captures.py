@@ -1,4 +1,4 @@
-"""What captured steps of every kind have in common: which sizes there are, when they are captured, how arrays reach them."""
+"""Share what captured steps of every kind need: which sizes are captured and when, and how arrays reach them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TURNS = 4
-"""Pinned buffers used in turns: under overlap two steps are in flight, and a buffer must not change before it is read."""
+"""The number of pinned buffers that are used in turns. Under overlap two steps are in flight, and a buffer must not change before
+the device has read it."""
 
-ROOM_FOR_PAGES = 1 << 20
-"""Bytes for new entries of the page table in the buffer of a step; more of them travel by a copy of their own."""
+UPDATE_BYTES = 1 << 20
+"""The bytes for new entries of the page table in the buffer of a step. A separate copy sends them if there are more."""
 
 NEEDED_BEFORE_CAPTURE = 8
-"""Steps of one size that are launched kernel by kernel before the size is captured: a capture costs as much as a hundred
-steps lose, and sizes that are met in passing are not worth it."""
+"""The number of times that a size is needed before it is captured; until then its steps are launched kernel by kernel. A capture
+costs as much as a hundred steps lose without it, so that sizes which occur only a few times are not worth it."""
 
 WARM_UPS = 2
 
@@ -39,13 +40,14 @@ K = TypeVar("K")
 
 
 def ladder(most: int) -> list[int]:
-    """Counts of rows, or tokens, to capture, up to ``most`` itself: doubled up to 16, then in steps that shrink to an eighth."""
+    """Return the numbers of rows or tokens to capture, up to and including ``most``. They double up to 16; above, the distance between
+    two of them shrinks to an eighth of the number."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1 << 14, 64)]
     return [size for size in sizes if size < most] + [most]
 
 
 class Captures(Protocol[K]):
-    """What captures graphs by key. Keys whose capture failed are ``refused``, and not missing."""
+    """Capture graphs by key. Keys whose capture failed are in ``refused``, and are not missing."""
 
     refused: set[K]
 
@@ -55,8 +57,8 @@ class Captures(Protocol[K]):
 
 
 def try_capture(graphs: Captures[K], key: K) -> bool:
-    """Capture ``key``. If that fails, as it does without memory for it, steps of that kind are launched kernel by kernel from
-    now on: the failure is logged. Raises only where the device is lost."""
+    """Capture ``key``, and return True if that succeeds. If it fails, for example because memory is short, the failure is logged and
+    steps of that kind are launched kernel by kernel from now on. Raises only if the device is lost."""
     try:
         graphs.capture(key)
     except Exception as error:
@@ -86,7 +88,7 @@ class CaptureOnDemand(Generic[K]):
 
 
 def capture_next(graphs: Captures[K]) -> bool:
-    """Capture one of those that are missing. False if none is."""
+    """Capture one missing key. Return False if none is missing."""
     for key in graphs.missing():
         try_capture(graphs, key)
         return True
@@ -94,13 +96,13 @@ def capture_next(graphs: Captures[K]) -> bool:
 
 
 def capture_all(graphs: Captures[K], what: str) -> None:
-    """Capture all that is missing, with a progress bar."""
+    """Capture all missing keys, and show a progress bar."""
     for key in track(list(graphs.missing()), f"capturing {what}", console=Console(stderr=True)):
         graphs.capture(key)
 
 
-class Recorder:
-    """Captures whole graphs, all of them into one pool of memory."""
+class GraphRecorder:
+    """Capture whole steps as graphs that share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,7 +110,7 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
 
     def record(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Run ``step`` to compile and allocate what it needs, then capture it."""
+        """Run ``step`` so that what it needs is compiled and allocated, then capture it. Return the graph and the captured result."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -123,22 +125,23 @@ class Recorder:
         return graph, result
 
     def wait(self) -> None:
-        """Wait for all that the current stream has been given."""
+        """Wait for all work of the current stream."""
         torch.cuda.current_stream(self._device).synchronize()
 
 
 class Staging:
-    """A device buffer of fixed address that one copy a step fills. It has room for ``size`` bytes, and for new pages."""
+    """Hold a device buffer of fixed address, which one copy fills in each step. It takes ``size`` bytes and new pages."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size + ROOM_FOR_PAGES
+        self.size = size + UPDATE_BYTES
         self.buffer = torch.zeros(self.size, dtype=torch.uint8, device=device)
         self._pinned = [torch.zeros(self.size, dtype=torch.uint8, pin_memory=True) for _ in range(TURNS)]
         self._read = [torch.cuda.Event() for _ in range(TURNS)]
         self._turn = 0
 
     def send(self, packed: np.ndarray) -> None:
-        """Copy ``packed`` to the start of the buffer, in the order of the current stream."""
+        """Copy ``packed`` to the start of the buffer, in the order of the current stream. Waits until the pinned buffer of this turn has
+        been read."""
         turn = self._turn = (self._turn + 1) % TURNS
         self._read[turn].synchronize()
         size = len(packed)
@@ -147,7 +150,7 @@ class Staging:
         self._read[turn].record()
 
     def send_step(self, inputs: Inputs, arrays: Sequence[Array], updates: PageUpdates) -> None:
-        """Copy ``arrays`` to the start of the buffer, and bring the device's page table up to date."""
+        """Copy ``arrays`` to the start of the buffer, and write ``updates`` into the device's page table."""
         entries = inputs.entries_of(updates)
         packed = pack([*arrays, *entries])
         if len(packed) > self.size:

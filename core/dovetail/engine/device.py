@@ -1,4 +1,4 @@
-"""What an error says of the device: whether it is lost, whether it was too small."""
+"""Find out from an error whether the device is lost, and whether its memory was too small."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CPU_OUT_OF_MEMORY = "can't allocate memory"  # torch's CPU allocator raises a R
 
 
 def lost_device(error: BaseException) -> str | None:
-    """Why the device cannot be used any more after ``error``; None if it can. A lost device ends the process.
+    """Return why the device cannot be used any more after ``error``, or None if it can. A lost device ends the process.
 
-    Kernels run behind the host, so what one has done wrong surfaces at any later call, in that caller's words: torch's
-    AcceleratorError (also raised for what does no harm), cuBLAS' and Triton's RuntimeError. So the device is asked: once it
-    is lost, every call fails. Waits for what still runs there.
+    Kernels run asynchronously, so the error of a kernel surfaces at any later call, with the message of that call: torch's
+    AcceleratorError (which is also raised for harmless errors), or a RuntimeError of cuBLAS or Triton. So this function makes a call to
+    the device: once it is lost, every call fails. Waits for the work that still runs there.
     """
     if not torch.cuda.is_initialized():
         return first_line(error) if isinstance(error, torch.AcceleratorError) else None
@@ -33,7 +33,7 @@ def lost_device(error: BaseException) -> str | None:
 
 
 def _fault() -> str | None:
-    """What the devices in use answer to a call that does nothing."""
+    """Return the error of the devices in use after all their work has been waited for, or None if there is none."""
     try:
         for device in range(torch.cuda.device_count()):
             if torch.cuda.memory_reserved(device):
@@ -44,19 +44,19 @@ def _fault() -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What matters of an error's text: torch adds paragraphs of general advice."""
+    """Return the first line of an error's text: torch adds paragraphs of general advice."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if ``error`` says that there was too little memory, on a device or on the host."""
+    """Return True if ``error`` reports that there was too little memory, on a device or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_OUT_OF_MEMORY in str(error)
 
 
 @contextmanager
 def explained(config: Config) -> Iterator[None]:
-    """Build an engine. Raises ``EngineError`` with what was needed and what to set where memory does not suffice, and with
-    what the device says where it is lost."""
+    """Build an engine in this context. Raises ``EngineError``: if memory does not suffice, with what was needed and which settings need less,
+    and if the device is lost, with its error."""
     try:
         yield
     except Exception as error:
@@ -73,8 +73,8 @@ def _too_small(config: Config, error: BaseException) -> str:
     pool = {"memory.num_pages": memory.num_pages, "memory.kv_gib": memory.kv_gib}
     chosen = ", ".join(f"{name} ({value:g})" for name, value in pool.items() if value is not None)
     return (
-        f"there is too little memory to build the engine: {first_line(error)} What needs less: "
+        f"there is too little memory to build the engine: {first_line(error)} To need less memory, set "
         + (f"a lower {chosen}; " if chosen else "")
         + f"a lower scheduler.chunk_size ({section.chunk}) or scheduler.max_running ({section.rows}); a lower graphs.max_rows "
-        f"({config.graphs.max_rows}); a smaller model. What gives more: stop other processes on the device"
+        f"({config.graphs.max_rows}); or a smaller model. To get more memory, stop other processes on the device"
     )

@@ -1,7 +1,8 @@
-"""CUDA graphs of a drafter's own passes: what the host knows of all of them travels in one copy, then each is replayed.
+"""Capture and replay the passes of a drafter's model as CUDA graphs. One copy sends what the host knows of all passes of a step, then each
+pass is replayed.
 
-A graph is captured for each kind of pass and each of a ladder of row counts. It holds a fixed number of tokens; those that the
-rows do not have are rows of their own behind them, which read page 0 and write to page 0.
+A graph is captured for each kind of pass and each number of rows of a ladder. It holds a fixed number of tokens. Each token that the
+rows do not have is a separate row behind them, which reads page 0 and writes to page 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, Recorder, ladder, try_capture
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, NO_UPDATES, GraphRecorder, ladder, try_capture
 from dovetail.engine.draft_layout import Placed, one_each, padding, seen_by, set_lens, wide, wide_shape
 from dovetail.engine.inputs import Inputs, pack, unpack
 from dovetail.ops.transfer import to_device
@@ -34,7 +35,8 @@ State = tuple[torch.Tensor, ...]
 
 
 class DraftKey(NamedTuple):
-    """A captured pass: of which steps of the cache, which kind, for how many rows, and the attention backend's variant."""
+    """Identify a captured pass by the index of its steps in the cache, by its kind, its number of rows, and the attention backend's
+    variant."""
 
     steps: int
     kind: int
@@ -43,8 +45,8 @@ class DraftKey(NamedTuple):
 
 
 class DraftLimits(NamedTuple):
-    """What graphs must hold: ``rows`` of a step, ``tokens`` of a pass, places of a text. ``wide``: also passes of several tokens a
-    row, for which the backend offers attention.verify_graph."""
+    """Describe what graphs must hold: ``rows`` of a step, ``tokens`` of a pass, ``context_len`` tokens of a text. With ``wide`` also passes
+    with several tokens in each row are captured, for which the backend must offer attention.verify_graph."""
 
     rows: int
     tokens: int
@@ -52,9 +54,9 @@ class DraftLimits(NamedTuple):
     wide: bool
 
 
-class Captured(NamedTuple):
-    """A pass that can be replayed, of up to ``width`` tokens a row. ``batch`` holds the host's lengths, and tensors of fixed address;
-    the graph reads those of ``kept`` too."""
+class CapturedPass(NamedTuple):
+    """Hold a pass that can be replayed, with up to ``width`` tokens in each row. ``batch`` holds the host's lengths, and tensors of fixed
+    address. The graph also reads the tensors of ``kept``."""
 
     batch: Batch
     width: int
@@ -63,7 +65,7 @@ class Captured(NamedTuple):
 
 
 class DraftGraphs:
-    """Captures and replays passes of one draft cache on one attention backend. Not thread-safe."""
+    """Capture and replay passes of one draft cache on one attention backend. Not thread-safe."""
 
     def __init__(
         self,
@@ -88,31 +90,31 @@ class DraftGraphs:
         self._table = torch.zeros(most, inputs.pages.shape[1], dtype=torch.int32, device=device)
         self._mask = torch.zeros(most * widest, dtype=torch.bool, device=device)
         self._states: dict[int, State] = {}
-        self._captured: dict[DraftKey, Captured] = {}
+        self._captured: dict[DraftKey, CapturedPass] = {}
         self._needed: Counter[DraftKey] = Counter()
-        self._recorder = Recorder(device)
+        self._recorder = GraphRecorder(device)
 
     @property
     def num_captured(self) -> int:
-        """Graphs there are now."""
+        """Return the number of graphs that exist now."""
         return len(self._captured)
 
     def missing(self) -> Iterator[DraftKey]:
-        """The graphs that are still to be captured, those of few rows first."""
-        wanted = (
+        """Return the keys that are not captured yet, those of few rows first."""
+        keys = (
             DraftKey(at, kind, rows)
             for at, (one, sizes) in enumerate(zip(self._steps, self._sizes, strict=True))
             for rows in sizes
             for kind in range(len(one.widths))
         )
-        return (key for key in wanted if key not in self._captured and key not in self.refused)
+        return (key for key in keys if key not in self._captured and key not in self.refused)
 
     def is_captured(self, key: DraftKey) -> bool:
-        """True if the graph can be replayed at once."""
+        """Return True if the graph exists."""
         return key in self._captured
 
     def run(self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass], state: State) -> State | None:
-        """See ``DraftCache.run``. None, with nothing done, where a graph is missing: it is captured once it has been needed often
+        """See ``DraftCache.run``. Return None, with nothing done, if a graph is missing. It is captured once it has been needed often
         enough."""
         keys = self._keys(steps, slots, passes)
         if keys is None:
@@ -147,9 +149,9 @@ class DraftGraphs:
             one.graph.replay()
 
     def _packed(
-        self, captured: Sequence[Captured], table: IntArray, passes: Sequence[DraftPass], stride: int
+        self, captured: Sequence[CapturedPass], table: IntArray, passes: Sequence[DraftPass], stride: int
     ) -> list[Bytes]:
-        """What each of the passes needs of the host."""
+        """Return the bytes that the host sends for each pass."""
         ones = [given for one, given in zip(captured, passes, strict=True) if one.width == 1]
         rows = max((len(one.batch.slots) for one in captured if one.width == 1), default=0)
         packed = iter(one_each(self._inputs, table, ones, rows) if ones else [])
@@ -159,8 +161,8 @@ class DraftGraphs:
         ]
 
     def _keys(self, steps: DraftSteps, slots: IntArray, passes: Sequence[DraftPass]) -> list[DraftKey] | None:
-        """The graphs of ``passes``; None if there are more rows than graphs hold. Passes of one token a row run in graphs of the
-        same size."""
+        """Return the keys of the graphs for ``passes``, or None if there are more rows than graphs hold. Passes with one token in each row
+        run in graphs of the same size."""
         if steps not in self._steps:
             return None
         at = self._steps.index(steps)
@@ -177,7 +179,8 @@ class DraftGraphs:
         ]
 
     def _variant(self, slots: IntArray, given: DraftPass, rows: int) -> int:
-        """That of the first pass is that of those that follow: rows are as long, but for a token."""
+        """Return the variant for the first ``rows`` rows of a pass. It serves the following passes as well, because their rows are
+        longer by a few tokens only."""
         ones = given.counts[:rows]
         return self._backend.variant(Batch([], 0, slots[:rows], given.starts[:rows], ones, ones > 0, NO_UPDATES))
 
@@ -194,7 +197,7 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def capture(self, key: DraftKey) -> None:
-        """Capture a pass. Takes a fraction of a second."""
+        """Capture the pass of ``key``. This takes a fraction of a second."""
         start, steps = time.perf_counter(), self._steps[key.steps]
         width = steps.widths[key.kind]
         packed = pack(padding(key.rows * width, width))
@@ -215,13 +218,13 @@ class DraftGraphs:
         self._buffer[: len(packed)].copy_(to_device(packed, self._inputs.device))
         self._table[:, 0].zero_()
         graph, _ = self._recorder.record(run)
-        self._captured[key] = Captured(batch, width, graph, (index, mask, *state))
+        self._captured[key] = CapturedPass(batch, width, graph, (index, mask, *state))
         self.seconds += time.perf_counter() - start
         log.debug("captured a pass of a drafter, %s: %.2f s", key, time.perf_counter() - start)
 
     def _static_batch(self, key: DraftKey, width: int) -> tuple[Batch, torch.Tensor]:
-        """The batch that is planned and captured, each row with the most tokens and the longest text on the host, and the index
-        of its tokens."""
+        """Return the batch that is planned and captured, and the index of its tokens. Each row has the most tokens and the longest text on
+        the host."""
         tokens, stride = key.rows * width, max(self._steps[key.steps].widths)
         positions, out_loc, kv_lens, index, indptr = Placed.of(self._buffer, tokens, width, stride)
         lens, slots = np.full(tokens, width, np.int32), np.zeros(tokens, np.int32)

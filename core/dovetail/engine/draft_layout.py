@@ -1,4 +1,4 @@
-"""Where the tokens of a drafter's passes stand, as graphs want it: on the host, as little work as can be, as the device waits."""
+"""Lay out the tokens of a drafter's passes for graphs. The host does as little work as possible, because the device waits for it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Placed(NamedTuple):
-    """Of each token its position and its place in the pool, int64 ``[tokens]``; of each row ``kv_lens [tokens]``; the index of each token
-    among those that the rows can have, int64 ``[tokens]``, and ``qo_indptr [tokens + 1]``. There are as many rows as tokens."""
+    """Hold the layout of a pass, in which there are as many rows as tokens. Each token has its position and its place in the pool, int64
+    ``[tokens]``. Each row has ``kv_lens [tokens]``. ``which`` int64 ``[tokens]`` is the index of each token among those that the rows can have,
+    and ``indptr [tokens + 1]`` is ``Batch.qo_indptr``."""
 
     positions: torch.Tensor
     out_loc: torch.Tensor
@@ -32,8 +33,8 @@ class Placed(NamedTuple):
 
     @classmethod
     def of(cls, buffer: torch.Tensor, tokens: int, width: int, stride: int) -> Placed:
-        """Views of ``buffer``, which holds the bytes of ``padding``, ``one_each`` or ``wide``. With one token a row the last two
-        never change, and are not in it. A row can have ``stride`` tokens in other passes."""
+        """Return views of ``buffer``, which holds the bytes of ``padding``, ``one_each`` or ``wide``. With one token in each row, ``which`` and
+        ``indptr`` never change and are not in the buffer. A row can have ``stride`` tokens in other passes."""
         sent = unpack(buffer, padding(tokens, width))
         if width > 1:
             return cls._make(sent)
@@ -44,25 +45,25 @@ class Placed(NamedTuple):
 
 
 def padding(tokens: int, width: int) -> tuple[Array, ...]:
-    """The arrays of a pass in which every token fills up: a row that reads page 0 and writes to page 0."""
+    """Return the arrays of a pass in which every token is padding: a row that reads page 0 and writes to page 0."""
     zeros, lens = np.zeros(tokens, np.int64), np.ones(tokens, np.int32)
     arrays = zeros, zeros, lens
     return arrays if width == 1 else (*arrays, zeros, np.arange(tokens + 1, dtype=np.int32))
 
 
 def one_each(inputs: Inputs, table: IntArray, passes: Sequence[DraftPass], rows: int) -> list[Bytes]:
-    """The bytes of ``passes`` of one token a row, each filled up to ``rows`` rows. ``table`` has the pages of those that there
-    are, and perhaps of others behind them that no pass has a token of."""
+    """Return the bytes of ``passes`` with one token in each row, each padded to ``rows`` rows. ``table`` has the pages of the real rows,
+    and may have pages of other rows behind them, of which no pass has a token."""
     table = table[:rows]
     real = len(table)
-    going = np.stack([one.counts[:real] for one in passes]) > 0
-    places = np.where(going, np.stack([one.starts[:real] for one in passes]), 0)
+    active = np.stack([one.counts[:real] for one in passes]) > 0
+    places = np.where(active, np.stack([one.starts[:real] for one in passes]), 0)
     page, offset = np.divmod(places, inputs.page_size)
     found = table[np.arange(real), page].astype(np.int64) * inputs.page_size + offset
     packed = np.zeros((len(passes), len(pack(padding(rows, 1)))), np.uint8)
     positions, out_loc = (packed[:, 8 * rows * i : 8 * rows * (i + 1)].view(np.int64) for i in (0, 1))
     kv_lens = packed[:, 16 * rows : 20 * rows].view(np.int32)
-    positions[:, :real], out_loc[:, :real] = places, np.where(going, found, 0)
+    positions[:, :real], out_loc[:, :real] = places, np.where(active, found, 0)
     kv_lens[:] = 1
     kv_lens[:, :real] += places.astype(np.int32)
     for at, one in enumerate(passes):
@@ -71,9 +72,9 @@ def one_each(inputs: Inputs, table: IntArray, passes: Sequence[DraftPass], rows:
     return list(packed)
 
 
-class Shape(NamedTuple):
-    """How the tokens of a pass are divided among its rows, filled up: of each real token its row and the how-manieth it is, of
-    all tokens ``which`` and ``indptr`` as in ``Placed``."""
+class PassShape(NamedTuple):
+    """Describe how the tokens of a padded pass are divided among its rows. Each real token has its row (``row_of``) and its index in that
+    row (``nth``). ``which`` and ``indptr`` are those of ``Placed``, for all tokens."""
 
     row_of: Int64Array
     nth: Int64Array
@@ -82,8 +83,9 @@ class Shape(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _shape(counts: tuple[int, ...], tokens: int, stride: int) -> Shape:
-    """Kept, as most passes are like one before. ``stride`` is how many tokens a row can have."""
+def _shape(counts: tuple[int, ...], tokens: int, stride: int) -> PassShape:
+    """Return the shape of a pass. It is cached, because most passes are like an earlier one. ``stride`` is the number of tokens that a row can
+    have."""
     lens, total = np.array(counts), sum(counts)
     ends = np.cumsum(lens)
     row_of = np.repeat(np.arange(len(counts)), lens)
@@ -92,11 +94,11 @@ def _shape(counts: tuple[int, ...], tokens: int, stride: int) -> Shape:
     which[:total] = row_of * stride + nth
     indptr[0], indptr[1 : len(counts) + 1] = 0, ends
     indptr[len(counts) + 1 : len(counts) + 1 + tokens - total] = np.arange(total + 1, tokens + 1)
-    return Shape(row_of, nth, which, indptr)
+    return PassShape(row_of, nth, which, indptr)
 
 
 def wide(inputs: Inputs, table: IntArray, given: DraftPass, tokens: int, stride: int) -> Bytes:
-    """The bytes of a pass of several tokens a row, filled up to ``tokens`` tokens and as many rows."""
+    """Return the bytes of a pass with several tokens in each row, padded to ``tokens`` tokens and as many rows."""
     counts = given.counts[given.counts > 0]
     row_of, nth, which, indptr = _shape(tuple(counts.tolist()), tokens, stride)
     places = given.starts[row_of] + nth
@@ -109,7 +111,7 @@ def wide(inputs: Inputs, table: IntArray, given: DraftPass, tokens: int, stride:
 
 
 def set_lens(static: Batch, given: DraftPass) -> None:
-    """Set the host's lengths of a captured batch to those of a pass, filled up."""
+    """Set the host's lengths of a captured batch to those of a pass, padded."""
     rows, total = int(np.count_nonzero(given.counts)), int(given.counts.sum())
     fill = len(static.prefix_lens) - total
     static.prefix_lens[:rows], static.prefix_lens[rows:] = given.starts[:rows], 0
@@ -118,12 +120,12 @@ def set_lens(static: Batch, given: DraftPass) -> None:
 
 
 def wide_shape(counts: IntArray) -> DraftTree:
-    """That rows have so many queries; how they hang together is in the mask."""
+    """Return drafts that give the rows ``counts`` queries. The relations between them are in the mask."""
     width = max(int(counts.max()) - 1, 1)
     nothing = np.zeros((len(counts), width), np.int32)
     return DraftTree(nothing, nothing + np.arange(-1, width - 1, dtype=np.int32), (counts - 1).astype(np.int32))
 
 
 def seen_by(mask: torch.Tensor, index: torch.Tensor, width: int) -> torch.Tensor:
-    """Of ``mask [rows, n, n]`` what the tokens ``index`` see of the first ``width`` tokens of their rows: ``[tokens, width]``."""
+    """Return what the tokens ``index`` see of the first ``width`` tokens of their rows, ``[tokens, width]``, from ``mask [rows, n, n]``."""
     return mask.flatten(0, 1).index_select(0, index)[:, :width]

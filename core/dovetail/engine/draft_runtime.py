@@ -1,4 +1,4 @@
-"""What the engine lends to drafters that run a model: see ``interfaces.speculative``."""
+"""Provide drafters that run a model with the engine's models and memory: see ``interfaces.speculative``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class EngineDraftCache(DraftCache):
-    """A pool with the pages of the target's, and attention backends of the kinds chosen for the target."""
+    """Hold a pool that has the same pages as the target's, and attention backends of the kinds that were chosen for the target."""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
@@ -47,8 +47,8 @@ class EngineDraftCache(DraftCache):
     def allocate(
         self, resolved: Resolved, inputs: Inputs, pool: PagedKVPool, dtype: torch.dtype, max_context: int
     ) -> None:
-        """Allocate, once it is known how many pages the target's ``pool`` has. What nobody has written reads as zeros, so that
-        tokens whose KV the drafter has missed cost acceptance alone."""
+        """Allocate the memory, once the number of pages of the target's ``pool`` is known. Unwritten memory reads as zeros, so that
+        tokens whose KV the drafter has missed only lower the acceptance."""
         info, (group,) = self.info, self.info.cache_groups
         self._inputs = inputs
         self._pool = PagedKVPool(group, pool.num_pages, pool.page_size, pool.dtype, pool.device)
@@ -100,7 +100,7 @@ class EngineDraftCache(DraftCache):
         return state
 
     def _run_pass(self, steps: DraftSteps, slots: IntArray, given: DraftPass, state: tuple[torch.Tensor, ...]) -> None:
-        """Launch a pass kernel by kernel. ``slots`` and ``state`` are those of rows with tokens."""
+        """Launch a pass kernel by kernel. ``slots`` and ``state`` belong to rows with tokens."""
         rows, stride = len(slots), max(steps.widths)
         starts, counts = given.starts[:rows], given.counts[:rows]
         firsts = np.cumsum(counts) - counts
@@ -113,7 +113,8 @@ class EngineDraftCache(DraftCache):
     def _located(
         self, slots: IntArray, starts: IntArray, counts: IntArray, positions: Array | None, *others: Array
     ) -> tuple[Batch, list[torch.Tensor]]:
-        """A batch that is still to be planned, and ``others`` on the device, by the same copy. ``positions``: other than places."""
+        """Return a batch that is not planned yet, and ``others`` on the device, sent with the same copy. ``positions`` is given if they differ
+        from the places."""
         inputs = self._inputs
         assert inputs is not None, "the memory of a draft cache is allocated once the engine is built"
         rows = len(slots)
@@ -121,15 +122,15 @@ class EngineDraftCache(DraftCache):
         kv_lens = (starts + counts).astype(np.int32)
         table = inputs.page_table[slots, : -(-int(kv_lens.max()) // inputs.page_size)]
         indptr, row_of, places, own_positions = ragged(batch)
-        stand = (own_positions if positions is None else positions).astype(np.int64)
-        arrays = [stand, inputs.locate(row_of, places, table), indptr, kv_lens, table, *others]
+        given = (own_positions if positions is None else positions).astype(np.int64)
+        arrays = [given, inputs.locate(row_of, places, table), indptr, kv_lens, table, *others]
         batch.positions, batch.out_loc, batch.qo_indptr, batch.kv_lens, batch.page_table, *sent = inputs.upload(
             *arrays, updates=NO_UPDATES
         )
         return batch, sent
 
     def _planned(self, batch: Batch, mask: torch.Tensor | None = None) -> Batch:
-        """``batch`` with its plan. With a ``mask`` its rows are trees, else those of several tokens extend."""
+        """Plan ``batch`` and return it. With a ``mask`` its rows are trees; otherwise rows with several tokens are extend rows."""
         pool, backends = self._pool, self._backends
         assert pool is not None
         assert backends is not None
@@ -147,7 +148,7 @@ class EngineDraftCache(DraftCache):
 
 
 class EngineDraftRuntime(DraftRuntime):
-    """``watched`` are the layers asked for, in order."""
+    """Give drafters access to the target, its checkpoint and the device. ``watched`` are the layers that the drafter watches, in order."""
 
     def __init__(self, resolved: Resolved, target: ModelArchitecture, device: torch.device, dtype: torch.dtype) -> None:
         self.target = target
@@ -165,12 +166,12 @@ class EngineDraftRuntime(DraftRuntime):
         most = self.target.info.num_layers
         if not layers or not all(0 <= layer <= most + 1 for layer in layers):
             raise ConfigError(
-                f"the drafter wants hidden states of layers {list(layers)}; the target has 0 to {most} ({most}: its output; "
+                f"the drafter needs hidden states of layers {list(layers)}; the target has 0 to {most} ({most}: its output; "
                 f"{most + 1}: before the final norm)"
             )
         if Feature.MODEL_HIDDEN_STATES not in self.target.info.offers:
             raise ConfigError(
-                f"the drafter wants hidden states, which {self.target.info.architecture} does not offer "
+                f"the drafter needs hidden states, which {self.target.info.architecture} does not offer "
                 f"({Feature.MODEL_HIDDEN_STATES}); choose a drafter that needs none, such as ngram"
             )
         assert not self.watched, "watch is called once"
@@ -221,17 +222,17 @@ class EngineDraftRuntime(DraftRuntime):
             known = sorted({alias for c in self._resolved.models for alias in c.spec.aliases})
             raise ConfigError(f"{file} has architectures {wanted}; installed models implement {', '.join(known)}")
         spec, label = found[0].spec, found[0].label
-        assert spec.describe is not None, "models say what they are"
+        assert spec.describe is not None, "every model spec has a description"
         info = load_attribute(spec.describe, label)(checkpoint)
         return self.load(load_attribute(spec.target, label), info, directory, load_format)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the models that were loaded."""
+        """Return the bytes of the models that were loaded."""
         return sum(module_bytes(as_module(model)) for model in self._models)
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of a page of all draft caches together."""
+        """Return the bytes of a page in all draft caches together."""
         return sum(PagedKVPool.bytes_per_page(cache.info.cache_groups[0], page_size, dtype) for cache in self._caches)
 
     def allocate(self, inputs: Inputs, pool: PagedKVPool, max_context: int) -> None:
@@ -240,5 +241,5 @@ class EngineDraftRuntime(DraftRuntime):
             cache.allocate(self._resolved, inputs, pool, self.dtype, max_context)
 
     def capture_next(self) -> bool:
-        """Capture one of the drafter's passes. False if none is missing."""
+        """Capture one of the drafter's passes. Return False if none is missing."""
         return any(cache.graphs is not None and capture_next(cache.graphs) for cache in self._caches)

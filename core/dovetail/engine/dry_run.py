@@ -1,4 +1,5 @@
-"""A forward pass of the largest step there can be, over a pool of one page: what it allocates is what the pool must leave."""
+"""Run the largest possible step over a pool of one page, in order to measure the memory that it allocates, which the pool must leave
+free."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: PagedKVPool, lens: list[int], rows: int) -> None:
-    """Prompts of ``lens`` tokens in one step, and the sampling of ``rows`` rows with every filter. All of it reads and writes
-    page 0 of ``pool``, which ``backend`` was built for."""
+    """Run prompts of ``lens`` tokens in one step, and sample ``rows`` rows with every filter. The step reads and writes only
+    page 0 of ``pool``, for which ``backend`` was built."""
     device, count, tokens = pool.device, len(lens), sum(lens)
     nothing = np.zeros(count, np.int32)
     batch = Batch([], count, nothing, nothing, np.array(lens, np.int32), nothing == 0, NO_UPDATES)

@@ -1,7 +1,7 @@
-"""CUDA graphs of decode steps: everything from the page table to the sampled token is launched as a whole.
+"""Capture and replay decode steps as CUDA graphs: everything from the page table to the sampled token is launched as a whole.
 
-A graph is captured for each of a ladder of row counts, for steps with and without shared prefixes. A step runs in the
-smallest graph that holds its rows; rows that pad it belong to slot 0, read page 0 and write to page 0.
+A graph is captured for each number of rows of a ladder, for steps with and without shared prefixes. A step runs in the
+smallest graph that holds its rows. Rows that pad it belong to slot 0, read page 0 and write to page 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.engine.captures import NO_UPDATES, Recorder, Staging, ladder
+from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.ops.sampling import Filters, greedy, sample
@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class GraphKey(NamedTuple):
-    """Rows of a captured step, whether it reads shared prefixes once, and the attention backend's variant."""
+    """Identify a captured step by its number of rows, by whether it reads shared prefixes once, and by the attention backend's
+    variant."""
 
     rows: int
     shared: bool
@@ -74,7 +75,7 @@ class _Views(NamedTuple):
 
 
 class DecodeGraphs:
-    """Captures and replays decode steps of one model on one attention backend. Not thread-safe."""
+    """Capture and replay decode steps of one model on one attention backend. Not thread-safe."""
 
     def __init__(
         self,
@@ -87,8 +88,7 @@ class DecodeGraphs:
         shares: bool,
         watch: tuple[int, ...] = (),
     ) -> None:
-        """``shares``: the backend offers attention.shared_prefix, and batches may come with ``shared``. ``watch``: see
-        ``Batch``."""
+        """With ``shares`` batches may have ``shared``; the backend must offer attention.shared_prefix. ``watch`` is ``Batch.watch``."""
         self.sizes = ladder(max_rows)
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
@@ -99,31 +99,31 @@ class DecodeGraphs:
         device = inputs.device
         self._tensors = DecodeTensors(max_rows, inputs.pages.shape[1], device, shares)
         self._staging = Staging(len(pack(_padding(max_rows))), device)
-        self._recorder = Recorder(device)
+        self._recorder = GraphRecorder(device)
         self._samplers = SamplerGraphs(max_rows, self._recorder, device)
 
     @property
     def num_captured(self) -> int:
-        """Graphs there are now."""
+        """Return the number of graphs that exist now."""
         return len(self._graphs)
 
     def missing(self) -> Iterator[GraphKey]:
-        """The graphs that are still to be captured, the likeliest first."""
-        wanted = (GraphKey(rows, shared) for shared in self._variants for rows in self.sizes)
-        return (key for key in wanted if key not in self._graphs and key not in self.refused)
+        """Return the keys that are not captured yet, the most likely ones first."""
+        keys = (GraphKey(rows, shared) for shared in self._variants for rows in self.sizes)
+        return (key for key in keys if key not in self._graphs and key not in self.refused)
 
     def key_for(self, batch: Batch) -> GraphKey | None:
-        """The graph that a decode batch needs; None if it has too many rows for any."""
+        """Return the key of the graph that a decode batch needs, or None if the batch has more rows than any graph."""
         real = len(batch.slots)
         rows = next((size for size in self.sizes if size >= real), None)
         return None if rows is None else GraphKey(rows, batch.shared is not None, batch.variant)
 
     def is_captured(self, key: GraphKey) -> bool:
-        """True if the graph can be replayed at once."""
+        """Return True if the graph exists."""
         return key in self._graphs
 
     def get(self, key: GraphKey) -> DecodeGraph:
-        """A graph that is captured."""
+        """Return a captured graph."""
         return self._graphs[key]
 
     def launch(self, graph: DecodeGraph, batch: Batch, uniform: Array | None) -> torch.Tensor:
@@ -139,8 +139,9 @@ class DecodeGraphs:
         return graph.give(batch)
 
     def sample(self, graph: DecodeGraph, settings: RowSettings) -> torch.Tensor | None:
-        """Replay the sampler of the step just launched: tokens int64 ``[rows of the graph]``, which are also the last tokens
-        of their slots from now on. Valid until the next sample. None while the sampler has not been needed often."""
+        """Replay the sampler of the step that was launched last. Return its tokens, int64 ``[rows of the graph]``, which from now on are
+        the last tokens of their slots. They are valid until the next sample. Return None, with nothing done, as long as the sampler is
+        not captured."""
         logits, tensors, last_token = graph.logits, graph.tensors, self._inputs.last_token
 
         def draw(filters: Filters | None) -> torch.Tensor:
@@ -152,7 +153,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:
-        """Capture a step. Takes a fraction of a second."""
+        """Capture the step of ``key`` and return its graph. This takes a fraction of a second."""
         start, (rows, shared, variant) = time.perf_counter(), key
         tensors = self._tensors.narrow(rows)
         arrays = _padding(rows)
@@ -190,7 +191,7 @@ class DecodeGraphs:
 
 
 def _padding(rows: int) -> tuple[Array, ...]:
-    """The arrays of a step in which every row is padding."""
+    """Return the arrays of a step in which every row is padding."""
     nothing = np.zeros(0, np.int32)
     batch = Batch([], 0, nothing, nothing, nothing, nothing.astype(np.bool_), NO_UPDATES)
     return decode_arrays(batch, rows)

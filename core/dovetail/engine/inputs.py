@@ -1,7 +1,7 @@
-"""From a batch of requests to the tensors of a forward pass.
+"""Fill the tensors of a forward pass from a batch of requests.
 
-What a step needs of the past lives on the device, in arrays by slot: the last token of each request and the page table. A
-step sends what is new in one packed copy: slots, lengths, new pages, random numbers, prompt tokens.
+What a step needs from earlier steps stays on the device, in arrays by slot: the last token of each request and the page table. A
+step sends only what is new, in one packed copy: slots, lengths, new pages, random numbers, prompt tokens.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Inputs:
             batch.input_ids[fresh_t] = self.last_token[slots_t[batch.num_extend :]]
 
     def locate(self, row_of: Int64Array, places: Int64Array, table: IntArray) -> Int64Array:
-        """``Batch.out_loc`` of tokens at ``places`` of rows whose pages are in ``table``."""
+        """Return ``Batch.out_loc`` of tokens at ``places`` (indexes in their texts) of rows whose pages are in ``table``."""
         page, offset = np.divmod(places, self.page_size)
         return table[row_of, page].astype(np.int64) * self.page_size + offset
 
@@ -147,9 +147,9 @@ class Inputs:
 
 
 class DecodeTensors:
-    """Device tensors of a decode step of up to ``rows`` rows: those of the batch, and those they are computed from.
+    """Hold the device tensors of a decode step of up to ``rows`` rows: those of the batch, and those that they are computed from.
 
-    Made once for a graph (then their addresses stay), or for one step.
+    They are made once for a graph, so that their addresses stay the same, or for one step.
     """
 
     def __init__(self, rows: int, max_pages: int, device: torch.device, shared: bool) -> None:
@@ -162,11 +162,11 @@ class DecodeTensors:
         self.own_lens = torch.ones_like(self.kv_lens)
 
     def read(self, sent: Sequence[torch.Tensor]) -> None:
-        """``sent`` are the arrays of ``decode_arrays`` on the device; views of a fixed buffer where there is a graph."""
+        """Take ``sent``, the arrays of ``decode_arrays`` on the device. For a graph they are views of a fixed buffer."""
         self.uniform, self.slots, self.prefix_lens, self.indptr, self.group_lens, self.row_lens = sent
 
     def narrow(self, rows: int) -> DecodeTensors:
-        """The same memory, for a step of ``rows`` rows."""
+        """Return tensors for a step of ``rows`` rows in the same memory."""
         part = copy.copy(self)
         part.rows, part.qo_indptr = rows, self.qo_indptr[: rows + 1]
         for name in ("input_ids", "positions", "out_loc", "kv_lens", "table", "group_table", "own_lens"):
@@ -174,7 +174,7 @@ class DecodeTensors:
         return part
 
     def compute(self, inputs: Inputs, *, shared: bool) -> None:
-        """Launch the kernel that fills the batch's tensors. Reads the arrays by slot."""
+        """Launch the kernel that fills the batch's tensors. It reads the arrays by slot."""
         from dovetail.ops.triton.inputs import decode_inputs
 
         out = (self.input_ids, self.positions, self.out_loc, self.kv_lens, self.table)
@@ -182,7 +182,7 @@ class DecodeTensors:
         decode_inputs(self.slots, self.prefix_lens, inputs.last_token, inputs.pages, inputs.page_size, out, groups)
 
     def give(self, batch: Batch) -> None:
-        """Set the batch's engine fields."""
+        """Set the batch's engine fields to these tensors."""
         batch.input_ids, batch.positions, batch.out_loc = self.input_ids, self.positions, self.out_loc
         batch.qo_indptr, batch.kv_lens, batch.page_table = self.qo_indptr, self.kv_lens, self.table
         batch.logit_rows = None
@@ -193,8 +193,8 @@ class DecodeTensors:
 
 
 def decode_arrays(batch: Batch, rows: int, uniform: Array | None = None) -> tuple[Array, ...]:
-    """What the host sends of a decode batch, padded to ``rows`` rows with slot 0: random numbers float64, slots int64,
-    lengths int32, and of shared prefixes indptr, group_lens and row_lens, see ``DecodeTensors``."""
+    """Return what the host sends for a decode batch, padded to ``rows`` rows with slot 0: random numbers float64, slots int64,
+    lengths int32, and for shared prefixes indptr, group_lens and row_lens, see ``DecodeTensors``."""
     real = len(batch.slots)
     numbers = np.zeros(rows, np.float64)
     if uniform is not None:
@@ -212,7 +212,7 @@ def decode_arrays(batch: Batch, rows: int, uniform: Array | None = None) -> tupl
 
 
 def pack(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of ``arrays``, each at a multiple of 8."""
+    """Return the bytes of ``arrays``, each at a multiple of 8."""
     if len(arrays) == 1:
         return arrays[0].reshape(-1).view(np.uint8)
     packed = np.empty(sum(_aligned(a.nbytes) for a in arrays), np.uint8)
@@ -224,7 +224,7 @@ def pack(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def unpack(buffer: torch.Tensor, like: Sequence[Array]) -> list[torch.Tensor]:
-    """Views of ``buffer``, which holds the bytes of ``pack(like)``."""
+    """Return views of ``buffer``, which holds the bytes of ``pack(like)``."""
     out, start = [], 0
     for a in like:
         out.append(buffer[start : start + a.nbytes].view(_TORCH[a.dtype]).view(a.shape))
@@ -237,16 +237,16 @@ def _aligned(size: int) -> int:
 
 
 class Ragged(NamedTuple):
-    """Where the tokens of a batch stand: rows of different lengths, one after the other."""
+    """Hold the positions of a batch's tokens. Its rows have different lengths and follow one another."""
 
     indptr: IntArray  # [rows + 1] row r has tokens [indptr[r], indptr[r + 1])
     row_of: Int64Array  # [tokens]
-    places: Int64Array  # [tokens] in its row, which is where its K and V go
-    positions: Int64Array  # [tokens] the same, but for drafts in a tree, which stand at their depth
+    places: Int64Array  # [tokens] index in the text of the row, by which its K and V are stored
+    positions: Int64Array  # [tokens] the same, except for drafts in a tree, whose positions follow their depth
 
 
 def ragged(batch: Batch) -> Ragged:
-    """Of a batch whose host fields are set."""
+    """Return the positions of a batch whose host fields are set."""
     lens = batch.extend_lens
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=indptr[1:])
@@ -259,7 +259,7 @@ def ragged(batch: Batch) -> Ragged:
 
 
 def token_ids(batch: Batch, indptr: IntArray) -> Int64Array:
-    """Tokens of the extend rows and drafts; a place whose token only the device knows is left 0."""
+    """Return the tokens of extend rows and the drafts, int64 ``[tokens]``. A token that only the device has is 0."""
     ids = np.zeros(int(indptr[-1]), np.int64)
     for row in range(batch.num_extend):
         start = int(batch.prefix_lens[row])
@@ -272,7 +272,7 @@ def token_ids(batch: Batch, indptr: IntArray) -> Int64Array:
 
 
 def _logit_rows(batch: Batch, indptr: IntArray) -> Int64Array:
-    """Tokens whose logits are needed: the last of each sampled row, and every token of a verify row."""
+    """Return the tokens whose logits are needed: the last one of each sampled row, and every token of a verify row."""
     last = indptr[1:].astype(np.int64) - 1
     if batch.drafts is None:
         return last[batch.samples]
@@ -281,8 +281,8 @@ def _logit_rows(batch: Batch, indptr: IntArray) -> Int64Array:
 
 
 def depths(batch: Batch) -> IntArray:
-    """Depth of each token of each row in its tree, int32 ``[rows, longest row]``; a token of an extend row, and the root,
-    stand at their own index."""
+    """Return the depth of each token of each row in its tree, int32 ``[rows, longest row]``. For tokens of extend rows this is their
+    index in the row; the root has depth 0."""
     drafts: DraftTree | None = batch.drafts
     assert drafts is not None
     out = np.tile(np.arange(int(batch.extend_lens.max()), dtype=np.int32), (len(batch.reqs), 1))
@@ -293,7 +293,8 @@ def depths(batch: Batch) -> IntArray:
 
 
 def tree_mask(batch: Batch, indptr: IntArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """See ``AttentionBackend.plan``: bool ``[tokens, longest row]``; a draft sees the root, its ancestors and itself."""
+    """Return the mask that ``AttentionBackend.plan`` describes, bool ``[tokens, longest row]``: a draft sees the root, its ancestors
+    and itself."""
     drafts: DraftTree | None = batch.drafts
     assert drafts is not None
     split, longest = batch.num_extend, 1 + int(drafts.lens.max())
@@ -305,7 +306,7 @@ def tree_mask(batch: Batch, indptr: IntArray) -> np.ndarray[Any, np.dtype[np.boo
     rows = np.arange(len(parents))
     own = np.zeros((len(rows), longest, longest), np.bool_)
     own[:, 0, 0] = True
-    for node in range(1, longest):  # of all rows at once; nodes that a row does not have are left out below
+    for node in range(1, longest):  # of all rows at once; nodes that a row does not have are removed below
         own[:, node] = own[rows, parents[:, node - 1] + 1]
         own[:, node, node] = True
     mask[indptr[split] :, :longest] = own[np.arange(longest) < lens[:, None]]

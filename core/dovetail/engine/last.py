@@ -1,7 +1,7 @@
-"""The rows that a step with prompts samples from, as a decode batch: all that the model's last layer need attend for.
+"""Reduce the last layer of a step with prompts to the rows that are sampled, as a decode batch.
 
-The last layer writes K and V of every token, but only what it computes for sampled rows is read by anybody. A prompt of
-which a chunk is computed samples nothing at all.
+The last layer writes K and V of every token, but apart from them only its results for sampled rows are used. A prompt whose
+chunk ends before the prompt does is not sampled at all.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from dovetail.interfaces.attention import AttentionBackend
 
 FEWER = 2
-"""The last layer is narrowed where that leaves it less than one in so many tokens,"""
+"""The last layer is narrowed only if fewer than one in this number of tokens remain."""
 
 SPARED = 16
-"""and spares it so many: a batch of its own costs the host as much as some tokens' last layer."""
+"""The last layer is narrowed only if it need not compute at least this number of tokens, because a separate batch costs the host as much
+time as the last layer of some tokens."""
 
 
 def narrows(batch: Batch) -> bool:
-    """Whether the last layer may, and had better, do without the tokens that nobody samples from. Log-probabilities of
-    prompts, what is made of prompts (``Pooling``) and verification read every token."""
+    """Return True if the last layer may omit the tokens that are not sampled, and that saves time. It may not omit them for
+    log-probabilities of prompts, pooling and verification, which read every token."""
     return (
         batch.num_extend > 0
         and batch.drafts is None
@@ -43,7 +44,7 @@ def _spares(tokens: int, sampled: int) -> bool:
 
 
 def last_rows(batch: Batch, backend: AttentionBackend) -> Batch:
-    """The sampled rows of a prepared batch, each with its last token as its query; planned with ``backend``."""
+    """Return the sampled rows of a prepared batch, each with its last token as its query, planned with ``backend``."""
     sampled = np.flatnonzero(batch.samples)
     count = len(sampled)
     last = Batch(

@@ -1,4 +1,4 @@
-"""Grammar bitmasks of a batch, along the drafts too."""
+"""Fill and apply the grammar bitmasks of a batch, for its drafts too."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 _SLOW_CALL = 0.005
 _SLOW_ROW = 0.0005
-"""Seconds of a call for several rows, and for each of them, after which each is filled by itself, so that the time of each is known.
-Usual masks take a tenth."""
+"""A call that fills several rows is slow if it takes more than ``_SLOW_CALL`` seconds and ``_SLOW_ROW`` for each row. The masks of its
+requests are filled one by one afterwards, so that the time of each is known. Usual masks take a tenth of this."""
 
 
 class MaskBuffers:
-    """Memory for the bitmasks of a step: on CUDA pinned, so that matchers write where the device reads, and kept, as pinning
-    takes longer than filling. Used in turns: under overlap two steps are in flight."""
+    """Hold memory for the bitmasks of a step. On CUDA it is pinned, so that matchers write where the device reads, and it is kept,
+    because pinning takes longer than filling. Buffers are used in turns, because under overlap two steps are in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class MaskBuffers:
         self._next = 0
 
     def take(self, rows: int, width: int) -> torch.Tensor:
-        """Int32 ``[rows, width]`` on the host, holding anything; its own for the next ``TURNS - 1`` calls."""
+        """Return uninitialised int32 ``[rows, width]`` on the host. The next ``TURNS - 1`` calls return other memory."""
         if self._device.type != "cuda":
             return torch.empty(rows, width, dtype=torch.int32)
         if not self._turns or self._turns[0].numel() < rows * width:
@@ -53,8 +53,8 @@ class MaskBuffers:
 def mask_logits(
     logits: torch.Tensor, batch: Batch, constrained: Sequence[tuple[int, int, Req]], buffers: MaskBuffers
 ) -> None:
-    """Forbid, in place, what the grammars forbid. ``constrained`` are (first logit row, batch row, request). A matcher that
-    raises sets its request's ``error``; the other rows are masked as usual."""
+    """Mask the tokens that the grammars forbid, in place. ``constrained`` are (first logit row, batch row, request). If a matcher
+    raises, its request's ``error`` is set; the other rows are masked as usual."""
     nodes = [(start, req, *draft_rows(batch.drafts, row)) for start, row, req in constrained]
     spans = [1 + len(drafts) for _, _, drafts, _ in nodes]
     held = buffers.take(sum(spans), bitmask_width(logits.shape[1]))
@@ -73,7 +73,7 @@ def mask_logits(
 
 
 def _fill_roots(reqs: Sequence[tuple[Req, int]], bitmask: IntArray) -> None:
-    """The masks of the next tokens, at the rows given; those of one backend in one call."""
+    """Fill the masks of the next tokens at the given rows of ``bitmask``, with one call for all requests of a grammar backend."""
     together: dict[int, list[tuple[Req, Matcher, int]]] = {}
     for req, row in reqs:
         matcher = req.matcher.inner
@@ -88,7 +88,8 @@ def _fill_roots(reqs: Sequence[tuple[Req, int]], bitmask: IntArray) -> None:
 
 
 def _fill_group(group: Sequence[tuple[Req, Matcher, int]], bitmask: IntArray) -> None:
-    """One call; if it raises, one for each, so that only who is to blame is ended."""
+    """Fill the masks of one backend with one call. If it raises, use one call for each request, so that only those requests end whose
+    matchers raise."""
     if len(group) > 1:
         start = time.perf_counter()
         try:
@@ -106,7 +107,7 @@ def _fill_group(group: Sequence[tuple[Req, Matcher, int]], bitmask: IntArray) ->
 
 
 def _fill_alone(req: Req, matcher: Matcher, bitmask: IntArray, row: int) -> None:
-    """One mask; how long it took is told to the request's meter."""
+    """Fill one mask, and charge the time to the request's meter."""
 
     def fill() -> None:
         start = time.perf_counter()
@@ -133,9 +134,9 @@ def _guarded(req: Req, part: IntArray, fill: Callable[[], None]) -> None:
 
 
 def _fill_drafts(matcher: Matcher, bitmask: IntArray, drafts: list[int], parents: list[int]) -> None:
-    """Masks of every draft, by a walk down the tree from the root in row 0; the matcher ends where it began.
+    """Fill the masks of every draft with a walk down the tree, whose root is row 0. The matcher's state is the same afterwards.
 
-    A node that the grammar forbids is never accepted, so its mask, and those below it, allow everything, as they did before.
+    A node that the grammar forbids is never accepted. Its mask and the masks below it still allow everything.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

@@ -1,4 +1,4 @@
-"""Where the device's memory goes: weights, activations as measured, graphs, and all that is left to the KV pool."""
+"""Divide the device's memory: weights, activations as measured, graphs, and the rest for the KV pool."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CPU_POOL_BYTES = GIB
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes that are not the pool's. ``activations`` is what a step takes beyond weights and pool, measured with
-    ``tokens`` tokens (0: not measured); ``graphs`` is kept back for graphs that are captured later."""
+    """Count bytes that are not available to the pool. ``activations`` is what a step takes beyond weights and pool, measured with
+    ``tokens`` tokens (0 means not measured). ``graphs`` is reserved for graphs that are captured later."""
 
     weights: int = 0
     activations: int = 0
@@ -34,7 +34,7 @@ class Needs:
     graphs: int = 0
 
     def text(self) -> str:
-        """For messages."""
+        """Return the text for messages."""
         measured = f"measured with {self.tokens} tokens" if self.tokens else "not measured"
         parts = f"weights {size_text(self.weights)}, activations {size_text(self.activations)} ({measured})"
         return f"{parts}, graphs {size_text(self.graphs)} reserved"
@@ -42,8 +42,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How the memory of a device is divided. Bytes, but for the pool's ``num_pages``, page 0 included, and its
-    ``pool_tokens``. ``free`` is left over once everything is in use. On a CPU only the pool is counted: ``total`` and
+    """Describe how the memory of a device is divided, in bytes, except for the pool's ``num_pages``, page 0 included, and its
+    ``pool_tokens``. ``free`` remains once everything is in use. On a CPU only the pool is counted: ``total`` and
     ``free`` are 0."""
 
     total: int
@@ -54,12 +54,12 @@ class Budget:
     free: int
 
     def __str__(self) -> str:
-        """The line for the log."""
+        """Return the line for the log."""
         left = f", {size_text(self.free)} left free" if self.total else ""
         return f"memory: {self.needs.text()}, KV pool {size_text(self.pool)} = {self.pool_tokens:,} tokens{left}"
 
     def to_json(self) -> dict[str, int]:
-        """The same for /server_info."""
+        """Return the same for /server_info."""
         needs = asdict(self.needs)
         measured = needs.pop("tokens")
         return {
@@ -73,11 +73,11 @@ class Budget:
 
 
 def measure_peak(run: Callable[[], None], device: torch.device) -> int:
-    """Bytes that ``run`` needs on a CUDA device beyond what is allocated now and beyond what it leaves behind, with the
-    allocator's own waste; 0 on a CPU, where ``run`` is not called.
+    """Return the bytes that ``run`` needs on a CUDA device beyond what is allocated now and beyond what it leaves allocated, including the
+    waste of the allocator. Return 0 on a CPU, where ``run`` is not called.
 
-    ``run`` is the largest step there will be: a prompt chunk of ``scheduler.chunk`` tokens and its logits, and a decode
-    step of ``scheduler.rows``, sampled. It runs twice: what the first time loads or keeps for good (kernels, workspaces)
+    ``run`` is the largest possible step: a prompt chunk of ``scheduler.chunk`` tokens and its logits, and a decode
+    step of ``scheduler.rows`` rows, sampled. It runs twice: what the first run loads or keeps for good (kernels, workspaces)
     is used memory from then on, which ``budget_for`` finds in use.
     """
     if device.type == "cpu":
@@ -88,21 +88,21 @@ def measure_peak(run: Callable[[], None], device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     run()
     torch.cuda.synchronize(device)
-    # what was reserved and unused before hides a part of the first, the allocator's waste is not in the second
+    # memory that was reserved and unused before hides a part of the first number; the second lacks the allocator's waste
     peak = max(torch.cuda.max_memory_reserved(device) - reserved, torch.cuda.max_memory_allocated(device) - allocated)
     _release(device)
     return peak
 
 
 def _release(device: torch.device) -> None:
-    """Give what torch has allocated and does not use back to the device."""
+    """Return to the device the memory that torch has allocated and does not use."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters and buffers, each counted once."""
+    """Return the bytes of the parameters and buffers, each counted once."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
@@ -113,36 +113,38 @@ def budget_for(
     device: torch.device,
     context_len: int,
     needs: Needs,
-    beside: int = 0,
+    draft_page_bytes: int = 0,
 ) -> Budget:
-    """Divide the device's memory, as it is now: the weights are loaded, the pool is not there; ``beside`` bytes of each page
-    are a drafter's. The pool gets
-    ``memory.num_pages``, or as many pages as ``memory.kv_gib`` holds, or else as many as ``memory.fraction`` allows, but no
-    more than all running requests together could fill. Raises ``ConfigError`` if not even one page fits, or not what was asked for."""
+    """Divide the device's memory as it is now: the weights are loaded, the pool is not allocated. A page takes ``draft_page_bytes`` more
+    in the caches of a drafter.
+
+    The pool gets ``memory.num_pages`` pages, or as many as ``memory.kv_gib`` holds, or else as many as ``memory.fraction`` allows, but not
+    more than all running requests together could fill. Raises ``ConfigError`` if not even one page fits, or if the requested number does
+    not fit."""
     memory = config.memory
-    page = PagedKVPool.bytes_per_page(group, memory.page_size, dtype) + beside
+    page = PagedKVPool.bytes_per_page(group, memory.page_size, dtype) + draft_page_bytes
     free, total = (0, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
-    room = free - needs.activations - needs.graphs
+    available = free - needs.activations - needs.graphs
     if memory.num_pages is not None:
         pages = memory.num_pages
     else:
-        allowed = CPU_POOL_BYTES if device.type == "cpu" else room - int((1 - memory.fraction) * total)
+        allowed = CPU_POOL_BYTES if device.type == "cpu" else available - int((1 - memory.fraction) * total)
         allowed = allowed if memory.kv_gib is None else int(memory.kv_gib * GIB)
         pages = allowed // page
         if memory.kv_gib is None:
             pages = min(pages, config.scheduler.rows * (-(-context_len // memory.page_size) + 1) + 1)
         if pages < 2:
             raise ConfigError(_too_little(config, needs, allowed, page, free, total))
-    if total and pages * page > room:
+    if total and pages * page > available:
         raise ConfigError(_too_much(config, needs, pages * page, free, total))
-    left = room - pages * page if total else 0
+    left = available - pages * page if total else 0
     return Budget(total, needs, pages * page, pages, (pages - 1) * memory.page_size, left)
 
 
 def _too_little(config: Config, needs: Needs, allowed: int, page: int, free: int, total: int) -> str:
     memory = config.memory
     text = (
-        f"memory for the KV pool is {max(allowed, 0) / GIB:.2f} GiB, and its least is two pages of {memory.page_size} "
+        f"the memory for the KV pool is {max(allowed, 0) / GIB:.2f} GiB; it needs at least two pages of {memory.page_size} "
         f"tokens, {2 * page / GIB:.4f} GiB"
     )
     if memory.kv_gib is not None:
@@ -163,11 +165,11 @@ def _too_much(config: Config, needs: Needs, pool: int, free: int, total: int) ->
 
 
 def _spent(config: Config, needs: Needs, free: int, total: int) -> str:
-    """Where the memory is, and what would free some."""
+    """Return what uses the memory, and what would free some of it."""
     others = total - free - needs.weights
     return (
         f" (of {total / GIB:.1f} GiB, {free / GIB:.1f} GiB are free: {needs.text()}, {size_text(others)} in use by CUDA and "
-        f"others on this device). What would give more: stop other processes on the device; raise memory.fraction "
+        f"other processes on this device). To get more memory: stop other processes on the device; raise memory.fraction "
         f"({config.memory.fraction:g}); lower scheduler.chunk_size ({config.scheduler.chunk_size}) for smaller activations, or "
         "graphs.max_rows for fewer graphs"
     )

@@ -1,4 +1,4 @@
-"""A step's output on its way to the host."""
+"""Bring the output of a step to the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fetched(output: ForwardOutput) -> ForwardOutput:
-    """Copies of all that the host reads, under way."""
+    """Start to copy everything that the host reads, and return the copies, which are complete once the step's event has passed."""
 
     def fetch(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else to_host(tensor)
@@ -35,7 +35,7 @@ def fetched(output: ForwardOutput) -> ForwardOutput:
 
 
 def host_output(batch: Batch, output: ForwardOutput) -> HostOutput:
-    """What is read of an output in host memory."""
+    """Return what the scheduler needs from an output in host memory."""
     tokens = output.token_ids.tolist()
     if output.accept_lens is not None:
         tokens = [row[:n] for row, n in zip(tokens, output.accept_lens.tolist(), strict=True)]

@@ -1,6 +1,6 @@
-"""Repetition, presence and frequency penalties, and logit biases: they need the tokens of a request so far.
+"""Apply repetition, presence and frequency penalties and logit biases. They depend on the tokens of a request so far.
 
-Counts are kept per penalised request on the device; a batch without one pays nothing.
+The device keeps counts for each penalised request. A batch without such a request costs nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """How often each token stands in one request: ``prompt`` bool ``[V]`` and ``output`` float32 ``[V]``.
+    """Count the tokens of one request: ``prompt`` bool ``[V]`` has those that are in its prompt, ``output`` float32 ``[V]`` how often each
+    is in its output.
 
-    ``counted`` tokens of the request have been counted. ``settings`` are its repetition, presence and frequency penalty,
+    The first ``counted`` tokens of the request have been counted. ``settings`` are its repetition, presence and frequency penalty,
     float32 ``[1]`` each.
     """
 
@@ -33,7 +34,7 @@ class TokenCounts:
         self.counted = 0
 
     def count_known(self, req: Req, end: int) -> None:
-        """Count the tokens up to ``end`` that the host knows."""
+        """Count the tokens before index ``end`` that the host knows."""
         end = min(end, req.known_len)
         if self.counted < req.prompt_len:
             self.prompt[to_device(req.token_ids[: req.prompt_len].astype(np.int64), self.prompt.device)] = True
@@ -43,21 +44,21 @@ class TokenCounts:
             self.counted = end
 
     def add(self, tokens: torch.Tensor, sign: float = 1.0) -> None:
-        """Count output tokens int64 ``[n]``, or uncount them."""
+        """Add ``sign`` to the counts of the output tokens int64 ``[n]``."""
         self.output.index_add_(0, tokens, torch.full((len(tokens),), sign, device=self.output.device))
 
 
 class Penalties:
-    """The counts of all penalised requests. Mutates logits in place."""
+    """Keep the counts of all penalised requests, and apply their penalties to logits in place."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._counts: dict[int, TokenCounts] = {}
 
-    def forget_all_but(self, live: set[int]) -> None:
-        """Drop the counts of requests (by uid) that have left."""
-        for uid in [u for u in self._counts if u not in live]:
+    def forget_all_but(self, uids: set[int]) -> None:
+        """Drop the counts of all requests except those with these uids."""
+        for uid in [u for u in self._counts if u not in uids]:
             del self._counts[uid]
 
     def apply(
@@ -65,7 +66,7 @@ class Penalties:
     ) -> None:
         """Penalise the rows ``logits [1 + len(drafts), V]`` of one request, float32, in place.
 
-        ``length`` tokens precede the sampled one; the last of them, ``first [1]``, may be known to the device only. Row
+        ``length`` tokens precede the sampled token. The last of them is ``first [1]``, which may be on the device only. Row
         j + 1 also follows the drafts on the path to draft j.
         """
         counts = self._counts.get(req.uid)
@@ -84,7 +85,7 @@ class Penalties:
 
 
 def path_tokens(node: int, drafts: list[int], parents: list[int]) -> list[int]:
-    """The draft tokens from the root down to ``node``; none for the root, -1."""
+    """Return the draft tokens on the path from the root down to ``node``. The root is -1 and has none."""
     path: list[int] = []
     while node >= 0:
         path.append(drafts[node])
@@ -93,7 +94,7 @@ def path_tokens(node: int, drafts: list[int], parents: list[int]) -> list[int]:
 
 
 def _penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) -> None:
-    """``logits [1, V]``, in place."""
+    """Penalise ``logits [1, V]`` in place."""
     if params.logit_bias:
         tokens = to_device(np.array(list(params.logit_bias), np.int64), logits.device)
         biases = to_device(np.array(list(params.logit_bias.values()), np.float32), logits.device)
@@ -103,7 +104,7 @@ def _penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts)
 
 
 def draft_rows(drafts: DraftTree | None, row: int) -> tuple[list[int], list[int]]:
-    """The draft tokens of a batch row and their parents."""
+    """Return the draft tokens of a batch row and their parents."""
     if drafts is None:
         return [], []
     count = int(drafts.lens[row])

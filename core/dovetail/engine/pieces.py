@@ -1,8 +1,8 @@
-"""CUDA graphs in pieces: what lies between the attention calls of a forward pass, for steps with prompt tokens.
+"""Capture what is between the attention calls of a forward pass as CUDA graphs, for steps with prompt tokens.
 
-Attention over ragged prompts cannot be captured, as its work depends on lengths; the rest depends on the number of tokens
-alone. The model runs once with a recorder in the place of the attention backend: at every attention call the recorder ends
-a graph and begins the next. Tokens that pad a step are written to page 0.
+Attention over ragged prompts cannot be captured, because its work depends on lengths. The rest depends on the number of tokens
+only. The model runs once with a recorder in place of the attention backend: at every attention call the recorder ends
+one graph and begins the next one. Tokens that pad a step are written to page 0.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 LAUNCH_SECONDS = 3.5e-4
-"""What launching a layer takes the host, kernel by kernel, with the attention it calls (H200 and its host)."""
+"""The seconds that the host needs to launch a layer kernel by kernel, with the attention that it calls (H200 and its host)."""
 OPERATIONS_PER_SECOND = 6e14
 MOST_TOKENS = 2048
 
 
 def launch_bound(model: ModelArchitecture) -> int:
-    """Tokens of a step up to which the device would wait for the host, if it were launched kernel by kernel: a multiple of
-    128, at most ``MOST_TOKENS``, as every size that is captured takes memory."""
+    """Return the number of tokens up to which the device would wait for the host if a step were launched kernel by kernel. It is a
+    multiple of 128 and at most ``MOST_TOKENS``, because every captured size takes memory."""
     info = model.info
     weights = sum(p.numel() for p in as_module(model).parameters() if p.shape[0] != info.vocab_size)
     tokens = info.num_layers * LAUNCH_SECONDS * OPERATIONS_PER_SECOND / (2 * weights)
@@ -43,13 +43,13 @@ def launch_bound(model: ModelArchitecture) -> int:
 
 
 def ladder(max_tokens: int) -> list[int]:
-    """Token counts to capture, up to ``max_tokens`` itself."""
+    """Return the numbers of tokens to capture, up to and including ``max_tokens``."""
     sizes = [8, 16, 32, 48, 64, 96, 128, *range(192, 512, 64), *range(512, 1024, 128), *range(1024, 1 << 14, 256)]
     return [size for size in sizes if size < max_tokens] + [max_tokens] if max_tokens else []
 
 
-class Piece(NamedTuple):
-    """A graph, and the attention call that follows it: ``q`` is what the graph computes, at a fixed address."""
+class CapturedPiece(NamedTuple):
+    """Hold a graph and the attention call that follows it. ``q`` is what the graph computes, at a fixed address."""
 
     graph: torch.cuda.CUDAGraph
     q: torch.Tensor
@@ -58,17 +58,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """A forward pass of a fixed number of tokens; ``last`` computes ``hidden`` from the last attention's result, and what
-    ``Batch.hidden`` is."""
+    """Hold a forward pass of a fixed number of tokens. ``last`` computes ``hidden`` from the result of the last attention call;
+    ``watched`` is ``Batch.hidden``."""
 
-    pieces: list[Piece]
+    pieces: list[CapturedPiece]
     last: torch.cuda.CUDAGraph
     hidden: torch.Tensor
     watched: torch.Tensor | None
 
 
 class PiecewiseGraphs:
-    """Captures and replays forward passes of up to ``max_tokens`` tokens. Not thread-safe."""
+    """Capture and replay forward passes of up to ``max_tokens`` tokens. Not thread-safe."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PiecewiseGraphs:
         dtype: torch.dtype,
         watch: tuple[int, ...] = (),
     ) -> None:
-        """``watch``: see ``Batch``."""
+        """``watch`` is ``Batch.watch``."""
         self.sizes = ladder(max_tokens)
         self.seconds = 0.0  # spent on captures
         self._model, self._pool, self._watch = model, pool, watch
@@ -93,19 +93,20 @@ class PiecewiseGraphs:
         self._stream = torch.cuda.Stream(device)
 
     def missing(self) -> Iterator[int]:
-        """Sizes that are still to be captured."""
+        """Return the sizes that are not captured yet."""
         return (size for size in self.sizes if size not in self._captured and size not in self.refused)
 
     def size_for(self, tokens: int) -> int | None:
-        """The size that holds ``tokens``; None if none does."""
+        """Return the smallest size that holds ``tokens``, or None if no size does."""
         return next((size for size in self.sizes if size >= tokens), None)
 
     def is_captured(self, size: int) -> bool:
-        """True if a step of this size can be replayed."""
+        """Return True if a step of this size can be replayed."""
         return size in self._captured
 
     def forward(self, size: int, batch: Batch, attends: Attends) -> torch.Tensor:
-        """Hidden states ``[tokens, hidden_size]`` of a batch that is prepared and planned; valid until the next call."""
+        """Return the hidden states ``[tokens, hidden_size]`` of a batch that is prepared and planned, and set ``batch.hidden``. Both are
+        valid until the next call."""
         tokens = len(batch.input_ids)
         for static, given in (
             (self._ids, batch.input_ids),
@@ -132,17 +133,17 @@ class PiecewiseGraphs:
         current = torch.cuda.current_stream(self._pool.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            batch.attn = (_Stand(self._attended[:size]),)
+            batch.attn = (_WarmUpAttention(self._attended[:size]),)
             for _ in range(WARM_UPS):
                 self._model.forward(batch)
             torch.cuda.synchronize(self._pool.device)
-            recorder = _Recorder(self._attended[:size], self._memory)
+            recorder = _PieceRecorder(self._attended[:size], self._memory)
             batch.attn = (recorder,)
             recorder.begin()
             try:
                 hidden = self._model.forward(batch)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # what has been raised says more
+                with contextlib.suppress(RuntimeError):  # the first exception says more
                     recorder.end()
                 raise
             last = recorder.end()
@@ -158,8 +159,8 @@ class PiecewiseGraphs:
         return batch
 
 
-class _Stand:
-    """Stands in for attention while the model warms up: the result is whatever the buffer holds."""
+class _WarmUpAttention:
+    """Replace attention while the model warms up. The result is the uninitialised buffer."""
 
     def __init__(self, attended: torch.Tensor) -> None:
         self._attended = attended
@@ -168,12 +169,12 @@ class _Stand:
         return self._attended
 
 
-class _Recorder(_Stand):
-    """Ends a graph at every attention call and begins the next."""
+class _PieceRecorder(_WarmUpAttention):
+    """End a graph at every attention call and begin the next one."""
 
     def __init__(self, attended: torch.Tensor, memory: Any) -> None:
         super().__init__(attended)
-        self.pieces: list[Piece] = []
+        self.pieces: list[CapturedPiece] = []
         self._memory = memory
         self._graph: torch.cuda.CUDAGraph
 
@@ -186,6 +187,6 @@ class _Recorder(_Stand):
         return self._graph
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        self.pieces.append(Piece(self.end(), q, layer))
+        self.pieces.append(CapturedPiece(self.end(), q, layer))
         self.begin()
         return self._attended

@@ -1,4 +1,4 @@
-"""What is made of prompts, instead of continuing them: hidden states for embeddings, log-probabilities of labels."""
+"""Pool prompts that are not continued: hidden states for embeddings, log-probabilities of labels."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _MODE = "pooling_mode_"
 
 LABEL_ROWS = 64
-"""Prompts whose logits are held at one time."""
+"""The number of prompts whose logits are in memory at one time."""
 
 
 def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Of each extend row that pools: the row, and a float32 vector. That is, of a mean, the sum over the tokens of this
-    chunk; of the others the whole, with the chunk that ends the prompt. ``hidden`` are the hidden states of all tokens of
-    the batch, after the final norm."""
+    """Return the row and a float32 vector for each extend row that pools. For a mean, the vector is the sum over the tokens of this
+    chunk. For other kinds it is the whole result, which only the chunk that ends the prompt has. ``hidden`` are the hidden states of
+    all tokens of the batch, after the final norm."""
     found: list[tuple[int, torch.Tensor]] = []
     labelled: list[tuple[int, int]] = []
     end = 0
@@ -51,7 +51,7 @@ def pooled(model: ModelArchitecture, batch: Batch, hidden: torch.Tensor) -> list
 def _label_logprobs(
     model: ModelArchitecture, batch: Batch, hidden: torch.Tensor, labelled: list[tuple[int, int]]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Of rows whose prompts end at these tokens: log-probabilities of their labels as the next token."""
+    """Return the log-probabilities of labels as the next token. ``labelled`` are (row, token at which its prompt ends)."""
     ends = to_device(np.array([token for _, token in labelled], np.int64), hidden.device)
     logprobs = torch.log_softmax(model.logits(hidden.index_select(0, ends)).float(), dim=-1)
     return [
@@ -66,13 +66,14 @@ def _labels(req: Req, device: torch.device) -> torch.Tensor:
 
 
 def default_pooling(directory: Path) -> PoolingKind | None:
-    """How the checkpoint's own file for Sentence Transformers (``1_Pooling/config.json``) pools; without one by the last
-    token, which alone has seen the whole text. None where it asks for what is not implemented. Raises ``ConfigError``."""
+    """Return how the checkpoint's file for Sentence Transformers (``1_Pooling/config.json``) pools. Without the file this is the last
+    token, because no other token has seen the whole text. Return None if the file requires what is not implemented. Raises
+    ``ConfigError``."""
     name = "1_Pooling/config.json"
     if not (directory / name).is_file():
         return PoolingKind.LAST
     given = read_json(directory, name)
-    asked = {key.removeprefix(_MODE) for key, value in given.items() if key.startswith(_MODE) and value}
+    modes = {key.removeprefix(_MODE) for key, value in given.items() if key.startswith(_MODE) and value}
     return {frozenset({"lasttoken"}): PoolingKind.LAST, frozenset({"mean_tokens"}): PoolingKind.MEAN}.get(
-        frozenset(asked or {given.get("pooling_mode", "")})
+        frozenset(modes or {given.get("pooling_mode", "")})
     )

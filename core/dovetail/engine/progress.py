@@ -1,4 +1,4 @@
-"""How far something long has come: a bar on a terminal, log lines elsewhere, one log line at the end."""
+"""Show the progress of a long operation: a bar on a terminal, log lines elsewhere, one log line at the end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 Advance = Callable[[int], None]
-"""Called with the bytes that have come since the last call; by one thread at a time."""
+"""A function that is called with the number of bytes since the last call, by one thread at a time."""
 
 LOG_SECONDS = 5.0
-"""Where there is no terminal, how often it is told."""
+"""The seconds between two log lines where there is no terminal."""
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def bytes_progress(what: str, total: int, console: Console | None = None) -> Iterator[Advance]:
-    """Show ``what`` moving ``total`` bytes. Yields the function that is told of them."""
+    """Show how ``what`` moves ``total`` bytes. Yields the function to which the bytes are reported."""
     console = console or Console(stderr=True)
     start = time.perf_counter()
     with _bar(what, total, console) if console.is_terminal else _lines(what, total) as advance:
@@ -48,18 +48,18 @@ def _bar(what: str, total: int, console: Console) -> Iterator[Advance]:
 
 @contextmanager
 def _lines(what: str, total: int) -> Iterator[Advance]:
-    done, told = 0, time.monotonic()
+    done, logged = 0, time.monotonic()
 
     def advance(count: int) -> None:
-        nonlocal done, told
+        nonlocal done, logged
         done += count
-        if time.monotonic() - told >= LOG_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - logged >= LOG_SECONDS:
+            logged = time.monotonic()
             log.info("%s: %s of %s", what, size_text(done), size_text(total))
 
     yield advance
 
 
 def size_text(count: int) -> str:
-    """``15.0 GiB``, or MiB for little."""
+    """Return a size as text: ``15.0 GiB``, or in MiB below 1 GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"

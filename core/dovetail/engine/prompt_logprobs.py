@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, a few hundred rows of logits at a time."""
+"""Compute log-probabilities of prompt tokens, with a few hundred rows of logits at a time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from dovetail.types import Batch, IntArray
 
 PROMPT_LOGPROB_ROWS = 512
-"""Prompt tokens whose logits are held at one time."""
+"""The number of prompt tokens whose logits are in memory at one time."""
 
 
 def prompt_logprobs(
     model: ModelArchitecture, batch: Batch, hidden: torch.Tensor
 ) -> list[tuple[int, IntArray, Logprobs]]:
-    """Of each extend row that wants them: the row, the tokens that follow those of its chunk in the prompt, and their
-    log-probabilities. ``hidden`` are the hidden states of all tokens of the batch."""
+    """Return the row, the tokens that follow those of its chunk in the prompt, and their log-probabilities, for each extend row that
+    requests them. ``hidden`` are the hidden states of all tokens of the batch."""
     found: list[tuple[int, IntArray, Logprobs]] = []
     for row in range(batch.num_extend):
         req, start = batch.reqs[row], int(batch.prefix_lens[row])

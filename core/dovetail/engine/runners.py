@@ -162,9 +162,8 @@ class EagerRunner(Runner[AttentionBackend]):
         self._model, self._inputs, self._pool, self._sampler = model, inputs, pool, sampler
         self._pieces, self._captures = pieces, None if pieces is None else CaptureOnDemand(pieces)
         self._watched, self._batch_invariant = watched, batch_invariant
-        all_rows = (
-            max(watched, default=0) >= model.info.num_layers
-        )  # the last layer's hidden states of all tokens are watched
+        # a drafter that watches the last layer needs the hidden states of all tokens
+        all_rows = max(watched, default=0) >= model.info.num_layers
         self._narrows = Feature.MODEL_LAST_ROWS in model.info.offers and not all_rows
 
     def backend_for(self, batch: Batch) -> AttentionBackend:

@@ -1,4 +1,4 @@
-"""From the logits of a step to its tokens."""
+"""Choose the tokens of a step from its logits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 BLOCKED = -1e30
-"""The logit of a token that ``min_new_tokens`` forbids. Not infinite: where a grammar allows nothing else, it is taken."""
+"""The logit of a token that ``min_new_tokens`` forbids. It is not infinite, so that the token is chosen if a grammar allows no other."""
 
 
 class LogitRows(NamedTuple):
-    """Which rows of logits belong to which row of the batch.
+    """Assign rows of logits to the rows of a batch.
 
     Sampled row i is batch row ``rows[i]`` and has logits ``[starts[i], starts[i] + spans[i])``: one row, or one for each
     node of its draft tree, the root first.
@@ -39,14 +39,14 @@ class LogitRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> LogitRows:
-        """The layout of a batch's logits."""
+        """Return the layout of a batch's logits."""
         rows = np.flatnonzero(batch.samples).astype(np.int64)
         spans = np.ones(len(rows), np.int64) if batch.drafts is None else 1 + batch.drafts.lens[rows].astype(np.int64)
         return cls(rows, spans, np.cumsum(spans) - spans)
 
 
 class Sampler:
-    """Logit processing, sampling, verification of drafts, log-probabilities."""
+    """Process logits, sample from them, verify drafts, and compute log-probabilities."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -54,7 +54,7 @@ class Sampler:
         self.eos_token_ids = sorted(eos_token_ids)
         self.penalties = Penalties(vocab_size, device)
         self._masks = MaskBuffers(device)
-        self.mask_seconds = 0.0  # of the host, filling and applying grammar masks
+        self.mask_seconds = 0.0  # that the host has spent on filling and applying grammar masks
         self._settings: RowSettings | None = None
         self._rows_version = 0  # of the batch that the settings belong to
 
@@ -89,19 +89,19 @@ class Sampler:
     def _processed(
         self, batch: Batch, logits: torch.Tensor, reqs: list[Req], layout: LogitRows, settings: RowSettings
     ) -> torch.Tensor:
-        """Logits in float32 with biases, penalties, ``min_new_tokens`` and grammars applied."""
+        """Return the logits in float32 with biases, penalties, ``min_new_tokens`` and grammars applied."""
         touched = settings.adjusted or settings.constrained
         logits = logits.float().clone() if touched and settings.logprobs else logits.float()
         for i in settings.adjusted:
             self._adjust(batch, logits, reqs[i], int(layout.rows[i]), int(layout.starts[i]))
-        live = [
+        constrained = [
             (int(layout.starts[i]), int(layout.rows[i]), reqs[i])
             for i in settings.constrained
             if reqs[i].finish is None
         ]
-        if live:
+        if constrained:
             start = time.perf_counter()
-            mask_logits(logits, batch, live, self._masks)
+            mask_logits(logits, batch, constrained, self._masks)
             self.mask_seconds += time.perf_counter() - start
         return logits
 
@@ -142,14 +142,14 @@ class Sampler:
 
 
 def decode_numbers(batch: Batch, settings: RowSettings) -> Floats | None:
-    """The random numbers of a decode batch, float64 ``[rows]``; None where every row is greedy."""
+    """Return the random numbers of a decode batch, float64 ``[rows]``, or None if every row is greedy."""
     if settings.filters is None:
         return None
     return uniform(settings.seeds, batch.prefix_lens.astype(np.int64) + 1)
 
 
 def verify_numbers(batch: Batch, settings: RowSettings) -> Floats | None:
-    """The random numbers of a batch of verify rows, float64 ``[tokens]``; None where every row is greedy."""
+    """Return the random numbers of a batch of verify rows, float64 ``[tokens]``, or None if every row is greedy."""
     if settings.filters is None:
         return None
     layout = LogitRows.of(batch)
@@ -157,7 +157,7 @@ def verify_numbers(batch: Batch, settings: RowSettings) -> Floats | None:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
-    """Log-probabilities of ``tokens [n]`` and of the ``top`` best, under ``logits [n, V]`` as they are."""
+    """Return the log-probabilities of ``tokens [n]`` and of the ``top`` most likely tokens, under the unprocessed ``logits [n, V]``."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     best = logp.topk(min(top, logp.shape[1]), dim=-1)
     return Logprobs(logp.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
@@ -176,7 +176,7 @@ def _add_logprobs(
 
 
 def _places(batch: Batch, layout: LogitRows) -> Int64Array:
-    """The place in its text of the token sampled at each row of logits: it names the random number."""
+    """Return the index in its text of the token that is sampled at each row of logits. The random number depends on it."""
     lens = (batch.prefix_lens + batch.extend_lens).astype(np.int64)
     if batch.drafts is None:
         return lens[layout.rows]

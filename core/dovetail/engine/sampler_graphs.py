@@ -1,4 +1,5 @@
-"""CUDA graphs of samplers: what follows the logits of a captured step, where rows want filters and a random number at most."""
+"""Capture and replay samplers as CUDA graphs: they follow the logits of a captured step whose rows need no more than filters and a
+random number."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, Recorder
+from dovetail.engine.captures import NEEDED_BEFORE_CAPTURE, GraphRecorder
 from dovetail.engine.device import lost_device
 from dovetail.ops.sampling import Filters
 
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class SampleMode(NamedTuple):
-    """What a captured sampler does; the greedy one has ``sampled`` False."""
+    """Describe what a captured sampler does. A greedy sampler has ``sampled`` False."""
 
     sampled: bool
     any_greedy: bool = False
@@ -31,7 +32,7 @@ class SampleMode(NamedTuple):
 
     @classmethod
     def of(cls, filters: Filters | None) -> SampleMode:
-        """The mode that serves these filters."""
+        """Return the mode for these filters."""
         if filters is None:
             return cls(False)
         columns = (filters.top_k, filters.top_p, filters.min_p)
@@ -39,10 +40,10 @@ class SampleMode(NamedTuple):
 
 
 class SamplerGraphs:
-    """Captures and replays samplers, by step and mode. Not thread-safe."""
+    """Capture and replay samplers, by step and mode. Not thread-safe."""
 
-    def __init__(self, rows: int, recorder: Recorder, device: torch.device) -> None:
-        """``rows`` is the most that a step has."""
+    def __init__(self, rows: int, recorder: GraphRecorder, device: torch.device) -> None:
+        """``rows`` is the most rows of a step."""
         self._columns = _Columns(rows, device)
         self._recorder = recorder
         self._graphs: dict[tuple[Hashable, SampleMode], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -51,8 +52,9 @@ class SamplerGraphs:
     def replay(
         self, step: Hashable, rows: int, settings: RowSettings, draw: Callable[[Filters | None], torch.Tensor]
     ) -> torch.Tensor | None:
-        """What ``draw`` returns for a step of ``rows`` rows, given filters at fixed addresses, or None where all are greedy. Valid
-        until the next replay. None while the sampler has not been needed often. Warming up runs ``draw`` several times."""
+        """Replay ``draw`` for a step of ``rows`` rows and return its result, which is valid until the next replay. ``draw`` is given
+        filters at fixed addresses, or None if all rows are greedy. Return None, with nothing done, until the sampler has been needed
+        often enough to be captured; a capture runs ``draw`` several times."""
         key = step, SampleMode.of(settings.filters)
         if key not in self._graphs:
             self._needed[key] += 1
@@ -85,7 +87,7 @@ class SamplerGraphs:
 
 
 class _Columns:
-    """The filters of the rows of a step, at fixed addresses."""
+    """Hold the filters of the rows of a step at fixed addresses."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.temperature = torch.ones(rows, 1, device=device)
@@ -95,7 +97,7 @@ class _Columns:
         self._version = 0  # of the settings whose filters these are
 
     def set(self, settings: RowSettings) -> None:
-        """Copy the settings' filters, unless they are there already."""
+        """Copy the settings' filters, unless these are the settings of the last call."""
         if settings.version == self._version:
             return
         self._version, filters = settings.version, settings.filters
@@ -112,7 +114,7 @@ class _Columns:
                 column[: len(values)].copy_(values)
 
     def filters(self, rows: int, mode: SampleMode) -> Filters | None:
-        """Views for ``rows`` rows."""
+        """Return views for ``rows`` rows, or None for a greedy sampler."""
         if not mode.sampled:
             return None
         return Filters(

@@ -1,4 +1,4 @@
-"""What the sampler must do for the rows of a batch; rebuilt only when the rows change."""
+"""Collect the sampling settings of the rows of a batch. They are collected again only when the rows change."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _versions = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Settings of the sampled rows of a batch, by row.
+    """Hold the settings of the sampled rows of a batch, by row.
 
-    ``plain`` rows need an argmax and nothing else, ``simple`` ones at most filters and a random number. ``adjusted`` are the rows whose logits depend on penalties, biases or
-    ``min_new_tokens``, ``constrained`` those with a grammar, ``logprobs`` those that want log-probabilities, of the
-    ``top_logprobs`` best tokens.
+    The rows are ``plain`` if all need an argmax and nothing else, and ``simple`` if all need at most filters and a random number.
+    ``adjusted`` are the rows whose logits depend on penalties, biases or ``min_new_tokens``, ``constrained`` those with a grammar, and
+    ``logprobs`` those that request log-probabilities, for the ``top_logprobs`` most likely tokens. Settings with the same ``version`` are
+    the same.
     """
 
     uids: tuple[int, ...]
@@ -39,11 +40,10 @@ class RowSettings:
     logprobs: tuple[int, ...]
     top_logprobs: int
     version: int
-    """Settings with the same number are the same."""
 
     @classmethod
     def of(cls, reqs: Sequence[Req], vocab_size: int, device: torch.device) -> RowSettings:
-        """The settings of these rows."""
+        """Return the settings of these rows."""
         params = [r.params for r in reqs]
         adjusted = tuple(i for i, p in enumerate(params) if p.penalised or p.min_new_tokens)
         constrained = tuple(i for i, r in enumerate(reqs) if r.matcher is not None)
@@ -81,7 +81,7 @@ def _filters(reqs: Sequence[Req], vocab_size: int, device: torch.device) -> Filt
 
 
 def expand(filters: Filters, index: torch.Tensor) -> Filters:
-    """The filters of rows ``index``, in that order."""
+    """Return the filters of rows ``index``, in that order."""
 
     def pick(column: torch.Tensor | None) -> torch.Tensor | None:
         return None if column is None else column[index]

@@ -1,4 +1,4 @@
-"""The files of a checkpoint and their tensors, as they lie on disk: safetensors, read without pickle and without code."""
+"""Read the tensors of a checkpoint's files: safetensors, without pickle and without code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from dovetail.errors import WeightsError
 
 CHUNK_BYTES = 16 << 20
-"""Read from the file and sent to the device at a time; a reader holds two."""
+"""The bytes that are read from a file and sent to the device at a time. A reader holds two buffers of this size."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -33,7 +33,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: ``nbytes`` bytes from ``offset``. A dtype that is not in ``DTYPES`` keeps the file's name."""
+    """Describe a tensor in a file: ``nbytes`` bytes from ``offset``. A dtype that is not in ``DTYPES`` keeps its name in the file."""
 
     file: Path
     name: str
@@ -44,7 +44,7 @@ class StoredTensor:
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:
-    """What a file holds, in the order of its bytes. Raises ``WeightsError`` for one that is damaged."""
+    """Return the tensors of a file, in the order of their bytes. Raises ``WeightsError`` for a damaged file."""
     try:
         with safe_open(file, framework="pt"):  # checks that the header and the bytes agree
             pass
@@ -52,7 +52,7 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{file} is no valid safetensors file ({error}); download or convert it again") from error
+        raise WeightsError(f"{file} is not a valid safetensors file ({error}); download or convert it again") from error
     found = [
         StoredTensor(
             file,
@@ -69,11 +69,11 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
 
 
 @dataclass(slots=True)
-class Reader:
-    """Copies stored tensors to where they belong. One for each thread.
+class ShardReader:
+    """Copy stored tensors to the places where they belong. Each thread has its own reader.
 
-    The bytes go through two staging buffers, pinned for CUDA: one is read into while the other is on its way, so the
-    device never holds more of a tensor twice than ``CHUNK_BYTES``, and the host no more than the buffers.
+    The bytes go through two staging buffers, pinned for CUDA: one is filled from the file while the other is copied. So the
+    device never holds more than ``CHUNK_BYTES`` of a tensor twice, and the host holds no more than the buffers.
     """
 
     device: torch.device
@@ -88,7 +88,7 @@ class Reader:
 
     @torch.no_grad()
     def copy(self, tensor: StoredTensor, place: torch.Tensor, advance: Callable[[int], None]) -> None:
-        """Fill ``place``, which has the tensor's shape and is contiguous, converting the dtype; ``advance`` is told of
+        """Fill ``place``, which has the tensor's shape and is contiguous, and convert the dtype. Calls ``advance`` with
         the bytes. The copies end in the order of the current stream. Raises ``WeightsError`` if the file ends early."""
         assert isinstance(tensor.dtype, torch.dtype)
         flat = place.view(-1)
@@ -107,7 +107,7 @@ class Reader:
                 advance(count)
 
     def _read(self, file: RawIOBase, tensor: StoredTensor, count: int) -> torch.Tensor:
-        """The next bytes of the file, in the buffer whose turn it is."""
+        """Return the next bytes of the file, in the buffer whose turn it is."""
         self._turn = 1 - self._turn
         if self._sent:
             self._sent[self._turn].synchronize()

@@ -1,9 +1,9 @@
-"""Verification of drafts: exact for any drafter.
+"""Verify drafts. The result is exact for any drafter.
 
 The target samples a token x_i at every node of the draft tree with the request's own parameters and random numbers,
-that is from p(. | path to the node). The walk starts at the root (the last token); from a node whose sample is x it goes
-to the child that drafted x, if there is one, and ends otherwise. The tokens are the samples along the walk: each is a
-sample of p given those before it, so the output is distributed (and, with a fixed seed, equal) as if there were no drafts.
+that is from p(. | path to the node). A walk starts at the root (the last token). From a node whose sample is x it goes
+to the child that has the draft token x; if there is none, it ends. The tokens are the samples along the walk. Each is a
+sample of p given the tokens before it, so the output has the same distribution as without drafts and, with a fixed seed, is equal.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """``tokens`` int64 ``[rows, k + 1]``, of which ``lens [rows]`` are new, the last of those repeated behind them; ``nodes``
-    int64 ``[rows, k + 1]`` are the tree nodes they were sampled at (0: the root; j + 1: draft j)."""
+    """Hold the result of verification. ``tokens`` is int64 ``[rows, k + 1]``: the first ``lens [rows]`` of each row are new tokens, and
+    the last of them is repeated behind them. ``nodes`` int64 ``[rows, k + 1]`` are the tree nodes at which they were sampled (0 is the
+    root, j + 1 is draft j)."""
 
     tokens: torch.Tensor
     lens: torch.Tensor
@@ -28,7 +29,7 @@ class Accepted(NamedTuple):
 
     @classmethod
     def of(cls, result: torch.Tensor) -> Accepted:
-        """Views of ``[rows, 2k + 3]``: tokens, nodes, lens."""
+        """Return views of ``result`` ``[rows, 2k + 3]``, which has tokens, nodes and lens side by side."""
         width = result.shape[1] // 2
         return cls(result[:, :width], result[:, -1], result[:, width:-1])
 
@@ -36,8 +37,9 @@ class Accepted(NamedTuple):
 def accept(
     sampled: torch.Tensor, indptr: torch.Tensor, draft_ids: torch.Tensor, parents: torch.Tensor | None
 ) -> Accepted:
-    """Walk the trees. ``sampled`` int64 are the target's samples at the root and at each draft of row after row, those of row r
-    ``[indptr[r], indptr[r + 1])``; ``draft_ids`` and ``parents [rows, k]`` are the drafts (parent -1: the root; None: chains)."""
+    """Walk the trees and return what is accepted. ``sampled`` int64 has the target's samples at the root and at each draft, row after
+    row; row r has ``[indptr[r], indptr[r + 1])``. ``draft_ids`` and ``parents`` ``[rows, k]`` are the drafts: parent -1 is the root, and
+    ``parents`` None means chains."""
     rows, width = draft_ids.shape
     if sampled.device.type == "cuda":
         from dovetail.ops.triton.verify import walk
@@ -57,7 +59,7 @@ def accept(
 def _down_chains(
     sampled: torch.Tensor, starts: torch.Tensor, draft_ids: torch.Tensor, lens: torch.Tensor
 ) -> torch.Tensor:
-    """The nodes of the walks, ``[rows, k + 1]``."""
+    """Return the nodes of the walks, ``[rows, k + 1]``."""
     places = torch.arange(draft_ids.shape[1] + 1, device=sampled.device)
     before, inside = places[:-1], places[:-1] < lens
     right = (sampled[starts + before.clamp(max=lens)] == draft_ids) & inside
@@ -80,7 +82,7 @@ def _down_trees(
 
 
 def compact(batch: Batch, output: ForwardOutput, pool: PagedKVPool) -> None:
-    """Move the K and V of accepted drafts in trees to where their positions belong."""
+    """Move the K and V of accepted drafts in trees to the places of their positions. Mutates ``pool``."""
     assert output.nodes is not None
     device = batch.out_loc.device
     sampled = np.flatnonzero(batch.samples)

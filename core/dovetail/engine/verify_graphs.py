@@ -1,10 +1,10 @@
-"""CUDA graphs of verify steps: rows with drafts, everything from the page table to the logits of every node, and, where
-rows want filters and random numbers at most, to the tokens that were accepted.
+"""Capture and replay verify steps (rows with drafts) as CUDA graphs: everything from the page table to the logits of every node. A second
+graph samples and verifies, if no row needs more than filters and random numbers.
 
-A graph is captured for each of a ladder of token counts, for chains and for trees. A step runs in the smallest graph that
+A graph is captured for each number of tokens of a ladder, for chains and for trees. A step runs in the smallest graph that
 holds its tokens, however they are divided among rows (see ``verify_inputs``). The host waits for each verify step before it
-drafts the next, and little else lies between two: it writes into memory that the device reads itself, replays, and finds
-the accepted tokens in its own memory.
+drafts the next one, so the work between two steps is kept small: the host writes into memory that the device reads itself, replays the
+graph, and finds the accepted tokens in its own memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dovetail.engine.captures import Recorder, ladder
+from dovetail.engine.captures import GraphRecorder, ladder
 from dovetail.engine.sampler_graphs import SamplerGraphs
 from dovetail.engine.settings import expand
 from dovetail.engine.verify import Accepted
@@ -44,19 +44,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OWN_LOGITS = 32
-"""Tokens up to which each graph has logits of its own: copying them to memory that graphs share takes microseconds, which count
-where a step is short. Of a vocabulary of 128,256 they take 25 MB for chains, all graphs up to 256 tokens would take 0.8 GB."""
+"""The number of tokens up to which each graph has its own logits. Larger graphs copy them to memory that they share, which takes
+microseconds; these matter where a step is short. With a vocabulary of 128,256 tokens the own logits take 25 MB for chains; those of all
+graphs up to 256 tokens would take 0.8 GB."""
 
 
 class VerifyKey(NamedTuple):
-    """Tokens of a captured verify step, and whether drafts may be trees."""
+    """Identify a captured verify step by its number of tokens, and by whether drafts may be trees."""
 
     tokens: int
     tree: bool
 
 
 class VerifySizes(NamedTuple):
-    """What graphs of verify steps must hold: ``tokens`` in all, ``width`` of a row, ``trees`` or chains alone."""
+    """Describe what graphs of verify steps must hold: at most ``tokens`` in a step and ``width`` in a row, ``trees`` or only chains."""
 
     tokens: int
     width: int
@@ -65,12 +66,12 @@ class VerifySizes(NamedTuple):
 
     @property
     def counts(self) -> list[int]:
-        """The token counts to capture: a ladder, with one row that has all its drafts, as that is the commonest."""
+        """Return the numbers of tokens to capture: a ladder, and the size of one row with all its drafts, which is the most common."""
         return sorted({*ladder(self.tokens), min(self.width, self.tokens)})
 
 
 class VerifyStep:
-    """A verify step at fixed addresses: what a graph replays, and what runs without one just as well.
+    """Run a verify step at fixed addresses, in a graph or without one.
 
     The backend must have planned ``batch`` before ``run``.
     """
@@ -83,7 +84,7 @@ class VerifyStep:
         self.tensors.give(self.batch, shape.tokens, shape.tokens)
 
     def write(self, batch: Batch, tokens: int, numbers: Floats | None = None) -> None:
-        """Write what the host sends of ``batch``, so many tokens, and tell the planned batch its lengths, for
+        """Write what the host sends for ``batch``, which has ``tokens`` tokens, and set the lengths of the planned batch for
         ``AttentionBackend.plan_replay``."""
         self.tensors.write(batch, self._inputs, numbers)
         rows = len(batch.slots)
@@ -94,13 +95,13 @@ class VerifyStep:
             self._lens = rows, tokens
 
     def run(self, model: ModelArchitecture) -> torch.Tensor:
-        """Launch everything; returns the logits of every token."""
+        """Launch everything and return the logits of every token."""
         self.tensors.compute(self._inputs)
         return model.logits(model.forward(self.batch))
 
     def draw(self, logits: torch.Tensor, filters: Filters | None) -> torch.Tensor:
-        """Sample at every token and verify the drafts; the last tokens are those of their slots from now on. ``filters`` are by
-        row. Returns the memory of ``Accepted.of``, on the device."""
+        """Sample at every token, verify the drafts, and keep the last token of each slot for the next step. ``filters`` are by
+        row. Return the tensor on the device that ``Accepted.of`` reads."""
         from dovetail.ops.triton.verify import walk
 
         own = self.tensors
@@ -118,13 +119,13 @@ class VerifyStep:
         self.tensors.give(batch, len(batch.slots), tokens)
 
     def output(self, rows: int) -> ForwardOutput:
-        """What ``draw`` found for so many rows. Valid until the next one."""
+        """Return what ``draw`` found for the first ``rows`` rows. It is valid until the next call of ``draw``."""
         on_host, result = (Accepted.of(r[:rows]) for r in (self.tensors.result_on_host, self.tensors.result))
         return ForwardOutput(*result, on_host=ForwardOutput(*on_host))
 
 
-class Captured(NamedTuple):
-    """A step with its graph, and where that leaves the logits of every token."""
+class CapturedVerify(NamedTuple):
+    """Hold a step, its graph, and the tensor in which the graph leaves the logits of every token."""
 
     step: VerifyStep
     graph: torch.cuda.CUDAGraph
@@ -132,7 +133,7 @@ class Captured(NamedTuple):
 
 
 class VerifyGraphs:
-    """Captures and replays verify steps of one model on one attention backend. Not thread-safe."""
+    """Capture and replay verify steps of one model on one attention backend. Not thread-safe."""
 
     def __init__(
         self,
@@ -143,33 +144,33 @@ class VerifyGraphs:
         sizes: VerifySizes,
         watch: tuple[int, ...] = (),
     ) -> None:
-        """Needs attention.verify_graph, and attention.tree_mask for trees. ``watch``: see ``Batch``."""
+        """``backend`` must offer attention.verify_graph, and attention.tree_mask for trees. ``watch`` is ``Batch.watch``."""
         self.sizes = sizes.counts
         self.seconds = 0.0  # spent on captures
         self.refused: set[VerifyKey] = set()
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._limits, self._watch = sizes, watch
-        self._graphs: dict[VerifyKey, Captured] = {}
+        self._graphs: dict[VerifyKey, CapturedVerify] = {}
         largest = VerifyShape(sizes.tokens, sizes.width, sizes.trees)
         self._memory = VerifyMemory(largest, inputs.pages.shape[1], inputs.device)
-        self._recorder = Recorder(inputs.device)
+        self._recorder = GraphRecorder(inputs.device)
         self._samplers = SamplerGraphs(sizes.tokens, self._recorder, inputs.device)
-        self._unread: Batch | None = None  # which the host wrote, and the device may not have read
+        self._unread: Batch | None = None  # the step that the host wrote last, if the device may not have read it
         self._logits: torch.Tensor | None = None  # of all steps of more than OWN_LOGITS tokens
 
     @property
     def num_captured(self) -> int:
-        """Graphs there are now."""
+        """Return the number of graphs that exist now."""
         return len(self._graphs)
 
     def missing(self) -> Iterator[VerifyKey]:
-        """The graphs that are still to be captured, the likeliest first."""
+        """Return the keys that are not captured yet, the most likely ones first."""
         kinds = (True, False) if self._limits.trees else (False,)
-        wanted = (VerifyKey(tokens, tree) for tree in kinds for tokens in self.sizes)
-        return (key for key in wanted if key not in self._graphs and key not in self.refused)
+        keys = (VerifyKey(tokens, tree) for tree in kinds for tokens in self.sizes)
+        return (key for key in keys if key not in self._graphs and key not in self.refused)
 
     def key_for(self, batch: Batch) -> VerifyKey | None:
-        """The graph that a batch of verify rows needs; None if it is too large for any."""
+        """Return the key of the graph that a batch of verify rows needs, or None if the batch is too large for any graph."""
         assert batch.drafts is not None
         total, tree = batch.num_tokens, not batch.drafts.is_chain
         if batch.drafts.token_ids.shape[1] >= self._limits.width or (tree and not self._limits.trees):
@@ -178,12 +179,12 @@ class VerifyGraphs:
         return VerifyKey(self.sizes[at], tree) if at < len(self.sizes) else None
 
     def is_captured(self, key: VerifyKey) -> bool:
-        """True if the graph can be replayed at once."""
+        """Return True if the graph exists."""
         return key in self._graphs
 
     def launch(self, key: VerifyKey, batch: Batch, numbers: Floats | None) -> torch.Tensor:
-        """Replay the forward pass for ``batch``, and set its engine fields; returns the logits of its tokens, ``[tokens, V]``.
-        All of them are valid until the next launch. ``numbers`` are those of ``verify_numbers``."""
+        """Replay the forward pass for ``batch`` and set its engine fields. Return the logits of its tokens, ``[tokens, V]``.
+        Fields and logits are valid until the next launch. ``numbers`` is the result of ``verify_numbers``."""
         step, graph, logits = self._graphs[key]
         tokens = batch.num_tokens
         self._inputs.locate_updates(batch.page_updates)
@@ -196,13 +197,13 @@ class VerifyGraphs:
         return logits[:tokens]
 
     def computed(self, batch: Batch) -> None:
-        """The host has waited for a step, so that the device need not be asked whether it has read what the step was sent."""
+        """Record that the host has waited for the step of ``batch``, so that the device has read what was sent for it."""
         if batch is self._unread:
             self._unread = None
 
     def sample(self, key: VerifyKey, batch: Batch, settings: RowSettings) -> ForwardOutput | None:
-        """Replay the sampler of the step just launched, and the verification, with its result on the host's side as well.
-        Valid until the next launch. None while the sampler has not been needed often."""
+        """Replay sampling and verification of the step that was launched last. The result is in the host's memory too, and valid until
+        the next launch. Return None, with nothing done, as long as the sampler is not captured."""
         step, _, logits = self._graphs[key]
         found = self._samplers.replay(key, key.tokens, settings, lambda filters: step.draw(logits, filters))
         return None if found is None else step.output(len(batch.slots))
@@ -213,7 +214,7 @@ class VerifyGraphs:
 
     @torch.inference_mode()
     def capture(self, key: VerifyKey) -> None:
-        """Capture a step. Takes a fraction of a second."""
+        """Capture the step of ``key``. This takes a fraction of a second."""
         start = time.perf_counter()
         limits = self._limits
         shape = VerifyShape(key.tokens, limits.width, key.tree)
@@ -224,12 +225,12 @@ class VerifyGraphs:
         step.tensors.write(empty_batch(), self._inputs)
         self._unread = step.batch
         graph, logits = self._recorder.record(lambda: self._kept(step.run(self._model)))
-        self._graphs[key] = Captured(step, graph, logits)
+        self._graphs[key] = CapturedVerify(step, graph, logits)
         self.seconds += time.perf_counter() - start
         log.debug("captured a verify step, %s: %.2f s", key, time.perf_counter() - start)
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits where they stay until the next launch: of many tokens in memory that graphs share."""
+        """Return the logits in memory where they stay until the next launch: large graphs share it."""
         if len(logits) <= OWN_LOGITS:
             return logits
         if self._logits is None:

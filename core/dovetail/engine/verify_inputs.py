@@ -1,7 +1,7 @@
-"""The inputs of a verify step at fixed addresses: rows with drafts, filled up to a number of tokens.
+"""Fill the inputs of a verify step (rows with drafts) at fixed addresses, padded to a number of tokens.
 
-How many queries each row has is part of the inputs, so that one graph serves rows of every length. Each token that fills
-the step up is a row of its own, of slot 0: it reads page 0 and writes to page 0. All other rows that it has too many have no
+The number of queries of each row is part of the inputs, so that one graph serves rows of every length. Each token that pads
+the step is a separate row of slot 0, which reads page 0 and writes to page 0. The other rows that the batch does not have, have no
 query.
 """
 
@@ -24,7 +24,8 @@ Numbers = TypeVar("Numbers", torch.Tensor, "IntArray")
 
 
 class VerifyShape(NamedTuple):
-    """Of a captured step: how many tokens, and rows at most; queries of a row at most; whether drafts may be trees."""
+    """Describe the size of a captured step: the number of tokens, which is also the most rows, the most queries of a row (``width``), and
+    whether drafts may be trees."""
 
     tokens: int
     width: int
@@ -32,24 +33,24 @@ class VerifyShape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers in each part of what the host sends, see ``parts``."""
+        """Return the number of int32 in each part of what the host sends, see ``parts``."""
         tokens, drafts = self.tokens, self.tokens * (self.width - 1)
         return 2 * tokens, 1, tokens, tokens, tokens, drafts, drafts * self.tree
 
     @property
     def size(self) -> int:
-        """Numbers in all."""
+        """Return the number of int32 in all parts."""
         return sum(self.sizes)
 
     @property
-    def room(self) -> int:
-        """New pages that find room behind them; more of them travel by a copy of their own."""
+    def page_capacity(self) -> int:
+        """Return the number of new pages that fit behind the parts. A separate copy sends them if there are more."""
         return 2 * self.tokens + 16
 
     def parts(self, block: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """Views of ``block`` int32 ``[size]``: random numbers (float64 ``[tokens]``); how many rows there are ``[1]``; of each its
-        slot, the tokens it has in the pool and those that enter ``[tokens]``, its drafts ``[tokens, width - 1]`` and, of trees, their
-        parents."""
+        """Return views of ``block`` int32 ``[size]``: random numbers (float64 ``[tokens]``), the number of rows ``[1]``, and for each row its
+        slot, its tokens in the pool and its tokens that enter (``[tokens]`` each), its drafts ``[tokens, width - 1]`` and, for trees,
+        their parents."""
         found, start = [], 0
         for size in self.sizes:
             found.append(block[start : start + size])
@@ -60,33 +61,33 @@ class VerifyShape(NamedTuple):
 
 
 def write_pages(inputs: Inputs, updates: PageUpdates, shape: VerifyShape, behind: IntArray) -> None:
-    """Write new entries of the page table, which the host's has already, behind a block: int32 ``[1 + 2 * room]``, how many,
-    their flat places, their pages. Where there are too many they are sent at once."""
+    """Write new entries of the page table into ``behind`` int32 ``[1 + 2 * page_capacity]``, the memory behind a block: their number, their
+    flat places, their pages. If there are too many, send them to the device at once instead."""
     entries = inputs.entries_of(updates)
     behind[0] = 0
     if not entries:
         return
     places, pages = entries
-    count, room = len(places), shape.room
-    if count > room:
+    count, capacity = len(places), shape.page_capacity
+    if count > capacity:
         inputs.upload(updates=updates)
         return
-    behind[0], behind[1 : 1 + count], behind[1 + room : 1 + room + count] = count, places, pages
+    behind[0], behind[1 : 1 + count], behind[1 + capacity : 1 + capacity + count] = count, places, pages
 
 
 def empty_batch() -> Batch:
-    """No rows: a step in which every token fills up."""
+    """Return a batch without rows: a step in which every token is padding."""
     nothing = np.zeros(0, np.int32)
     return Batch([], 0, nothing, nothing, nothing, nothing.astype(np.bool_), NO_UPDATES)
 
 
 class VerifyMemory:
-    """Tensors of the largest verify step; smaller ones use their beginning. ``sent`` and ``result_on_host`` are the host's, where
-    the device reads and writes them itself; the others are on the device."""
+    """Hold the tensors of the largest verify step; smaller steps use their beginning. ``sent`` and ``result_on_host`` are in the host's
+    memory, where the device reads and writes them itself. The others are on the device."""
 
     def __init__(self, shape: VerifyShape, max_pages: int, device: torch.device) -> None:
         tokens, pinned = shape.tokens, device.type == "cuda"
-        self.sent = torch.zeros(shape.size + 1 + 2 * shape.room, dtype=torch.int32, pin_memory=pinned)
+        self.sent = torch.zeros(shape.size + 1 + 2 * shape.page_capacity, dtype=torch.int32, pin_memory=pinned)
         self.block = torch.zeros(shape.size, dtype=torch.int32, device=device)
         self.of_tokens = torch.zeros(4, tokens, dtype=torch.int64, device=device)
         self.indptr = torch.zeros(tokens + 1, dtype=torch.int32, device=device)
@@ -95,16 +96,15 @@ class VerifyMemory:
         self.mask = torch.zeros(tokens if shape.tree else 0, shape.width, dtype=torch.bool, device=device)
         self.result = torch.zeros(tokens, 2 * shape.width + 1, dtype=torch.int64, device=device)
         self.result_on_host = torch.zeros(self.result.shape, dtype=torch.int64, pin_memory=pinned)
-        self.rows: tuple[VerifyShape, int] | None = (
-            None  # whose slots are in ``sent``, and where: see ``Batch.rows_version``
-        )
+        # where the slots in ``sent`` are, and the ``Batch.rows_version`` that they belong to
+        self.rows: tuple[VerifyShape, int] | None = None
 
 
 class VerifyTensors:
-    """The tensors of a verify step: what the host sends, and what is computed from it and from the arrays by slot.
+    """Hold the tensors of a verify step: what the host sends, and what is computed from it and from the arrays by slot.
 
-    ``uniform`` float64 ``[tokens]`` are random numbers, ``row_of`` int64 ``[tokens]`` says whose row a token is in, ``slots [tokens]`` whose
-    a row is.
+    ``uniform`` float64 ``[tokens]`` are random numbers, ``row_of`` int64 ``[tokens]`` has the row of each token, ``slots [tokens]`` the slot
+    of each row.
     """
 
     def __init__(self, shape: VerifyShape, memory: VerifyMemory) -> None:
@@ -127,7 +127,7 @@ class VerifyTensors:
         self._by_rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def write(self, batch: Batch, inputs: Inputs, numbers: Floats | None = None) -> None:
-        """Write what the host sends. ``numbers`` are those of ``verify_numbers``. The device must have read what was written
+        """Write what the host sends. ``numbers`` is the result of ``verify_numbers``. The device must have read what was written
         before."""
         uniform, num_rows, slots, prefix_lens, counts, drafts, parents = self._own
         rows, version = len(batch.slots), batch.rows_version
@@ -147,11 +147,11 @@ class VerifyTensors:
         write_pages(inputs, batch.page_updates, self.shape, self._behind)
 
     def compute(self, inputs: Inputs) -> None:
-        """Launch the kernels that fetch what the host has written and fill the step's tensors. Reads the arrays by slot, and
-        brings the page table up to date."""
+        """Launch the kernels that fetch what the host has written and fill the step's tensors. They read the arrays by slot, and
+        write new pages into the device's page table."""
         from dovetail.ops.triton.inputs import fetch, verify_inputs
 
-        fetch(self._sent, self._block, self.shape.room, inputs.pages)
+        fetch(self._sent, self._block, self.shape.page_capacity, inputs.pages)
         mask = None if self._mask is None else self._mask.view(torch.uint8)
         table = inputs.last_token, inputs.pages, inputs.page_size
         verify_inputs(self._given, *table, self._of_tokens, self._of_rows, mask)
@@ -172,7 +172,7 @@ class VerifyTensors:
 
 
 def static_batch(shape: VerifyShape, context_len: int) -> Batch:
-    """The batch that is planned and captured: each row has the most queries and the longest context, on the host."""
+    """Return the batch that is planned and captured. Each row has the most queries and the longest context on the host."""
     slots = np.zeros(shape.tokens, np.int32)
     lens = np.full(shape.tokens, shape.width, np.int32)
     batch = Batch([], 0, slots, context_len - lens, lens, slots == 0, NO_UPDATES)
@@ -181,8 +181,8 @@ def static_batch(shape: VerifyShape, context_len: int) -> Batch:
 
 
 def set_lens(static: Batch, batch: Batch, tokens: int) -> None:
-    """Set the host's lengths of a ``static_batch`` to those of ``batch``, so many tokens, filled up: each token that does so is
-    a row."""
+    """Set the host's lengths of a ``static_batch`` to those of ``batch``, which has ``tokens`` tokens, and pad them: each token that
+    pads is a row."""
     rows, fill = len(batch.slots), len(static.slots) - tokens
     static.prefix_lens[:rows], static.prefix_lens[rows:] = batch.prefix_lens, 0
     static.extend_lens[:rows], static.extend_lens[rows : rows + fill] = batch.extend_lens, 1

@@ -1,4 +1,4 @@
-"""From a directory of safetensors to a model that is ready to run. No pickle, no code from checkpoints."""
+"""Load a model's weights from a directory of safetensors, without pickle and without code from checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from dovetail.engine.build import WeightFiller, as_module, build_model
 from dovetail.engine.progress import Advance, bytes_progress, size_text
-from dovetail.engine.shards import Reader, StoredTensor, stored_tensors
+from dovetail.engine.shards import ShardReader, StoredTensor, stored_tensors
 from dovetail.errors import WeightsError
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.layers.base import prepare_layers
@@ -26,26 +26,26 @@ from dovetail.layers.base import prepare_layers
 __all__ = ["build_model", "checkpoint_files", "load_weights"]
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tensors loaded so far, and of all."""
+"""A function that is called with the number of tensors loaded so far, and the number of all tensors."""
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 DUMMY_RANGE = 1e-3
-"""Dummy weights are uniform in this range around 0, as SGLang's and vLLM's are: how much power a GPU draws, and with it the
+"""The range around 0 in which dummy weights are uniform. It is the same as SGLang's and vLLM's: the power that a GPU draws, and with it the
 clock of large matrix products, depends on the numbers that are multiplied."""
 
 BODY = "model."
-"""What the names of a language model's tensors begin with, other than those of its head."""
+"""The prefix of the names of a language model's tensors, except for those of its head."""
 
 MAX_READERS = 8
-"""Threads that read a checkpoint for a GPU. A CPU has one: the conversion of dtypes is itself done by several."""
+"""The number of threads that read a checkpoint for a GPU. For a CPU there is one, because several threads already convert dtypes."""
 
 log = logging.getLogger(__name__)
 
 
 class _Move(NamedTuple):
-    """A tensor of the checkpoint and the rows of a parameter that it fills."""
+    """Hold a tensor of the checkpoint and the rows of a parameter that it fills."""
 
     tensor: StoredTensor
     place: torch.Tensor
@@ -59,10 +59,10 @@ def load_weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
-    """Fill every parameter of ``model``, from the checkpoint in ``directory`` or (``dummy``) with random numbers.
+    """Fill every parameter of ``model`` from the checkpoint in ``directory``, or with random numbers if ``load_format`` is ``dummy``.
 
-    Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. What the tensors are is
-    checked before the first is read; ``progress`` is called by one thread at a time. Raises ``WeightsError``.
+    Every tensor of the checkpoint is used exactly once, unless the model ignores it by name. Names, shapes and dtypes are
+    checked before the first tensor is read. ``progress`` is called by one thread at a time. Raises ``WeightsError``.
     """
     if load_format == "dummy":
         _fill_dummy(as_module(model), seed)
@@ -73,7 +73,7 @@ def load_weights(
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one file, or the shards that its index names. Raises ``WeightsError``."""
+    """Return the safetensors files of a checkpoint: one file, or the shards that its index names. Raises ``WeightsError``."""
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     if not (directory / INDEX).is_file():
@@ -107,7 +107,7 @@ def _load_checkpoint(model: ModelArchitecture, directory: Path, progress: Progre
 
 
 def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
-    """All that is to be read, in the order of the files. Raises ``WeightsError`` for what does not fit the model."""
+    """Return all tensors to read, in the order of the files. Raises ``WeightsError`` for a tensor that does not fit the model."""
     seen: dict[str, Path] = {}
     moves: list[_Move] = []
     for tensor in (_as_known(tensor, filler) for file in files for tensor in stored_tensors(file)):
@@ -120,20 +120,20 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
 
 
 def _as_known(tensor: StoredTensor, filler: WeightFiller) -> StoredTensor:
-    """``tensor`` under the name that the model knows: models saved without their head, as those for embeddings often are, lack
-    the prefix."""
+    """Return ``tensor`` under the name that the model knows. The prefix is missing in models that were saved without their head, as is
+    common for embedding models."""
     name = BODY + tensor.name
     return replace(tensor, name=name) if tensor.name not in filler.targets and name in filler.targets else tensor
 
 
 def _read_all(moves: Sequence[_Move], device: torch.device, advance: Advance, arrived: Callable[[_Move], None]) -> None:
-    """Read the tensors, in several threads for a GPU; ``advance`` and ``arrived`` are called by all of them. The first
-    error ends it and is raised."""
+    """Read the tensors, in several threads for a GPU. All threads call ``advance`` and ``arrived``. The first
+    error stops the others and is raised."""
     own = threading.local()
 
     def read(move: _Move) -> None:
         if not hasattr(own, "reader"):
-            own.reader = Reader(device)
+            own.reader = ShardReader(device)
         own.reader.copy(*move, advance)
         arrived(move)
 
@@ -162,7 +162,7 @@ def _read_index(file: Path) -> dict[str, str]:
         if all(isinstance(name, str) and Path(name).name == name for name in files.values()):
             return files
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{file} is no valid index: {type(error).__name__}: {error}") from error
+        raise WeightsError(f"{file} is not a valid index: {type(error).__name__}: {error}") from error
     raise WeightsError(f"{file} names files outside its directory; allowed: plain file names")
 
 
@@ -180,7 +180,8 @@ def _no_weights(directory: Path) -> str:
 
 
 def _fill_dummy(module: nn.Module, seed: int) -> None:
-    """Matrices and biases uniform in ``DUMMY_RANGE``, norms 1: activations stay finite. The same on every run of a device type."""
+    """Fill matrices and biases uniformly in ``DUMMY_RANGE`` and norms with 1, so that activations stay finite. The numbers are the same on
+    every run on a type of device."""
     start = time.perf_counter()
     generators: dict[torch.device, torch.Generator] = {}
     for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""The loop, which holds the two halves of an engine: scheduler and device."""
+"""Drive an engine with a scheduler: this package joins the two."""
 
 from dovetail.loop.loop import Loop
 

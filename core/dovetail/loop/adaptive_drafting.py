@@ -1,11 +1,13 @@
-"""Whether drafts pay: measured, for each number of running requests.
+"""Decide whether drafts pay. This is measured separately for each power of two of running requests.
 
-Steps with drafts bring more tokens and take longer; without them the next step is launched before the last is read. Which is
-faster depends on the load, the machine and the text, so both are timed in turns: the rate of each is that of its last steps,
-later ones weighing more. The better one runs, and the other is tried again after a while, the later the oftener it has lost.
+Steps with drafts bring more tokens and take longer. Without drafts the next step is launched before the tokens of the last one are read.
+Which of the two is faster depends on the load, the machine and the text, so both are timed in turns. The rate of each is that of its last
+steps, in which later steps weigh more. The faster one runs. The slower one is tried again after a pause, which grows each time that it
+loses.
 
-A drafter that must see every step cannot draft on for a request once steps have gone unseen. It is not interrupted for a
-comparison that it is sure to win: where its rate is ``MARGIN`` times what steps would bring that do no more than verify.
+A drafter that must see every step cannot draft for a request any more once a step of that request has not been shown to it. Such a drafter
+is not interrupted for a comparison that it is sure to win. It is sure to win if its rate is ``MARGIN`` times the rate that steps would have
+which do nothing but verify.
 """
 
 from __future__ import annotations
@@ -13,24 +15,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 TRIAL = 16
-"""Steps that a rate is known after: so long is a way tried."""
+"""The number of steps after which a rate is known. A trial takes this number of steps."""
 KEPT = 0.95
-"""Weight of what was measured, beside the next step: a rate is that of some twenty steps. Accepted drafts come in bursts, so that
-it is of tokens in all over seconds in all."""
+"""The factor by which the weight of earlier steps shrinks with each step, so that a rate is that of about twenty steps. Accepted drafts come in
+bursts; therefore the rate is the sum of tokens divided by the sum of seconds."""
 OUTLIER = 4.0
-"""A step that takes so many times the usual (a graph is captured, the collector runs) counts as this."""
+"""A step that takes longer than this factor times the usual time (a graph is captured, the garbage collector runs) counts as if it took
+exactly this long."""
 UNSETTLED = 2
-"""Steps after a change of mode that say nothing: the first is not overlapped with anything."""
+"""The number of steps after a change of mode that are not measured: the first one is not overlapped with another."""
 FIRST_PAUSE, LONGEST_PAUSE = 256, 8192
-"""Steps until the slower way is tried again."""
+"""The number of steps until the slower mode is tried again, at first and at most."""
 MARGIN = 1.3
+"""The advantage over steps that do nothing but verify with which a drafter that must see all is sure to win."""
 ADVANTAGE = 1.03
-"""Drafts that gain less than this are left: what they cost beside the step is not all measured, and the other way is steadier."""
+"""The least gain with which drafts are used: not all of their costs outside the step are measured, and steps without drafts are steadier."""
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Of something per second, over the last steps."""
+    """Measure a rate per second over the last steps."""
 
     seen: int = 0
     brought: float = 0.0
@@ -51,8 +55,8 @@ class _Rate:
 
 
 @dataclass(slots=True)
-class _Arm:
-    """One of the two ways: tokens per second, and the steps until it is tried again where it is the slower one."""
+class _Mode:
+    """Hold the rate of one of the two modes, and the number of steps until it is tried again if it is the slower one."""
 
     tokens: _Rate = field(default_factory=_Rate)
     pause: int = FIRST_PAUSE
@@ -68,11 +72,11 @@ class _Arm:
 
 @dataclass(slots=True)
 class _Load:
-    """What is known of one number of requests."""
+    """Hold what was measured for one range of numbers of requests, up to a power of two."""
 
-    plain: _Arm = field(default_factory=_Arm)
-    drafted: _Arm = field(default_factory=_Arm)
-    verified: _Rate = field(default_factory=_Rate)  # rows per second of what steps with drafts spend on verifying
+    plain: _Mode = field(default_factory=_Mode)
+    drafted: _Mode = field(default_factory=_Mode)
+    verified: _Rate = field(default_factory=_Rate)  # rows per second of verification in steps with drafts
     since_trial: int = 0
 
     @property
@@ -81,16 +85,16 @@ class _Load:
 
 
 class AdaptiveDrafting:
-    """Decides before each step, and is told afterwards what it took. Not thread-safe."""
+    """Decide before each step whether to draft, and record afterwards what the step took. Not thread-safe."""
 
     def __init__(self, *, always: bool, must_see_all: bool) -> None:
-        """``always``: drafts whether they pay or not. ``must_see_all``: see ``Drafter.must_see_all``."""
+        """With ``always`` drafts are used whether they pay or not. ``must_see_all`` is ``Drafter.must_see_all``."""
         self._always, self._must_see_all = always, must_see_all
         self._loads: dict[int, _Load] = {}
         self._mode, self._in_mode = True, 0
 
     def should_draft(self, rows: int) -> bool:
-        """Whether the drafter is asked in a step of so many requests."""
+        """Return True if the drafter is to propose drafts in a step of ``rows`` requests."""
         if self._always:
             return True
         load = self._load(rows)
@@ -101,23 +105,23 @@ class AdaptiveDrafting:
         return load.pays
 
     def record(self, rows: int, drafted: bool, seconds: float, tokens: int, verify_seconds: float) -> None:
-        """A step of decode rows alone took ``seconds`` and brought ``tokens``; ``verify_seconds`` of it went into the target's
-        forward pass. Steps with prompts are not told."""
+        """Record that a step of decode rows took ``seconds`` and brought ``tokens``. ``verify_seconds`` of them were spent on the target's
+        forward pass. Steps with prompts must not be recorded."""
         if drafted is not self._mode:
             self._mode, self._in_mode = drafted, 0
         self._in_mode += 1
         if self._always or self._in_mode <= UNSETTLED or not tokens or seconds <= 0:
             return
         load = self._load(rows)
-        arm = load.drafted if drafted else load.plain
-        arm.tokens.add(tokens, seconds)
+        mode = load.drafted if drafted else load.plain
+        mode.tokens.add(tokens, seconds)
         if drafted:
             load.verified.add(rows, verify_seconds)
         if load.plain.known and load.drafted.known:
             self._plan_trial(load)
 
     def _plan_trial(self, load: _Load) -> None:
-        """Forget the rate of the slower way when it is time: what is not known is run."""
+        """Forget the rate of the slower mode when its pause is over. A mode whose rate is not known is run."""
         better, slower = (load.drafted, load.plain) if load.pays else (load.plain, load.drafted)
         better.pause = FIRST_PAUSE
         load.since_trial += 1
