@@ -18,7 +18,7 @@ from dovetail.server.launch import running_server
 
 SECONDS = 2.0
 IMPORTS = 100.0
-"""Several backends in a fresh worker, which yields to everybody else: seconds, but on busy cores most of a minute."""
+"""Several backends in a fresh worker, which yields to all other processes: seconds, but on busy cores most of a minute."""
 
 
 @pytest.fixture(scope="module")

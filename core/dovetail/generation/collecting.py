@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from dovetail.types import Acceptance
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dovetail.interfaces.api import ChatDelta, ChatReader
     from dovetail.messages import TokenOutput
     from dovetail.tokenizer import IncrementalDetokenizer
@@ -29,25 +31,19 @@ class Collected(Protocol):
     pooled: FloatArray | None
 
 
-class Added(NamedTuple):
-    """Describe what one token output added. ``shown`` is how many of its tokens are visible in the text: a stop token is not.
-    ``parts`` is what the reader of a chat found in the text. ``stopped`` is True if the reader has ended the output, which the
-    engine does not know."""
-
-    text: str
-    shown: int
-    parts: list[ChatDelta]
-    stopped: bool
-
-
 def collect(
     into: Collected, output: TokenOutput, detokenizer: IncrementalDetokenizer | None, reader: ChatReader | None
-) -> Added:
-    """Add a token output of the engine to ``into`` and return what it added. Without a ``detokenizer`` there is no text."""
+) -> tuple[str, int, Sequence[ChatDelta]]:
+    """Add a token output of the engine to ``into``. Return the text that it added, how many of its tokens are visible in the text (a
+    stop token is not), and what the ``reader`` of a chat found in the text. Without a ``detokenizer`` there is no text.
+
+    The reader may end the output at a stop string: then ``into.finish`` is set although the engine has not finished it.
+    """
     into.token_ids += output.token_ids
     if output.cached_tokens:
         into.cached_tokens = output.cached_tokens
-    into.grammar_backend = output.grammar_backend or into.grammar_backend
+    if output.grammar_backend:
+        into.grammar_backend = output.grammar_backend
     if output.drafted:
         into.acceptance = Acceptance(output.drafted, output.accepted, output.verify_steps)
     if output.logprobs:
@@ -58,13 +54,13 @@ def collect(
         into.pooled = vector_of(output.pooled)
     into.finish = output.finish
     if detokenizer is None:
-        return Added("", 0, [], False)
+        return "", 0, ()
     text, shown = detokenizer.take(output)
     into.text += text
     if reader is None:
-        return Added(text, shown, [], False)
+        return text, shown, ()
     parts, into.finish = reader.take(text, output.finish, len(into.token_ids))
-    return Added(text, shown, parts, output.finish is None and into.finish is not None)
+    return text, shown, parts
 
 
 def vector_of(data: bytes) -> FloatArray:

@@ -91,13 +91,14 @@ class Run:
         if isinstance(answer, RequestFailed):
             self.error = answer.error()
             return
-        added = collect(self.output, answer, self._detokenizer, self._reader)
+        text, _, parts = collect(self.output, answer, self._detokenizer, self._reader)
+        if text:
+            self._fresh.append(text)
+        if self._reader is not None:
+            self.parts += parts
+            self.stopped = answer.finish is None and self.output.finish is not None
         if answer.finish is not None and answer.finish.kind is FinishKind.ERROR:
             self.error = EngineError(answer.finish.message or "the request failed")
-        self.stopped = added.stopped
-        self.parts += added.parts
-        if added.text:
-            self._fresh.append(added.text)
 
     def take_fresh(self) -> str:
         """Return the text that has arrived since the last call."""

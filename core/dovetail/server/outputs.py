@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GrowingChoice(Choice):
-    """A ``Choice`` to which token outputs are added."""
+    """Extend a ``Choice`` with the token outputs of its request."""
 
     def __init__(
         self, tokenizer: Tokenizer, index: int, msg: GenerateMsg, continues: bool, reader: ChatReader | None = None
@@ -35,12 +35,11 @@ class GrowingChoice(Choice):
         """Add an output and return what it added. Raises ``EngineError`` if the request failed."""
         if output.finish is not None and output.finish.kind is FinishKind.ERROR:
             raise EngineError(f"the request failed: {output.finish.message}")
-        added = collect(self, output, self._detokenizer, self._reader)
+        text, shown, parts = collect(self, output, self._detokenizer, self._reader)
         if self._reader is not None:
-            self.parts += added.parts
+            self.parts += parts
             self.calls = self._reader.calls
-        logprobs = (output.logprobs or [])[: added.shown]
-        return Delta(self, added.text, output.token_ids, logprobs, self.finish, added.parts)
+        return Delta(self, text, output.token_ids, (output.logprobs or [])[:shown], self.finish, parts)
 
 
 @dataclass(frozen=True, slots=True)
