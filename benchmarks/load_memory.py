@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.bench.machine import family
+from dovetail.bench.machine import process_tree
 
 MIB = 1 << 20
 MOST_GROWTH_MIB = 16.0
@@ -37,7 +37,7 @@ class Memory:
         """Sample once per second, beginning after ``after`` seconds, until cancelled."""
         await asyncio.sleep(after)
         while True:
-            self.add({_name(each, pid): _resident(each) for each in family(pid)})
+            self.add({_name(each, pid): _resident(each) for each in process_tree(pid)})
             await asyncio.sleep(1.0)
 
     def add(self, sample: dict[str, float]) -> None:

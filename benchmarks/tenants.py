@@ -94,7 +94,7 @@ class Caller:
     """Send the requests of one tenant to /generate."""
 
     def __init__(self, url: str, key: str) -> None:
-        self.wires = ConnectionPool(url, 60, {"authorization": f"Bearer {key}"})
+        self.pool = ConnectionPool(url, 60, {"authorization": f"Bearer {key}"})
 
     async def ask(self, ids: Sequence[int], tokens: int = 1) -> tuple[int, float]:
         """Return the status, and the seconds to the first token."""
@@ -102,7 +102,7 @@ class Caller:
         body = json.dumps({"input_ids": list(ids), "sampling_params": params, "stream": True}).encode()
         arrivals: list[float] = []
         began = time.perf_counter()
-        reply = await self.wires.post("/generate", body, lambda _: arrivals.append(time.perf_counter()))
+        reply = await self.pool.post("/generate", body, lambda _: arrivals.append(time.perf_counter()))
         return reply.status, arrivals[0] - began if arrivals else 0.0
 
 
@@ -141,7 +141,7 @@ async def timing(url: str, keys: tuple[str, str], trials: int, length: int, seed
         await first.ask(prompt if warm else other)
         times[warm].append((await spy.ask(prompt))[1])
     for caller in (first, spy):
-        caller.wires.close()
+        caller.pool.close()
     return Timing(times[True][1:], times[False][1:])
 
 
@@ -207,7 +207,7 @@ async def quiet(url: str, key: str, requests: int, gap: float, length: int, sour
         await asyncio.sleep(source.expovariate(1 / gap))
         running.append(asyncio.ensure_future(one()))
     times = list(await asyncio.gather(*running))
-    caller.wires.close()
+    caller.pool.close()
     return times
 
 

@@ -258,22 +258,22 @@ async def patient(per_connection):
         await asyncio.gather(*open_now)
 
 
-async def ask(wires, count):
+async def ask(pool, count):
     got = []
-    reply = await wires.post("/x", str(count).encode(), got.append)
+    reply = await pool.post("/x", str(count).encode(), got.append)
     assert (reply.status, b"".join(got)) == (200, b"x" * count)
 
 
 def test_connections_are_used_again():
     async def run():
         async with patient(1000) as (url, made):
-            with contextlib.closing(ConnectionPool(url, 5.0)) as wires:
+            with contextlib.closing(ConnectionPool(url, 5.0)) as pool:
                 for count in (3, 0, 7):
-                    await ask(wires, count)
+                    await ask(pool, count)
                 assert len(made) == 1
-                await asyncio.gather(*(ask(wires, count) for count in range(6)))
+                await asyncio.gather(*(ask(pool, count) for count in range(6)))
                 assert len(made) == 6
-                await asyncio.gather(*(ask(wires, count) for count in range(6)))
+                await asyncio.gather(*(ask(pool, count) for count in range(6)))
                 assert len(made) == 6
 
     asyncio.run(run())
@@ -282,9 +282,9 @@ def test_connections_are_used_again():
 def test_a_connection_that_was_closed_at_rest_is_made_again():
     async def run():
         async with patient(2) as (url, made):
-            with contextlib.closing(ConnectionPool(url, 5.0)) as wires:
+            with contextlib.closing(ConnectionPool(url, 5.0)) as pool:
                 for count in range(7):
-                    await ask(wires, count)
+                    await ask(pool, count)
                 assert len(made) == 4
 
     asyncio.run(run())
@@ -296,10 +296,10 @@ def test_what_the_reader_raises_ends_the_request():
             raise KeyError("oh")
 
         async with patient(1000) as (url, made):
-            with contextlib.closing(ConnectionPool(url, 5.0)) as wires:
+            with contextlib.closing(ConnectionPool(url, 5.0)) as pool:
                 with pytest.raises(KeyError, match="oh"):
-                    await wires.post("/x", b"3", refuse)
-                await ask(wires, 2)
+                    await pool.post("/x", b"3", refuse)
+                await ask(pool, 2)
                 assert len(made) == 2
 
     asyncio.run(run())
@@ -308,10 +308,10 @@ def test_what_the_reader_raises_ends_the_request():
 def test_other_tasks_are_not_held_up_by_a_request_that_is_given_up():
     async def run():
         async with patient(1000) as (url, _):
-            with contextlib.closing(ConnectionPool(url, 5.0)) as wires:
+            with contextlib.closing(ConnectionPool(url, 5.0)) as pool:
                 with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(ask(wires, 2000), 0.05)
-                await ask(wires, 2)
+                    await asyncio.wait_for(ask(pool, 2000), 0.05)
+                await ask(pool, 2)
 
     asyncio.run(run())
 

@@ -18,7 +18,7 @@ import pytest
 from dovetail.bench.prompts import encoded, first_prompt, next_prompt
 from dovetail.bench.records import LoadCall, Workload
 from dovetail.bench.specs import JsonlSpec, parse_arrivals, parse_workload
-from dovetail.bench.workloads import PromptVocabulary, lasting, make_workload, repeated
+from dovetail.bench.workloads import PromptVocabulary, make_workload, repeated, with_roots
 from dovetail.config.checkpoint import locate
 from dovetail.errors import ConfigError
 from dovetail.tokenizer import Tokenizer
@@ -255,11 +255,11 @@ def test_a_workload_refuses_what_cannot_be_run():
 
 def test_workloads_of_a_length(tmp_path):
     for text in PINNED:
-        workload = make_workload(lasting(parse_workload(text), 24), 0, VOCABULARY)
+        workload = make_workload(with_roots(parse_workload(text), 24), 0, VOCABULARY)
         assert 24 <= sum(call.parent is None for call in workload.calls) < 32
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "b", "parent": "a", "continues": true}\n')
-    workload = repeated(make_workload(lasting(JsonlSpec(path=file), 3)), 3)
+    workload = repeated(make_workload(with_roots(JsonlSpec(path=file), 3)), 3)
     assert [(call.id, call.parent, call.group) for call in workload.calls] == [
         ("a", None, "a"),
         ("b", "a", "a"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.bench.machine import family
+from dovetail.bench.machine import process_tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from load_memory import MOST_GROWTH_MIB, Memory, growth
@@ -82,7 +82,7 @@ def test_a_child_that_a_thread_has_started_is_of_the_family() -> None:
     thread.start()
     up.wait()
     try:
-        assert started[0].pid in family(os.getpid())
+        assert started[0].pid in process_tree(os.getpid())
     finally:
         done.set()
         thread.join()

@@ -31,11 +31,11 @@ def peak_memory(pid: int) -> int | None:
 
     Return None if the system does not report it (it is read from /proc).
     """
-    peaks = [_peak(process) for process in family(pid)]
+    peaks = [_peak(process) for process in process_tree(pid)]
     return sum(peaks) or None
 
 
-def family(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """Return the ids of a process and its descendants, whichever of a process's threads started them."""
     found = [pid]
     for process in found:

@@ -20,7 +20,7 @@ from dovetail.bench.report import BenchReport, Point
 from dovetail.bench.serve import measure_server
 from dovetail.bench.specs import ArrivalSpec, WorkloadSpec
 from dovetail.bench.sweep import at_rate, highest_rate, point_of, sweep
-from dovetail.bench.workloads import PromptVocabulary, lasting, make_workload, repeated
+from dovetail.bench.workloads import PromptVocabulary, make_workload, repeated, with_roots
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LoadPlan:
     def at_rate(self, vocabulary: PromptVocabulary | None, rate: float, seconds: float) -> Workload:
         """Return the workload that arrives within ``seconds`` at ``rate``."""
         roots = max(math.ceil(rate * seconds), 1)
-        made = repeated(make_workload(lasting(self.spec, roots), self.seed, vocabulary), roots)
+        made = repeated(make_workload(with_roots(self.spec, roots), self.seed, vocabulary), roots)
         return with_arrivals(made, at_rate(self.arrivals, rate), self.seed)
 
     def report(

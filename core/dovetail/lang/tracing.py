@@ -60,7 +60,7 @@ class TracedCall:
 
 
 @dataclass(slots=True)
-class Tape:
+class RecordedSteps:
     """Hold the recorded steps. ``until_call`` ends the trace at the first call or symbol."""
 
     until_call: bool = False
@@ -71,10 +71,12 @@ class Tape:
 class TracedState(State):
     """Record what is appended instead of executing it."""
 
-    def __init__(self, tape: Tape, names: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> None:
-        self._tape = tape
-        self.number = tape.count
-        tape.count += 1
+    def __init__(
+        self, recorded: RecordedSteps, names: Sequence[str] = (), values: Mapping[str, Any] | None = None
+    ) -> None:
+        self._recorded = recorded
+        self.number = recorded.count
+        recorded.count += 1
         self._names = set(names)
         self._values = dict(values or {})  # the variables that the program set itself
         self._read: set[str] = set()  # the variables whose symbols the program has
@@ -85,11 +87,11 @@ class TracedState(State):
         names = names_of(expr)
         if changed := self._read.intersection(names):
             raise TraceStop(f"{program_line()} changes {min(changed)!r}, whose value the program has read")
-        self._tape.steps.append(Appended(self, expr, program_line()))
+        self._recorded.steps.append(Appended(self, expr, program_line()))
         self._names.update(names)
         for name in names:
             self._values.pop(name, None)
-        if self._tape.until_call and not all(map(_is_static, leaves(expr))):
+        if self._recorded.until_call and not all(map(_is_static, leaves(expr))):
             raise TraceStop("the static prefix ends")
 
     def get_var(self, name: str) -> Any:
@@ -135,8 +137,8 @@ class TracedState(State):
         """Do nothing, because nothing is running."""
 
     def _children(self, size: int) -> Sequence[Self]:
-        children = [type(self)(self._tape, tuple(self._names), self._values) for _ in range(size)]
-        self._tape.steps.append(Forked(self, tuple(children), program_line()))
+        children = [type(self)(self._recorded, tuple(self._names), self._values) for _ in range(size)]
+        self._recorded.steps.append(Forked(self, tuple(children), program_line()))
         return children
 
     def _join(self, forks: Sequence[State], mode: str) -> None:
@@ -208,8 +210,8 @@ def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_c
 
     An exception of the program ends the trace as well: the run itself will raise it.
     """
-    tape, returned, stopped = Tape(until_call), None, None
-    root = TracedState(tape)
+    recorded, returned, stopped = RecordedSteps(until_call), None, None
+    root = TracedState(recorded)
     with ExceptionWatch(TraceStop, Symbol.__name__) as watch:
         try:
             returned = function(root, **arguments)
@@ -217,7 +219,7 @@ def trace(function: Callable[..., Any], arguments: Mapping[str, Any], *, until_c
             stopped = str(stop)
         except Exception as error:
             stopped = f"{line_of(error)} raises {type(error).__name__}: {error}"
-    return ProgramTrace(root, tuple(tape.steps), watch.seen or stopped, returned)
+    return ProgramTrace(root, tuple(recorded.steps), watch.seen or stopped, returned)
 
 
 def translated(expr: Expr, states: Mapping[State, State]) -> Expr:

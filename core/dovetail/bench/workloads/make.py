@@ -41,7 +41,7 @@ def make_workload(
     return with_arrivals(made, arrivals or AsGiven(), seed)
 
 
-def lasting(spec: WorkloadSpec, roots: int) -> WorkloadSpec:
+def with_roots(spec: WorkloadSpec, roots: int) -> WorkloadSpec:
     """Return the spec of the same kind of load with at least ``roots`` calls that follow no other, for a run of a given
     length at a given rate.
 
