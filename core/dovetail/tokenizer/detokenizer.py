@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dovetail.tokenizer.stops import StopCutter
 
 if TYPE_CHECKING:
     from dovetail.messages import TokenOutput
     from dovetail.sampling_params import SamplingParams
-    from dovetail.tokenizer.tokenizer import Tokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenTexts(Protocol):
+    """Describe what ``IncrementalDetokenizer`` needs of a tokenizer; ``tokenizer.Tokenizer`` provides it."""
+
+    @property
+    def strip_leading_space(self) -> bool:
+        """True if decoding drops one space at the start of a text."""
+        ...
+
+    def text_bytes(self, skip_special_tokens: bool, keep: tuple[int, ...] = ()) -> list[bytes | None]:
+        """Return the bytes of every token. See ``Tokenizer.text_bytes``."""
+        ...
 
 
 class IncrementalDetokenizer:
@@ -28,7 +40,7 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TokenTexts,
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
@@ -46,7 +58,7 @@ class IncrementalDetokenizer:
 
     @classmethod
     def for_params(
-        cls, tokenizer: Tokenizer, params: SamplingParams, continues: bool = False
+        cls, tokenizer: TokenTexts, params: SamplingParams, continues: bool = False
     ) -> IncrementalDetokenizer:
         """Return a detokenizer with the settings of a request's parameters."""
         return cls(
