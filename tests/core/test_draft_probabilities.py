@@ -1,4 +1,4 @@
-"""Drafts that a drafter holds for unlikely are not verified: against a search over paths.
+"""Test that drafts with low stated probabilities are not verified, against a search over paths.
 
 Run: python -m pytest -q tests/core/test_draft_probabilities.py
 """
@@ -19,7 +19,7 @@ from dovetail.types import DraftTree
 
 VOCAB = 9
 Node = tuple[int, int, float]
-"""Token, parent, probability."""
+"""Token, parent and probability of a node."""
 
 
 def batch(rows: int, limit: int = 99) -> SimpleNamespace:
@@ -27,7 +27,7 @@ def batch(rows: int, limit: int = 99) -> SimpleNamespace:
 
 
 def drafted(rows: list[list[Node]], *, spare: int = 2) -> DraftTree:
-    """With junk where a row has no draft."""
+    """Return a tree with junk where a row has no draft."""
     shape = len(rows), max(map(len, rows)) + spare
     ids, parents, probs = np.full(shape, -7, np.int32), np.full(shape, 70, np.int32), np.full(shape, np.nan, np.float32)
     for row, nodes in enumerate(rows):
@@ -41,7 +41,7 @@ def chain(ids, lens, probs) -> DraftTree:
 
 
 def paths(tree: DraftTree | None, row: int) -> list[list[int]]:
-    """Of each node, in order: the tokens from the root down to it."""
+    """Return for each node, in order, the tokens from the root to it."""
     found: list[list[int]] = []
     if tree is not None:
         for place, (token, parent) in enumerate(
@@ -57,7 +57,7 @@ def paths(tree: DraftTree | None, row: int) -> list[list[int]]:
 
 @st.composite
 def node_lists(draw) -> list[Node]:
-    """A tree whose children may be likelier than their parents."""
+    """Draw trees whose children may have higher probabilities than their parents."""
     count = draw(st.integers(0, 12))
     likely = st.sampled_from([0.0, 0.05, 0.2, 0.5, 1.0])
     return [(draw(st.integers(0, VOCAB - 1)), draw(st.integers(-1, i - 1)), draw(likely)) for i in range(count)]

@@ -1,4 +1,5 @@
-"""What tools/speculative trains is what the drafters compute: the same drafts, and as many of them accepted, inside the engine.
+"""Test that tools/speculative trains what the drafters compute: the same drafts, of which the engine accepts the same
+number.
 
 .venv/bin/python -m pytest -q tests/core/test_head_training.py
 """
@@ -54,7 +55,8 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def heads(target, texts, tmp_path_factory):
-    """Drafters with large random weights, the folder they are written to, and the target's with them installed."""
+    """Return drafters with large random weights, the folder that has them, and the target's folder with them
+    installed."""
     out, model = tmp_path_factory.mktemp("heads"), tmp_path_factory.mktemp("target") / "tiny"
     shutil.copytree(TINY, model)
     settings = train.parse(["--out", str(out), "--device", "cpu", "--draft-vocab", "700"])
@@ -126,7 +128,8 @@ def test_drafts_depend_on_the_text_up_to_their_anchor_alone(target, heads, name)
 
 
 def walk(drafter, target, spoken):
-    """Steps for all replies, one after the other, and the tokens that drafts bring in them beyond one each."""
+    """Return the number of steps for all replies, one after the other, and the number of tokens that drafts add to one
+    token per step."""
     steps = taken = 0
     for part in spoken:
         for row, (start, end) in enumerate(zip(part.starts.tolist(), part.ends.tolist(), strict=True)):
@@ -144,7 +147,7 @@ def walk(drafter, target, spoken):
 
 
 def test_acceptance_is_what_the_engine_accepts(target, texts, prompts, heads, tmp_path):
-    """A draft model that has learned these very replies a little: some drafts are accepted, not all."""
+    """A draft model was trained a little on these replies: some drafts are accepted, not all."""
     spoken = speak(target, prompts, limit=40)
     settings = train.parse(["--out", str(tmp_path), "--device", "cpu"])
     drafter = train.build("draft_model", target, texts, settings)
@@ -210,7 +213,8 @@ def test_published_layouts(heads):
 
 
 def test_texts_that_the_target_goes_on_with_are_its_own(target):
-    """One by one without a cache, the same tokens; the prompt's flags stay, and what is new is to be learned."""
+    """The tokens equal those of decoding one by one without a cache. The prompt keeps its flags, and new tokens are
+    marked for training."""
     drawn = documents(TINY / "tokenizer.json", 6, 0, 5, frozenset())
     short = [Document(d.tokens, d.cut) for d in drawn if 0 < d.cut < 60]
     assert len(short) > 1

@@ -1,4 +1,4 @@
-"""flash_attn on CUDA, with whichever provider is installed.
+"""Test flash_attn on CUDA, with any provider that is installed.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_attention_flash_gpu.py
 """
@@ -36,12 +36,13 @@ class TestFlashAttention(AttentionSuite):
     @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (8, 8)])
     @torch.inference_mode()
     def test_bits_do_not_depend_on_the_division_of_long_rows(self, head_dim, page_size, heads, kv_heads):
-        """Of each tile: those of causal rows differ by head_dim, and by whether the page table is read by TMA."""
+        """Every tile is tested: tiles of causal rows depend on head_dim, and on whether the page table is read by
+        TMA."""
         shape = {"head_dim": head_dim, "page_size": page_size, "heads": heads, "kv_heads": kv_heads}
         lens = [2000, 700, 3, 300]
         rows = DividedRows(self.fit(AttentionCase([], [], dtype=torch.bfloat16, **shape)), lens, torch.device("cuda"))
         for memory in (rows.whole.pool.k, rows.whole.pool.v):
-            memory.nan_to_num_(nan=0.0)  # TMA reads whole pages, and nothing times NaN is NaN
+            memory.nan_to_num_(nan=0.0)  # TMA reads whole pages, and zero times NaN is NaN
         backend = self.make(rows.whole.context())
 
         def attend(parts, num_extend):

@@ -1,4 +1,4 @@
-"""torch_native and the KV pool on CUDA.
+"""Test torch_native and the KV pool on CUDA.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_attention_gpu.py
 """

@@ -1,4 +1,4 @@
-"""triton attention on CUDA: the conformance suite in every dtype, graphs included.
+"""Test triton attention on CUDA: the conformance suite in every dtype, graphs included.
 
 Run on a GPU machine: python -m pytest tests/gpu/test_attention_triton_gpu.py
 """
@@ -70,7 +70,7 @@ class TestTritonOnCuda(AttentionSuite):
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
     def test_latent_attention(self, step: str, dtype: torch.dtype, kv_dtype: torch.dtype | None):
-        """Values that are the first 512 of the keys' 576 elements, one key head for all query heads."""
+        """The values are the first 512 of the keys' 576 elements, with one key head for all query heads."""
         case = SHARED_STEPS[step] if step in SHARED_STEPS else STEPS[step][0]
         self.compare(replace(case, **LATENT, heads=128, page_size=16, dtype=dtype, kv_dtype=kv_dtype))
 
@@ -108,8 +108,11 @@ class TestTritonOnCuda(AttentionSuite):
 @pytest.mark.parametrize("attention", ["triton", "torch_native"])
 @pytest.mark.parametrize("graphs", ["auto", False])
 def test_tokens_over_fp8_pools_are_the_best_as_the_cpu_sees_it(kv_dtype: str, attention: str, graphs: object):
-    """The order of additions moves some key over the edge of its rounding: hence not equal, but nearly as likely as the best.
-    A pool that is not rounded is further away: by 1 at worst, and from 8 tokens in 100."""
+    """The order of additions moves some keys to another rounded value. The tokens are therefore not equal, but nearly
+    as likely as the best.
+
+    A pool that is not rounded differs more: by 1 at worst, and in 8 of 100 tokens.
+    """
     prompts = [list(range(5, 5 + n)) for n in (3, 17, 40, 9, 64, 150)]
     memory = {"kv_dtype": kv_dtype, "num_pages": 300}
     config: dict[str, Any] = {"model": {"dtype": "float32"}, "memory": memory, "grammar": "none"}

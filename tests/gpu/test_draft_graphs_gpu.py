@@ -1,9 +1,11 @@
-"""Drafters' passes in CUDA graphs: each run is done twice from the same state, launched kernel by kernel and replayed.
+"""Test drafters' passes in CUDA graphs: each run is done twice from the same state, launched kernel by kernel and
+replayed.
 
     .venv/bin/python -m pytest -q tests/gpu/test_draft_graphs_gpu.py
 
-In float32 both must draft the same. In bfloat16 a graph holds more rows than there are, so keys are split otherwise and sums round
-otherwise: most must be the same. A failure names the steps, the rows and what was drafted either way.
+In float32 both must draft the same. In bfloat16 a graph holds more rows than there are, so keys are split differently
+and sums round differently: most drafts must be the same. A failure names the steps, the rows and the drafts of both
+runs.
 """
 
 import importlib.util
@@ -44,7 +46,7 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The embedded model with a random drafter of each kind."""
+    """Save the embedded model with a random drafter of each kind."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     shutil.copytree(EMBEDDED["tiny"], directory, ignore=shutil.ignore_patterns("dflash", "eagle3"))
     mtp_dflash_checkpoints.add_mtp(directory, 1)
@@ -85,7 +87,8 @@ def cache_of(llm):
 
 
 class Twice:
-    """Runs all that a draft cache is called for without graphs, then with them, and keeps what came of both where there were graphs."""
+    """Do every run of a draft cache without graphs, then with them, and keep the results of both where there were
+    graphs."""
 
     def __init__(self, llm):
         self.cache = cache_of(llm)
@@ -195,7 +198,7 @@ def test_texts_are_those_without_graphs_and_drafts(model, name, capture):
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_tree", "draft_model", "dflash"])
 def test_replays_write_to_no_page_but_their_rows_own(model, name):
-    """Pages that no request has owned keep what they hold, NaN included, which reaches no draft."""
+    """Pages that no request has had keep their contents, including NaN, which reaches no draft."""
     llm = make(model, (CHAINS | WIDE)[name], "triton", "float32", graphs={"capture": "start"}, cache="none")
     expected = generate(make(model, "none", "triton", "float32", graphs={"decode": False}))
     pool = cache_of(llm)._pool

@@ -1,4 +1,4 @@
-"""Drafters that run a model on a CUDA device: they draft what they draft on the CPU, and change no token.
+"""Test drafters that run a model on a CUDA device: they draft what they draft on the CPU, and change no token.
 
 .venv/bin/python -m pytest -q tests/gpu/test_drafters_gpu.py
 """
@@ -28,7 +28,7 @@ LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
 
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory):
-    """Random heads for the embedded model, and that model itself."""
+    """Save random heads for the embedded model, and that model itself."""
     work = tmp_path_factory.mktemp("heads")
     eagle = str(checkpoints.save_eagle(work / "eagle", **SHAPE))
     eagle3 = str(checkpoints.save_eagle3(work / "eagle3", **SHAPE, **LAYERS, draft_vocab_size=512))
@@ -59,7 +59,7 @@ def make(device, speculative, dtype="float32", **sections):
 
 
 def drafts_of(llm):
-    """Texts, and the trees drafted for them."""
+    """Return texts, and the trees drafted for them."""
     seen = {}
     drafter = llm.loop.drafter
     propose = drafter.propose
@@ -95,7 +95,7 @@ def test_drafts_are_those_of_the_cpu(drafters, name, graphs):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_requests_of_every_length_at_once(drafters, name, overlap):
-    """bfloat16, with more rows than a kernel's tile, in two turns: the second one from the prefix cache."""
+    """bfloat16, with more rows than a kernel's tile, in two turns, the second one from the prefix cache."""
     llm = make("cuda", drafters[name], "bfloat16", scheduler={"overlap": overlap})
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=5 + i) for i in range(60)]
     for _ in range(2):

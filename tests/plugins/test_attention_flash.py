@@ -1,4 +1,5 @@
-"""flash_attn without its libraries: who provides the kernels, what they are handed, by kernels that do what they document.
+"""Test flash_attn without its libraries: which provider's kernels are used, and what they get, with kernels that do
+what they document.
 
 Run: python -m pytest tests/plugins/test_attention_flash.py
 """
@@ -48,8 +49,11 @@ int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seq
 
 def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, sinks=None, nothing=float("-inf"),
            max_q=None, max_k=None, splits=0):  # fmt: skip
-    """One query a row where ``cu_q`` is None, ragged otherwise. Queries without a key get NaN, and ``nothing`` as their
-    log-sum-exp, ``[heads, tokens]`` or ``[rows, heads, 1]``. In float64, so that results do not depend on the batch."""
+    """Attend in float64, so that results do not depend on the batch: one query per row if ``cu_q`` is None, otherwise
+    ragged queries.
+
+    Queries without a key get NaN, and ``nothing`` as their log-sum-exp, ``[heads, tokens]`` or ``[rows, heads, 1]``.
+    """
     calls.append(
         {"causal": causal, "max_q": max_q, "max_k": max_k, "splits": splits, "window": window, "rows": len(used_k),
          "cu_q": cu_q}
@@ -85,7 +89,7 @@ def attend(q, keys, values, *, cu_q, used_k, table, scale, causal, window, cap, 
 
 
 def seen(queries, keys, causal, window):
-    """The last query stands at the last key."""
+    """Return which keys a query sees. The last query has the position of the last key."""
     distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
     left, right = window
     allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -94,7 +98,7 @@ def seen(queries, keys, causal, window):
 
 
 def library_fwd(q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, used_k, max_q, max_k, table, *rest):
-    """vLLM's."""
+    """Do what vLLM's library does."""
     (index, leftpad, cos, sin, rotary, qd, kd, vd, scale, causal, left, right, cap, _, metadata, splits, _, margin,
      sinks, world, rank, lengths) = rest  # fmt: skip
     given = (
@@ -125,14 +129,14 @@ def library_fwd(q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, u
 
 def kvcache_3(q, k, v, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap,
               num_splits, return_softmax_lse):  # fmt: skip
-    """FlashAttention-3's."""
+    """Do what FlashAttention-3 does."""
     assert return_softmax_lse
     return *attend(q, k, v, cu_q=cu_seqlens_q, used_k=cache_seqlens, table=page_table, scale=softmax_scale, causal=causal,
                    window=window_size, cap=softcap, max_q=max_seqlen_q, splits=num_splits), None  # fmt: skip
 
 
 def kvcache_sgl(q, k, v, *, sinks=None, **keywords):
-    """sglang-kernel's has sinks, too."""
+    """Do what sglang-kernel does, which supports sinks too."""
     assert sinks is None
     return kvcache_3(q, k, v, **keywords)
 
@@ -147,7 +151,7 @@ def kvcache_2(q, k, v, *, cache_seqlens, block_table, softmax_scale, causal, win
 
 def varlen_2(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap,
              block_table, return_attn_probs):  # fmt: skip
-    """Its log-sum-exp of queries without a key is +inf."""
+    """Do what FlashAttention-2 does for ragged queries: the log-sum-exp of queries without a key is +inf."""
     assert return_attn_probs
     assert k.shape[1] % 256 == 0
     assert cu_seqlens_k.dtype == torch.int32
@@ -161,7 +165,7 @@ def varlen_2(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
 
 @pytest.fixture(scope="module", autouse=True)
 def op():
-    """``torch.ops._vllm_fa3_C.fwd`` with its schema: torch checks the number and the types of what it is called with."""
+    """Define ``torch.ops._vllm_fa3_C.fwd`` with its schema: torch checks the number and the types of its arguments."""
     with torch.library._scoped_library("_vllm_fa3_C", "DEF") as library:
         library.define(SCHEMA.replace("\n", " "))
         library.impl("fwd", library_fwd, "CPU")
@@ -170,7 +174,7 @@ def op():
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    """A Hopper GPU on which nothing is installed."""
+    """Pretend to be on a Hopper GPU on which nothing is installed."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -236,7 +240,7 @@ suite = TestOfVllm()
 
 
 def prepare(case, **settings):
-    """A step, and a backend for it."""
+    """Return a step, and a backend for it."""
     step = AttentionStep(suite.fit(case), torch.device("cpu"))
     return step, FlashAttention(FlashAttnConfig(**settings), step.context())
 
@@ -270,7 +274,7 @@ def test_the_other_providers_share(install, provider, name):
 
 
 def test_a_pool_of_8_bits_is_refused_with_a_reason():
-    """The kernels want queries of the same dtype."""
+    """The kernels need keys of the queries' dtype."""
     config, registry = setup((), ["memory.kv_dtype=fp8_e4m3", "model.dtype=bfloat16", "model.overrides.head_dim=64"])
     machine = Machine.assume("sm90")
     resolved = resolve(config, registry, machine)
@@ -282,7 +286,7 @@ def test_a_pool_of_8_bits_is_refused_with_a_reason():
         resolve(config, registry, machine)
 
 
-# whose kernels
+# the choice of kernels
 
 
 def test_providers_are_tried_in_the_order_that_config_names_them(install):
@@ -341,7 +345,7 @@ def test_a_provider_that_does_not_load_is_a_reason_and_the_next_is_taken(install
 
 
 def test_a_package_without_the_functions_is_a_reason(monkeypatch):
-    """As FlashAttention-4 is one, under the name of FlashAttention-2."""
+    """FlashAttention-4 is such a package, under the name of FlashAttention-2."""
     other = types.ModuleType("flash_attn")
     other.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn", other)
@@ -400,7 +404,7 @@ def test_flash_attention_2_refuses_sinks(install):
         backend.forward(step.q, step.layer, step.batch)
 
 
-# what the kernels are asked for
+# the arguments of the kernels
 
 
 @pytest.mark.parametrize(
@@ -422,8 +426,8 @@ def test_one_call_for_each_kind_of_row(install, step, expected):
 @torch.inference_mode()
 @pytest.mark.parametrize("provider", NAMES)
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_graph_of_verify_rows_asks_the_same_of_every_step(install, provider, window):
-    """However its tokens are divided among rows."""
+def test_a_graph_of_verify_rows_makes_the_same_calls_in_every_step(install, provider, window):
+    """The calls are the same however the tokens are divided among rows."""
     install(provider)
     base = suite.fit(AttentionCase([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, page_size=256, window=window))
     whole, backend = prepare(base, provider=provider)
@@ -444,8 +448,8 @@ def test_a_graph_of_verify_rows_asks_the_same_of_every_step(install, provider, w
 
 @torch.inference_mode()
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_graph_asks_the_same_of_every_step(install, shared):
-    """What is captured serves any lengths: nothing but tensors depends on them."""
+def test_a_graph_makes_the_same_calls_in_every_step(install, shared):
+    """What is captured serves all lengths: only tensors depend on them."""
     install("vllm")
     whole, backend = prepare(AttentionCase([1900, 300, 20, 20], [1] * 4))
     longest = whole.context().max_context
@@ -476,8 +480,8 @@ def test_a_graph_asks_the_same_of_every_step(install, shared):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("provider", ["vllm", "flash_attn_interface"])
-def test_every_step_asks_the_same_where_bits_must_not_depend_on_the_batch(install, provider):
-    """Also in graphs: the kernels choose their tiles by what they are asked."""
+def test_every_step_makes_the_same_calls_where_bits_must_not_depend_on_the_batch(install, provider):
+    """The calls are the same in graphs too, because the kernels choose their tiles by their arguments."""
     install(provider)
     verify = AttentionCase([200] * VERIFY_TOKENS, [VERIFY_WIDTH] * VERIFY_TOKENS, batch_invariant=True)
     whole, backend = prepare(verify, provider=provider)
@@ -522,7 +526,7 @@ def sharing(starts, lens):
     [
         (range(0, 257, 16), [2048] * 16, True),  # 383 us flat, 150 us shared on an H200
         ([0, 64], [8192], True),  # 313 us of 61
-        ([0, 1], [100_000], False),  # nobody to share with
+        ([0, 1], [100_000], False),  # no row to share with
         ([0, 2], [16], False),
         ([0, 2, 4], [0, 0], False),
     ],

@@ -1,4 +1,5 @@
-"""flashinfer without the library: what it is handed, by wrappers that do what FlashInfer's documentation says.
+"""Test flashinfer without the library: what its wrappers get, with wrappers that do what FlashInfer's documentation
+describes.
 
 Run: python -m pytest tests/plugins/test_attention_flashinfer.py
 """
@@ -25,9 +26,9 @@ plans: list[str] = []
 
 
 class Wrapper:
-    """Attention over what ``plan`` was told, in float64, so that results do not depend on the batch."""
+    """Attend with the arguments of ``plan``, in float64, so that results do not depend on the batch."""
 
-    suffix: str  # of the names of a graph's buffers
+    suffix: str  # the end of the names of a graph's buffers
 
     def __init__(self, workspace, layout, *, backend, use_tensor_cores=None, use_cuda_graph=False, **buffers):
         assert layout == "NHD"
@@ -124,7 +125,7 @@ def check_lens(indptr, last_page_len, kv_lens, page_size):
 def fast_decode_plan(
     wrapper, indptr, indices, last_page_len, *, global_override_indptr_cpu, head_dim, page_size, **rest
 ):
-    """Of a graph's wrapper: its buffers must hold everything already."""
+    """Plan a graph's wrapper, whose buffers must already hold everything."""
     plans.append("again")
     assert wrapper.graph
     assert global_override_indptr_cpu is indptr
@@ -136,7 +137,7 @@ def fast_decode_plan(
 
 
 class Event:
-    """Shows that no plan is written while the copies of the one before may still be under way."""
+    """Show that no plan is written while the copies of the previous one may still be in progress."""
 
     def record(self):
         pass
@@ -173,7 +174,7 @@ suite = TestFlashInfer()
 
 
 def prepare(case, **settings):
-    """A step, and a backend for it."""
+    """Return a step, and a backend for it."""
     step = AttentionStep(suite.fit(case), torch.device("cpu"))
     config = suite.config().model_copy(update=settings)
     from dovetail_attention.flashinfer.backend import FlashInfer
@@ -287,7 +288,7 @@ def test_graphs_replay_with_the_lengths_and_pages_of_each_step(batch_invariant, 
     case = suite.fit(AttentionCase([0, 30, 17, 0], [1, 1, 1, 1], padding=1, batch_invariant=batch_invariant))
     step, backend = prepare(case)
     backend.plan_capture(step.batch)
-    for layer_id, window in enumerate((None, 5)):  # what the capture runs: lengths are those of padding
+    for layer_id, window in enumerate((None, 5)):  # the captured code runs with the lengths of padding
         backend.forward(step.q, replace(step.layer, layer_id=layer_id, window=window), step.batch)
     wrappers = list(backend._graphs[4].wrappers.values())
     addresses = [w.indptr.data_ptr() for w in wrappers] + [w.indices.data_ptr() for w in wrappers]
@@ -308,7 +309,7 @@ def test_graphs_replay_with_the_lengths_and_pages_of_each_step(batch_invariant, 
     assert [w.indptr.data_ptr() for w in wrappers] + [w.indices.data_ptr() for w in wrappers] == addresses
 
 
-def test_graphs_refuse_more_pages_than_they_have_room_for(monkeypatch):
+def test_graphs_refuse_more_pages_than_they_support(monkeypatch):
     step, backend = prepare(AttentionCase([30, 17], [1, 1], page_size=1))
     from dovetail_attention.flashinfer.graph import GraphMemory
 

@@ -1,4 +1,4 @@
-"""Which attention backends may be chosen with ``batch_invariant``, on a machine that is assumed.
+"""Test which attention backends can be chosen with ``batch_invariant``, on a simulated machine.
 
 .venv/bin/python -m pytest -q tests/plugins/test_attention_invariant_choice.py
 """

@@ -1,4 +1,4 @@
-"""torch_native: the conformance suite, on each of its ways through a batch.
+"""Run the conformance suite of torch_native on each of its code paths.
 
 Run: python -m pytest tests/plugins/test_attention_torch_native.py
 """
@@ -25,7 +25,7 @@ SMALL = PlannerCosts(in_place=1 << 11, gather=1 << 13, waste=1 << 11, mask=256, 
 
 
 class TestTorchNativeWithoutACompiler(AttentionSuite):
-    """PyTorch's kernels alone."""
+    """Test PyTorch's kernels alone."""
 
     name = "torch_native"
     device = "cpu"
@@ -36,7 +36,8 @@ class TestTorchNativeWithoutACompiler(AttentionSuite):
 
 
 class TestTorchNativeInPieces(AttentionSuite):
-    """PlannerCosts so small that long rows are cut, groups are split, and soft caps and sinks work in blocks."""
+    """Test with limits so small that long rows are cut, groups are split, and soft caps and sinks are computed in
+    blocks."""
 
     name = "torch_native"
     device = "cpu"
@@ -49,7 +50,7 @@ class TestTorchNativeInPieces(AttentionSuite):
 
 
 class TestTorchNativeAsOnCuda(AttentionSuite):
-    """What is done where the host does not see the page table, and PyTorch chooses the kernel."""
+    """Test the code paths for a page table that the host does not see, and for kernels that PyTorch chooses."""
 
     name = "torch_native"
     device = "cpu"

@@ -1,4 +1,4 @@
-"""The DFlash drafter against a plain implementation of its paper, inside the engine: pages, chunks, prefix hits.
+"""Compare the DFlash drafter, inside the engine (pages, chunks, prefix hits), with a plain implementation of its paper.
 
 Run: python -m pytest tests/plugins/test_dflash.py
 """
@@ -69,7 +69,8 @@ def save_target(directory: Path) -> Path:
 
 
 def save_drafter(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    """A checkpoint with random weights in the published layout: names and shapes as in https://github.com/z-lab/dflash."""
+    """Save a checkpoint with random weights in the published layout: names and shapes as in
+    https://github.com/z-lab/dflash."""
     config = DRAFTER | changes
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -105,7 +106,7 @@ def save_drafter(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
 
 
 class Plain(PlainTensors):
-    """The paper, one text at a time and without any memory between drafts."""
+    """Implement the paper for one text at a time, without any memory between drafts."""
 
     def __init__(self, target: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
@@ -114,7 +115,7 @@ class Plain(PlainTensors):
 
     @torch.inference_mode()
     def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
-        """Those that ``drafts`` after ``text`` were taken from, [drafts, vocabulary]."""
+        """Return the logits that ``drafts`` after ``text`` were taken from, [drafts, vocabulary]."""
         own = self.config["dflash_config"]
         states = self.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1][0] for layer in own["target_layer_ids"]], -1)

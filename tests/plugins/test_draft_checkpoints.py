@@ -1,4 +1,4 @@
-"""Drafters from checkpoints of several libraries: random ones in each layout, against plain torch, inside the engine.
+"""Compare drafters from random checkpoints in the layouts of several libraries, inside the engine, with plain torch.
 
 Run: python -m pytest tests/plugins/test_draft_checkpoints.py
 """
@@ -55,7 +55,7 @@ LAYERS: dict[str, Any] = {
 
 
 class Plain(PlainTensors):
-    """A drafter's checkpoint beside its target; everything is computed anew for every draft."""
+    """Run a drafter's checkpoint with its target. Everything is computed anew for every draft."""
 
     def __init__(self, directory: Path, target: Path) -> None:
         super().__init__(load_file(directory / "model.safetensors"))
@@ -65,12 +65,13 @@ class Plain(PlainTensors):
         return self.tensors.get("embed_tokens.weight", self.target.model.embed_tokens.weight)[tokens]
 
     def entering(self, text: list[int], layers: list[int]) -> torch.Tensor:
-        """The residual streams that enter ``layers``, side by side."""
+        """Return the residual streams that enter ``layers``, side by side."""
         states = self.target(torch.tensor([text]), output_hidden_states=True).hidden_states
         return torch.cat([states[layer][0] for layer in layers], -1)
 
     def attended(self, name: str, x: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """``x`` are the last of ``keys``; ``seen [tokens, keys]``. Before the projection back."""
+        """Return attention before the output projection. ``x`` are the last of ``keys``; ``seen`` is
+        ``[tokens, keys]``."""
         q, k, v = (self.heads(y, f"{name}.{part}_proj", SIZE) for part, y in (("q", x), ("k", keys), ("v", keys)))
         if f"{name}.q_norm.weight" in self.tensors:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
@@ -82,7 +83,8 @@ class Plain(PlainTensors):
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of the draft vocabulary, over the target's: by ``t2d``, so that ``d2t`` must agree with it."""
+        """Return logits of the draft vocabulary as logits of the target's, by ``t2d``, so that ``d2t`` must agree with
+        it."""
         if "t2d" not in self.tensors:
             return logits
         wide = torch.full((len(logits), VOCAB), -torch.inf)
@@ -101,7 +103,7 @@ def check(llm: LLM, plain: Callable[[list[int], list[int]], torch.Tensor]) -> No
 
 
 def speculators(kind: str, layers: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """config.json as the speculators library writes it."""
+    """Return config.json as the speculators library writes it."""
     method = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
     return {
         "auto_map": {"": "config.Speculator"},
@@ -122,7 +124,7 @@ def speculators(kind: str, layers: dict[str, Any], **settings: Any) -> dict[str,
 
 
 def vocabulary(random: checkpoints.Random, count: int) -> Tensors:
-    """A head over ``count`` tokens of the target, and which they are."""
+    """Return a head over ``count`` tokens of the target, and the tensors that name these tokens."""
     kept = torch.randperm(VOCAB, generator=random.generator)[:count].sort().values
     return {
         "lm_head.weight": random.matrix(count, HIDDEN, 3.0),
@@ -154,7 +156,7 @@ class PlainEagle3(Plain):
         return self.spread(self.project(self.norm(hidden[len(text) - 1 :], "norm"), "lm_head"))
 
     def output(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Of the last of ``tokens``."""
+        """Return the output for the last of ``tokens``."""
         normed = self.norm(hidden, "layers.0.hidden_norm")
         both = torch.cat((self.norm(self.embed(tokens), "layers.0.input_layernorm"), normed), -1)
         before = torch.ones(len(both), len(both)).tril().bool()
@@ -226,7 +228,8 @@ def test_other_speculators_are_refused(target: Path, tmp_path: Path, change: dic
 
 
 class PlainDFlash(Plain):
-    """``windows`` of the layers; ``layers`` of the target are counted as what enters them."""
+    """Run a DFlash drafter. ``windows`` are those of its layers; ``layers`` of the target are numbered by what enters
+    them."""
 
     def __init__(
         self, directory: Path, target: Path, layers: list[int], windows: list[int | None], *, causal: bool
@@ -254,7 +257,7 @@ class PlainDFlash(Plain):
 
 
 def save_dflash(directory: Path, config: dict[str, Any], count: int, tensors: Tensors) -> None:
-    """``count`` layers and ``tensors``."""
+    """Save a drafter with ``count`` layers, and with ``tensors`` added."""
     random = checkpoints.Random(6)
     for index in range(count):
         name = f"layers.{index}"

@@ -1,4 +1,4 @@
-"""draft_model: the conformance suite over an engine's pages, and what it drafts against transformers.
+"""Test draft_model: the conformance suite over an engine's pages, and its drafts against transformers.
 
 Run: python -m pytest tests/plugins/test_draft_model.py
 """
@@ -35,7 +35,7 @@ def make_llm(target: Path, speculative: Any, **sections: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A model of the suite's vocabulary, and a smaller one for it."""
+    """Save a target with the suite's vocabulary, and a smaller model for it."""
     directory = tmp_path_factory.mktemp("small") / "target"
     checkpoints.save_target(directory, vocab_size=VOCAB_SIZE, num_hidden_layers=2)
     checkpoints.save_target(directory / "draft_model", 4, vocab_size=VOCAB_SIZE, num_hidden_layers=1, hidden_size=32)
@@ -58,7 +58,7 @@ class TestDraftModel(DrafterSuite):
         llm.loop.engine.inputs.page_table[:16, : MAX_CONTEXT // PAGE] = pages.reshape(16, -1)
 
     def make(self) -> Drafter:
-        """A drafter with a cache over scattered pages of the engine's; slots are as the suite numbers them."""
+        """Return a drafter with a cache over scattered pages of the engine. Slots are numbered as in the suite."""
         engine = self.llm.loop.engine
         runtime = EngineDraftRuntime(self.llm.loop.resolved, engine.model, engine.device, torch.float32)
         context = DrafterContext(engine.device, VOCAB_SIZE, 16, MAX_CONTEXT, runtime)
@@ -85,7 +85,7 @@ def reference(small):
 
 
 def record(llm: LLM, prompts: list[list[int]], **params: Any) -> list[tuple[list[int], int, list[int]]]:
-    """(text, limit, draft) of every row of every proposal."""
+    """Return (text, limit, draft) of every row of every proposal."""
     seen = []
     drafter = llm.loop.drafter
     assert drafter is not None
@@ -142,7 +142,7 @@ def test_long_prompts_are_read_in_parts_and_delay_nobody(small, reference):
 
 
 def test_a_text_is_read_once(small):
-    """After its first draft, a request costs the tokens that are new and those it drafts."""
+    """After its first draft, a request costs reading the new tokens and making its drafts."""
     llm = make_llm(small, {"kind": "draft_model", "num_draft_tokens": 4})
     drafter = llm.loop.drafter
     tokens = []

@@ -1,4 +1,4 @@
-"""EAGLE drafters against an implementation without KV cache, pages or batches, in plain torch.
+"""Compare EAGLE drafters with an implementation in plain torch, without KV cache, pages or batches.
 
 Run: python -m pytest tests/plugins/test_eagle.py
 """
@@ -42,7 +42,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def heads(target):
-    """Each head in plain torch; the same texts are drafted for by several tests, and computed once."""
+    """Return each head in plain torch. Several tests draft for the same texts, which are computed once."""
     return {name: head(target / name, target) for name, head in HEADS.items()}
 
 
@@ -50,8 +50,10 @@ def heads(target):
 
 
 class PlainHead:
-    """One text at a time: everything is computed anew for every token. ``next_output(hidden, tokens)`` is the output for the last
-    of ``tokens``, given the hidden state before each."""
+    """Run a head on one text at a time, and compute everything anew for every token.
+
+    ``next_output(hidden, tokens)`` is the output for the last of ``tokens``, given the hidden state before each token.
+    """
 
     def __init__(self, directory: Path, target: Path) -> None:
         self.config = json.loads((directory / "config.json").read_text())
@@ -62,7 +64,7 @@ class PlainHead:
         self.drafters = lru_cache(None)(self._drafter)
 
     def states(self, text: list[int]) -> list[torch.Tensor]:
-        """The residual stream that enters each layer, and the final output."""
+        """Return the residual stream that enters each layer, and the final output."""
         return [s[0] for s in self.target(torch.tensor([text]), output_hidden_states=True).hidden_states]
 
     def project(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -87,7 +89,8 @@ class PlainHead:
         raise NotImplementedError
 
     def drafter(self, text: list[int]) -> Any:
-        """Logarithms of the probabilities [V] of what follows ``text`` and a path of drafts; all cached."""
+        """Return the logarithms of the probabilities [V] of what follows ``text`` and a path of drafts. The results are
+        cached."""
         return self.drafters(tuple(text))
 
     def _drafter(self, key: tuple[int, ...]) -> Any:
@@ -116,7 +119,7 @@ class PlainEagle(PlainHead):
 
 
 class PlainEagle3(PlainHead):
-    layers = (2, 4, 5)  # of a target of 8
+    layers = (2, 4, 5)  # layers of a target that has 8
 
     def entering(self, text):
         states = self.states(text)
@@ -131,7 +134,7 @@ class PlainEagle3(PlainHead):
     def logprobs(self, output):
         small = functional.linear(norm(output, self.w["norm.weight"]), self.w["lm_head.weight"]).log_softmax(-1)
         wide = torch.full((VOCAB,), -torch.inf)
-        wide[self.w["t2d"].nonzero()[:, 0]] = small  # d2t is not asked: the two must agree
+        wide[self.w["t2d"].nonzero()[:, 0]] = small  # d2t is not used here: both tensors must agree
         return wide
 
 
@@ -143,7 +146,7 @@ def plain_chain(logprobs: Any, count: int) -> list[int]:
 
 
 def plain_tree(logprobs: Any, topk: int, depth: int, count: int) -> set[tuple[int, ...]]:
-    """The paths of EAGLE-2's tree."""
+    """Return the paths of EAGLE-2's tree."""
     scores: dict[tuple[int, ...], float] = {(): 0.0}
     frontier: list[tuple[int, ...]] = [()]
     for _ in range(depth):
@@ -158,7 +161,7 @@ def plain_tree(logprobs: Any, topk: int, depth: int, count: int) -> set[tuple[in
     return set(sorted(scores, key=scores.__getitem__, reverse=True)[:count])
 
 
-# -- what the engine's drafter says ----------------------------------------------------------------------------------
+# -- drafts of the engine's drafter ----------------------------------------------------------------------------------
 
 
 def make_llm(target: Path, speculative: Any, **sections: Any) -> LLM:
@@ -168,7 +171,7 @@ def make_llm(target: Path, speculative: Any, **sections: Any) -> LLM:
 
 
 class Proposals:
-    """All drafts that an engine was offered: (text, limit, paths of the nodes in order)."""
+    """Collect all drafts that an engine was given: (text, limit, paths of the nodes in order)."""
 
     def __init__(self, llm: LLM) -> None:
         self.seen: list[tuple[list[int], int, list[tuple[int, ...]]]] = []

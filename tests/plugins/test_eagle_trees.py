@@ -1,4 +1,4 @@
-"""Trees that grow by probability, against a search over paths, and against growth on the host one row at a time.
+"""Compare trees that grow by probability with a search over paths, and with growth on the host one row at a time.
 
 Run: python -m pytest tests/plugins/test_eagle_trees.py
 """
@@ -21,8 +21,10 @@ Path = tuple[int, ...]
 
 
 class Texts:
-    """A model of paths: what it says after a node depends on the seed of its row and on the tokens down to it. An output is
-    the number of a path."""
+    """Model paths: the prediction after a node depends on the seed of its row and on the tokens on the path to it.
+
+    An output is the number of a path.
+    """
 
     def __init__(self, sharp: float) -> None:
         self.sharp = sharp
@@ -36,7 +38,8 @@ class Texts:
         return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
     def best(self, outputs: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``TreeSteps``. What is no path's output is a node that its row does not have."""
+        """Return the children of each output. See ``TreeSteps``. An output that is not the number of a path belongs to
+        a node that its row does not have."""
         paths = {number: key for key, number in self.numbers.items()}
         values = [self.logprobs(*paths[int(x)]) if int(x) in paths else np.zeros(VOCAB) for x in outputs[:, 0].tolist()]
         ids = [np.argsort(-row, kind="stable")[:topk] for row in values]
@@ -49,7 +52,7 @@ class Texts:
 
 
 def searched(texts: Texts, seed: int, topk: int, depth: int, count: int) -> set[Path]:
-    """The paths of EAGLE-2's tree."""
+    """Return the paths of EAGLE-2's tree."""
     scores: dict[Path, np.float32] = {(): np.float32(0)}
     frontier: list[Path] = [()]
     for _ in range(depth):
@@ -61,7 +64,7 @@ def searched(texts: Texts, seed: int, topk: int, depth: int, count: int) -> set[
 
 
 class Growing:
-    """Trees of rows, deepest first, grown pass by pass. The model in it checks what it is asked."""
+    """Grow trees of rows, deepest first, pass by pass. The model in it checks its inputs."""
 
     def __init__(self, texts: Texts, shape: TreeShape, seeds: list[int], widths: list[int], depths: list[int]) -> None:
         self.texts, self.seeds, self.widths = texts, seeds, widths
@@ -71,7 +74,7 @@ class Growing:
         self.index = torch.zeros(0)
 
     def grown(self, *, padding: int = 0) -> Trees:
-        """With ``padding``, in passes with so many rows more than there are, and tokens to fill them up."""
+        """Grow the trees. With ``padding``, the passes have that many additional rows, and tokens to fill them up."""
         starts, widths = 100 * np.arange(len(self.seeds), dtype=np.int32), np.array(self.widths, np.int32)
         roots = torch.tensor([[float(self.texts.number(seed, ()))] for seed in self.seeds])
         trees = self.steps.begin(roots, torch.from_numpy(widths), torch.from_numpy(self.depths))
@@ -95,7 +98,7 @@ class Growing:
         self.steps.run(kind, batch, self.index, part)
 
     def expanded(self, trees: Trees, row: int, level: int) -> list[Path]:
-        """The paths of a row's nodes, by what they see."""
+        """Return the paths of a row's nodes, by what they see."""
         count = self.widths[row] * level
         tokens, seen = trees.tokens[row, :count].tolist(), trees.seen[row, :count, :count]
         assert not trees.seen[row, :count, count:].any()
@@ -119,7 +122,7 @@ class Growing:
 
 
 def paths_of(found: torch.Tensor) -> list[Path]:
-    """Of a row of ``best_of``."""
+    """Return the paths of a row of ``best_of``."""
     count, most = int(found[0]), len(found) // 3
     paths: list[Path] = []
     for token, parent in zip(found[1 : 1 + count].tolist(), found[1 + most : 1 + most + count].tolist(), strict=True):
@@ -156,7 +159,7 @@ def test_trees_are_the_most_probable_ones(rows, topk, sharp, seed, padding):
 
 
 def test_a_child_as_probable_as_its_parent_comes_after_it():
-    """Probabilities of one leave ties everywhere."""
+    """Probabilities of one make ties everywhere."""
     shape = TreeShape(2, 3)
     first = torch.tensor([[1, 2]]), torch.tensor([[0.0, -5.0]])
     steps = TreeSteps(shape, lambda batch, ids, hidden: hidden, lambda x: first, lambda n: torch.zeros(n, 1))
@@ -178,7 +181,7 @@ def test_a_score_that_is_no_number_is_no_candidate():
 
 @given(limits=st.lists(st.integers(1, 80), min_size=1, max_size=5), topk=st.integers(2, 10), depth=st.integers(1, 8))
 def test_trees_fit_into_the_pages_there_are(limits, topk, depth):
-    """Nodes that are expanded have places, a tree is never deeper than its drafts are many, the full limit gives the full tree, and
+    """Expanded nodes have pages, no tree is deeper than its number of drafts, the full limit gives the full tree, and
     trees with larger limits are no shallower."""
     shape = TreeShape(topk, depth)
     limits = sorted(limits, reverse=True)

@@ -1,4 +1,5 @@
-"""Layers that predict further tokens against a plain implementation, inside the engine, in each published layout.
+"""Compare layers that predict further tokens, inside the engine and in each published layout, with a plain
+implementation.
 
 Run: python -m pytest tests/plugins/test_mtp.py
 """
@@ -45,7 +46,7 @@ TARGET: dict[str, Any] = {
 
 
 class Names(NamedTuple):
-    """Of the tensors of one layer: ``{i}`` counts from 0, ``{n}`` from the number of the target's layers."""
+    """Name the tensors of one layer: ``{i}`` counts from 0, ``{n}`` from the number of the target's layers."""
 
     layer: str
     embed_norm: str
@@ -86,7 +87,7 @@ def save_target(
     key: str = "num_nextn_predict_layers",
     **changes: Any,
 ) -> Path:
-    """A random model as transformers saves it, then ``layers`` more in one of the layouts."""
+    """Save a random model as transformers does, and then ``layers`` more in one of the layouts."""
     torch.manual_seed(3)
     built = AutoConfig.for_model(family, **(TARGET | changes))
     model = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
@@ -104,7 +105,7 @@ def save_target(
 
 
 def further_layers(saved: dict[str, torch.Tensor], layout: str, layers: int, wide: int) -> dict[str, torch.Tensor]:
-    """Layers with the target's own shape, but for ``wide``, their intermediate size."""
+    """Return layers with the target's shape, except for their intermediate size, which is ``wide``."""
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(layers):
         names = names_of(layout, index)
@@ -122,14 +123,14 @@ def further_layers(saved: dict[str, torch.Tensor], layout: str, layers: int, wid
         name: torch.randn(shape) * 0.2 + ("norm" in name and not name.endswith("bias"))
         for name, shape in shapes.items()
     }
-    for index in range(layers if layout == "deepseek" else 0):  # published checkpoints repeat the target's
+    for index in range(layers if layout == "deepseek" else 0):  # published checkpoints have copies of the target's
         for name, copied in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
             further[f"{names_of(layout, index).layer}.{name}.weight"] = saved[f"{copied}.weight"].clone()
     return further
 
 
 class Plain(PlainTensors):
-    """The paper, one text at a time and without any memory between drafts."""
+    """Implement the paper for one text at a time, without any memory between drafts."""
 
     def __init__(self, directory: Path, layout: str, layers: int) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -138,7 +139,8 @@ class Plain(PlainTensors):
         self.known = lru_cache(None)(self._logits)
 
     def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
-        """Those that ``drafts`` after ``text`` were taken from, [drafts, vocabulary], given the drafts before."""
+        """Return the logits that ``drafts`` after ``text`` were taken from, [drafts, vocabulary], given the drafts
+        before."""
         return self.known(tuple(text), tuple(drafts))
 
     @torch.inference_mode()
@@ -148,10 +150,10 @@ class Plain(PlainTensors):
         tokens = torch.tensor(text + drafts)
         said = []
         for step in range(len(drafts)):
-            if self.layers > 1:  # layer after layer, all at the same places
+            if self.layers > 1:  # one layer after the other, all at the same positions
                 hidden = self.advance(step, tokens[step + 1 :][: len(hidden)], hidden)
                 said.append(hidden[-1])
-            else:  # one layer, which goes on from what it said
+            else:  # one layer, which continues from its own output
                 out = self.advance(0, tokens[1:][: len(hidden)], hidden)
                 said.append(out[-1])
                 hidden = torch.cat((hidden, out[-1:]))
@@ -218,7 +220,7 @@ def test_drafts_are_those_of_the_paper(case: tuple[Path, Plain], page_size: int,
 
 
 def rewrite(directory: Path, change: dict[str, torch.Tensor | None], **config: Any) -> None:
-    """Add tensors to a checkpoint, take out those that are None, and change its config.json."""
+    """Add tensors to a checkpoint, remove those that are None, and change its config.json."""
     file = directory / "model.safetensors"
     changed = load_file(file) | change
     save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, file)

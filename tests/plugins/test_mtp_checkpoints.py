@@ -1,4 +1,5 @@
-"""Layers for further tokens that differ from their target: MiMo's, embeddings and heads of their own, settings from the config.
+"""Test layers for further tokens that differ from their target: MiMo's, own embeddings and heads, settings from the
+config.
 
 Run: python -m pytest tests/plugins/test_mtp_checkpoints.py
 """
@@ -30,7 +31,7 @@ Names = dict[str, str]
 
 
 class PlainMtp(PlainTensors):
-    """DeepSeek-V3's or MiMo's layer behind those of the target, which goes on from what it said."""
+    """Run DeepSeek-V3's or MiMo's layer after those of the target. It continues from its own output."""
 
     def __init__(self, directory: Path, names: Names, target: Any = None, theta: float = 10000.0) -> None:
         super().__init__(load_file(directory / "model.safetensors"))
@@ -39,13 +40,13 @@ class PlainMtp(PlainTensors):
         self.mimo = "token_layernorm" in names["embedding_norm"]
 
     def logits(self, text: list[int], drafts: list[int]) -> torch.Tensor:
-        hidden = self.said_by_target(text[:-1])
+        hidden = self.target_states(text[:-1])
         for step in range(len(drafts)):
             hidden = torch.cat((hidden, self.output(hidden, text[1:] + drafts[:step])))
         return self.project(hidden[len(text) - 1 :], self.names["head"])
 
-    def said_by_target(self, text: list[int]) -> torch.Tensor:
-        """After its final norm; MiMo's layer takes it before that."""
+    def target_states(self, text: list[int]) -> torch.Tensor:
+        """Return the target's hidden states after its final norm; for MiMo's layer, those before the norm."""
         kept: list[torch.Tensor] = []
         handle = self.target.model.norm.register_forward_hook(lambda _, given, out: kept.extend((given[0][0], out[0])))
         self.target(torch.tensor([text]))
@@ -53,7 +54,7 @@ class PlainMtp(PlainTensors):
         return kept[0 if self.mimo else 1]
 
     def output(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Of the last of ``tokens``."""
+        """Return the output for the last of ``tokens``."""
         embedded = self.tensors[f"{self.names['embedding']}.weight"][tokens]
         if self.mimo:
             embedded = torch.cat((torch.zeros(1, HIDDEN), embedded[1:]))
@@ -92,7 +93,7 @@ MIMO = {
 
 
 def save_mtp(directory: Path, names: Names, layers: int = 1, **settings: Any) -> Path:
-    """A target with layers of its own for further tokens; an embedding and a head that the names leave to the target are its."""
+    """Save a target with layers for further tokens. An embedding or a head that ``names`` lacks is the target's."""
     checkpoints.save_target(directory)
     file, random = directory / "model.safetensors", checkpoints.Random(9)
     tensors = load_file(file)
@@ -140,7 +141,7 @@ def test_heads_of_several_mtp_layers_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [64, 5])
 def test_mimo(tmp_path: Path, chunk: int) -> None:
-    """The target is Qwen2 by another name; its layer reads it before the final norm."""
+    """The target is Qwen2 under another name; its layer reads the hidden states before the final norm."""
     published = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "mimo",
@@ -158,7 +159,7 @@ def test_mimo(tmp_path: Path, chunk: int) -> None:
 
 
 def qwen2(directory: Path) -> Any:
-    """The target in transformers, which does not know MiMo."""
+    """Load the target in transformers, which does not support MiMo."""
     config = Qwen2Config(**json.loads((directory / "config.json").read_text()) | {"model_type": "qwen2"})
     model = Qwen2ForCausalLM(config).eval()
     left = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)

@@ -1,4 +1,4 @@
-"""The n-gram drafter: the suite, and each draft against a plain search of the text.
+"""Test the n-gram drafter: the suite, and each draft against a plain search of the text.
 
 Run: python -m pytest -q tests/plugins/test_ngram.py
 """
@@ -30,7 +30,7 @@ class TestNgramByItself(DrafterSuite):
 
 
 def _search(text: list[int], min_ngram: int, max_ngram: int) -> int | None:
-    """The position after the last earlier occurrence of the longest n-gram that ends the text."""
+    """Return the position after the last earlier occurrence of the longest n-gram that ends the text."""
     for n in range(max_ngram, min_ngram - 1, -1):
         for at in range(len(text) - 1, n - 1, -1):
             if n <= len(text) and text[at - n : at] == text[-n:]:
@@ -47,7 +47,7 @@ def _find(index: NgramIndex, text: np.ndarray, low: int, high: int) -> int | Non
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 3), (2, 4), (3, 6)])
 def test_index_finds_what_a_search_finds(seed: int, low: int, high: int):
-    """However the text grows."""
+    """The index finds the same however the text grows."""
     rng = np.random.default_rng(seed)
     text = rng.integers(0, 3, 700).astype(np.int32)
     index, length = NgramIndex(range(low, high + 1), memory=10000), 0
