@@ -46,7 +46,8 @@ class FakeLoop:
         chosen = {"cache": {"name": "fake"}, "attention.decode": {"name": "fake"}, "speculative": None}
         model = {"vocab_size": tokenizer.vocab_size}
         embedding = {"size": 4, "pooling": "last"}
-        self.info = {"context_len": 2048, "embedding": embedding, "resolved": {"model": model, "chosen": chosen}}
+        resolved = {"model": model, "chosen": chosen, "lists": {}}
+        self.info = {"context_len": 2048, "embedding": embedding, "resolved": resolved}
 
     def idle(self) -> bool:
         return False
