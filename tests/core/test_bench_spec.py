@@ -38,7 +38,7 @@ def test_rows_of_two_methods(bench):
     status, out, _ = bench("--workloads", "copy,tools", "--count", "4", "--batch", "2", "--json", "-n", "40")
     assert status == 0
     rows = json.loads(out)
-    assert list(rows[0])[-2:] == ["same_outputs", "parting"]
+    assert list(rows[0])[-2:] == ["same_outputs", "divergence"]
     assert [(r["method"], r["workload"]) for r in rows] == [
         (m, w) for m in ("none", "ngram") for w in ("copy", "tools")
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -68,7 +68,7 @@ def spec(
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     rows = list(measure_methods(configs, chosen, params, batch, rounds))
     if as_json:
-        typer.echo(json.dumps([_as_json(row) for row in rows], indent=2))
+        typer.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
         _print(rows)
 
@@ -105,13 +105,6 @@ def _config(files: list[Path] | None, sets: list[str], method: str) -> Config:
         config, registry = load(files, [*others, f"speculative={method}"])
     resolve(config, registry, Machine.detect(config.device))
     return config
-
-
-def _as_json(row: SpecRow) -> dict[str, Any]:
-    """Return the fields of ``row``. The key ``parting`` is older than the field's name, ``divergence``."""
-    values = dataclasses.asdict(row)
-    values["parting"] = values.pop("divergence")
-    return values
 
 
 def _print(rows: list[SpecRow]) -> None:
