@@ -128,7 +128,7 @@ def written(table, slots, columns, pages):
     return table.take_updates()
 
 
-def test_new_pages_travel_behind_a_block_while_there_is_room():
+def test_new_pages_travel_behind_a_block_while_its_capacity_lasts():
     (table, inputs), shape, sent = make_inputs(3, 50), VerifyShape(2, 3, False), []
     inputs.upload = lambda *arrays, updates: sent.append(updates)
     behind = np.full(1 + 2 * shape.page_capacity, -7, np.int32)

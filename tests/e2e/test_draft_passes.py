@@ -106,7 +106,7 @@ class Guarded(DraftGraphs):
             tensor[:, others] = torch.nan
         super()._replay(keys, slots, passes, stride)
         for tensor, before in zip(memory, kept, strict=True):
-            assert tensor[:, others].isnan().all(), "a page of nobody's was written to"
+            assert tensor[:, others].isnan().all(), "a page that no row owns was written to"
             tensor[:, others] = before
         self.runs += 1
 

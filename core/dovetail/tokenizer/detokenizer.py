@@ -20,7 +20,7 @@ class TokenTexts(Protocol):
 
     @property
     def strip_leading_space(self) -> bool:
-        """True if decoding drops one space at the start of a text."""
+        """Return whether decoding drops one space at the start of a text."""
         ...
 
     def text_bytes(self, skip_special_tokens: bool, keep: tuple[int, ...] = ()) -> list[bytes | None]:
