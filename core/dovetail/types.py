@@ -272,8 +272,9 @@ class Batch:
     """Describe the work of one step: rows of requests, extend rows first, then decode or verify rows.
 
     The scheduler sets the first block of fields, except ``variant`` (set by the engine) and ``drafts`` (set by the
-    loop). ``Inputs.prepare`` sets the second block. The engine sets the third block, except ``hidden`` (set by the
-    model).
+    loop). ``Engine.launch`` sets the second and third block, except ``hidden`` (set by the model): the docstring of
+    ``engine.runners.Runner.launch`` defines which of these fields are set after it. Kernel by kernel, ``Inputs.prepare`` sets
+    the second block; where a CUDA graph runs, both blocks are views of its tensors.
     """
 
     reqs: list[Req]
@@ -289,7 +290,7 @@ class Batch:
     drafts: DraftTree | None = None  # set by the loop from Drafter.propose
     rows_version: int = 0  # batches with the same number have the same requests in the same rows; 0 means no number
 
-    # set by Inputs.prepare (device tensors, int32 unless noted)
+    # set by Inputs.prepare or a graph (device tensors, int32 unless noted)
     input_ids: torch.Tensor = field(init=False)  # int64 [tokens]
     positions: torch.Tensor = field(init=False)  # int64 [tokens]
     out_loc: torch.Tensor = field(init=False)  # int64 [tokens] page * page_size + offset: where K and V are written

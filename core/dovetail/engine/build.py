@@ -49,12 +49,12 @@ class WeightFiller:
     def fill(self, name: str, read: Callable[[], torch.Tensor]) -> None:
         """Copy the tensor that ``read`` returns, and convert its dtype. A tensor that the model ignores is not read.
         Raises ``WeightsError``."""
-        if self.wants(name):
+        if self.uses(name):
             tensor = read()
             self.place_for(name, tensor.shape, tensor.dtype).copy_(tensor)
             self.used.add(name)
 
-    def wants(self, name: str) -> bool:
+    def uses(self, name: str) -> bool:
         """Return False if the model ignores the checkpoint's tensor ``name``. Raises ``WeightsError`` if the model does not know it."""
         if name in self.targets:
             return True

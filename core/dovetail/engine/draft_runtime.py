@@ -216,11 +216,13 @@ class EngineDraftRuntime(DraftRuntime):
         if not file.is_file():
             raise ConfigError(f"{directory} has no config.json; give a checkpoint's directory in Hugging Face layout")
         checkpoint = json.loads(file.read_text(encoding="utf-8"))
-        wanted = checkpoint.get("architectures") or []
-        found = [c for c in self._resolved.models if set(wanted) & set(c.spec.aliases)]
+        architectures = checkpoint.get("architectures") or []
+        found = [c for c in self._resolved.models if set(architectures) & set(c.spec.aliases)]
         if not found:
             known = sorted({alias for c in self._resolved.models for alias in c.spec.aliases})
-            raise ConfigError(f"{file} has architectures {wanted}; installed models implement {', '.join(known)}")
+            raise ConfigError(
+                f"{file} has architectures {architectures}; installed models implement {', '.join(known)}"
+            )
         spec, label = found[0].spec, found[0].label
         assert spec.describe is not None, "every model spec has a description"
         info = load_attribute(spec.describe, label)(checkpoint)

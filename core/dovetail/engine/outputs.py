@@ -58,8 +58,8 @@ def _logprob_rows(batch: Batch, output: ForwardOutput, tokens: list[list[int]]) 
     reqs = batch.sampled_reqs
     rows: list[list[TokenLogprob]] = [[] for _ in tokens]
     for row, start in output.logprob_start.items():
-        wanted = reqs[row].params.logprobs
+        count = reqs[row].params.logprobs
         for j, token in enumerate(tokens[row]):
             i = start + (nodes[row][j] if nodes is not None else 0)
-            rows[row].append(TokenLogprob(token, chosen[i], tuple(zip(ids[i][:wanted], top[i][:wanted], strict=True))))
+            rows[row].append(TokenLogprob(token, chosen[i], tuple(zip(ids[i][:count], top[i][:count], strict=True))))
     return rows

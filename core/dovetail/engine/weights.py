@@ -114,7 +114,7 @@ def _moves(filler: WeightFiller, files: Sequence[Path]) -> list[_Move]:
         if tensor.name in seen:
             raise WeightsError(f"tensor {tensor.name} is in {seen[tensor.name].name} and again in {tensor.file.name}")
         seen[tensor.name] = tensor.file
-        if filler.wants(tensor.name):
+        if filler.uses(tensor.name):
             moves.append(_Move(tensor, filler.place_for(tensor.name, tensor.shape, tensor.dtype)))
     return moves
 
