@@ -152,8 +152,8 @@ class AttentionStep:
             table = make_page_table(owned, case.page_size, self.num_pages, seed=seed)
             table = np.pad(table, ((0, case.padding), (0, 3)))
         assert case.shared % case.page_size == 0
-        family = [row for row in range(rows) if case.prefix[row] >= case.shared]
-        table[family, : case.shared // case.page_size] = table[family[:1], : case.shared // case.page_size]
+        sharing = [row for row in range(rows) if case.prefix[row] >= case.shared]
+        table[sharing, : case.shared // case.page_size] = table[sharing[:1], : case.shared // case.page_size]
         starts, lens = self._groups(rows)
         for start, stop, length in zip(starts, starts[1:], lens, strict=False):
             table[start:stop, : length // case.page_size] = table[start, : length // case.page_size]

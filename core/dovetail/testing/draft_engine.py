@@ -116,7 +116,7 @@ class DrafterEngineTests:
             assert llm.loop.drafter_errors == 0
 
     @pytest.mark.parametrize("part", ["propose", "observe", "forget"])
-    def test_a_drafter_that_raises_is_fenced(self, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_drafter_that_raises_costs_drafts_only(self, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every other call of one of its methods raises: the requests go on, and the errors are counted."""
         with self.engine() as llm:
             drafter = llm.loop.drafter

@@ -41,7 +41,7 @@ def make_running(uid: int, text: Sequence[int], *, prompt_len: int | None = None
     )
 
 
-def go_on(req: Req, tokens: Sequence[int]) -> None:
+def append_tokens(req: Req, tokens: Sequence[int]) -> None:
     """Append ``tokens`` to a running request, as if each had been sampled in a separate step."""
     req.token_ids[req.known_len : req.known_len + len(tokens)] = tokens
     req.known_len += len(tokens)
@@ -204,7 +204,7 @@ class DrafterSuite(DrafterEngineTests, ComponentSuite):
         for other in (seed, seed + 100):
             old, new = self.make_requests(seed), self.make_requests(other)
             for req in old:
-                go_on(req, range(10, 22))
+                append_tokens(req, range(10, 22))
                 req.namespace = "theirs"
             self.check_no_trace(old, new)
 

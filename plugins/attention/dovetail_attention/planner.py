@@ -160,17 +160,17 @@ class Planner:
         Spans that share a prefix read it once if that saves at least ``enough`` keys.
         """
         table = self._host_table
-        families: dict[int, list[Span]] = {}
+        by_page: dict[int, list[Span]] = {}
         for span in spans:
-            families.setdefault(int(table[span.row, 0]) if table is not None and span.position else -1, []).append(span)
+            by_page.setdefault(int(table[span.row, 0]) if table is not None and span.position else -1, []).append(span)
         groups: list[Group] = []
         alone: list[Span] = []
-        for family in families.values():
-            keys = self._common_keys(family) if table is not None and len(family) > 1 else 0
-            if keys * (len(family) - 1) < max(enough, 1):
-                alone += family
+        for candidates in by_page.values():
+            keys = self._common_keys(candidates) if table is not None and len(candidates) > 1 else 0
+            if keys * (len(candidates) - 1) < max(enough, 1):
+                alone += candidates
                 continue
-            for bucket in self._buckets([span._replace(begin=keys) for span in family]):
+            for bucket in self._buckets([span._replace(begin=keys) for span in candidates]):
                 group = self._group(bucket, None, False)
                 self._gather(group, bucket)
                 whole = Group(group.tokens, 1, group.rows * group.queries, keys)

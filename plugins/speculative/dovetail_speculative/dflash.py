@@ -102,7 +102,7 @@ class DFlashDrafter(Drafter):
         build = partial(DFlashModel, target=runtime.target)
         self._model = cast("DFlashModel", runtime.load(build, info, directory, config.load_format))
         ids = target_ids(directory, names, self._shape.draft_vocab or target.vocab_size, target.vocab_size)
-        # The target's tokens of the draft vocabulary, if that is another vocabulary.
+        # The target's token of each token of the draft vocabulary; None if both vocabularies are the same.
         self._target_ids = None if ids is None else ids.to(context.device)
         width, size = 1 + self._num_draft_tokens, len(self._shape.layer_ids) * target.hidden_size
         self._texts = TextSteps(self._store_context, width, (size, 0), runtime.dtype, context.device)

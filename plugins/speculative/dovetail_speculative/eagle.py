@@ -50,7 +50,7 @@ class EagleDrafterBase(HiddenDrafter):
             self._growth = TreeSteps(tree, self.step, self._best, partial(_zeros, size, runtime.dtype, context.device))
             if tree.depth > 1:
                 cache.register(self._growth)
-        self._target_ids: torch.Tensor | None = None  # the target tokens of the draft vocabulary, if not equal
+        self._target_ids: torch.Tensor | None = None  # the target's token of each draft token; None: equal
 
     @property
     def max_draft_tokens(self) -> int:

@@ -52,8 +52,8 @@ class Trees(NamedTuple):
 class TreeSteps(DraftSteps):
     """Grow trees. Pass l finds the children of the nodes of level l; its ``kind`` is l - 1, an index into ``widths``.
 
-    The model runs on all expanded nodes of a row in every pass, because nodes of the levels above see no siblings in a
-    tree mask.
+    The model runs on all expanded nodes of a row in every pass. A tree mask hides tokens of the same pass only: if nodes
+    of the levels above were not in the pass, every node would see all of them.
     """
 
     def __init__(
