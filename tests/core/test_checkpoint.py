@@ -47,5 +47,5 @@ def test_a_hub_that_does_not_answer_is_reported_with_the_reason(monkeypatch: pyt
 
 
 def test_a_directory_that_is_not_there_says_what_is_allowed(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"is no directory; allowed: .*'org/name'.*\(tiny\)"):
+    with pytest.raises(ConfigError, match=r"is not a directory; allowed: .*'org/name'.*\(tiny\)"):
         locate(str(tmp_path / "absent"))

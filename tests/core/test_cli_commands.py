@@ -123,7 +123,7 @@ def test_environment_counts(cli, monkeypatch):
     [
         (["config", "show", "--set", "scheduler.mxied=true"], 2, "did you mean 'mixed'?"),
         (["config", "show", "absent.yaml"], 2, "cannot be read"),
-        (["explain", "--model", "/no/such/dir", "--assume", "cpu"], 2, "which is no directory"),
+        (["explain", "--model", "/no/such/dir", "--assume", "cpu"], 2, "which is not a directory"),
         (["explain", "--assume", "h100"], 2, "allowed: cpu, or sm and a compute capability"),
         (["serve", "--set", "attention=fst"], 2, "no attention component is called 'fst'"),
         (["generate", "hello", "--set", "cache={kind: tree, evict: 3}"], 2, "did you mean 'eviction'?"),

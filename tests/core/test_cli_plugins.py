@@ -93,7 +93,7 @@ def test_a_suite_that_hangs_is_ended(call, project):
         file.write_text("import time\ntime.sleep(60)\n")
     status, _, err = call("check", str(project), "--timeout", "2")
     assert status == 2
-    assert "were not through after 2 s" in err
+    assert "had not finished after 2 s and were ended" in err
 
 
 def test_a_check_is_kept_and_shown_until_it_is_stale(call, project, forked):

@@ -238,22 +238,22 @@ def test_it_passes_its_suite_and_proves_what_it_claims(
             "no kind 'policie'; kinds: attention, cache, grammar, speculative, policy, model, tool_parser",
         ),
         (("policie", "mine"), "did you mean 'policy'?"),
-        (("cache", "radix"), "already there, from dovetail .*; choose another name, or --replace .*Taken: none, radix"),
-        (("model", "LlamaForCausalLM"), "is no name of a component"),
+        (("cache", "radix"), "already installed, from dovetail .*; choose another name, or --replace .*Taken: none, radix"),
+        (("model", "LlamaForCausalLM"), "is not a name of a component"),
         (("cache", "mine", None, True), "--replace, but no cache is called 'mine'; installed: none, radix"),
         (("policy", "yes"), "a word of YAML"),
         (("policy", "null"), "a word of YAML"),
-        (("cache", "auto"), "a word that the section cache already uses"),
+        (("cache", "auto"), "a reserved word of the section cache"),
         (("cache", "prefix"), "the class PrefixCache, as its interface is called"),
         (("cache", "two words"), "allowed: lower-case letters, digits and single underscores"),
-        (("cache", "9lives"), "is no name of a component"),
-        (("cache", "mine_"), "is no name of a component"),
+        (("cache", "9lives"), "is not a name of a component"),
+        (("cache", "mine_"), "is not a name of a component"),
         (("cache", "x" * (LONGEST_NAME + 1)), f"{LONGEST_NAME} characters at most"),
         (("cache", "mine", "torch"), "a package torch is already installed here; give another name with --package"),
         (("cache", "mine", "json"), "a package json is already installed here"),
-        (("cache", "mine", "my-package"), "is no name of a package"),
-        (("cache", "mine", "class"), "is no name of a package"),
-        (("cache", "mine", "../up"), "is no name of a package"),
+        (("cache", "mine", "my-package"), "is not a name of a package"),
+        (("cache", "mine", "class"), "is not a name of a package"),
+        (("cache", "mine", "../up"), "is not a name of a package"),
     ],
 )
 def test_names_that_are_refused(words: tuple, said: str) -> None:
@@ -275,7 +275,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (tmp_path / "empty").rglob("*") if path.is_file()}
     (tmp_path / "file").write_text("mine")
     for there in ("empty", "file"):
-        with pytest.raises(ConfigError, match="not empty; give another place with --directory"):
+        with pytest.raises(ConfigError, match="exists and is not empty; give another place with --directory"):
             write({"pyproject.toml": "other"}, tmp_path / there)
     assert {path: path.read_bytes() for path in (tmp_path / "empty").rglob("*") if path.is_file()} == before
 

@@ -300,7 +300,7 @@ def test_a_log_without_keys_is_refused_and_so_are_wrong_origins():
     with pytest.raises(ValueError, match=r"give server\.keys"):
         ServerSection(usage_log="x")
     for origin in ("example.org", "https://example.org/", "https://", "", "https://a b"):
-        with pytest.raises(ValueError, match="is no origin"):
+        with pytest.raises(ValueError, match="is not an origin"):
             ServerSection(cors_origins=(origin,))
     assert ServerSection(cors_origins=("*", "http://localhost:3000")).cors_origins
 

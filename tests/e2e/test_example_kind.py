@@ -193,7 +193,7 @@ def test_prompts_are_rewritten_in_an_llm_and_in_a_server(site: Site, tmp_path: P
     for written, meant in (found["served"], found["chats"]):
         assert written["choices"] == meant["choices"]
         assert written["usage"]["prompt_tokens"] == meant["usage"]["prompt_tokens"]
-    details = found["served"][1]["usage"]["prompt_tokens_details"]
+    details = found["chats"][1]["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] > 0, "it is the prompt that was just computed"
     assert [part["name"] for part in found["info"]["prompt_rewriter"]] == ["normalize", "redact"]
 

@@ -17,7 +17,7 @@ def test_a_model_given_twice_is_refused(section: object):
 
 
 def test_a_tokenizer_that_is_named_must_be_there(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"model\.tokenizer is .*which is no directory"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer is .*which is not a directory"):
         LLM("tiny", device="cpu", model={"tokenizer": str(tmp_path / "none")})
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         LLM("tiny", device="cpu", model={"tokenizer": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""The ``dovetail`` command: one file per command, each importing what it needs when it runs."""
+"""Run the ``dovetail`` command. Each command has its own file, which imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run ``dovetail``. An error of the user, the config or a plugin is one message on stderr, not a traceback, and
-    exit status 2; any other error of Dovetail exits with 1, and Ctrl-C with 130, also while there is much to import."""
+    """Run ``dovetail``. An error of the user, the config or a plugin prints one message to stderr, without a
+    traceback, and exits with status 2. Any other error of Dovetail exits with 1, and Ctrl-C with 130, also during
+    imports."""
     given = sys.argv[1:] if arguments is None else arguments
     show_traceback = "--traceback" in given
     given = [word for word in given if word != "--traceback"]

@@ -1,4 +1,4 @@
-"""The command tree."""
+"""Build the command tree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dovetail.cli import ab, bench, chat, config, explain, generate, keys, plugi
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """The app for these arguments. Plugins are loaded, to ask for their commands, only where no command of the core is
-    called."""
+    """Return the app for these arguments. Plugins are loaded, for their commands, only if the arguments call no
+    command of the core."""
     app = typer.Typer(
         name="dovetail",
-        help="An LLM serving engine made of parts that fit.",
+        help="An LLM serving engine made of plugins.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -43,8 +43,8 @@ def _add_plugin_commands(app: typer.Typer) -> None:
     call_hook(load_registry((), ()).hooks, "register_cli", app=app)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         typer.echo(version("dovetail"))

@@ -1,4 +1,4 @@
-"""``dovetail config``: the config tree, its schema, its documentation and its hash."""
+"""Show the config tree, its schema, its documentation and its hash: ``dovetail config``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to th
 
 @app.command()
 def show(files: Files = None, sets: Sets = None, as_json: Json = False) -> None:
-    """The whole tree that files, environment and --set make, as YAML. Saved, it is a config file that means the same."""
+    """Show the whole tree that files, environment and --set make, as YAML. Saved, it is a config file that means the
+    same."""
     import yaml
 
     from dovetail.config import config_hash, dump
@@ -32,7 +33,7 @@ def show(files: Files = None, sets: Sets = None, as_json: Json = False) -> None:
 
 @app.command("hash")
 def hash_(files: Files = None, sets: Sets = None) -> None:
-    """A SHA-256 that is equal for equal configs."""
+    """Print a SHA-256 that is equal for equal configs."""
     from dovetail.config import config_hash
 
     typer.echo(config_hash(load(files, sets)[0]))
@@ -40,7 +41,7 @@ def hash_(files: Files = None, sets: Sets = None) -> None:
 
 @app.command()
 def schema(sets: Sets = None, output: Output = None) -> None:
-    """JSON Schema of the config, the sections of the installed plugins included, for editors."""
+    """Print the JSON Schema of the config, the sections of the installed plugins included, for editors."""
     from dovetail.config.schema import config_schema
 
     _write(json.dumps(config_schema(load_registry((), sets)), indent=2) + "\n", output)
@@ -48,7 +49,7 @@ def schema(sets: Sets = None, output: Output = None) -> None:
 
 @app.command()
 def docs(sets: Sets = None, output: Output = None) -> None:
-    """Every key as Markdown: docs/config.md."""
+    """Print every key as Markdown: docs/config.md."""
     from dovetail.config.docs import config_docs
 
     _write(config_docs(load_registry((), sets)), output)

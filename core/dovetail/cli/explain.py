@@ -1,4 +1,4 @@
-"""``dovetail explain``: what would be chosen, and why."""
+"""Show what would be chosen, and why: ``dovetail explain``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from dovetail.registry.resolution import Candidate
 
 NARROW = 110
-"""Columns below which the table has fewer."""
+"""The number of columns below which the table leaves some out."""
 MOST_UNUSED = 6
-"""Tuning records that do not count, as many as are shown."""
+"""The number of unused tuning records that are shown."""
 
 Assume = Annotated[
     str | None,
@@ -31,7 +31,7 @@ Assume = Annotated[
 def explain(
     files: Files = None, sets: Sets = None, model: Model = None, as_json: Json = False, assume: Assume = None
 ) -> None:
-    """Show every part that a config chooses, every other candidate, and the reasons. Loads no weights."""
+    """Show every component that a config chooses, every other candidate, and the reasons. Loads no weights."""
     from dovetail.registry import Machine, resolve
 
     config, registry = load(files, [*(sets or ()), *shortcuts({"model.path": model})])
@@ -54,8 +54,8 @@ def _print(resolved: Resolved) -> None:
 
 
 def _grid(resolved: Resolved, *, narrow: bool) -> Table:
-    """A row for each candidate. Where it is ``narrow``, parts have rows of their own and stages are left out, so that reasons have
-    room."""
+    """Return a table with a row for each candidate. A ``narrow`` one gives each slot its own row and leaves stages
+    out, so that reasons have enough columns."""
     from dovetail.cli.tables import VERDICT_STYLE, add, styled, table
 
     grid = table("part", "verdict", "why") if narrow else table("part", "candidate", "verdict", "stage", "why")
@@ -76,7 +76,7 @@ def _grid(resolved: Resolved, *, narrow: bool) -> Table:
 
 
 def _unused(resolved: Resolved) -> list[str]:
-    """Tuning records of the user's that do not count, each once."""
+    """Return the user's tuning records that do not count, each once."""
     lines = list(dict.fromkeys(line for resolution in resolved.resolutions for line in resolution.unused))
     more = [f"and {len(lines) - MOST_UNUSED} more; --json has them all"] if len(lines) > MOST_UNUSED else []
     return [*(f"tuning record not used: {line}" for line in lines[:MOST_UNUSED]), *more]
@@ -117,7 +117,7 @@ def _not_chosen(resolution: Resolution, asked: bool) -> str:
 
 
 def _merged(resolutions: tuple[Resolution, ...]) -> list[tuple[str, Resolution]]:
-    """The two attention phases as one entry where they say the same."""
+    """Return the resolutions with their titles. Phases of one kind whose resolutions are the same become one entry."""
     rows: list[tuple[str, Resolution]] = []
     for resolution in resolutions:
         same = {**resolution.to_json(), "slot": ""}

@@ -1,4 +1,4 @@
-"""``dovetail generate``: one prompt, without a server."""
+"""Continue one prompt, without a server: ``dovetail generate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a command is to write when its work is done."""
+"""Check the files that a command writes when its work is done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dovetail.errors import ConfigError
 
 
 def check_writable(files: dict[str, Path | None]) -> None:
-    """Before the work whose result they are to hold: option by option, the file can be written. Folders are made. Raises
+    """Check, before the work begins, that the file of each option can be written. Make missing folders. Raises
     ``ConfigError``."""
     for option, file in files.items():
         if file is None:

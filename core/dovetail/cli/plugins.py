@@ -1,4 +1,4 @@
-"""``dovetail plugins``: what is installed, and what each part says of itself."""
+"""Show what is installed, and what each component says about itself: ``dovetail plugins``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app.command()(doctor)
 
 @app.command("list")
 def list_(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Every component, by kind, and every plugin that did not load."""
+    """List every component, by kind, and every plugin that did not load."""
     from dovetail.cli.tables import STATUS_STYLE, add, console, styled, table
 
     registry = load_registry(files, sets)
@@ -51,7 +51,7 @@ def show(
     files: FileOptions = None,
     sets: Sets = None,
 ) -> None:
-    """Everything that one component says of itself, and its settings."""
+    """Show everything that one component says about itself, and its settings."""
     from dovetail.cli.tables import console, facts
 
     registry = load_registry(files, sets)
@@ -112,7 +112,8 @@ def _settings(registry: Registry, component: RegisteredComponent) -> str:
 
 
 def _proven(registry: Registry, component: RegisteredComponent) -> str:
-    """What the last ``plugins check`` of its distribution says of it, and whether that still holds."""
+    """Return what the last ``plugins check`` of its distribution found about the component, and whether that still
+    holds."""
     from dovetail.registry.reports import stale, stored
 
     report = stored(component.distribution)

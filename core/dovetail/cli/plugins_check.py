@@ -1,4 +1,4 @@
-"""``dovetail plugins check``: the suites of a package are run, and what they prove is kept."""
+"""Run the suites of a package, and keep what they prove: ``dovetail plugins check``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a suite that hangs is ended.")] = 3600.0,
     as_json: Json = False,
 ) -> None:
-    """Run the conformance suites of a package, and keep a report of what they prove for `plugins show`. Exit status 1 if a
-    case fails, or a component has none."""
+    """Run the conformance suites of a package, and keep a report of what they prove for `plugins show`. The exit
+    status is 1 if a case fails, or a component has none."""
     from dovetail.cli.sources import load_registry
     from dovetail.registry.reports import store
 
@@ -49,8 +49,8 @@ def check(
 
 
 def _located(package: str) -> tuple[Path, list[str], str]:
-    """Where pytest is to run, which files (none: those that the folder's own settings name), and the distribution. Raises
-    ``ConfigError``."""
+    """Return the folder to run pytest in, the test files (none: those that the folder's own settings name), and the
+    distribution. Raises ``ConfigError``."""
     folder = Path(package).expanduser()
     if folder.is_dir():
         return folder.resolve(), [], _project_name(folder)
@@ -75,13 +75,13 @@ def _project_name(folder: Path) -> str:
         return str(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
     except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
         raise ConfigError(
-            f"{folder} has no pyproject.toml with a project.name, so it is no package; give the folder that holds one, or an "
+            f"{folder} has no pyproject.toml with a project.name, so it is not a package; give the folder that holds one, or an "
             "installed distribution"
         ) from error
 
 
 def _source(found: importlib.metadata.Distribution) -> Path | None:
-    """The folder that a distribution was installed from (PEP 610), if it is still there."""
+    """Return the folder that a distribution was installed from (PEP 610), if it still exists."""
     direct = json.loads(found.read_text("direct_url.json") or "{}")
     url = urlparse(str(direct.get("url", "")))
     folder = Path(unquote(url.path))
@@ -89,20 +89,20 @@ def _source(found: importlib.metadata.Distribution) -> Path | None:
 
 
 def _shipped(found: importlib.metadata.Distribution) -> list[str]:
-    """The test files that were installed with the package itself."""
+    """Return the test files that were installed with the package itself."""
     files = [Path(str(file)) for file in found.files or ()]
     return [str(file) for file in files if file.suffix == ".py" and file.name.startswith("test_")]
 
 
 def _with_plugins() -> list[str]:
-    """Every installed distribution that brings plugins."""
+    """Return every installed distribution that brings plugins."""
     from dovetail.registry.loader import installed_plugins
 
     return sorted({entry.dist.name for entry in installed_plugins() if entry.dist})
 
 
 def _components(registry: Registry, distribution: str, directory: Path) -> list[RegisteredComponent]:
-    """What the distribution brings. Raises ``PluginLoadError``, also if one of its plugins did not load."""
+    """Return the components of a distribution. Raises ``PluginLoadError``, also if one of its plugins did not load."""
     from dovetail.registry.loader import normal
 
     wanted = normal(distribution)
@@ -121,8 +121,8 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
 
 
 def _run(directory: Path, tests: Sequence[str], timeout: float, *, quiet: bool) -> Findings:
-    """Run pytest over the suites in ``directory``, or those of ``tests`` there. Its output is shown; where ``quiet``, on
-    stderr."""
+    """Run pytest over the suites in ``directory``, or those of ``tests`` there, and show its output, on stderr if
+    ``quiet``. Raises ``ConfigError`` and ``PluginLoadError``."""
     from dovetail.registry.reports import Findings
 
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
@@ -138,7 +138,7 @@ def _run(directory: Path, tests: Sequence[str], timeout: float, *, quiet: bool) 
             done = subprocess.run(command, cwd=directory, stdout=output, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             raise PluginLoadError(
-                f"the suites in {directory} were not through after {timeout:g} s, and were ended; find the case that hangs with "
+                f"the suites in {directory} had not finished after {timeout:g} s and were ended; find the case that hangs with "
                 "pytest -v, or give them longer with --timeout"
             ) from None
         if not record.exists():

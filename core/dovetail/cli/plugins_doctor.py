@@ -1,4 +1,4 @@
-"""``dovetail plugins doctor``: what is installed, blocked, broken or missing, and the command that mends it."""
+"""Show what is installed, blocked, broken or missing, and the command that mends it: ``dovetail plugins doctor``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A plugin, a component or a name that the config asks for; why it is so, and the command that mends it. ``broken`` ends the
-    command with status 1: an unusable component, one whose requirements are missing, is broken only where the config names it."""
+    """Describe the state of a plugin, a component or a name that the config uses: why it is so, and the command that
+    mends it. A ``broken`` one ends the command with status 1. A component whose requirements are missing is broken
+    only if the config names it."""
 
     what: str
     status: str
@@ -32,8 +33,8 @@ class Finding:
 
 
 def doctor(files: FileOptions = None, sets: Sets = None, as_json: Json = False) -> None:
-    """The state of every plugin and component, of those too that the config names and nobody brings; why it is so, and the
-    command that mends it. Exit status 1 if something is broken or missing."""
+    """Show the state of every plugin and component, and of components that the config names and no plugin brings,
+    with the reason and the command that mends it. The exit status is 1 if something is broken or missing."""
     from dovetail.config import plugins_section, read
     from dovetail.registry.loader import load_plugins
 
@@ -64,7 +65,7 @@ def _print(findings: Iterable[Finding], registry: Registry) -> None:
 
 
 def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str, str]]) -> Iterator[Finding]:
-    """Every plugin, and under it its components."""
+    """Yield every plugin, and after it its components."""
     from dovetail.registry.loader import normal
 
     required = set(map(normal, policy.require))
@@ -81,7 +82,7 @@ def _installed(registry: Registry, policy: PluginsSection, named: set[tuple[str,
 
 
 def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -> Finding:
-    """One component; ``asked`` if the config names it."""
+    """Return the state of one component; ``asked`` says whether the config names it."""
     from dovetail.errors import PluginLoadError
     from dovetail.registry.stages import unmet
 
@@ -102,7 +103,7 @@ def _examined(registry: Registry, component: RegisteredComponent, asked: bool) -
 
 
 def _unknown_plugins(policy: PluginsSection, registry: Registry) -> Iterator[Finding]:
-    """Names in ``plugins.allow`` and ``plugins.require`` that nobody brings."""
+    """Yield the names in ``plugins.allow`` and ``plugins.require`` that no installed plugin has."""
     from dovetail.config.problems import suggest
     from dovetail.registry.loader import normal
 
@@ -116,7 +117,7 @@ def _unknown_plugins(policy: PluginsSection, registry: Registry) -> Iterator[Fin
 
 
 def _missing(named: Iterable[tuple[str, str]], registry: Registry) -> Iterator[Finding]:
-    """Components that the config names and no loaded plugin brings."""
+    """Yield the components that the config names and no loaded plugin brings."""
     from dovetail.config.problems import suggest
 
     absent = [record.name for record in registry.plugins if record.status.value != "loaded"]
@@ -139,7 +140,7 @@ def _named(tree: dict[str, Any], registry: Registry) -> Iterator[tuple[str, str]
 
 
 def _names_at(tree: dict[str, Any], descriptor: KindDescriptor) -> Iterator[object]:
-    """Yield what stands in the places of a config tree that name components of a kind."""
+    """Yield the values of a config tree that should name components of a kind."""
     section = descriptor.section
     if section is None:
         key, _, last = descriptor.named_at.rpartition(".")

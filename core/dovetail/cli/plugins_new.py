@@ -1,4 +1,4 @@
-"""``dovetail plugins new``: a package to begin with."""
+"""Write a package to begin with: ``dovetail plugins new``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ def new(
     kind: Annotated[
         str,
         typer.Argument(
-            help="attention, cache, grammar, speculative, policy, model, tool_parser, reasoning_parser, api."
+            help="attention, cache, grammar, speculative, policy, model, tool_parser, reasoning_parser, api, or the kind of an "
+            "installed package."
         ),
     ],
-    name: Annotated[str, typer.Argument(help="What config will call it, as in page_tree.")],
+    name: Annotated[str, typer.Argument(help="Its name in config, as in page_tree.")],
     directory: Annotated[
         Path | None,
         typer.Option("--directory", "-d", help="Where to write it. [default: ./ and its distribution's name]"),
@@ -29,8 +30,8 @@ def new(
         bool, typer.Option("--replace", help="Take the place of the installed component of this name.")
     ] = False,
 ) -> None:
-    """Write a whole package with one component of a kind, which works as it is: registration, settings, the part, its
-    conformance test, a README and CI."""
+    """Write a whole package with one component of a kind, which works as it is: registration, settings, the
+    component, its conformance test, a README and CI."""
     from dovetail.cli.sources import load_registry
     from dovetail.cli.tables import console
     from dovetail.scaffold import named, render, write

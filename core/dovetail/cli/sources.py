@@ -1,4 +1,4 @@
-"""Options that commands share, and the way from them to a config."""
+"""Define the options that commands share, and make a config of them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def shortcuts(values: Mapping[str, object]) -> list[str]:
-    """``--set`` texts for options that were given: ``{"server.port": 1}`` is ``server.port=1``."""
+    """Return ``--set`` texts for options that were given: ``{"server.port": 1}`` is ``server.port=1``."""
     return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
 
 
 def load(files: Sequence[Path] | None, sets: Sequence[str] | None) -> tuple[Config, Registry]:
-    """The config that files, environment and overrides make, and the registry it was validated with."""
+    """Return the config that files, environment and overrides make, and the registry that validated it. Raises
+    ``ConfigError`` and ``PluginError``."""
     from dovetail.registry.setup import setup
 
     return setup(files or (), sets or (), os.environ)
 
 
 def load_registry(files: Sequence[Path] | None, sets: Sequence[str] | None) -> Registry:
-    """The installed components under the ``plugins`` section alone; the rest of the config may be wrong."""
+    """Return the installed components under the ``plugins`` section alone; the rest of the config may be wrong.
+    Raises ``ConfigError`` and ``PluginError``."""
     from dovetail.config import plugins_section, read
     from dovetail.registry.loader import load_plugins
 

@@ -1,4 +1,4 @@
-"""How the terminal output looks. Imports rich, so commands import it when they print."""
+"""Define the look of the terminal output. The module imports rich, so commands import it when they print."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ VERDICT_STYLE = {
 
 
 def console() -> Console:
-    """Standard output. Tables fit its width; piped, they take 120 columns unless COLUMNS says otherwise."""
+    """Return the standard output. Tables fit its width; piped, they take 120 columns unless COLUMNS sets another
+    width."""
     terminal = Console(highlight=False)
     return terminal if terminal.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=120)
 
 
 def styled(word: str, styles: Mapping[str, str]) -> Text:
-    """A status or verdict in its colour."""
+    """Return a status or verdict in its colour."""
     return Text(word, styles[word])
 
 
 def table(*columns: str) -> Table:
-    """An empty table with a ruled head."""
+    """Return an empty table with a ruled head."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         grid.add_column(column, overflow="fold", no_wrap=index == 0)
@@ -48,12 +49,12 @@ def table(*columns: str) -> Table:
 
 
 def add(grid: Table, *cells: str | Text) -> None:
-    """A row whose texts are shown as they are: brackets in them are no markup."""
+    """Add a row whose texts are shown as they are: brackets in them are not markup."""
     grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 def facts(title: str, rows: Mapping[str, str]) -> Table:
-    """Two columns: what, and its text as it is."""
+    """Return a table of two columns: a label, and its text as it is."""
     grid = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold", show_header=False)
     grid.add_column(style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -1,4 +1,5 @@
-"""The config: typed sections, read from files, the environment and overrides. It knows plugins only by ``Choices``."""
+"""Define the config: typed sections, read from files, the environment and overrides. Plugins are known only through
+``Choices``."""
 
 from dovetail.config.plugin import AttentionSelection, GrammarSelection, PluginConfig, Section, Selection
 from dovetail.config.sections import (

@@ -1,4 +1,4 @@
-"""Where a model lives on disk."""
+"""Find the directory of a model on disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ EMBEDDED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 
 
 def locate(path: str, key: str = "model.path") -> Path:
-    """The local directory of a model: an embedded name, a directory, or a hub name (downloaded once, where
-    huggingface-hub is installed and a network exists). ``key`` is the setting that errors name. Raises ``ConfigError``."""
+    """Return the local directory of a model: an embedded name, a directory, or a hub name, which is downloaded once
+    if huggingface-hub is installed and a network exists. ``key`` is the setting that errors name. Raises
+    ``ConfigError``."""
     if path in EMBEDDED:
         return EMBEDDED[path]
     local = Path(path).expanduser()
@@ -22,13 +23,13 @@ def locate(path: str, key: str = "model.path") -> Path:
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return _download(path, key)
     raise ConfigError(
-        f"{key} is {path!r}, which is no directory; allowed: a directory in Hugging Face layout, a hub name like "
+        f"{key} is {path!r}, which is not a directory; allowed: a directory in Hugging Face layout, a hub name like "
         f"'org/name', or an embedded model ({', '.join(EMBEDDED)})"
     )
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """A JSON file of the checkpoint. Raises ``ConfigError`` if it is missing or malformed."""
+    """Read a JSON file of the checkpoint. Raises ``ConfigError`` if it is missing or malformed."""
     file = directory / name
     if not file.is_file():
         raise ConfigError(f"{directory} has no {name}; a model directory in Hugging Face layout is expected")
@@ -43,13 +44,13 @@ def _download(name: str, key: str) -> Path:
         from huggingface_hub import snapshot_download  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"{key} is {name!r}, which is no local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'"
+            f"{key} is {name!r}, which is not a local directory, and hub names need huggingface-hub: pip install 'dovetail[hub]'"
         ) from error
     patterns = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         raise ConfigError(
-            f"{key} is {name!r}, which is no local directory, and the hub did not deliver it; check the name and the "
+            f"{key} is {name!r}, which is not a local directory, and the hub did not deliver it; check the name and the "
             f"network, or give a directory in Hugging Face layout: {error}"
         ) from error

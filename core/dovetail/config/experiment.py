@@ -1,4 +1,4 @@
-"""The config of an online experiment: arms that one server runs side by side."""
+"""Define the config of an online experiment: arms that one server runs side by side."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import Field, field_validator, model_validator
 from dovetail.config.plugin import Section
 
 BASE_ARM = "base"
-"""The config without the settings of any arm."""
+"""The name of the config without the settings of any arm."""
 
 
 class ShadowSection(Section):
-    """A share of the requests is answered by a second arm as well, for comparison; nobody waits for that."""
+    """Let a second arm answer a share of the requests as well, for comparison. No client waits for it."""
 
     arm: str = Field(description="The arm that answers once more.")
     primary: str = Field(default=BASE_ARM, description="The arm whose answers are sent.")
@@ -30,8 +30,8 @@ class ShadowSection(Section):
 
 
 class ExperimentSection(Section):
-    """Arms, each a variant of this config, that one server runs side by side. Read by `dovetail serve` alone; docs/experiments.md
-    explains it."""
+    """Describe arms, each a variant of this config, that one server runs side by side. Only `dovetail serve` reads
+    this section; docs/experiments.md explains it."""
 
     arms: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -96,12 +96,12 @@ class ExperimentSection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The arms that run, the one that others are compared with first."""
+        """Return the arms that run. The first one is the control, with which the others are compared."""
         return tuple(dict.fromkeys(name for _, name in self._uses()))
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of each that runs."""
+        """Return the weight of each arm that runs."""
         if self.shadow is not None:
             return {self.shadow.primary: 1.0, self.shadow.arm: 0.0}
         return dict(self.split or {})

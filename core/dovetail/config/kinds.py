@@ -18,12 +18,12 @@ BACKEND = "backend"
 class KindSection:
     """Describe the config section of one kind of component.
 
-    ``key`` is the top-level key. An ``optional`` section takes ``none``. Of a list, a section selects the first component that
-    fits, or, if it ``takes_all``, every one. A section ``of_server`` configures the server rather than an engine, so it is the
-    same for all arms of an experiment. ``default`` is what a config without the key means.
-    ``phases`` are the keys of a section that may select one component for each phase. ``settings`` holds the fields that may
-    stand in the section beside ``backend``. ``selection`` is the class of the value in ``Config``; a section with phases or
-    settings brings its own, with a field for each.
+    ``key`` is the top-level key. An ``optional`` section takes ``none``. Of a list, a section selects the first
+    component that fits, or, if it ``takes_all``, every one. A section ``of_server`` configures the server rather than
+    an engine, so it is the same for all arms of an experiment. ``default`` is what a config without the key means.
+    ``phases`` are the keys of a section that may select one component for each phase. ``settings`` holds the fields
+    that may stand in the section next to ``backend``. ``selection`` is the class of the value in ``Config``; a section
+    with phases or settings has a class of its own, with a field for each.
     """
 
     key: str
@@ -38,17 +38,18 @@ class KindSection:
 
     @property
     def reserved(self) -> tuple[str, ...]:
-        """The words that the section takes instead of a component's name. No component may have one as its name."""
+        """Return the words that the section takes instead of a component's name. No component may have one as its
+        name."""
         return ("auto", "none") if self.optional else ("auto",)
 
     @property
     def value(self) -> Section:
-        """The selection of a config without the key."""
+        """Return the selection of a config without the key."""
         return self.selection.model_validate({"disabled": True}) if self.default == "none" else self.selection()
 
     @property
     def field(self) -> Any:
-        """The pydantic field of the section in ``Config``."""
+        """Return the pydantic field of the section in ``Config``."""
         return Field(default=self.value, description=self.description)
 
     def is_phased(self, value: Any) -> bool:
@@ -81,19 +82,19 @@ SPECULATIVE = KindSection(
 POLICY = KindSection("policy", "The order in which waiting requests are admitted.")
 TOOL_PARSER = KindSection(
     "tool_parser",
-    "Finds tool calls in outputs; `auto` goes by the model's chat template.",
+    "Finds tool calls in outputs; `auto` chooses by the model's chat template.",
     optional=True,
     of_server=True,
 )
 REASONING_PARSER = KindSection(
     "reasoning_parser",
-    "Tells reasoning from answer; `auto` goes by the model's chat template.",
+    "Separates reasoning from answer; `auto` chooses by the model's chat template.",
     optional=True,
     of_server=True,
 )
 API = KindSection(
     "api",
-    "Protocols that the server speaks: `auto` is all that are installed, a list these.",
+    "Protocols that the server offers: with `auto` all that are installed, with a list these.",
     optional=True,
     takes_all=True,
     of_server=True,

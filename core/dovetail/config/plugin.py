@@ -1,4 +1,4 @@
-"""The base of every plugin's config section, and how a section selects components."""
+"""Define the base of every plugin's config section, and how a section selects components."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 
 
 class Section(BaseModel):
-    """A frozen section that knows all its keys."""
+    """Hold the values of one section. It is frozen and refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class PluginConfig(Section):
-    """A component's own settings. Subclasses narrow ``kind`` to ``Literal["name"] = "name"`` and add their fields, each
-    with a default, so that the bare name selects the component."""
+    """Hold a component's own settings. Subclasses narrow ``kind`` to ``Literal["name"] = "name"`` and add their
+    fields, each with a default, so that the bare name selects the component."""
 
     kind: str
 
 
 class Selection(Section):
-    """What a plugin section asks for: nothing (``none``), anything (``auto``), or candidates in order of preference.
+    """Select nothing (``none``), any component (``auto``), or candidates in order of preference.
 
     In config: ``auto``, ``none`` (optional kinds only), ``name``, ``{kind: name, ...}``, or a list of the last two.
     """
@@ -31,7 +31,7 @@ class Selection(Section):
 
     @property
     def is_auto(self) -> bool:
-        """True if the resolver may choose among all installed components."""
+        """Return True if the resolver may choose among all installed components."""
         return not self.disabled and not self.candidates
 
 
@@ -50,35 +50,35 @@ class AttentionSelection(PhasedSelection):
 
 
 class GrammarSettings(Section):
-    """How constraints are compiled, whichever backend does it."""
+    """Configure how constraints are compiled, by any backend."""
 
     isolation: Literal["process", "thread"] = Field(
         default="process",
-        description="`process`: in processes of low priority that are ended where a constraint takes too long or too much memory. `thread`: on threads of the engine, which starts sooner, and where nothing can be ended: for constraints that are trusted.",
+        description="`process`: constraints are compiled in processes of low priority, which are ended if a constraint takes too long or too much memory. `thread`: they are compiled on threads of the engine, which starts sooner; nothing can be ended there, so use it only for constraints that are trusted.",
     )
-    workers: int = Field(default=2, ge=1, le=64, description="Constraints that compile at the same time.")
+    workers: int = Field(default=2, ge=1, le=64, description="Number of constraints that compile at the same time.")
     timeout: float = Field(default=10.0, gt=0, description="Seconds that a constraint may take to compile.")
     memory_mib: int = Field(
-        default=1024, ge=16, description="Memory that a constraint may take to compile in a process of its own."
+        default=1024, ge=16, description="Memory (MiB) that compiling a constraint may take in its process."
     )
     mask_ms: float = Field(
         default=20.0,
         gt=0,
-        description="Milliseconds that the masks of one request may take for each of its tokens, on the average. Every request waits for them: one that takes longer ends with an error, and its constraint is refused for a minute. Under `isolation: process` masks are tried out when a constraint is compiled.",
+        description="Milliseconds that the masks of one request may take for each of its tokens, on average. Every request waits for them. A request whose masks take longer ends with an error, and its constraint is refused for a minute. Under `isolation: process` masks are tried out when a constraint is compiled.",
     )
     mask_burst_ms: float = Field(
-        default=1000.0, gt=0, description="How far the masks of one request may be beyond that, in milliseconds."
+        default=1000.0, gt=0, description="Milliseconds by which the masks of one request may exceed that."
     )
-    cache_mib: int = Field(default=256, ge=0, description="Memory for compiled constraints that are kept.")
+    cache_mib: int = Field(default=256, ge=0, description="Memory (MiB) for compiled constraints that are kept.")
     jump_forward: bool = Field(
         default=False,
-        description="Text that the constraint forces is written at once, in the tokenizer's own tokens, by backends that declare grammar.jump_forward; not for requests with log-probabilities or biases, and not with a drafter.",
+        description="Text that the constraint forces is written at once, in the tokenizer's own tokens, by backends that offer grammar.jump_forward. It is not done for requests with log-probabilities or biases, and not with a drafter.",
     )
 
 
 class GrammarSelection(GrammarSettings, Selection):
-    """Grammar backends, and how they are run. Requests that name no backend are served by the first of ``candidates`` that
-    honours the constraint.
+    """Select grammar backends, and configure how they run. Requests that name no backend are served by the first of
+    ``candidates`` that honours the constraint.
 
     In config: any form of ``Selection``, or ``{backend: any of them, timeout: ..., ...}``.
     """

@@ -1,4 +1,4 @@
-"""What is wrong with a config, gathered whole and told once."""
+"""Collect everything that is wrong with a config, and report it in one error."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One thing that is wrong, at one key."""
+    """Describe one thing that is wrong, at one key."""
 
     path: Path_
     text: str
 
 
 def suggest(name: object, allowed: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the closest of ``allowed``, or an empty string."""
+    """Return ``"; did you mean 'x'?"`` for the closest of ``allowed``, or an empty string."""
     close = difflib.get_close_matches(str(name), list(allowed), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def report(problems: Sequence[ConfigProblem], raw: Raw) -> ConfigError:
-    """One error for all problems, each with its key and where it was set."""
+    """Return one error for all problems, each with its key and where it was set."""
     lines = [f"{dotted(p.path)}{p.text}{_origin(raw, p.path)}" for p in problems]
     if len(lines) == 1:
         return ConfigError(lines[0])
@@ -39,7 +39,7 @@ def report(problems: Sequence[ConfigProblem], raw: Raw) -> ConfigError:
 
 
 def dotted(path: Path_) -> str:
-    """``("attention", 0, "kind")`` as ``attention[0].kind``."""
+    """Return ``("attention", 0, "kind")`` as ``attention[0].kind``."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
@@ -51,7 +51,7 @@ def _origin(raw: Raw, path: Path_) -> str:
 def from_pydantic(
     error: ValidationError, model: type[BaseModel], given: Any, prefix: Path_, owner: str
 ) -> list[ConfigProblem]:
-    """The problems of one section. ``given`` is what was validated, ``owner`` says whose section it is."""
+    """Return the problems of one section. ``given`` is what was validated, ``owner`` names the section's owner."""
     texts: dict[Path_, list[str]] = {}
     inputs: dict[Path_, Any] = {}
     problems = []
@@ -67,8 +67,8 @@ def from_pydantic(
         else:
             texts.setdefault(path, []).append(_allowed(detail["msg"]))
             inputs[path] = detail["input"] if detail["type"] != "missing" else MISSING
-    told = [ConfigProblem(prefix + path, _wrong_value(inputs[path], parts)) for path, parts in texts.items()]
-    return problems + told
+    wrong = [ConfigProblem(prefix + path, _wrong_value(inputs[path], parts)) for path, parts in texts.items()]
+    return problems + wrong
 
 
 def unknown_key(key: str, keys: Sequence[str], owner: str) -> str:
@@ -92,7 +92,7 @@ def _allowed(message: str) -> str:
 
 
 def _real_path(loc: Sequence[str | int], given: Any) -> Path_:
-    """``loc`` without the tags that pydantic adds for the members of unions: only what exists in ``given``."""
+    """Return ``loc`` without the tags that pydantic adds for the members of unions: only what exists in ``given``."""
     path: list[str | int] = []
     for index, key in enumerate(loc):
         if isinstance(given, dict):
@@ -109,7 +109,7 @@ def _real_path(loc: Sequence[str | int], given: Any) -> Path_:
 
 
 def _keys_at(model: type[BaseModel], path: Path_) -> list[str]:
-    """The fields of the section at ``path``, which may lead through mappings and lists of sections."""
+    """Return the fields of the section at ``path``, which may lead through mappings and lists of sections."""
     at: Any = model
     for key in path:
         if isinstance(at, type) and issubclass(at, BaseModel):

@@ -1,4 +1,4 @@
-"""The core's own config sections. Plugin sections come from the registry (``config.tree``)."""
+"""Define the core's own config sections. Sections of components come from the registry (``config.tree``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Auto = Literal["auto"]
 
 
 class ModelSection(Section):
-    """Which model, and how it is loaded. A bare string is short for ``{path: ...}``."""
+    """Select the model, and say how it is loaded. A bare string is short for ``{path: ...}``."""
 
     path: str = Field(
         default="tiny",
@@ -53,12 +53,12 @@ class ModelSection(Section):
 
     @property
     def name(self) -> str:
-        """What the model is called in the API."""
+        """Return what the model is called in the API."""
         return self.served_name or self.path.rstrip("/").rpartition("/")[2]
 
 
 class SchedulerSection(Section):
-    """How requests share steps."""
+    """Configure how requests share steps."""
 
     max_running: int | None = Field(
         default=None,
@@ -66,26 +66,28 @@ class SchedulerSection(Section):
         le=8192,
         description="Requests that decode at the same time. By default 512 on CUDA, else 256.",
     )
-    max_waiting: int = Field(default=8192, ge=1, description="Requests that may wait; one more is answered with 503.")
+    max_waiting: int = Field(
+        default=8192, ge=1, description="Number of requests that may wait; one more is answered with 503."
+    )
     chunk_size: int | None = Field(
         default=None,
         ge=1,
         description="Prompt tokens that enter one step; longer prompts are chunked. By default 8192 on CUDA, else 2048.",
     )
-    mixed: bool = Field(default=True, description="Decode rows ride along in steps that have prompt chunks.")
+    mixed: bool = Field(default=True, description="Steps that have prompt chunks also have decode rows.")
     overlap: Auto | bool = Field(
         default="auto",
         description="Launch step N+1 before the tokens of step N are read; steps with drafts are launched once these are known. `auto`: on CUDA.",
     )
     draft: Literal["adaptive", "always"] = Field(
         default="adaptive",
-        description="When the drafter is asked. `adaptive`: while steps with drafts bring more tokens in the same time than steps without, as measured at each number of running requests, and for fewer tokens where few are accepted; `always`.",
+        description="When the drafter proposes tokens. `adaptive`: while steps with drafts produce more tokens in the same time than steps without, as measured at each number of running requests, and with fewer draft tokens where few are accepted. `always`: in every step.",
     )
     min_draft_probability: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="A draft is not verified if the drafter gives it, together with the drafts before it, a lower probability than this. Needs a drafter that states probabilities (`draft.probs`): `eagle`, `eagle3_tree`. 0: all are verified.",
+        description="A draft token is not verified if the drafter gives it, together with the draft tokens before it, a lower probability than this. Needs a drafter that states probabilities (`draft.probs`): `eagle`, `eagle3_tree`. 0: all are verified.",
     )
     wait_for_prefix: bool = Field(
         default=True,
@@ -99,30 +101,30 @@ class SchedulerSection(Section):
         default=60.0,
         ge=0,
         le=86400,
-        description="How long requests of a group or session that do not come keep its prefix in the cache. Sooner where the memory is needed.",
+        description="Seconds for which the prefix of a group or session stays in the cache while no request for it comes. It is released sooner if the memory is needed.",
     )
     pin_fraction: float = Field(
         default=0.25,
         ge=0,
         le=1,
-        description="Share of the pool that groups and sessions may keep, the oldest giving way; 0: none. A prefix cache that keeps nothing has nothing to keep for them either.",
+        description="Share of the pool that groups and sessions may keep; beyond it the oldest are released. 0: none. A prefix cache that keeps nothing keeps nothing for them either.",
     )
 
     @property
     def rows(self) -> int:
-        """``max_running`` of a resolved config."""
+        """Return ``max_running`` of a resolved config."""
         assert self.max_running is not None, "resolve() fills it in"
         return self.max_running
 
     @property
     def chunk(self) -> int:
-        """``chunk_size`` of a resolved config."""
+        """Return ``chunk_size`` of a resolved config."""
         assert self.chunk_size is not None, "resolve() fills it in"
         return self.chunk_size
 
 
 class GraphsSection(Section):
-    """CUDA graphs: a step is captured once for each of a ladder of sizes, and then launched as a whole."""
+    """Configure CUDA graphs: a step is captured once for each of a ladder of sizes, and then launched as a whole."""
 
     decode: Auto | bool = Field(
         default="auto",
@@ -136,7 +138,7 @@ class GraphsSection(Section):
     piecewise_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="Steps with prompt tokens, up to so many in all, are captured in pieces, with attention between them. 0: none. By default as many as the device computes in the time that launching them kernel by kernel takes (2048 at most).",
+        description="Steps with prompt tokens, up to this number of tokens in all, are captured in pieces, with attention between them. 0: none. By default the number that the device computes in the time that launching them kernel by kernel takes (at most 2048).",
     )
     capture: Literal["idle", "start"] = Field(
         default="idle",
@@ -145,7 +147,7 @@ class GraphsSection(Section):
 
 
 class MemorySection(Section):
-    """The KV pool."""
+    """Configure the KV pool."""
 
     page_size: int = Field(default=16, ge=1, le=1024, description="Tokens per page.")
     num_pages: int | None = Field(
@@ -169,7 +171,7 @@ class MemorySection(Section):
 
 
 class ServerSection(Section):
-    """The HTTP server."""
+    """Configure the HTTP server."""
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=30000, ge=0, le=65535, description="0 picks a free port.")
@@ -184,11 +186,12 @@ class ServerSection(Section):
         description="The key file, or `env:NAME` for an environment variable that holds its text. With it every request needs a key, and belongs to a tenant: docs/tenants.md.",
     )
     allow_public_without_keys: bool = Field(
-        default=False, description="Listen on an address that other machines can reach although there are no keys."
+        default=False,
+        description="Allow the server to listen on an address that other machines can reach although there are no keys.",
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Names by which the server may be called where it has no keys, beside `localhost`, IP addresses and `host`; `*` for any. With `allow_public_without_keys` an empty list is any.",
+        description="Names by which a server without keys may be called, in addition to `localhost`, IP addresses and `host`; `*` for any. With `allow_public_without_keys` an empty list allows any name.",
     )
     max_seconds: float | None = Field(
         default=None, gt=0, le=10**6, description="A request that runs longer is ended with an error (504)."
@@ -207,7 +210,7 @@ class ServerSection(Section):
     def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
-                raise ValueError(f"{origin!r} is no origin; allowed: *, or scheme://host[:port] without a path")
+                raise ValueError(f"{origin!r} is not an origin; allowed: *, or scheme://host[:port] without a path")
         return origins
 
     @field_validator("allowed_hosts")
@@ -215,24 +218,25 @@ class ServerSection(Section):
     def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         for host in hosts:
             if host != "*" and not re.fullmatch(r"[A-Za-z0-9_.-]+", host):
-                raise ValueError(f"{host!r} is no host; allowed: *, or a name without scheme and port")
+                raise ValueError(f"{host!r} is not a host; allowed: *, or a name without scheme and port")
         return tuple(host.lower() for host in hosts)
 
     @model_validator(mode="after")
     def _log_has_tenants(self) -> ServerSection:
         if self.usage_log and not self.keys:
-            raise ValueError("usage_log needs keys, which tell the tenants apart; give server.keys")
+            raise ValueError("usage_log needs keys, which identify the tenants; give server.keys")
         return self
 
 
 class TuningSection(Section):
-    """What was measured on this machine, by which `auto` chooses. `dovetail ab --write-tuning` writes it."""
+    """Say where the measurements of this machine are kept, by which `auto` chooses. `dovetail ab --write-tuning`
+    writes them."""
 
     path: str | None = Field(
         default=None,
         description="The file of records; by default `dovetail/tuning.json` in the user's data folder (XDG).",
     )
-    use: bool = Field(default=True, description="`auto` prefers what the records say.")
+    use: bool = Field(default=True, description="Let `auto` prefer the winners of these records.")
     workload: str | None = Field(
         default=None,
         description="Records measured on the workload of this name count before all others, else the newest.",
@@ -240,7 +244,7 @@ class TuningSection(Section):
 
 
 class PluginsSection(Section):
-    """Which plugins may load. Names are entry-point or distribution names; a list may be written as ``a,b``."""
+    """Say which plugins may load. Names are entry-point or distribution names; a list may be written as ``a,b``."""
 
     autoload: bool = Field(default=True, description="Load every installed plugin that the lists below do not exclude.")
     allow: tuple[str, ...] | None = Field(default=None, description="Only these. An unknown name is an error.")
@@ -254,7 +258,7 @@ class PluginsSection(Section):
 
 
 class Config(Section):
-    """The whole tree. Made by ``config.load_config``; every key is documented in docs/config.md."""
+    """Hold the whole config tree. ``config.load_config`` makes it; docs/config.md documents every key."""
 
     model: ModelSection = ModelSection()
     device: str = Field(
@@ -265,7 +269,7 @@ class Config(Section):
     )
     batch_invariant: bool = Field(
         default=False,
-        description="A token's logits have the same bits whatever is computed beside it, however its row is divided among steps (chunks, decode steps, drafts that are verified), and whether its prefix was cached. `auto` then takes parts that can do it; a prefix that decode rows share is read for each of them, and tuning records do not count. Needs CUDA of compute capability 9.0; with drafters of trees also `memory.page_size: 1` (docs/batch_invariance.md).",
+        description="A token's logits have the same bits whatever else is computed in its step, however its row is divided among steps (chunks, decode steps, draft tokens that are verified), and whether or not its prefix was cached. `auto` then chooses components that can do it; a prefix that decode rows share is read for each of them, and tuning records do not count. Needs CUDA of compute capability 9.0; with drafters of trees also `memory.page_size: 1` (docs/batch_invariance.md).",
     )
     attention: AttentionSelection = ATTENTION.field
     cache: Selection = CACHE.field

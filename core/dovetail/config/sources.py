@@ -56,7 +56,7 @@ class Raw:
 
     @cached_property
     def tree(self) -> Tree:
-        """The tree that base and sources make together, in its long form."""
+        """Return the tree that base and sources make together, in its long form."""
         merged = self.base
         for _, tree in self._long:
             merged = combine(merged, tree, self.sections)

@@ -1,7 +1,8 @@
-"""The key file: who may call the server, and how much. ``server.keys`` names it; docs/tenants.md explains it.
+"""Define the key file: who may call the server, and how much. ``server.keys`` names it; docs/tenants.md explains it.
 
-Keys are kept as SHA-256 digests. A key of ours is 256 random bits: nobody finds one by trying, with a fast hash or a slow one.
-Slow hashes (bcrypt, scrypt) make short passwords dear to guess; here they would only make each request dear to check.
+Keys are kept as SHA-256 digests. A generated key is 256 random bits, which cannot be found by trying, with a fast hash
+or a slow one. Slow hashes (bcrypt, scrypt) make short passwords expensive to guess; here they would only make each
+request expensive to check.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from dovetail.config.sources import Path_, Raw, SettingsSource, parse_yaml, read
 from dovetail.errors import ConfigError
 
 ENVIRONMENT = "env:"
-"""``server.keys: env:NAME``: the text of a key file is in the environment variable NAME."""
+"""The prefix of ``server.keys: env:NAME``, where the environment variable NAME holds the text of a key file."""
 
 SHORTEST_KEY = 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
-"""Of a tenant, an admin or a salt: it becomes a label of metrics and the head of a namespace."""
+"""The name of a tenant, an admin or a salt. It becomes a label of metrics and the beginning of a namespace."""
 
 
 def key_digest(key: bytes) -> str:
-    """How a key is written in the file: ``sha256:`` and 64 hexadecimal digits."""
+    """Return a key as it is written in the file: ``sha256:`` and 64 hexadecimal digits."""
     return "sha256:" + hashlib.sha256(key).hexdigest()
 
 
@@ -51,7 +52,7 @@ def _with_zone(moment: datetime) -> datetime:
 
 
 class KeyEntry(Section):
-    """One key. A bare digest is short for ``{hash: ...}``."""
+    """Hold one key. A bare digest is short for ``{hash: ...}``."""
 
     hash: Annotated[str, StringConstraints(pattern=rf"^{_DIGEST.pattern}$"), AfterValidator(_no_empty_key)] = Field(
         description="`sha256:` and the SHA-256 of the key in hexadecimal."
@@ -63,12 +64,12 @@ class KeyEntry(Section):
 
     @property
     def id(self) -> str:
-        """How logs name the key: its label, or the first digits of its digest."""
+        """Return what logs call the key: its label, or the first digits of its digest."""
         return self.label or self.hash.removeprefix("sha256:")[:8]
 
 
 class TenantLimits(Section):
-    """What a tenant may use. Without a value there is no limit, or the server's own."""
+    """Limit what a tenant may use. Without a value there is no limit, or the server's own applies."""
 
     requests_per_minute: int | None = Field(
         default=None,
@@ -91,7 +92,7 @@ class TenantLimits(Section):
 
 
 class TenantSection(TenantLimits):
-    """One tenant: its keys, its limits, its namespace of cached prefixes."""
+    """Describe one tenant: its keys, its limits, its namespace of cached prefixes."""
 
     keys: tuple[KeyEntry, ...] = ()
     salt: Name | None = Field(
@@ -101,13 +102,13 @@ class TenantSection(TenantLimits):
 
 
 class AdminSection(Section):
-    """Who may call every route, without limits."""
+    """Name the keys that may call every route, without limits."""
 
     keys: tuple[KeyEntry, ...] = ()
 
 
 class KeyFile(Section):
-    """The whole file. ``defaults`` are the limits of tenants that do not have their own."""
+    """Hold the whole file. ``defaults`` are the limits of tenants that do not have their own."""
 
     defaults: TenantLimits = TenantLimits()
     tenants: dict[Name, TenantSection] = Field(default_factory=dict)
@@ -127,7 +128,7 @@ class KeyFile(Section):
         return self
 
     def limits(self, name: str) -> TenantLimits:
-        """What holds for a tenant: its own values, else the defaults. A value of ``null`` is its own: no limit."""
+        """Return the limits of a tenant: its own values, else the defaults. ``null`` is a value too: no limit."""
         own = self.tenants[name]
         return TenantLimits(
             **{
@@ -138,7 +139,7 @@ class KeyFile(Section):
 
 
 def load_keys(source: str, env: Mapping[str, str]) -> KeyFile:
-    """The keys at ``source``, a file or ``env:NAME``. Raises ``ConfigError``, which never shows a key."""
+    """Read the keys at ``source``, a file or ``env:NAME``. Raises ``ConfigError``, which never shows a key."""
     if source.startswith(ENVIRONMENT):
         layer, plain = _from_env(source.removeprefix(ENVIRONMENT), env), True
     else:
@@ -147,7 +148,8 @@ def load_keys(source: str, env: Mapping[str, str]) -> KeyFile:
 
 
 def check_keys(given: Mapping[str, Any], origin: str, plain: bool = False) -> KeyFile:
-    """The keys of a file that has been read, ``origin``; ``plain``: they need not be digests. Raises ``ConfigError``."""
+    """Validate the keys of a file that has been read; ``origin`` names it. If ``plain``, they need not be digests.
+    Raises ``ConfigError``."""
     tree = _digested(given, origin, plain)
     raw = Raw((SettingsSource(origin, tree),), ())
     try:
@@ -172,7 +174,8 @@ def _from_env(name: str, env: Mapping[str, str]) -> SettingsSource:
 
 
 def _digested(tree: Mapping[str, Any], origin: str, plain: bool) -> dict[str, Any]:
-    """``tree`` with every key as a mapping with its digest. What is no digest is taken for a key in plain text."""
+    """Return ``tree`` with every key as a mapping with its digest. A key that is not a digest is taken as plain
+    text."""
     found = dict(tree)
     for group in ("tenants", "admins"):
         owners = found.get(group)

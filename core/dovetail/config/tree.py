@@ -22,7 +22,8 @@ from dovetail.config.sources import Path_, Raw, read
 from dovetail.errors import UnknownComponentError
 
 OPEN = "kinds"
-"""The field of ``Config`` that holds the sections of third-party kinds. In a config file each has its own key."""
+"""The field of ``Config`` that holds the sections of third-party kinds. In a config file each stands under its own
+key."""
 
 
 class Choices(Protocol):
@@ -31,7 +32,7 @@ class Choices(Protocol):
 
     @property
     def sections(self) -> Sections:
-        """The sections of every kind that is configured in one."""
+        """Return the sections of every kind that is configured in one."""
         ...
 
     def names(self, kind: str) -> Sequence[str]:
@@ -116,7 +117,8 @@ def component_keys(config: Config) -> tuple[str, ...]:
 
 
 def selection_keys(config: Config) -> tuple[str, ...]:
-    """Return the dotted keys under which ``dump`` writes selections: of sections by phase or with settings, those below them."""
+    """Return the dotted keys under which ``dump`` writes selections. A section by phase or with settings has them
+    below its own key."""
     keys = [key for section in BUILT_IN for key in _places(section)]
     return (*keys, *config.kinds)
 
@@ -127,13 +129,13 @@ def _places(section: KindSection) -> list[str]:
 
 
 def by_phase(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``dump`` wrote with each section that may differ by phase written out by phase."""
+    """Return what ``dump`` wrote, with each section that may differ by phase written out by phase."""
     sections = [section for section in BUILT_IN if section.phases and not section.is_phased(tree[section.key])]
     return tree | {section.key: dict.fromkeys(section.phases, tree[section.key]) for section in sections}
 
 
 class _Reader(NamedTuple):
-    """Read one section; what is wrong with it is added to ``problems``."""
+    """Read one section, and add what is wrong with it to ``problems``."""
 
     section: KindSection
     choices: Choices

@@ -18,7 +18,7 @@ from dovetail.registry.specs import KindDescriptor, Selects
 from dovetail.registry.stages import examine
 
 MOST_REORDERED = 4
-"""Components of a list up to which an error tries every other order."""
+"""The length of a list up to which an error tries every other order of its components."""
 
 Tuning = Mapping[str, str | Sequence[str]]
 Option = Candidate | tuple[Candidate, ...] | None
@@ -39,7 +39,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The slot's name: the kind, for a kind with phases with the phase."""
+        """Return the slot's name: the kind, and for a kind with phases the phase too."""
         return self.request.slot
 
     def rule(self, chosen: Candidate | None) -> ChoiceRule:
@@ -80,7 +80,8 @@ class Slot:
         return [*(itertools.permutations(asked) if 1 < len(asked) <= MOST_REORDERED else ()), *longer]
 
     def _lists(self) -> list[Option]:
-        """All candidates; where config does not name them, one fewer, or none, as well."""
+        """Return the list of all candidates; where config does not name them, also lists with one candidate fewer,
+        and the empty one."""
         if self.disabled:
             return [()]
         asked = [candidate for candidate in self.candidates if candidate.asked]

@@ -1,9 +1,9 @@
 """Negotiate features jointly: components that work alone can be wrong together.
 
-A combination is one option for every variable: a candidate, several or None for each slot, and a value for each setting of
-the runtime that components may object to. ``violations`` applies every rule; ``search`` finds the first combination, in order
-of preference, that breaks no rule; ``repairs`` finds the smallest changes that make a broken one fit. Which slots there are and
-which rules they have is what the descriptors of the kinds say.
+A combination has one option for every variable: a candidate, several or None for each slot, and a value for each
+setting of the runtime that components may object to. ``violations`` applies every rule. ``search`` finds the first
+combination, in order of preference, that breaks no rule. ``repairs`` finds the smallest changes that make a broken one
+fit. The descriptors of the kinds define the slots and their rules.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BATCH_INVARIANT, MIN_PROBABILITY = "batch_invariant", "scheduler.min_draft_proba
 SETTINGS = (OVERLAP, MIXED, GRAPHS, BATCH_INVARIANT, MIN_PROBABILITY)
 
 NEGOTIATED = (Selects.ONE, Selects.ONE_AND_OTHERS, Selects.LIST)
-"""How the components of a kind that takes part in the negotiation may be selected."""
+"""The ways to select components in which a kind takes part in the negotiation."""
 
 MOST_PAIRS = 6
-"""Pairs of changes that an error lists, at most."""
+"""The number of pairs of changes that an error lists, at most."""
 
 Option = Candidate | tuple[Candidate, ...] | bool | float | None
 Combination = Mapping[str, Option]
@@ -37,8 +37,8 @@ Domains = Mapping[str, Sequence[Option]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """State that ``who`` needs ``feature`` of ``owner`` (a slot, ``runtime``, ``kv`` or ``model``). ``why`` explains a need that
-    is implied."""
+    """State that ``who`` needs ``feature`` of ``owner``: a slot, ``runtime``, ``kv`` or ``model``. ``why`` explains
+    a need that is implied."""
 
     feature: Feature
     who: str
@@ -164,7 +164,8 @@ class Negotiation:
         return frozenset().union(*map(self._offers_of, candidates_of(combo.get(owner))))
 
     def _offers_of(self, candidate: Candidate) -> frozenset[Feature]:
-        """Return what a candidate offers, less what meant something else in the version that it was built for."""
+        """Return what a candidate offers, except for features that had another meaning in the interface version that
+        it was built for."""
         if id(candidate) not in self._offered:
             spec, features = candidate.spec, self.kinds.features
             self._offered[id(candidate)] = frozenset(f for f in spec.offers if spec.api >= features[f].since)
@@ -196,7 +197,7 @@ def searched(kinds: Kinds) -> list[str]:
 
 
 def candidates_of(option: Option) -> tuple[Candidate, ...]:
-    """Return the candidates of an option; of a setting's value and of None there are none."""
+    """Return the candidates of an option. The value of a setting has none, and neither has None."""
     if isinstance(option, tuple):
         return option
     return (option,) if isinstance(option, Candidate) else ()
@@ -213,8 +214,8 @@ def show(option: Option) -> str:
 
 
 def runtime_offers(overlap: bool) -> frozenset[Feature]:
-    """Return what the runtime can do. With overlap, a commit comes one step late, but for steps with drafts, before which the
-    host knows every token."""
+    """Return what the runtime can do. With overlap, a step is committed after the next one was launched, except for
+    steps with drafts, before which the host knows every token."""
     always = frozenset({Feature.RUNTIME_DELAYED_MASK})
     return always | {Feature.RUNTIME_OVERLAP} if overlap else always
 

@@ -1,7 +1,7 @@
 """Declare the hooks that plugins may implement. None of them is called inside a step.
 
-A plugin is an entry point in the group ``dovetail.plugins`` that names an import-light module with functions marked
-``@hookimpl``; each function takes only the arguments it needs.
+A plugin is an entry point in the group ``dovetail.plugins``. It names a light module with functions marked
+``@hookimpl``; each function takes only the arguments that it needs.
 """
 
 from __future__ import annotations
@@ -49,27 +49,29 @@ def adjust_candidates(kind: ComponentKind, request: ResolveRequest, candidates: 
 
 @hookspec
 def on_resolved(resolved: Resolved) -> None:
-    """Look at what was chosen. Nothing is built yet. Called in the engine's process."""
+    """Receive what was chosen, before anything is built. Called in the process that resolves the config."""
 
 
 @hookspec
 def on_prompt(prompt: PromptDraft, parts: Mapping[str, Sequence[Any]]) -> None:
     """Change a prompt before it is tokenized, by assigning to ``prompt``; raise ``RequestError`` to refuse the request.
 
-    Called once for each prompt that is given as text (those of embeddings and scores included) and each chat, where prompts are tokenized: in the server's process, where long prompts are
-    handled on other threads, or in that of an ``LLM``. ``parts`` holds, by kind, the components of every kind with
-    ``for_prompts`` that config selects.
+    Called once for each prompt that is given as text, those of embeddings and scores included, and for each chat. The
+    call happens where prompts are tokenized: in the process of an ``LLM``, or in that of the server, which handles long
+    prompts on other threads. ``parts`` holds, by kind, the components of every kind with ``for_prompts`` that config
+    selects.
     """
 
 
 @hookspec
 def on_engine_start(info: dict[str, Any]) -> None:
-    """Called when the engine of a server or an ``LLM`` can take requests. ``info`` is what /server_info shows as ``engine``."""
+    """Run when the engine of a server or an ``LLM`` can take requests. ``info`` is what /server_info shows as
+    ``engine``."""
 
 
 @hookspec
 def on_engine_stop() -> None:
-    """Called when the engine takes no more requests and is about to be freed. Not called if the engine failed."""
+    """Run when the engine takes no more requests and is about to be freed. Not called if the engine failed."""
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""What is installed: every plugin with its status, every component with its origin."""
+"""Hold what is installed: every plugin with its status, every component with its origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.registry.targets import load_attribute
 
 
 class PluginStatus(enum.StrEnum):
-    """How loading a plugin ended."""
+    """Say how loading a plugin ended."""
 
     LOADED = "loaded"
     BLOCKED = "blocked"
@@ -29,8 +29,8 @@ class PluginStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """One entry point: where it comes from and how loading it ended. ``reason`` says why it did not load, ``fix`` what
-    mends that, ``traceback`` is the plugin's own."""
+    """Describe one entry point: where it comes from and how loading it ended. ``reason`` says why it did not load,
+    ``fix`` what to do about it, and ``traceback`` is the plugin's own."""
 
     name: str
     distribution: str
@@ -45,7 +45,8 @@ class PluginRecord:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredComponent:
-    """A component and where it comes from. ``incompatible`` says why its api version cannot be used."""
+    """Hold a component and where it comes from. ``descriptor`` is that of its kind. ``incompatible`` says why its
+    interface version cannot be used."""
 
     spec: ComponentSpec
     distribution: str
@@ -56,20 +57,20 @@ class RegisteredComponent:
 
     @property
     def status(self) -> PluginStatus:
-        """``loaded`` or ``incompatible``."""
+        """Return ``loaded`` or ``incompatible``."""
         return PluginStatus.INCOMPATIBLE if self.incompatible else PluginStatus.LOADED
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Return what messages call the component: its kind, name and distribution."""
         return f"{self.spec.kind} {self.spec.name!r} ({self.distribution} {self.version})"
 
 
 class Registry:
-    """Installed components by kind and name. Satisfies ``config.Choices``. Made by ``load_plugins``; not changed after.
+    """Hold the installed components by kind and name. ``load_plugins`` makes it, and nothing changes it afterwards.
 
-    ``hooks`` calls the hooks of the loaded plugins. A registry does not cross process boundaries: another process makes
-    its own from the same config.
+    It satisfies ``config.Choices``. ``kinds`` are the registered kinds and features; ``hooks`` calls the hooks of the
+    loaded plugins. A registry does not cross process boundaries: another process makes its own from the same config.
     """
 
     def __init__(
@@ -86,24 +87,25 @@ class Registry:
 
     @property
     def sections(self) -> Sections:
-        """The config sections of all kinds."""
+        """Return the config sections of all kinds."""
         return self.kinds.sections
 
     @property
     def every_component(self) -> list[RegisteredComponent]:
-        """Every component, by kind and name."""
+        """Return every component, by kind and name."""
         return [component for kind in self.kinds.names for component in self.components(kind)]
 
     def components(self, kind: str) -> tuple[RegisteredComponent, ...]:
-        """Every component of a kind, sorted by name."""
+        """Return every component of a kind, sorted by name. Raises ``UnknownComponentError`` for a kind that does
+        not exist."""
         return tuple(self._components[self.kinds[kind].kind].values())
 
     def names(self, kind: str) -> list[str]:
-        """The names of a kind, sorted."""
+        """Return the names of a kind's components, sorted."""
         return list(self._components[self.kinds[kind].kind])
 
     def get(self, kind: str, name: str) -> RegisteredComponent:
-        """The component of this name or alias. Raises ``UnknownComponentError``."""
+        """Return the component of this name or alias. Raises ``UnknownComponentError``."""
         found = self._components[self.kinds[kind].kind].get(name)
         aliased = [found] if found else self.aliased(kind, name)
         if len(aliased) == 1:
@@ -114,19 +116,19 @@ class Registry:
         raise UnknownComponentError(self._unknown(kind, name))
 
     def aliased(self, kind: str, alias: str) -> list[RegisteredComponent]:
-        """Every component that lists this alias, sorted by name."""
+        """Return every component that lists this alias, sorted by name."""
         return [component for component in self.components(kind) if alias in component.spec.aliases]
 
     def canonical(self, kind: str, name: str) -> str:
-        """The name that ``name``, perhaps an alias, stands for. Raises ``UnknownComponentError``."""
+        """Return the name that ``name``, which may be an alias, stands for. Raises ``UnknownComponentError``."""
         return self.get(kind, name).spec.name
 
     def label(self, kind: str, name: str) -> str:
-        """How messages call a component: its kind, name and distribution."""
+        """Return what messages call a component: its kind, name and distribution."""
         return self.get(kind, name).label
 
     def config_class(self, kind: str, name: str) -> type[PluginConfig]:
-        """The component's own section; imports its module. Raises ``PluginLoadError``, also if its ``kind`` is not a
+        """Import and return the component's own section. Raises ``PluginLoadError``, also if its ``kind`` is not a
         Literal of the component's name."""
         component = self.get(kind, name)
         cls = load_attribute(component.spec.config, component.label)

@@ -13,7 +13,8 @@ from dovetail.interfaces.features import FeatureDescriptor
 from dovetail.registry.specs import ComponentKind, KindDescriptor
 
 SIDES = ("runtime", "kv", "model")
-"""Namespaces of features that no kind of component offers through its specs: the runtime, the KV pool and the model's facts."""
+"""The namespaces of features that components do not offer in their specs: those of the runtime, the KV pool and the
+model."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -41,22 +42,22 @@ class Kinds:
 
     @property
     def names(self) -> list[ComponentKind]:
-        """The names of all kinds."""
+        """Return the names of all kinds."""
         return [descriptor.kind for descriptor in self]
 
     @property
     def features(self) -> Mapping[str, FeatureDescriptor]:
-        """Every registered feature by its name."""
+        """Return every registered feature by its name."""
         return self._features
 
     @property
     def sections(self) -> Sections:
-        """The config sections of the kinds that have one."""
+        """Return the config sections of the kinds that have one."""
         return tuple(descriptor.section for descriptor in self if descriptor.section is not None)
 
     @property
     def in_order(self) -> list[KindDescriptor]:
-        """The kinds in the order in which they are resolved and explained."""
+        """Return the kinds in the order in which they are resolved and explained."""
         return sorted(self, key=lambda descriptor: descriptor.order)
 
     def owner(self, namespace: str) -> KindDescriptor | None:
@@ -83,7 +84,7 @@ class Kinds:
         self._owners |= dict.fromkeys((n for descriptor in kinds for n in descriptor.namespaces), owner)
 
     def unknown_features(self, features: Iterable[str]) -> Iterator[str]:
-        """Say of each feature that is not registered what its namespace has."""
+        """Yield, for each feature that is not registered, a text that lists those of its namespace."""
         for feature in sorted(set(features) - self._features.keys()):
             namespace = feature.partition(".")[0]
             known = [name for name in self._features if name.partition(".")[0] == namespace]

@@ -1,7 +1,7 @@
-"""The only reader of entry points.
+"""Load plugins from their entry points. Only this module reads entry points.
 
 pluggy's own loader stops at the first plugin that cannot be imported. This one applies the policy to names before
-anything is imported, and records for each plugin how it ended: loaded, blocked, incompatible or failed.
+anything is imported, and records for each plugin how loading ended: loaded, blocked, incompatible or failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dovetail.registry.kinds import Kinds
 
 
 class InstalledDistribution(Protocol):
-    """The part of ``importlib.metadata.Distribution`` that is read."""
+    """Describe the part of ``importlib.metadata.Distribution`` that is read."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ class InstalledDistribution(Protocol):
 
 
 class PluginEntry(Protocol):
-    """The part of ``importlib.metadata.EntryPoint`` that is read; tests pass their own."""
+    """Describe the part of ``importlib.metadata.EntryPoint`` that is read; tests pass their own."""
 
     @property
     def name(self) -> str: ...
@@ -46,16 +46,17 @@ class PluginEntry(Protocol):
 
 
 def installed_plugins() -> list[PluginEntry]:
-    """Every entry point in the group ``dovetail.plugins``, importing none."""
+    """Return every entry point in the group ``dovetail.plugins``; import none."""
     return cast("list[PluginEntry]", list(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)))
 
 
 def load_plugins(
     policy: PluginsSection, entries: Iterable[PluginEntry] | None = None, *, strict: bool = True
 ) -> Registry:
-    """Load what ``policy`` allows. Raises ``ConfigError`` for a name in ``allow`` or ``require`` that is not installed, and
-    ``PluginLoadError`` if a required plugin does not load, unless ``strict`` is False, for those who look for what is wrong;
-    ``DuplicateComponentError`` if two claim one name."""
+    """Load what ``policy`` allows. Raises ``ConfigError`` for a name in ``allow`` or ``require`` that is not
+    installed, ``PluginLoadError`` if a required plugin does not load, and ``DuplicateComponentError`` if two
+    components claim one name. The first two are not raised if ``strict`` is False, for commands that report what is
+    wrong."""
     found = sorted(installed_plugins() if entries is None else entries, key=lambda entry: (_dist(entry), entry.name))
     if strict:
         _check_names(policy, found)
@@ -72,7 +73,8 @@ def _dist(entry: PluginEntry) -> str:
 
 @functools.lru_cache(64)
 def _about(dist: InstalledDistribution) -> tuple[str, str]:
-    """Name and version of what is installed. They are asked for often, and each time its metadata would be parsed again."""
+    """Return name and version of what is installed. Both are read often, and each time its metadata would be parsed
+    again."""
     return dist.name, dist.version
 
 
@@ -82,7 +84,7 @@ def _is_named(name: str, distribution: str, names: Iterable[str]) -> bool:
 
 
 def normal(name: str) -> str:
-    """A distribution's or plugin's name as names are compared."""
+    """Return the form of a distribution's or plugin's name in which names are compared."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
@@ -199,7 +201,8 @@ class _Loader:
 
 
 def _outcome(entry: PluginEntry, components: Sequence[RegisteredComponent]) -> PluginRecord:
-    """Loaded, unless every component was built for another version of its interface."""
+    """Return the record of a plugin that has registered: loaded, unless every component was built for another
+    version of its interface."""
     names = tuple(f"{component.spec.kind}/{component.spec.name}" for component in components)
     unusable = [
         f"{component.spec.name}: {component.incompatible}" for component in components if component.incompatible
@@ -243,7 +246,7 @@ def _import_fix(error: Exception, entry: PluginEntry) -> str:
 
 
 def _register_hooks(manager: pluggy.PluginManager, module: Any, name: str) -> None:
-    """Register with pluggy, which checks arguments; a hook it does not know is refused as well."""
+    """Register with pluggy, which checks arguments. A hook that is not declared is refused as well."""
     try:
         manager.register(module, name)
         manager.check_pending()
@@ -276,7 +279,7 @@ def _by_name(components: Sequence[RegisteredComponent]) -> dict[str, dict[str, R
 
 
 def _sole_claimant(claimants: Sequence[RegisteredComponent]) -> RegisteredComponent:
-    """The claimant that no other replaces."""
+    """Return the claimant that no other replaces. Raises ``DuplicateComponentError``."""
     replaced = {normal(c.spec.replace) for c in claimants if c.spec.replace}
     left = [c for c in claimants if normal(c.distribution) not in replaced]
     if len(left) == 1:

@@ -1,4 +1,4 @@
-"""What is known of the device that parts are chosen for."""
+"""Describe the device that components are chosen for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dovetail.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device. ``compute_capability`` is (major, minor) on CUDA, None elsewhere; ``device`` is torch's name for it.
-    An ``assumed`` machine need not exist here: nothing is probed on it."""
+    """Describe a device. ``compute_capability`` is (major, minor) on CUDA, None elsewhere; ``device`` is torch's
+    name for it. An ``assumed`` machine need not exist here, and nothing is probed on it."""
 
     device_type: str
     compute_capability: tuple[int, int] | None
@@ -21,7 +21,8 @@ class Machine:
 
     @classmethod
     def detect(cls, setting: str = "auto") -> Machine:
-        """The device that config's ``device`` means here. Imports torch. Raises ``ConfigError`` if it does not exist."""
+        """Return the device that config's ``device`` means here. Imports torch. Raises ``ConfigError`` if it does
+        not exist."""
         import torch
 
         if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
@@ -36,7 +37,8 @@ class Machine:
 
     @classmethod
     def assume(cls, text: str) -> Machine:
-        """A machine by name: ``cpu``, or ``sm90`` for CUDA with compute capability 9.0. Imports nothing."""
+        """Return a machine by name: ``cpu``, or ``sm90`` for CUDA with compute capability 9.0. Imports nothing.
+        Raises ``ConfigError``."""
         if text == "cpu":
             return cls("cpu", None, "cpu", "cpu", assumed=True)
         match = re.fullmatch(r"sm_?(\d+)(\d)", text.lower())

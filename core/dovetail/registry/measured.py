@@ -1,7 +1,9 @@
-"""What ``dovetail ab --write-tuning`` has measured on this machine, kept in a file of the user's; ``auto`` goes by it.
+"""Keep what ``dovetail ab --write-tuning`` has measured on this machine, in a file of the user's; ``auto`` prefers the
+winners.
 
-A record says of one slot which of two components was faster, and counts only where nothing that it rests on has changed: for
-the same device, the same model and dtypes, and the very versions of both components. All others are passed over, with the reason.
+A record says which of two components was faster in one slot. It counts only while everything that it depends on is
+unchanged: the device, the model and its dtypes, and the exact versions of both components. Every other record is passed
+over, with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ FILE_NAME = "tuning.json"
 
 
 class MeasuredPart(BaseModel):
-    """A component as it was measured."""
+    """Name a component as it was measured."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,8 +42,9 @@ class MeasuredPart(BaseModel):
 
 
 class MeasuredRecord(BaseModel):
-    """``winner`` was ``ratio`` times as fast as ``loser`` by ``metric``, between ``low`` and ``high``, on ``workload`` (its name,
-    and its ``shape`` in words), at ``measured`` (ISO). ``device`` and ``model`` are those of ``device_key`` and ``model_key``."""
+    """Record that ``winner`` was ``ratio`` times as fast as ``loser`` by ``metric``, between ``low`` and ``high``,
+    on ``workload`` (its name, and its ``shape`` in words), at ``measured`` (ISO). ``device`` and ``model`` are those
+    of ``device_key`` and ``model_key``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,12 +66,12 @@ class MeasuredRecord(BaseModel):
 
     @property
     def date(self) -> str:
-        """The day."""
+        """Return the day of the measurement."""
         return self.measured[:10]
 
     @property
     def why(self) -> str:
-        """The reason that ``explain`` shows."""
+        """Return the reason that ``explain`` shows."""
         bounds = "" if self.low is None or self.high is None else f" ({self.low:.2f} to {self.high:.2f})"
         return (
             f"{self.ratio:.2f}x{bounds} as fast as {self.loser.name} by {self.metric} on {self.workload}, "
@@ -77,7 +80,7 @@ class MeasuredRecord(BaseModel):
 
 
 class TuningFile(BaseModel):
-    """All records of a user, newest last."""
+    """Hold all records of a user, newest last."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,7 +90,7 @@ class TuningFile(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """A record that was passed over, and why."""
+    """Hold a record that was passed over, and why."""
 
     record: MeasuredRecord
     reason: str
@@ -97,14 +100,15 @@ class Unused:
 
 
 def tuning_file(config: Config) -> Path:
-    """Where records are kept: ``tuning.path``, or ``dovetail/tuning.json`` in the user's data folder (XDG)."""
+    """Return where records are kept: ``tuning.path``, or ``dovetail/tuning.json`` in the user's data folder (XDG)."""
     if config.tuning.path is not None:
         return Path(config.tuning.path).expanduser()
     return data_folder() / FILE_NAME
 
 
 def read_records(file: Path) -> tuple[MeasuredRecord, ...]:
-    """The records of a file; none where it does not exist. Raises ``ConfigError`` for a file that holds anything else."""
+    """Return the records of a file; none if it does not exist. Raises ``ConfigError`` for a file that holds anything
+    else."""
     if not file.exists():
         return ()
     try:
@@ -124,7 +128,7 @@ def _first(error: OSError | ValidationError) -> str:
 
 
 def add_records(file: Path, added: Iterable[MeasuredRecord]) -> None:
-    """Write records; those of the same question that were there before are replaced."""
+    """Write records. They replace those that were there for the same slot, pair, device, model and workload."""
     new = list(added)
     asked = {_question(record) for record in new}
     kept = [record for record in read_records(file) if _question(record) not in asked]
@@ -142,7 +146,8 @@ def _question(record: MeasuredRecord) -> tuple[object, ...]:
 def sort_records(
     records: Iterable[MeasuredRecord], config: Config, registry: Registry, device: str, model: str
 ) -> tuple[list[MeasuredRecord], list[Unused]]:
-    """Those that count, those of ``tuning.workload`` first and then the newest; and those that do not."""
+    """Return the records that count, those of ``tuning.workload`` first and then the newest, and the records that do
+    not."""
     used: list[MeasuredRecord] = []
     unused: list[Unused] = []
     for record in records:
@@ -157,7 +162,7 @@ def sort_records(
 
 
 def best_first(records: Iterable[MeasuredRecord], slot: str) -> list[str]:
-    """The winners of a slot, ``records`` being in order: those first that have lost to nobody."""
+    """Return the winners of a slot, given ``records`` in order. Those that have lost no comparison come first."""
     mine = [record for record in records if record.slot == slot]
     lost = {record.loser.name for record in mine}
     return sorted(dict.fromkeys(record.winner.name for record in mine), key=lambda name: name in lost)
@@ -180,19 +185,19 @@ def _objection(record: MeasuredRecord, registry: Registry, device: str, model: s
 
 
 def measured_part(component: RegisteredComponent) -> MeasuredPart:
-    """A component as records name it."""
+    """Return a component as records name it."""
     return MeasuredPart(name=component.spec.name, distribution=component.distribution, version=component.version)
 
 
 def device_key(machine: Machine) -> str:
-    """What a device is called in records: CUDA's name for it; of a CPU its model, and how many of them may be used."""
+    """Return what records call a device: CUDA's name for it; of a CPU its model, and how many CPUs may be used."""
     if machine.device_type != "cpu":
         return machine.device_name
     return "cpu" if machine.assumed else _processor()
 
 
 def model_key(info: ModelInfo, dtype: str, kv_dtype: str) -> str:
-    """A model's architecture, shapes and dtypes: models of the same key cost the same."""
+    """Return a model's architecture, shapes and dtypes: models of the same key cost the same."""
     heads = f"{info.num_heads}/{info.num_kv_heads} heads of {info.head_dim}"
     sizes = f"{info.num_layers} layers, hidden {info.hidden_size}, {heads}, vocabulary {info.vocab_size}"
     return f"{info.architecture}, {sizes}, {dtype}, KV {kv_dtype}"

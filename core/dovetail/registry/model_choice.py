@@ -1,4 +1,4 @@
-"""Which component implements the checkpoint, and what it says of the model."""
+"""Choose the component that implements the checkpoint, and read what it says of the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dovetail.registry.targets import load_attribute
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """The model component, what it knows of the checkpoint, and the dtypes that follow."""
+    """Hold the model component, what it reads from the checkpoint, and the dtypes that follow."""
 
     directory: Path
     info: ModelInfo
@@ -57,7 +57,7 @@ def choose_model(config: Config, registry: Registry, machine: Machine, tuning: T
             resolution = Resolution("model", ComponentKind.MODEL, candidate.spec.name, rule, tuple(candidates))
             dtype, kv_dtype = _dtypes(config, machine, info)
             return ModelChoice(directory, info, candidate, dtype, kv_dtype, resolution)
-    raise ResolutionError("\n".join([f"no model component can serve {directory}:", *map(_told, candidates)]))
+    raise ResolutionError("\n".join([f"no model component can serve {directory}:", *map(_refused, candidates)]))
 
 
 def _components(
@@ -79,7 +79,7 @@ def _components(
 
 
 def _describe(candidate: Candidate, checkpoint: dict[str, Any], config: Config, machine: Machine) -> ModelInfo | None:
-    """Take the candidate through its stages; the model's facts if it passed them all."""
+    """Take the candidate through its stages. Return the model's facts if it passed them all, else None."""
     request = ResolveRequest(ComponentKind.MODEL, None, config, machine, None, "auto", "auto")
     if candidate.usable:
         examine(candidate, request)
@@ -102,11 +102,12 @@ def _describe(candidate: Candidate, checkpoint: dict[str, Any], config: Config, 
 
 
 def _dtypes(config: Config, machine: Machine, info: ModelInfo) -> tuple[str, str]:
-    """Dtype of weights and activations, and of the KV pool: the checkpoint's on CUDA, float32 on CPU, if ``auto``."""
+    """Return the dtype of weights and activations, and that of the KV pool. ``auto`` is the checkpoint's on CUDA,
+    float32 on CPU."""
     default = info.dtype if machine.device_type == "cuda" else "float32"
     dtype = default if config.model.dtype == "auto" else config.model.dtype
     return dtype, dtype if config.memory.kv_dtype == "auto" else config.memory.kv_dtype
 
 
-def _told(candidate: Candidate) -> str:
+def _refused(candidate: Candidate) -> str:
     return f"  - {candidate.component.label}: {'; '.join(map(str, candidate.reasons))}"

@@ -1,4 +1,5 @@
-"""Which parsers read the model's outputs: what config names, else what its chat template was written for."""
+"""Choose the parsers that read the model's outputs: those that config names, else those for which its chat template
+was written."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from dovetail.registry.stages import probe
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """One parser, or none, and how it was chosen."""
+    """Hold one parser, or none, and how it was chosen."""
 
     chosen: Candidate | None
     resolution: Resolution
@@ -38,7 +39,7 @@ Parsers = Mapping[ComponentKind, ParserChoice]
 
 
 def choose_parsers(config: Config, registry: Registry, machine: Machine, model: ModelChoice) -> Parsers:
-    """The parsers for the model. Raises ``ResolutionError`` where none of those that config names can be used."""
+    """Return the parsers for the model. Raises ``ResolutionError`` if none of those that config names can be used."""
     template = _template(config, model)
     choices: dict[ComponentKind, ParserChoice] = {}
     for descriptor in registry.kinds.in_order:
@@ -56,7 +57,7 @@ def choose_parsers(config: Config, registry: Registry, machine: Machine, model: 
 
 
 def _template(config: Config, model: ModelChoice) -> str | None:
-    """The source of the chat template that is given tools."""
+    """Return the source of the chat template that is given tools."""
     from dovetail.tokenizer.chat_template import read_source
 
     own = config.model.tokenizer
@@ -64,7 +65,7 @@ def _template(config: Config, model: ModelChoice) -> str | None:
 
 
 def _read_template(slot: Slot, template: str | None) -> None:
-    """ChoiceRule out the parsers whose marks the template does not have."""
+    """Reject the parsers whose marks the template does not have."""
     got = "it has none" if template is not None else "the model has no chat template"
     for candidate in slot.candidates:
         pattern = candidate.spec.template
@@ -76,7 +77,7 @@ def _read_template(slot: Slot, template: str | None) -> None:
 
 
 def _first(slot: Slot, config: Config) -> Candidate | None:
-    """The first that can be used, its own probe included."""
+    """Return the first candidate that can be used, its own probe included."""
     for candidate in slot.options():
         assert not isinstance(candidate, tuple)
         if candidate is not None and candidate.spec.probe and not slot.request.machine.assumed:

@@ -1,5 +1,5 @@
-"""What ``dovetail plugins check`` found, kept for ``plugins show``: one report per distribution, as JSON and as text, in
-``$XDG_DATA_HOME/dovetail/checks`` (``~/.local/share/dovetail/checks``)."""
+"""Keep what ``dovetail plugins check`` has found, for ``plugins show``: one report per distribution, as JSON and as
+text, in ``$XDG_DATA_HOME/dovetail/checks`` (``~/.local/share/dovetail/checks``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class _Record(BaseModel):
 
 
 class SuiteCase(_Record):
-    """One case of a suite. ``features`` are those that it proves where it passes; ``reason`` is why it did not."""
+    """Record one case of a suite. ``features`` are those that it proves if it passes; ``reason`` says why it did not
+    pass."""
 
     name: str
     component: str
@@ -34,7 +35,7 @@ class SuiteCase(_Record):
 
 
 class Findings(_Record):
-    """What a run of suites wrote down. ``machine`` is what it ran on, ``errors`` what could not be collected."""
+    """Record a run of suites. ``machine`` describes where it ran, ``errors`` what could not be collected."""
 
     cases: tuple[SuiteCase, ...]
     errors: tuple[str, ...] = ()
@@ -42,25 +43,25 @@ class Findings(_Record):
 
 
 class ComponentReport(_Record):
-    """One component: what it claims, and the cases of its suites."""
+    """Record one component: what it claims, and the cases of its suites."""
 
     component: str
     claimed: tuple[str, ...]
     cases: tuple[SuiteCase, ...]
 
     def count(self, outcome: str) -> int:
-        """How many cases ended so."""
+        """Return the number of cases with this outcome."""
         return sum(case.outcome == outcome for case in self.cases)
 
     @property
     def proven(self) -> list[str]:
-        """Features for which a case passed and none failed."""
+        """Return the features for which a case passed and none failed."""
         named = {outcome: self._features(outcome) for outcome in ("passed", "failed")}
         return sorted(named["passed"] - named["failed"])
 
     @property
     def unproven(self) -> list[str]:
-        """Features that are claimed and not proven."""
+        """Return the features that are claimed and not proven."""
         return sorted(set(self.claimed) - set(self.proven))
 
     def _features(self, outcome: str) -> set[str]:
@@ -68,7 +69,7 @@ class ComponentReport(_Record):
 
 
 class CheckReport(_Record):
-    """A distribution and its components, as they were checked. ``digest`` tells its files."""
+    """Record a distribution and its components, as they were checked. ``digest`` identifies its files."""
 
     schema_version: Literal[1] = 1
     distribution: str
@@ -82,23 +83,23 @@ class CheckReport(_Record):
 
     @property
     def passed(self) -> bool:
-        """True if every component has cases, none of which failed, and all could be collected."""
+        """Return True if every component has cases, none of which failed, and every test could be collected."""
         judged = all(part.count("passed") and not part.count("failed") for part in self.components)
         return bool(self.components) and judged and not self.errors
 
     def text(self) -> str:
-        """The report for a reader."""
+        """Return the report for a reader."""
         lines = [
             f"{self.distribution} {self.version}, checked {self.checked:%Y-%m-%d %H:%M} UTC in {self.seconds:.0f} s: "
             + ("passed" if self.passed else "not passed"),
             "  " + ", ".join(f"{name} {value}" for name, value in self.machine.items()),
         ]
         for part in self.components:
-            lines += _told(part)
+            lines += _component_lines(part)
         return "\n".join([*lines, *(f"not collected: {error}" for error in self.errors)]) + "\n"
 
 
-def _told(part: ComponentReport) -> list[str]:
+def _component_lines(part: ComponentReport) -> list[str]:
     counts = ", ".join(f"{part.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
     lines = [f"{part.component}: {counts if part.cases else 'no conformance test'}"]
     lines += [f"  proven: {', '.join(part.proven)}"] if part.proven else []
@@ -107,7 +108,7 @@ def _told(part: ComponentReport) -> list[str]:
 
 
 def folder() -> Path:
-    """Where reports are kept."""
+    """Return the folder in which reports are kept."""
     return data_folder() / "checks"
 
 
@@ -121,7 +122,7 @@ def store(report: CheckReport) -> Path:
 
 
 def stored(distribution: str) -> CheckReport | None:
-    """The last report; None if there is none, or none that this version can read."""
+    """Return the last report; None if there is none, or none that this version can read."""
     try:
         return CheckReport.model_validate_json(_path(distribution).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -133,7 +134,8 @@ def _path(distribution: str) -> Path:
 
 
 def stale(report: CheckReport, components: Sequence[RegisteredComponent]) -> str | None:
-    """Why ``report`` no longer speaks of its distribution as it is installed with ``components``; None if it does."""
+    """Return why ``report`` no longer describes its distribution as it is installed with ``components``; None if it
+    does."""
     version = components[0].version
     if report.version != version:
         return f"it was version {report.version}, {version} is installed"
@@ -144,7 +146,7 @@ def stale(report: CheckReport, components: Sequence[RegisteredComponent]) -> str
 
 
 def digest(components: Iterable[RegisteredComponent]) -> str:
-    """A hash of the Python files of the packages that ``components`` come in. Imports none of them."""
+    """Return a hash of the Python files of the packages that ``components`` come in. Import none of them."""
     total = hashlib.sha256()
     for package in sorted({component.spec.target.partition(".")[0] for component in components}):
         found = importlib.util.find_spec(package.partition(":")[0])

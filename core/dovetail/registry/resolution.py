@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.StrEnum):
-    """How far a candidate came, in this order."""
+    """Say how far a candidate came, in this order."""
 
     INSTALLED = "installed"
     POLICY = "policy"
@@ -35,8 +35,8 @@ class Stage(enum.StrEnum):
 
 
 class CandidateVerdict(enum.StrEnum):
-    """What became of a candidate. ``passed over`` would do, but another is preferred or was asked for; ``available`` is used
-    beside the chosen one where a request names it or needs it."""
+    """Say what was decided about a candidate. ``passed over`` would fit, but another is preferred or named by
+    config. ``available`` is used in addition to the chosen one, by the requests that name it or need it."""
 
     CHOSEN = "chosen"
     AVAILABLE = "available"
@@ -45,7 +45,7 @@ class CandidateVerdict(enum.StrEnum):
 
 
 class ChoiceRule(enum.StrEnum):
-    """Why the chosen one was preferred."""
+    """Say why the chosen candidate was preferred."""
 
     EXPLICIT = "explicit"
     TUNING = "tuning record"
@@ -55,7 +55,8 @@ class ChoiceRule(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a candidate was rejected: a stable ``code``, what was expected, what was found, and what would mend it."""
+    """State why a candidate was rejected: a stable ``code``, what was expected, what was found, and what would mend
+    it."""
 
     code: str
     expected: str
@@ -68,7 +69,7 @@ class Reason:
 
 @dataclass(eq=False, slots=True)
 class Candidate:
-    """A component that may be chosen. Mutable while the resolver works; hooks may ``veto`` it."""
+    """Hold a component that may be chosen. The resolver changes it while it works, and hooks may ``veto`` it."""
 
     component: RegisteredComponent
     config: PluginConfig
@@ -79,26 +80,26 @@ class Candidate:
 
     @property
     def spec(self) -> ComponentSpec:
-        """What the component says of itself."""
+        """Return what the component says about itself."""
         return self.component.spec
 
     @property
     def usable(self) -> bool:
-        """True unless something rejected it."""
+        """Return True unless something has rejected the candidate."""
         return self.verdict is not CandidateVerdict.REJECTED
 
     def reject(self, stage: Stage, *reasons: Reason) -> None:
-        """ChoiceRule it out at ``stage``."""
+        """Reject the candidate at ``stage``."""
         self.stage = stage
         self.verdict = CandidateVerdict.REJECTED
         self.reasons += reasons
 
     def veto(self, reason: str) -> None:
-        """For ``adjust_candidates``: rule it out, with the reason that ``dovetail explain`` shows."""
+        """Reject the candidate, for ``adjust_candidates``, with the reason that ``dovetail explain`` shows."""
         self.reject(Stage.POLICY, Reason("vetoed", "no plugin objects", reason))
 
     def to_json(self) -> dict[str, Any]:
-        """For ``explain --json`` and /server_info."""
+        """Return a mapping for ``explain --json`` and /server_info."""
         return {
             "name": self.spec.name,
             "distribution": self.component.distribution,
@@ -112,9 +113,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """How one part was chosen. ``slot`` is the kind, for attention with its phase; ``chosen`` is None where config
-    switches an optional part off, or leaves it open and nothing fits (``note`` says which). ``unused`` are the user's tuning
-    records of this slot that do not count, each with the reason."""
+    """Describe how one slot was filled. ``slot`` is the kind, for a kind with phases with the phase. ``chosen`` is
+    None if config switches an optional slot off, or leaves it open and nothing fits; ``note`` says which. ``unused``
+    are the user's tuning records of this slot that do not count, each with the reason."""
 
     slot: str
     kind: ComponentKind
@@ -125,7 +126,7 @@ class Resolution:
     unused: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For ``explain --json`` and /server_info."""
+        """Return a mapping for ``explain --json`` and /server_info."""
         return {
             "slot": self.slot,
             "chosen": self.chosen,
@@ -138,24 +139,24 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A component that was chosen, with its validated section."""
+    """Hold a component that was chosen, with its validated section."""
 
     component: RegisteredComponent
     config: PluginConfig
 
     @property
     def spec(self) -> ComponentSpec:
-        """What the component says of itself."""
+        """Return what the component says about itself."""
         return self.component.spec
 
     @property
     def name(self) -> str:
-        """The component's name."""
+        """Return the component's name."""
         return self.spec.name
 
     def load(self) -> type[Any]:
-        """Import the class. Raises ``PluginLoadError`` (the cause chained), also if it does not implement the interface
-        of its kind."""
+        """Import and return the class. Raises ``PluginLoadError`` (the cause chained), also if the class does not
+        implement the interface of its kind."""
         what = self.component.label
         cls = load_attribute(self.spec.target, what)
         interface = load_attribute(self.component.descriptor.interface, f"the interface of kind {self.spec.kind!r}")
@@ -166,14 +167,14 @@ class Chosen:
         return cls
 
     def build(self, context: Any) -> Any:
-        """An instance: ``cls(config, context)``, with the context of the kind's interface. Errors of the constructor
-        pass through. (Models are built with ``load()(info)``.)"""
+        """Return an instance: ``cls(config, context)``, with the context of the kind's interface. Errors of the
+        constructor pass through. (Models are built with ``load()(info)``.)"""
         return self.load()(self.config, context)
 
 
 @dataclass(frozen=True, slots=True)
 class ResolveRequest:
-    """What candidates are judged against; hooks see it. ``phase`` is set for attention."""
+    """Describe what candidates are judged against; hooks see it. ``phase`` is set for kinds with phases."""
 
     kind: ComponentKind
     phase: str | None
@@ -185,7 +186,7 @@ class ResolveRequest:
 
     @property
     def slot(self) -> str:
-        """The config key of the part: the kind, for attention with its phase."""
+        """Return the config key of the slot: the kind, and for a kind with phases the phase too."""
         return f"{self.kind}.{self.phase}" if self.phase else str(self.kind)
 
 
@@ -212,70 +213,70 @@ class Resolved:
 
     @property
     def model(self) -> Chosen:
-        """The model architecture."""
+        """Return the model architecture."""
         return self._required(ComponentKind.MODEL)
 
     @property
     def attention_prefill(self) -> Chosen:
-        """The attention backend of batches with extend rows."""
+        """Return the attention backend of batches with extend rows."""
         return self._required("attention.prefill")
 
     @property
     def attention_decode(self) -> Chosen:
-        """The attention backend of every other batch."""
+        """Return the attention backend of every other batch."""
         return self._required("attention.decode")
 
     @property
     def cache(self) -> Chosen:
-        """The prefix cache."""
+        """Return the prefix cache."""
         return self._required(ComponentKind.CACHE)
 
     @property
     def policy(self) -> Chosen:
-        """The schedule policy."""
+        """Return the schedule policy."""
         return self._required(ComponentKind.POLICY)
 
     @property
     def grammars(self) -> tuple[Chosen, ...]:
-        """All grammar backends that requests may use, the default first. Those that config holds serve the requests that name
-        none."""
+        """Return all grammar backends that requests may use, the default first. Those that config holds serve the
+        requests that name none."""
         return self.parts[ComponentKind.GRAMMAR]
 
     @property
     def grammar(self) -> Chosen | None:
-        """The default grammar backend."""
+        """Return the default grammar backend."""
         return self.part(ComponentKind.GRAMMAR)
 
     @property
     def drafter(self) -> Chosen | None:
-        """The drafter, if there is one."""
+        """Return the drafter, if there is one."""
         return self.part(ComponentKind.DRAFTER)
 
     @property
     def tool_parser(self) -> Chosen | None:
-        """The parser of tool calls, if there is one."""
+        """Return the parser of tool calls, if there is one."""
         return self.part(ComponentKind.TOOL_PARSER)
 
     @property
     def reasoning_parser(self) -> Chosen | None:
-        """The parser of reasoning, if there is one."""
+        """Return the parser of reasoning, if there is one."""
         return self.part(ComponentKind.REASONING_PARSER)
 
     @property
     def apis(self) -> tuple[Chosen, ...]:
-        """The protocols that a server serves."""
+        """Return the protocols that a server serves."""
         return self.parts[ComponentKind.API]
 
     @property
     def chosen(self) -> Mapping[str, Chosen | None]:
-        """The chosen component of each slot that has one at most. Of a kind whose other components stay available, it is the
-        default."""
+        """Return the chosen component of each slot that has at most one. For a kind whose other components stay
+        available, it is the default."""
         single = [kind for kind in self.kinds.in_order if kind.selects not in (Selects.LIST, Selects.SERVED)]
         return {slot: self.part(slot) for kind in single for slot in kind.slots}
 
     @property
     def lists(self) -> Mapping[str, tuple[Chosen, ...]]:
-        """The components of each kind of which all that config names are used."""
+        """Return the components of each kind of which several are used together."""
         lists = [kind for kind in self.kinds.in_order if kind.selects is Selects.LIST]
         return {str(kind.kind): self.parts[kind.kind] for kind in lists}
 
@@ -289,11 +290,11 @@ class Resolved:
         return chosen
 
     def resolution(self, slot: str) -> Resolution:
-        """How the part of this slot was chosen."""
+        """Return how this slot was filled."""
         return next(resolution for resolution in self.resolutions if resolution.slot == slot)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping: device, model facts, chosen parts, config, and the whole record."""
+        """Return a JSON-ready mapping: device, model facts, chosen components, config, and every resolution."""
         info, machine = self.model_info, self.machine
         return {
             "config_hash": config_hash(self.config),

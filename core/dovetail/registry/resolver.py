@@ -1,6 +1,8 @@
-"""Chooses every part: explicit choice, then a measured tuning record, then priority, then name; then all of them together.
+"""Choose every component: what config names, then a measured tuning record, then priority, then name; and all of them
+jointly.
 
-An explicit choice never falls back: it is used, or startup stops with the reason and the smallest change that mends it.
+A component that config names is never replaced by another: it is used, or startup stops with the reason and the
+smallest change that mends it.
 """
 
 from __future__ import annotations
@@ -39,17 +41,18 @@ Slots = Mapping[str, Slot]
 FP8_E4M3 = (8, 9)
 """The compute capability from which on CUDA devices convert to that dtype."""
 INVARIANT = ((9, 0),)
-"""Compute capabilities of the CUDA devices on which ``batch_invariant`` has been shown to hold."""
+"""The compute capabilities of the CUDA devices on which ``batch_invariant`` has been shown to hold."""
 INVARIANT_DTYPES = ("bfloat16", "float16")
 
 logger = logging.getLogger("dovetail.registry")
 
 
 def resolve(config: Config, registry: Registry, machine: Machine, *, tuning: Tuning | None = None) -> Resolved:
-    """Choose every part for ``config`` on ``machine``; build nothing. ``tuning`` maps slots (``attention.decode``) to
-    the names that were measured best, best first; by default these are the records for this device and model (``plugins.tuning``).
+    """Choose every component for ``config`` on ``machine``; build nothing. ``tuning`` maps slots (``attention.decode``)
+    to the names that were measured best, best first; by default these are the records for this device and model
+    (``registry.tuning``).
 
-    Logs one INFO line per part. Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or
+    Logs one INFO line per slot. Raises ``ConfigError``, ``UnknownComponentError``, ``PluginLoadError``, or
     ``ResolutionError`` with every reason.
     """
     shipped = record_for(machine)
@@ -144,14 +147,15 @@ def _domains(slots: Slots, config: Config, machine: Machine) -> dict[str, Sequen
 
 
 def _lags(config: Config, machine: Machine) -> list[bool]:
-    """The values that ``scheduler.overlap`` may take, best first."""
+    """Return the values that ``scheduler.overlap`` may take, best first."""
     if config.scheduler.overlap != "auto":
         return [config.scheduler.overlap]
     return [True, False] if machine.device_type == "cuda" else [False, True]
 
 
 def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
-    """Whatever attends, the kernels that write the pool must have the conversion."""
+    """Check that the device converts to the pool's dtype, which the kernels that write the pool need whatever the
+    attention backend. Raises ``ConfigError``."""
     have = machine.compute_capability
     if kv_dtype == "fp8_e4m3" and have is not None and have < FP8_E4M3:
         raise ConfigError(
@@ -161,7 +165,8 @@ def _check_kv_dtype(kv_dtype: str, machine: Machine) -> None:
 
 
 def _check_batch_invariant(config: Config, machine: Machine, dtype: str) -> None:
-    """Its kernels fix the order of sums on devices on which they were compared bit by bit, and are refused elsewhere."""
+    """Refuse ``batch_invariant`` on devices on which its kernels were not compared bit by bit: they fix the order of
+    sums. Raises ``ConfigError``."""
     have = machine.compute_capability
     if config.batch_invariant and have not in INVARIANT:
         allowed = ", ".join(".".join(map(str, capability)) for capability in INVARIANT)
@@ -185,7 +190,8 @@ def _check(config: Config, slots: Slots, combo: fit.Combination, kinds: Kinds) -
 
 
 def _graphs(config: Config, machine: Machine) -> list[bool]:
-    """The values that ``graphs.decode`` may take, best first. Raises ``ConfigError`` for graphs that the device has none of."""
+    """Return the values that ``graphs.decode`` may take, best first. Raises ``ConfigError`` for graphs on a device
+    that captures none."""
     if config.graphs.decode is True and machine.device_type != "cuda":
         raise ConfigError(f"graphs.decode is true and device is {machine.device}; allowed there: auto, false")
     if config.graphs.piecewise_tokens and machine.device_type != "cuda":
@@ -199,7 +205,8 @@ def _graphs(config: Config, machine: Machine) -> list[bool]:
 
 
 def _refuse_empty(slots: Slots) -> None:
-    """An explicit or indispensable part of which nothing is left stops here, all of them at once."""
+    """Raise ``ResolutionError`` for all slots at once that config names or the engine needs and for which no
+    candidate is left."""
     empty: dict[tuple[str, ...], list[str]] = {}
     for slot in slots.values():
         if not slot.options():

@@ -18,8 +18,8 @@ POLICY, GRAMMAR, DRAFTER = ComponentKind.POLICY, ComponentKind.GRAMMAR, Componen
 
 
 def attention(situation: Situation) -> Iterator[Reason]:
-    """With ``batch_invariant``, both phases need one backend: another one gives a token other bits in another step, although
-    each is invariant by itself."""
+    """Require one backend for both phases with ``batch_invariant``: another one gives a token other bits in another
+    step, although each is invariant by itself."""
     prefill, decode = situation.candidate(PREFILL), situation.candidate(DECODE)
     if not situation.combo[BATCH_INVARIANT] or prefill is None or decode is None:
         return
@@ -42,7 +42,7 @@ def _settings(candidate: Candidate) -> str:
 
 
 def policy(situation: Situation) -> Iterator[Need]:
-    """A policy that is aware of prefixes needs a cache that keeps some."""
+    """Require of the cache that it reuses prefixes, if the policy orders requests by them."""
     chosen = situation.candidate(POLICY)
     if chosen is not None and Feature.POLICY_PREFIX_AWARE in chosen.spec.offers:
         why = "it orders requests by what the prefix cache holds"
@@ -50,7 +50,7 @@ def policy(situation: Situation) -> Iterator[Need]:
 
 
 def drafter(situation: Situation) -> Iterator[Need]:
-    """Draft tokens are verified, and rejected ones taken back, in attention, KV and grammar."""
+    """Require what verifies draft tokens and takes rejected ones back, in attention, KV and grammar."""
     chosen = situation.candidate(DRAFTER)
     if chosen is None:
         return
@@ -71,8 +71,8 @@ def drafter(situation: Situation) -> Iterator[Need]:
 
 
 def check_drafter(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
-    """With ``batch_invariant``, trees need pages of one token: the keys of a node's ancestors must follow each other as they do
-    in a decode step, whatever lies between them. Raises ``ConfigError``."""
+    """Refuse trees of drafts with ``batch_invariant`` unless a page holds one token: the keys of a node's ancestors
+    must follow each other as they do in a decode step, whatever lies between them. Raises ``ConfigError``."""
     chosen = combo[DRAFTER]
     trees = isinstance(chosen, Candidate) and Feature.DRAFT_TREE in chosen.spec.offers
     if config.batch_invariant and trees and config.memory.page_size != 1:
@@ -84,8 +84,8 @@ def check_drafter(config: Config, slots: Mapping[str, Slot], combo: Combination)
 
 
 def check_grammar(config: Config, slots: Mapping[str, Slot], combo: Combination) -> None:
-    """Jump-forward needs a backend that returns the forced text, and excludes drafts, which would stand where that text goes.
-    Raises ``ConfigError``."""
+    """Refuse jump-forward without a backend that returns the forced text, and with a drafter, whose drafts would
+    stand where that text goes. Raises ``ConfigError``."""
     if not config.grammar.jump_forward:
         return
     if combo[DRAFTER] is not None:

@@ -1,4 +1,4 @@
-"""From sources to a validated config and its registry, in the order that both need."""
+"""Make a validated config and its registry from the sources, in the order that both need."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def setup(
     """Read the sources, load the plugins that they allow, then validate the rest with what those plugins brought.
 
     ``env`` is usually ``os.environ``; without it no variable counts. ``entries`` are the plugins to load instead of the
-    installed ones; ``arguments`` are sections given in Python, as they would stand in a file, and win over all. Raises
-    ``ConfigError`` and ``PluginError``.
+    installed ones. ``arguments`` are sections given in Python, as they would stand in a file, and override every other
+    source. Raises ``ConfigError`` and ``PluginError``.
     """
     raw = read(files, sets, env or {}, arguments)
     registry = load_plugins(plugins_section(raw), entries)

@@ -113,17 +113,17 @@ class KindDescriptor:
 
     @property
     def reserved(self) -> tuple[str, ...]:
-        """The words that no component of the kind may have as its name."""
+        """Return the words that no component of the kind may have as its name."""
         return self.section.reserved if self.section is not None else ("auto",)
 
     @property
     def where(self) -> str:
-        """The config key at which a component is named."""
+        """Return the config key at which a component is named."""
         return self.section.key if self.section is not None else self.named_at
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The slots of the kind: its name, or one for each phase, as in ``attention.decode``."""
+        """Return the slots of the kind: its name, or one for each phase, as in ``attention.decode``."""
         phases = self.section.phases if self.section is not None else ()
         return tuple(f"{self.kind}.{phase}" for phase in phases) or (str(self.kind),)
 

@@ -1,4 +1,5 @@
-"""What a candidate must pass on its own: api, requirements, constraints, and at the very end its probe."""
+"""Check what a candidate must pass by itself: interface version, requirements, constraints, and at the very end its
+probe."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from dovetail.registry.targets import load_attribute
 
 
 def examine(candidate: Candidate, request: ResolveRequest) -> None:
-    """Take ``candidate`` through every stage but features and probe; stop at the first that rejects it."""
+    """Take ``candidate`` through every stage except features and probe; stop at the first that rejects it."""
     component = candidate.component
     if component.incompatible:
         expected = "interface version " + ".".join(map(str, component.descriptor.api))
@@ -34,7 +35,7 @@ def examine(candidate: Candidate, request: ResolveRequest) -> None:
 
 
 def unmet(requirement: Requirement) -> Iterator[Reason]:
-    """Why a requirement is not met by what is installed, if so."""
+    """Yield why a requirement is not met by what is installed, if it is not."""
     wanted = f"{requirement.distribution}{requirement.versions}"
     fix = requirement.install or f"pip install '{wanted}'"
     try:
@@ -47,7 +48,7 @@ def unmet(requirement: Requirement) -> Iterator[Reason]:
 
 
 def constraint_reasons(constraints: Constraints, request: ResolveRequest) -> Iterator[Reason]:
-    """Every constraint that the machine, the model or the config does not meet."""
+    """Yield a reason for every constraint that the machine, the model or the config does not meet."""
     machine = request.machine
     yield from _one_of("device", constraints.devices, machine.device_type, "device")
     yield from _capability(constraints, request)
@@ -84,7 +85,7 @@ def _capability(constraints: Constraints, request: ResolveRequest) -> Iterator[R
 
 
 def probe(candidate: Candidate, config: Config) -> None:
-    """Ask the component itself, the last stage. A probe that raises is a rejection too."""
+    """Call the component's own probe, the last stage. A probe that raises rejects the component too."""
     target = candidate.spec.probe
     assert target is not None
     candidate.stage = Stage.PROBE

@@ -1,4 +1,4 @@
-"""Importing what a spec names as "module:attribute"."""
+"""Import what a spec names as "module:attribute"."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dovetail.errors import PluginLoadError
 
 
 def load_attribute(target: str, what: str) -> Any:
-    """The object that ``target`` names. ``what`` says whose it is in the error. Raises ``PluginLoadError``, whose cause
-    is the plugin's own exception."""
+    """Return the object that ``target`` names; ``what`` names its owner in the error. Raises ``PluginLoadError``,
+    whose cause is the plugin's own exception."""
     module, _, attribute = target.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -1,8 +1,8 @@
-"""Which components were measured to be fastest: by records that ship with dovetail for some devices, and before these by
-the user's own (``plugins.measured``). ``auto`` prefers them, and says so.
+"""Find out which components were measured to be fastest: in records that ship with dovetail for some devices, and
+before these in the user's own (``registry.measured``). ``auto`` prefers them, and ``explain`` shows it.
 
-A shipped record is a JSON file in ``assets/tuning``: ``device`` (the name CUDA gives it), ``compute_capability``,
-``measured`` (date and command), and for each slot the names, best first, with what was seen.
+A shipped record is a JSON file in ``assets/tuning``. It holds ``device`` (the name CUDA gives it),
+``compute_capability``, ``measured`` (date and command), and for each slot the names, best first, with what was seen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ FOLDER = Path(__file__).parent.parent / "assets" / "tuning"
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """``slots`` maps a slot (``attention.decode``) to names, best first; ``seen`` to what was measured, in words."""
+    """Hold a shipped record. ``slots`` maps a slot (``attention.decode``) to names, best first; ``seen`` maps it to
+    what was measured, in words."""
 
     device: str
     compute_capability: tuple[int, int]
@@ -42,14 +43,14 @@ class TuningRecord:
     seen: Mapping[str, str] = field(default_factory=dict)
 
     def why(self, slot: str) -> str:
-        """The reason that ``explain`` shows."""
+        """Return the reason that ``explain`` shows."""
         return f"measured on {self.device}, {self.measured}: {self.seen.get(slot, 'fastest')}"
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """All that was measured for one resolution. ``slots`` maps a slot to names, best first; ``own`` are the user's records that
-    count, ``unused`` those that do not."""
+    """Hold all that was measured for one resolution. ``slots`` maps a slot to names, best first; ``own`` are the
+    user's records that count, ``unused`` those that do not."""
 
     slots: Mapping[str, Sequence[str]] = field(default_factory=dict)
     shipped: TuningRecord | None = None
@@ -57,7 +58,7 @@ class Tuned:
     unused: tuple[Unused, ...] = ()
 
     def why(self, slot: str, name: str) -> str:
-        """Why ``name`` is preferred for a slot; empty where nothing is known but that it is."""
+        """Return why ``name`` is preferred for a slot; empty if only the preference is known."""
         for record in self.own:
             if record.slot == slot and record.winner.name == name:
                 return record.why
@@ -65,18 +66,18 @@ class Tuned:
         return shipped.why(slot) if shipped is not None and name in shipped.slots.get(slot, ()) else ""
 
     def passed_over(self, slot: str) -> tuple[str, ...]:
-        """The user's records of a slot that do not count, each with the reason."""
+        """Return the user's records of a slot that do not count, each with the reason."""
         return tuple(map(str, (unused for unused in self.unused if unused.record.slot == slot)))
 
 
 @functools.cache
 def records() -> tuple[TuningRecord, ...]:
-    """The records that ship with dovetail."""
+    """Return the records that ship with dovetail."""
     return tuple(_read(file) for file in sorted(FOLDER.glob("*.json")))
 
 
 def record_for(machine: Machine) -> TuningRecord | None:
-    """The record of this very device; else one of a device of the same compute capability; else None."""
+    """Return the record of exactly this device, else one of a device of the same compute capability, else None."""
     same = [record for record in records() if record.compute_capability == machine.compute_capability]
     return next((record for record in same if record.device == machine.device_name), same[0] if same else None)
 
@@ -84,7 +85,8 @@ def record_for(machine: Machine) -> TuningRecord | None:
 def tuned_for(
     config: Config, registry: Registry, machine: Machine, info: ModelInfo, dtype: str, kv_dtype: str
 ) -> Tuned:
-    """What counts for this device and model. Raises ``ConfigError`` for a file of records that cannot be read."""
+    """Return what counts for this device and model. Raises ``ConfigError`` for a file of records that cannot be
+    read."""
     shipped = record_for(machine)
     slots = dict(shipped.slots) if shipped else {}
     if not config.tuning.use:

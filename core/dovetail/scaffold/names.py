@@ -1,4 +1,4 @@
-"""The names that a new package gets, and which are refused."""
+"""Choose the names of a new package, and refuse those that cannot be used."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Names:
 
     @property
     def kind(self) -> ComponentKind:
-        """The kind of the component."""
+        """Return the kind of the component."""
         return self.descriptor.kind
 
     @property
     def distribution(self) -> str:
-        """``my_cache`` is installed as ``my-cache``."""
+        """Return the name under which the package is installed: ``my_cache`` is ``my-cache``."""
         return self.package.replace("_", "-")
 
     @property
     def pascal(self) -> str:
-        """``longest_wait`` is ``LongestWait``."""
+        """Return the name as a class: ``longest_wait`` is ``LongestWait``."""
         return "".join(word[:1].upper() + word[1:] for word in self.name.split("_"))
 
     @property
     def class_name(self) -> str:
-        """``LongestWaitPolicy``."""
+        """Return the name of the class, as in ``LongestWaitPolicy``."""
         return self.pascal + self.template.suffix
 
 
@@ -70,7 +70,8 @@ def named(registry: Registry, kind: str, name: str, package: str | None = None, 
 
 
 def read_kind(kinds: Kinds, word: str) -> KindDescriptor:
-    """Return the kind of ``attention``, ``tool-parser`` or ``drafter``. Raises ``ConfigError`` that lists them all."""
+    """Return the kind that a word such as ``attention``, ``tool-parser`` or ``drafter`` stands for. Raises
+    ``ConfigError``, which lists all kinds."""
     plain = word.lower().replace("-", "_")
     found = next((descriptor for descriptor in kinds if plain in (descriptor.kind, *descriptor.aliases)), None)
     if found is None:
@@ -91,17 +92,17 @@ def _template(descriptor: KindDescriptor) -> KindTemplate:
 def _check_name(descriptor: KindDescriptor, name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or len(name) > LONGEST_NAME:
         raise ConfigError(
-            f"{name!r} is no name of a component; allowed: lower-case letters, digits and single underscores, a letter first, "
+            f"{name!r} is not a name of a component; allowed: lower-case letters, digits and single underscores, a letter first, "
             f"{LONGEST_NAME} characters at most, as in page_tree"
         )
     if not isinstance(yaml.safe_load(name), str):
         raise ConfigError(f"{name!r} is a word of YAML, so a config file could not name it; choose another name")
     if name in descriptor.reserved:
-        raise ConfigError(f"{name!r} is a word that the section {descriptor.where} already uses; choose another name")
+        raise ConfigError(f"{name!r} is a reserved word of the section {descriptor.where}; choose another name")
 
 
 def _replaced(registry: Registry, kind: ComponentKind, name: str, replace: bool) -> str | None:
-    """Whose component of this name is to be replaced."""
+    """Return the distribution whose component of this name is to be replaced, if any. Raises ``ConfigError``."""
     owner = next((c for c in registry.components(kind) if name in (c.spec.name, *c.spec.aliases)), None)
     if owner is None:
         if replace:
@@ -109,8 +110,8 @@ def _replaced(registry: Registry, kind: ComponentKind, name: str, replace: bool)
         return None
     if not replace:
         raise ConfigError(
-            f"{kind} {name!r} is already there, from {owner.distribution} {owner.version}; choose another name, or --replace to "
-            f'take its place (the generated ComponentSpec then says replace="{owner.distribution}"). Taken: '
+            f"{kind} {name!r} is already installed, from {owner.distribution} {owner.version}; choose another name, or --replace to "
+            f'take its place (the generated ComponentSpec then has replace="{owner.distribution}"). Taken: '
             f"{_listed(registry, kind)}"
         )
     return owner.distribution
@@ -125,7 +126,7 @@ def _check_package(names: Names) -> None:
     word = re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", package)
     if not word or keyword.iskeyword(package) or len(package) > LONGEST_PACKAGE:
         raise ConfigError(
-            f"{package!r} is no name of a package; allowed: lower-case letters, digits and underscores, a letter first, "
+            f"{package!r} is not a name of a package; allowed: lower-case letters, digits and underscores, a letter first, "
             f"{LONGEST_PACKAGE} characters at most, as in dovetail_page_tree"
         )
     if importlib.util.find_spec(package) is not None or _is_installed(names.distribution):

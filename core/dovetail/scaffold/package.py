@@ -38,10 +38,10 @@ def render(names: Names, author: str | None = None) -> dict[str, str]:
 
 
 def write(files: Mapping[str, str], directory: Path) -> None:
-    """Write ``files`` into ``directory``, which is made. Raises ``ConfigError`` if there is anything in it, or it cannot be
+    """Write ``files`` into ``directory``, which is made. Raises ``ConfigError`` if it is not empty or cannot be
     written."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is there and not empty; give another place with --directory")
+        raise ConfigError(f"{directory} exists and is not empty; give another place with --directory")
     try:
         for path, text in files.items():
             (directory / path).parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def _in_yaml(names: Names) -> str:
 
 
 def _author(given: str | None) -> str | None:
-    """``Ada <ada@example.org>`` as a table of pyproject.toml."""
+    """Return ``Ada <ada@example.org>`` as a table of pyproject.toml."""
     if not given:
         return None
     name, _, address = given.partition("<")
