@@ -238,7 +238,10 @@ def test_it_passes_its_suite_and_proves_what_it_claims(
             "no kind 'policie'; kinds: attention, cache, grammar, speculative, policy, model, tool_parser",
         ),
         (("policie", "mine"), "did you mean 'policy'?"),
-        (("cache", "radix"), "already installed, from dovetail .*; choose another name, or --replace .*Taken: none, radix"),
+        (
+            ("cache", "radix"),
+            "already installed, from dovetail .*; choose another name, or --replace .*Taken: none, radix",
+        ),
         (("model", "LlamaForCausalLM"), "is not a name of a component"),
         (("cache", "mine", None, True), "--replace, but no cache is called 'mine'; installed: none, radix"),
         (("policy", "yes"), "a word of YAML"),
