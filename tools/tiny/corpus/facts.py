@@ -3,7 +3,8 @@
 from random import Random
 
 from tools.tiny.corpus.base import Split, Task, Turn, phrases, upper_first, with_article
-from tools.tiny.corpus.relations import FOLLOW_UPS, NOUN_QUESTIONS, RELATIONS, Relation
+from tools.tiny.corpus.relation import Relation
+from tools.tiny.corpus.relations import FOLLOW_UPS, NOUN_QUESTIONS, RELATIONS
 from tools.tiny.corpus.things import ANIMAL_CLASSES
 
 _WEIGHTS = [relation.weight * len(relation.pairs) ** 0.5 for relation in RELATIONS]
