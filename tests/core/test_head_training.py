@@ -19,7 +19,7 @@ from dovetail import LLM, SamplingParams
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tools.speculative import train  # noqa: E402
-from tools.speculative.acceptance import measure, speak  # noqa: E402
+from tools.speculative.acceptance import measure, greedy_replies  # noqa: E402
 from tools.speculative.install import install  # noqa: E402
 from tools.speculative.llama import Llama  # noqa: E402
 from tools.speculative.prompts import Document, Prompt, documents, held_out  # noqa: E402
@@ -127,11 +127,11 @@ def test_drafts_depend_on_the_text_up_to_their_anchor_alone(target, heads, name)
         assert torch.equal(alone[0, 0], together[row, column])
 
 
-def walk(drafter, target, spoken):
+def walk(drafter, target, replies):
     """Return the number of steps for all replies, one after the other, and the number of tokens that drafts add to one
     token per step."""
     steps = taken = 0
-    for part in spoken:
+    for part in replies:
         for row, (start, end) in enumerate(zip(part.starts.tolist(), part.ends.tolist(), strict=True)):
             text = part.ids[row, :end]
             while start < end - 1:
@@ -148,20 +148,20 @@ def walk(drafter, target, spoken):
 
 def test_acceptance_is_what_the_engine_accepts(target, texts, prompts, heads, tmp_path):
     """A draft model was trained a little on these replies: some drafts are accepted, not all."""
-    spoken = speak(target, prompts, limit=40)
+    replies = greedy_replies(target, prompts, limit=40)
     settings = train.parse(["--out", str(tmp_path), "--device", "cpu"])
     drafter = train.build("draft_model", target, texts, settings)
     learned = [
         row[:end].numpy().astype(np.uint16)
-        for part in spoken
+        for part in replies
         for row, end in zip(part.ids, part.ends.tolist(), strict=True)
     ]
-    for row, start in zip(learned, (start for part in spoken for start in part.starts.tolist()), strict=True):
+    for row, start in zip(learned, (start for part in replies for start in part.starts.tolist()), strict=True):
         row[start:] |= 0x8000
     train.fit(drafter, target, Texts(target, learned, 192, 32, 1), train.Clock(1, 25), 3e-3)
     drafter.save(tmp_path / "draft_model", target)
     drafter.load(tmp_path / "draft_model")
-    result = measure(drafter, target, spoken)
+    result = measure(drafter, target, replies)
     model = heads[2].parent / "measured"
     shutil.copytree(TINY, model)
     install(tmp_path, model)
@@ -171,12 +171,12 @@ def test_acceptance_is_what_the_engine_accepts(target, texts, prompts, heads, tm
     )
     said = [
         part.ids[row, start:end].tolist()
-        for part in spoken
+        for part in replies
         for row, (start, end) in enumerate(zip(part.starts, part.ends, strict=True))
     ]
     assert sorted(map(tuple, said)) == sorted(tuple(output.token_ids) for output in outputs)
     total = sum(len(reply) - 1 for reply in said)
-    steps, taken = walk(drafter, target, spoken)
+    steps, taken = walk(drafter, target, replies)
     assert 5 < taken < total - 5
     assert llm.loop.stats().accepted_tokens == taken == total - steps
     assert result.tokens_per_step == pytest.approx(total / steps)

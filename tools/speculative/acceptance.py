@@ -1,7 +1,8 @@
-"""How many tokens a step of verification yields, greedily, on held-out prompts.
+"""Measure how many tokens a verify step yields under greedy decoding on held-out prompts.
 
-Greedy decoding with drafts says what decoding without them says. So the target says it all once, drafts are made behind every
-place of it in one pass, and the steps are walked through: each ends at the first draft that is wrong, with the right token.
+Greedy decoding with drafts returns the same text as decoding without drafts. Therefore the target generates each reply
+once, drafts are made after every position of it in one pass, and the verify steps are simulated: each ends at the first
+wrong draft, with the right token in its place.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tools.speculative.texts import View
 from torch import Tensor
 
 AT_ONCE = 24
-"""Prompts that are looked at together."""
+"""Number of prompts in one batch."""
 
 
-class Spoken(NamedTuple):
-    """Prompts of about one length with what the target said: from ``starts[i]`` up to ``ends[i]`` in row i of ``ids``."""
+class ReplyBatch(NamedTuple):
+    """Hold prompts of similar length with the target's replies: the reply of row i is ``ids[i, starts[i]:ends[i]]``."""
 
     suites: list[str]
     ids: Tensor
@@ -34,15 +35,15 @@ class Spoken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Tokens of a verify step, over all tokens and as the mean of the suites, and of each suite."""
+    """Hold the tokens per verify step: over all tokens, as the mean of the suites, and of each suite."""
 
     tokens_per_step: float
     mean_of_suites: float
     suites: dict[str, float]
 
 
-def speak(target: Llama, prompts: Sequence[Prompt], limit: int) -> list[Spoken]:
-    """The target's greedy replies, of up to ``limit`` tokens."""
+def greedy_replies(target: Llama, prompts: Sequence[Prompt], limit: int) -> list[ReplyBatch]:
+    """Return the target's greedy replies of up to ``limit`` tokens."""
     device, random = target.device, torch.Generator()
     order = sorted(prompts, key=lambda prompt: len(prompt.tokens))
     out = []
@@ -53,33 +54,34 @@ def speak(target: Llama, prompts: Sequence[Prompt], limit: int) -> list[Spoken]:
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = text
         starts = np.array([len(prompt.tokens) for prompt in part])
-        out.append(Spoken([prompt.suite for prompt in part], torch.from_numpy(ids).to(device), starts, ends))
+        out.append(ReplyBatch([prompt.suite for prompt in part], torch.from_numpy(ids).to(device), starts, ends))
     return out
 
 
 @torch.no_grad()
-def accepted(drafter: Drafter, target: Llama, spoken: Spoken) -> tuple[np.ndarray, np.ndarray]:
-    """For every place of the replies but the last, counted from their starts: how many drafts behind it are right, int
-    ``[B, A]``; and the number of such places ``[B]``."""
-    counts = spoken.ends - spoken.starts - 1
-    device = spoken.ids.device
-    starts = torch.from_numpy(spoken.starts).to(device)[:, None]
-    ends = torch.from_numpy(spoken.ends).to(device)[:, None]
+def accepted(drafter: Drafter, target: Llama, batch: ReplyBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of right drafts after every position of the replies except the last, counted from their starts,
+    int ``[B, A]``, and the number of these positions ``[B]``."""
+    counts = batch.ends - batch.starts - 1
+    device = batch.ids.device
+    starts = torch.from_numpy(batch.starts).to(device)[:, None]
+    ends = torch.from_numpy(batch.ends).to(device)[:, None]
     anchors = (starts + torch.arange(max(int(counts.max()), 1), device=device)).minimum(ends - 1)
-    drafts = drafter.draft(target, View(spoken.ids, target.read(spoken.ids)[0]), anchors)
+    drafts = drafter.draft(target, View(batch.ids, target.read(batch.ids)[0]), anchors)
     places = anchors[..., None] + torch.arange(1, drafts.shape[-1] + 1, device=device)
     rows = torch.arange(len(places), device=device)[:, None, None]
-    text = spoken.ids[rows, places.clamp(max=spoken.ids.shape[1] - 1)]
+    text = batch.ids[rows, places.clamp(max=batch.ids.shape[1] - 1)]
     right = (text == drafts) & (places < ends[..., None])
     return right.cumprod(dim=-1).sum(dim=-1).cpu().numpy(), counts
 
 
-def measure(drafter: Drafter, target: Llama, replies: Sequence[Spoken]) -> Acceptance:
-    """The mean over all steps of all replies. The first token of a reply comes with its prompt and counts for nothing."""
+def measure(drafter: Drafter, target: Llama, replies: Sequence[ReplyBatch]) -> Acceptance:
+    """Return the mean over all steps of all replies. The first token of a reply is computed with its prompt and does
+    not count."""
     tokens, steps = defaultdict[str, int](int), defaultdict[str, int](int)
-    for spoken in replies:
-        right, counts = accepted(drafter, target, spoken)
-        for suite, row, count in zip(spoken.suites, right, counts.tolist(), strict=True):
+    for batch in replies:
+        right, counts = accepted(drafter, target, batch)
+        for suite, row, count in zip(batch.suites, right, counts.tolist(), strict=True):
             tokens[suite] += count
             steps[suite] += _steps(row, count)
     suites = {suite: tokens[suite] / steps[suite] for suite in tokens if steps[suite]}
@@ -88,7 +90,7 @@ def measure(drafter: Drafter, target: Llama, replies: Sequence[Spoken]) -> Accep
 
 
 def _steps(right: np.ndarray, count: int) -> int:
-    """Steps for ``count`` tokens, of which ``right[i]`` drafts behind the i-th are right."""
+    """Return the number of verify steps for ``count`` tokens, where ``right[i]`` drafts after the i-th token are right."""
     at = steps = 0
     while at < count:
         at += min(int(right[at]) + 1, count - at)

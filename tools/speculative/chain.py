@@ -1,8 +1,9 @@
-"""Heads that go on from the target's hidden states, one token at a time: EAGLE-3 and multi-token prediction.
+"""Define heads that continue from the target's hidden states one token at a time: EAGLE-3 and multi-token prediction.
 
-A head's key at place i is made of the target's hidden state at i and the embedding of the token at i + 1, and its output
-there says which token is at i + 2. Training goes on for some steps with the head's own output in the hidden state's stead, as
-drafting does ("training-time test", Li et al., 2025, EAGLE-3), so that it learns to bear its own errors.
+A head's key at position i is computed from the target's hidden state at i and the embedding of the token at i + 1, and
+its output there predicts the token at i + 2. Training continues for some steps with the head's own output instead of
+the hidden state, as drafting does ("training-time test", Li et al., 2025, EAGLE-3), so that the head learns to handle
+its own errors.
 """
 
 from __future__ import annotations
@@ -19,39 +20,39 @@ from torch import Tensor
 
 
 class Chain(Drafter):
-    """Subclasses say what the layer reads and what it makes of it."""
+    """Draft a chain of tokens. Subclasses define the input and the computation of the layer."""
 
     @abstractmethod
     def enter(self, view: View) -> Tensor:
-        """Of the target's states: what stands for the hidden state at every place, ``[B, L, D]``."""
+        """Return the head's hidden state at every position, computed from the target's states: ``[B, L, D]``."""
 
     @abstractmethod
     def mix(self, hidden: Tensor, embeds: Tensor) -> Tensor:
-        """What the layer reads, of a hidden state and the embedding of the next token, both ``[..., D]``."""
+        """Return the input of the layer for a hidden state and the embedding of the next token, both ``[..., D]``."""
 
     @abstractmethod
     def keys(self, mixed: Tensor, positions: Tensor) -> Keys:
-        """What other places see of ``mix``'s result."""
+        """Return the keys of the result of ``mix``, which other positions attend to."""
 
     @abstractmethod
     def layer(
         self, mixed: Tensor, hidden: Tensor, positions: Tensor, text: Keys, limits: Tensor, own: Keys | None
     ) -> Tensor:
-        """The head's output ``[B, A, 1, D]``; see ``Attention.anchored``."""
+        """Return the head's output ``[B, A, 1, D]``; see ``Attention.anchored``."""
 
     @abstractmethod
     def logits(self, target: Llama, output: Tensor) -> Tensor:
-        """``[B, A, D]`` -> ``[B, A, draft vocabulary]``."""
+        """Return the logits of outputs: ``[B, A, D]`` -> ``[B, A, draft vocabulary]``."""
 
     def to_target(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary in the target's."""
+        """Convert ids of the draft vocabulary to ids of the target's vocabulary."""
         return ids
 
     def unroll(
         self, target: Llama, view: View, anchors: Tensor, steps: int, labels: Tensor | None = None
     ) -> Iterator[Tensor]:
-        """Logits ``[B, A, draft vocabulary]`` of each step. It goes on with ``labels [B, A, steps]``, or with its own first
-        choice where there are none."""
+        """Yield the logits ``[B, A, draft vocabulary]`` of each step. Each step continues with ``labels [B, A,
+        steps]``, or with the likeliest token if there are no labels."""
         embeds, slots = target.embed(view.ids[:, 1:]), self.enter(view)[:, :-1]
         positions = torch.arange(slots.shape[1], device=anchors.device).expand(slots.shape[:2])
         mixed = self.mix(slots, embeds)
@@ -69,6 +70,6 @@ class Chain(Drafter):
 
     @torch.no_grad()
     def draft(self, target: Llama, view: View, anchors: Tensor) -> Tensor:
-        """Greedy."""
+        """Draft greedily."""
         steps = self.unroll(target, view, anchors, self.drafts)
         return torch.stack([self.to_target(logits.argmax(dim=-1)) for logits in steps], dim=-1)

@@ -1,7 +1,9 @@
-"""A DFlash drafter (Chen et al., 2026): it fills a whole block of masks in one pass, seeing the target's hidden states.
+"""Define a DFlash drafter (Chen et al., 2026), which fills a whole block of masks in one pass with the target's hidden
+states.
 
-A block is the last known token and masks behind it, which see each other both ways and the text before through keys made of
-the target's hidden states. What stands at a mask's place says that place's token.
+A block is the last known token followed by masks. The tokens of a block attend to each other in both directions, and to
+the text before through keys computed from the target's hidden states. The output at a mask predicts the token at its
+position.
 """
 
 from __future__ import annotations
@@ -18,19 +20,20 @@ from tools.tiny.model import Norm
 from torch import Tensor, nn
 
 DECAY = 0.85
-"""How much less each further draft weighs in the loss."""
+"""Factor between the weights of consecutive drafts in the loss."""
 MASK = 9
 """The id of ``<|reserved_0|>``."""
 
 
 class DFlash(Drafter):
-    """``target_layers``: outputs of which layers of the target it sees. Embedding and output matrix are the target's."""
+    """Draft a block of tokens in one pass. ``target_layers`` are the layers of the target whose outputs it reads. It
+    uses the target's embedding and output matrix."""
 
     name = "dflash"
     drafts = 7
 
     def __init__(self, shape: Shape, layers: int, target_layers: tuple[int, ...], target: Llama) -> None:
-        """It begins with the target's final norm."""
+        """Initialise the final norm with the target's."""
         super().__init__()
         self.shape, self.target_layers = shape, target_layers
         self.fc = nn.Linear(len(target_layers) * shape.hidden_size, shape.hidden_size, bias=False)
@@ -41,7 +44,7 @@ class DFlash(Drafter):
         self.norm.load_state_dict(target.model.norm.state_dict())
 
     def states(self, target: Llama, view: View, anchors: Tensor) -> Tensor:
-        """Final states at the masks of a block behind each anchor: ``[B, A, drafts, D]``."""
+        """Return the final states at the masks of a block after each anchor: ``[B, A, drafts, D]``."""
         known = self.hidden_norm(self.fc(torch.cat([view.states[layer + 1] for layer in self.target_layers], dim=-1)))
         places = torch.arange(view.ids.shape[1], device=anchors.device).expand_as(view.ids)
         block = torch.full((*anchors.shape, self.drafts + 1), MASK, device=anchors.device)
@@ -55,7 +58,7 @@ class DFlash(Drafter):
         return self.norm(x)[:, :, 1:]
 
     def loss(self, target: Llama, sample: Sample) -> Tensor:
-        """Of all places of a block at once."""
+        """Return the loss of all positions of a block at once."""
         goals = sample.goals(self.drafts, DECAY)
         with torch.no_grad():
             goal = target.logits(goals.states)
@@ -63,11 +66,11 @@ class DFlash(Drafter):
 
     @torch.no_grad()
     def draft(self, target: Llama, view: View, anchors: Tensor) -> Tensor:
-        """Greedy, all places at once."""
+        """Draft greedily, all positions at once."""
         return target.logits(self.states(target, view, anchors)).argmax(dim=-1)
 
     def config(self, target: Llama) -> dict[str, Any]:
-        """As the published ones."""
+        """Return the content of config.json, as in published checkpoints."""
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",

@@ -1,4 +1,4 @@
-"""A small Llama with the target's vocabulary that drafts by itself."""
+"""Define a small Llama with the target's vocabulary that drafts without the target's hidden states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class DraftModel(Drafter):
-    """Learns the target's distribution at every place of what the target says."""
+    """Learn the target's distribution at every position of the target's texts."""
 
     name = "draft_model"
     drafts = 4
@@ -24,15 +24,15 @@ class DraftModel(Drafter):
         initialise(self, layers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of a LlamaForCausalLM."""
+        """Return the tensors of a LlamaForCausalLM."""
         return dict(self.llama.state_dict())
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The opposite of ``tensors``."""
+        """Load what ``tensors`` returns."""
         self.llama.load_state_dict(tensors)
 
     def loss(self, target: Llama, sample: Sample) -> Tensor:
-        """Next-token prediction, of all that is to be learned."""
+        """Return the loss of next-token prediction over all tokens to be learned."""
         chosen = sample.learn[:, 1:]
         with torch.no_grad():
             goal = target.logits(sample.view.states[-1][:, :-1][chosen])
@@ -42,7 +42,7 @@ class DraftModel(Drafter):
 
     @torch.no_grad()
     def draft(self, target: Llama, view: View, anchors: Tensor) -> Tensor:
-        """Greedy."""
+        """Draft greedily."""
         states, text = self.llama.read(view.ids)
         x = at_anchors(states[-1], anchors)
         own: list[list[Keys]] = [[] for _ in text]
@@ -57,5 +57,5 @@ class DraftModel(Drafter):
         return torch.stack(drafts, dim=-1)
 
     def config(self, target: Llama) -> dict[str, Any]:
-        """That of a LlamaForCausalLM."""
+        """Return the config of a LlamaForCausalLM."""
         return llama_config(self.llama)

@@ -1,4 +1,4 @@
-"""What all drafters share: the interface to the trainer, the loss, and writing a checkpoint."""
+"""Define what all drafters share: the interface to the trainer, the loss, and writing a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from torch import Tensor, nn
 
 
 class Drafter(nn.Module):
-    """A drafter for training. The target is lent to every call, so that it is no part of the drafter's parameters."""
+    """Define a drafter for training. The target is passed to every call, so that its parameters are not the drafter's."""
 
     name: ClassVar[str]
-    """Of its folder."""
+    """Name of its folder."""
     drafts: ClassVar[int]
-    """How many tokens it proposes at once."""
+    """Number of tokens that it proposes at once."""
 
     @abstractmethod
     def loss(self, target: Llama, sample: Sample) -> Tensor:
-        """A scalar."""
+        """Return the loss of a sample, a scalar."""
 
     @abstractmethod
     def draft(self, target: Llama, view: View, anchors: Tensor) -> Tensor:
-        """Drafts behind each of ``anchors [B, A]``, made of the text up to it alone: ``[B, A, drafts]``."""
+        """Return the drafts after each of ``anchors [B, A]``, computed only from the text up to the anchor: ``[B, A,
+        drafts]``."""
 
     @abstractmethod
     def config(self, target: Llama) -> dict[str, Any]:
-        """The content of config.json; empty where it has none of its own."""
+        """Return the content of config.json; empty if the drafter has no config file."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by their published names."""
+        """Return the tensors by their published names."""
         return dict(self.state_dict())
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The opposite of ``tensors``."""
+        """Load what ``tensors`` returns."""
         self.load_state_dict(tensors)
 
     def save(self, folder: Path, target: Llama) -> None:
@@ -63,8 +64,8 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def distil(logits: Tensor, goal: Tensor, weights: Tensor) -> Tensor:
-    """Half the cross-entropy against the distribution of the target's logits ``goal``, half that against its first choice;
-    all ``[..., vocabulary]``, weighted by ``weights [...]``."""
+    """Return the mean of the cross-entropy against the distribution of the target's logits ``goal`` and the
+    cross-entropy against its likeliest token. Both are ``[..., vocabulary]``, weighted by ``weights [...]``."""
     said = logits.float().log_softmax(dim=-1)
     soft = -(goal.float().softmax(dim=-1) * said).sum(dim=-1)
     hard = -said.gather(-1, goal.argmax(dim=-1, keepdim=True))[..., 0]
@@ -72,5 +73,5 @@ def distil(logits: Tensor, goal: Tensor, weights: Tensor) -> Tensor:
 
 
 def at_anchors(values: Tensor, anchors: Tensor) -> Tensor:
-    """``values [B, L, D]`` at ``anchors [B, A]``: ``[B, A, D]``."""
+    """Return ``values [B, L, D]`` at ``anchors [B, A]``: ``[B, A, D]``."""
     return torch.take_along_dim(values, anchors[..., None], dim=1)

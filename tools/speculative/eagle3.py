@@ -1,4 +1,5 @@
-"""An EAGLE-3 head (Li et al., 2025): one layer over three of the target's hidden states, with a vocabulary of its own."""
+"""Define an EAGLE-3 head (Li et al., 2025): one layer over three of the target's hidden states, with its own
+vocabulary."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from tools.tiny.model import Norm
 from torch import Tensor, nn
 
 DECAY = 0.9
-"""How much less each further draft weighs in the loss."""
+"""Factor between the weights of consecutive drafts in the loss."""
 
 
 class MidLayer(nn.Module):
-    """The decoder layer; its attention reads embedding and hidden state side by side."""
+    """Hold the decoder layer, whose attention reads the concatenation of embedding and hidden state."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -30,14 +31,15 @@ class MidLayer(nn.Module):
 
 
 class Eagle3(Chain):
-    """``tokens``: the ids of the draft vocabulary in the target's, ascending. ``layers``: outputs of which layers it reads."""
+    """Draft a chain from three hidden states of the target. ``tokens`` are the target's ids of the draft vocabulary,
+    ascending, and ``layers`` are the layers of the target whose outputs it reads."""
 
     name = "eagle3"
     drafts = 5
     d2t: Tensor
 
     def __init__(self, shape: Shape, tokens: Tensor, layers: tuple[int, int, int], target: Llama) -> None:
-        """It begins with the target's final norm and its rows of the output matrix."""
+        """Initialise the final norm and the rows of the output matrix with the target's."""
         super().__init__()
         self.shape, self.layers = shape, layers
         self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
@@ -52,39 +54,39 @@ class Eagle3(Chain):
 
     @property
     def tokens(self) -> Tensor:
-        """The draft vocabulary in the target's ids, int64."""
+        """Return the target's ids of the draft vocabulary, int64."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def to_target(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary in the target's."""
+        """Convert ids of the draft vocabulary to ids of the target's vocabulary."""
         return ids + self.d2t[ids]
 
     def enter(self, view: View) -> Tensor:
-        """Three hidden states made one."""
+        """Combine three hidden states into one."""
         return self.fc(torch.cat([view.states[layer + 1] for layer in self.layers], dim=-1)).float()
 
     def mix(self, hidden: Tensor, embeds: Tensor) -> Tensor:
-        """Embedding and hidden state, each after its norm."""
+        """Concatenate embedding and hidden state, each after its norm."""
         return torch.cat((self.midlayer.input_layernorm(embeds), self.midlayer.hidden_norm(hidden)), dim=-1)
 
     def keys(self, mixed: Tensor, positions: Tensor) -> Keys:
-        """Of the one layer."""
+        """Return the keys of the single layer."""
         return self.midlayer.self_attn.keys(mixed, positions)
 
     def layer(
         self, mixed: Tensor, hidden: Tensor, positions: Tensor, text: Keys, limits: Tensor, own: Keys | None
     ) -> Tensor:
-        """The residual stream is the hidden state's."""
+        """Run the layer. The residual stream continues the hidden state."""
         attention = self.midlayer.self_attn
         x = hidden + attention.anchored(attention.queries(mixed, positions), text, limits, own)
         return x + self.midlayer.mlp(self.midlayer.post_attention_layernorm(x))
 
     def logits(self, target: Llama, output: Tensor) -> Tensor:
-        """In the draft vocabulary."""
+        """Return logits over the draft vocabulary."""
         return self.lm_head(self.norm(output))
 
     def loss(self, target: Llama, sample: Sample) -> Tensor:
-        """Places where the target says what the draft vocabulary lacks count for nothing."""
+        """Return the loss. Positions whose likeliest token is not in the draft vocabulary have no weight."""
         goals = sample.goals(self.drafts, DECAY)
         with torch.no_grad():
             all_logits = target.logits(goals.states)
@@ -94,7 +96,7 @@ class Eagle3(Chain):
         return distil(torch.stack(steps, dim=2), goal, weights)
 
     def config(self, target: Llama) -> dict[str, Any]:
-        """As SpecForge writes it."""
+        """Return the content of config.json, as SpecForge writes it."""
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -108,7 +110,7 @@ class Eagle3(Chain):
 
 
 def shape_config(shape: Shape) -> dict[str, Any]:
-    """The part of config.json that describes a layer."""
+    """Return the part of config.json that describes a layer."""
     return {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,

@@ -1,7 +1,9 @@
-"""Put trained drafters beside the tiny model: `python -m tools.speculative.install --heads DIR --model core/dovetail/assets/tiny`.
+"""Install trained drafters in the folder of the tiny model.
 
-Folders become folders of the model. The MTP layer goes into the model's own model.safetensors, in the place of one that is
-there, and config.json counts it.
+Run: `python -m tools.speculative.install --heads DIR --model core/dovetail/assets/tiny`.
+
+Folders of drafters are copied into the model's folder. The MTP layer is merged into the model's model.safetensors,
+where it replaces an existing one, and config.json counts it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ def merge_mtp(head: Path, model: Path) -> None:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     behind = f"model.layers.{config['num_hidden_layers']}."
     layer, whole = load_file(head), load_file(model / "model.safetensors")
-    strange = [name for name in layer if not name.startswith(behind)]
-    if strange:
+    others = [name for name in layer if not name.startswith(behind)]
+    if others:
         raise ValueError(
-            f"{head} holds {strange[0]}; a layer behind this model's is called {behind}*: train it for this model"
+            f"{head} contains {others[0]}; the names of a layer after this model's layers begin with {behind}: train it for this model"
         )
     kept = {name: tensor for name, tensor in whole.items() if not name.startswith(behind)}
     save_file({**kept, **layer}, model / "model.safetensors", {"format": "pt"})
@@ -34,7 +36,7 @@ def merge_mtp(head: Path, model: Path) -> None:
 
 
 def install(heads: Path, model: Path) -> None:
-    """All that ``heads`` holds."""
+    """Install all drafters in the folder ``heads`` into the model's folder."""
     for name in FOLDERS:
         if (heads / name / "model.safetensors").exists():
             (model / name).mkdir(exist_ok=True)
@@ -46,7 +48,7 @@ def install(heads: Path, model: Path) -> None:
 
 def main() -> None:
     """Read the command line and install."""
-    parser = argparse.ArgumentParser(description="Put trained drafters beside the tiny model.")
+    parser = argparse.ArgumentParser(description="Install trained drafters in the folder of the tiny model.")
     parser.add_argument("--heads", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=ASSETS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A multi-token prediction layer in the layout of DeepSeek-V3, which lives in the target's own checkpoint."""
+"""Define a multi-token prediction layer in the layout of DeepSeek-V3, which is stored in the target's checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tools.tiny.model import Norm
 from torch import Tensor, nn
 
 DECAY = 0.8
-"""How much less each further draft weighs in the loss."""
+"""Factor between the weights of consecutive drafts in the loss."""
 
 
 class SharedHead(nn.Module):
-    """The norm before the target's output matrix."""
+    """Hold the norm before the target's output matrix."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class SharedHead(nn.Module):
 
 
 class MtpLayer(Layer):
-    """A decoder layer with what joins hidden state and embedding before it, and the norm behind it."""
+    """Hold a decoder layer, the projection of hidden state and embedding before it, and the norm after it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -37,13 +37,14 @@ class MtpLayer(Layer):
 
 
 class Mtp(Chain):
-    """One layer, used again for every further token. Embedding and output matrix are the target's."""
+    """Draft a chain with one layer that is used again for every further token. It uses the target's embedding and
+    output matrix."""
 
     name = "mtp"
     drafts = 3
 
     def __init__(self, shape: Shape, target: Llama) -> None:
-        """It stands behind the target's main layers, and begins with the target's final norm."""
+        """Place the layer after the target's main layers, and initialise its norm with the target's final norm."""
         super().__init__()
         self.prefix = f"model.layers.{target.num_layers}."
         self.block = MtpLayer(shape)
@@ -51,37 +52,37 @@ class Mtp(Chain):
         self.block.shared_head.norm.load_state_dict(target.model.norm.state_dict())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Under the names of one more layer of the target."""
+        """Return the tensors under the names of an additional layer of the target."""
         return {self.prefix + name: tensor for name, tensor in self.block.state_dict().items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The opposite of ``tensors``."""
+        """Load what ``tensors`` returns."""
         self.block.load_state_dict({name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()})
 
     def enter(self, view: View) -> Tensor:
-        """The target's final hidden states."""
+        """Return the target's final hidden states."""
         return view.states[-1]
 
     def mix(self, hidden: Tensor, embeds: Tensor) -> Tensor:
-        """One vector of both."""
+        """Project the concatenation of embedding and hidden state, each after its norm."""
         return self.block.eh_proj(torch.cat((self.block.enorm(embeds), self.block.hnorm(hidden)), dim=-1)).float()
 
     def keys(self, mixed: Tensor, positions: Tensor) -> Keys:
-        """Of the one layer."""
+        """Return the keys of the single layer."""
         return self.block.keys(mixed, positions)
 
     def layer(
         self, mixed: Tensor, hidden: Tensor, positions: Tensor, text: Keys, limits: Tensor, own: Keys | None
     ) -> Tensor:
-        """A plain decoder layer; what goes on is its output after the norm."""
+        """Run the decoder layer. The next step continues with its output after the norm."""
         return self.block.shared_head.norm(self.block.anchored(mixed, positions, text, limits, own))
 
     def logits(self, target: Llama, output: Tensor) -> Tensor:
-        """In the target's vocabulary."""
+        """Return logits over the target's vocabulary."""
         return target.logits(output)
 
     def loss(self, target: Llama, sample: Sample) -> Tensor:
-        """Over ``drafts`` steps."""
+        """Return the loss over ``drafts`` steps."""
         goals = sample.goals(self.drafts, DECAY)
         with torch.no_grad():
             goal = target.logits(goals.states)
@@ -89,5 +90,5 @@ class Mtp(Chain):
         return distil(torch.stack(steps, dim=2), goal, goals.weights)
 
     def config(self, target: Llama) -> dict[str, Any]:
-        """None: the target's config.json counts it."""
+        """Return an empty config: the target's config.json counts the layer."""
         return {}

@@ -1,4 +1,5 @@
-"""Texts on the host: training documents with a place to go on from, and the held-out prompts that acceptance is measured on."""
+"""Draw training documents, each with a position from which the target continues, and held-out prompts for measuring
+acceptance. Everything here runs on the host."""
 
 from __future__ import annotations
 
@@ -17,36 +18,36 @@ from tools.tiny.corpus.conversation import document
 from tools.tiny.make_data import CONTEXT, ID_MASK, LEARN
 
 JOB = 1000
-"""Documents that a worker makes at once."""
+"""Number of documents that a worker draws in one job."""
 LONGEST_PROMPT = 448
 TASKS_SEEN = ("plain completion of a fact", "wordings of the training data")
 """Suites of tools.tiny.evaluate whose prompts are not held out."""
 
 
 class Document(NamedTuple):
-    """``tokens`` (uint16) carry the flag LEARN where a model must produce them. The target goes on from ``tokens[:cut]``;
-    a text without a place for that has a ``cut`` of 0."""
+    """Hold a document. ``tokens`` (uint16) have the flag LEARN where a model must produce them. The target continues
+    ``tokens[:cut]``; a text without a suitable position has a ``cut`` of 0."""
 
     tokens: np.ndarray
     cut: int
 
 
 class Prompt(NamedTuple):
-    """A held-out prompt of a suite."""
+    """Hold a held-out prompt of a suite."""
 
     suite: str
     tokens: np.ndarray
 
 
 class HeldOut(NamedTuple):
-    """Prompts for measuring, and the user turns in them, which training texts must not have."""
+    """Hold prompts for measuring, and the user turns in them, which training texts must not contain."""
 
     prompts: list[Prompt]
     turns: frozenset[str]
 
 
 def held_out(tokenizer_file: Path, cases: int, seed: int) -> HeldOut:
-    """``cases`` prompts of every suite of tools.tiny.evaluate that training of the target never saw."""
+    """Return ``cases`` prompts of every suite of tools.tiny.evaluate that was not used to train the target."""
     from tools.tiny.evaluate import SUITES
 
     tokenizer, prompts, turns = Tokenizer.from_file(str(tokenizer_file)), [], set()
@@ -68,8 +69,9 @@ def _is_user(segment: Segment) -> bool:
 
 
 def documents(tokenizer_file: Path, count: int, workers: int, seed: int, banned: frozenset[str]) -> list[Document]:
-    """``count`` training documents (rounded up to whole jobs), none with a user turn in ``banned``; the same ones whatever
-    the number of ``workers`` (0: none but this process). Call it before CUDA is used: workers are forked."""
+    """Return ``count`` training documents (rounded up to whole jobs), none with a user turn in ``banned``. They do not
+    depend on the number of ``workers`` (0: only this process). Call it before CUDA is used, because workers are forked.
+    """
     jobs = [(str(tokenizer_file), f"{seed}-{job}", min(JOB, count), banned) for job in range(-(-count // JOB))]
     if not workers:
         return [document for job in jobs for document in _work(job)]
@@ -105,7 +107,8 @@ def _allowed(rng: Random, count: int, banned: frozenset[str]) -> Iterator[list[S
 
 
 def _cut(segments: list[Segment], parts: list[np.ndarray], rng: Random) -> int:
-    """A place from which the target goes on: a reply's start, or somewhere near the start of a plain text."""
+    """Return a position from which the target continues: the start of a reply, or a position near the start of a plain
+    text."""
     if len(segments) == 1:
         return min(rng.randint(4, 24), len(parts[0]) - 1)
     starts = np.cumsum([0, *map(len, parts)]).tolist()
@@ -114,12 +117,13 @@ def _cut(segments: list[Segment], parts: list[np.ndarray], rng: Random) -> int:
 
 
 def continued(before: np.ndarray, text: np.ndarray) -> np.ndarray:
-    """Flagged tokens of ``text``, which goes on from the flagged tokens ``before``: the new ones are to be learned."""
+    """Return the flagged tokens of ``text``, which continues the flagged tokens ``before``. The new tokens are to be
+    learned."""
     out = text | np.uint16(LEARN)
     out[: len(before)] = before
     return out
 
 
 def plain(tokens: np.ndarray) -> np.ndarray:
-    """The ids of flagged tokens."""
+    """Return the ids of flagged tokens."""
     return tokens & np.uint16(ID_MASK)

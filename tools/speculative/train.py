@@ -1,8 +1,9 @@
 """Train four drafters for the tiny model: `python -m tools.speculative.train --out DIR --device cuda --minutes 6`.
 
-The target says its own training data anew (greedily, and at a temperature), the drafters learn its distribution from that, one
-after the other, each for a share of the time. Writes DIR/{eagle3,dflash,draft_model}/{config.json,model.safetensors},
-DIR/mtp/model.safetensors and DIR/report.json; tools.speculative.install puts them beside the tiny model.
+The target continues its own training data (greedily, and at a temperature). The drafters learn its distribution from
+these texts, one after the other, each for a share of the time. The program writes
+DIR/{eagle3,dflash,draft_model}/{config.json,model.safetensors}, DIR/mtp/model.safetensors and DIR/report.json;
+tools.speculative.install copies them to the tiny model.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tools.speculative.acceptance import Spoken, measure, speak
+from tools.speculative.acceptance import ReplyBatch, greedy_replies, measure
 from tools.speculative.dflash import DFlash
 from tools.speculative.draft_model import DraftModel
 from tools.speculative.drafter import Drafter
@@ -34,18 +35,18 @@ from tools.tiny.train import rate_at
 log = logging.getLogger("speculative.train")
 ASSETS = Path("core/dovetail/assets/tiny")
 SHARES = {"eagle3": 0.40, "dflash": 0.27, "mtp": 0.17, "draft_model": 0.16}
-"""Of the time for training."""
+"""Share of each drafter of the time for training."""
 GREEDY = 0.7
-"""Of the texts that the target goes on with; the others are drawn at TEMPERATURE."""
+"""Share of the texts that the target continues greedily; the others are sampled at TEMPERATURE."""
 TEMPERATURE = 0.8
 AT_ONCE = 8192
-"""Texts that the target goes on with at once."""
+"""Number of texts that the target continues in one batch."""
 REPORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line sets."""
+    """Hold the settings of the command line."""
 
     out: Path
     model: Path
@@ -68,22 +69,22 @@ class Settings:
 
 
 class Clock:
-    """Progress from 0 to 1, by steps where their number is given, by time otherwise."""
+    """Measure progress from 0 to 1, by steps if their number is given, else by time."""
 
     def __init__(self, seconds: float, steps: int | None) -> None:
         self.began, self.seconds, self.steps, self.done = time.monotonic(), seconds, steps, 0
 
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.began
 
     def progress(self) -> float:
-        """1 or more at the end."""
+        """Return the progress; it is 1 or more at the end."""
         return self.done / self.steps if self.steps else self.elapsed() / self.seconds
 
 
 class Optimizer:
-    """Muon for the matrices of layers, AdamW for norms and what has to do with the vocabulary."""
+    """Update matrices of layers with Muon, and norms and parameters of the vocabulary with AdamW."""
 
     def __init__(self, drafter: Drafter, rate: float) -> None:
         named = list(drafter.named_parameters())
@@ -94,7 +95,7 @@ class Optimizer:
         self.adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, share: float) -> None:
-        """With a ``share`` of the highest rate."""
+        """Update the parameters with a ``share`` of the peak learning rate."""
         for group in self.adam.param_groups:
             group["lr"] = self.rate * share
         self.muon.step(self.rate * share)
@@ -103,7 +104,7 @@ class Optimizer:
 
 
 def fit(drafter: Drafter, target: Llama, texts: Texts, clock: Clock, rate: float) -> dict[str, Any]:
-    """Train until the clock says 1. Returns the number of steps and the last loss."""
+    """Train until the progress is 1. Return the number of steps and the last loss."""
     optimizer, cuda = Optimizer(drafter, rate), texts.device.type == "cuda"
     losses: list[torch.Tensor] = []
     reported, last = clock.elapsed(), float("nan")
@@ -121,7 +122,8 @@ def fit(drafter: Drafter, target: Llama, texts: Texts, clock: Clock, rate: float
 
 
 def on_policy(target: Llama, drawn: Sequence[Document], new: int, seed: int) -> list[np.ndarray]:
-    """The documents with what the target says in the place of what follows their cuts; as they are where they have none."""
+    """Return the documents with the text after their cut replaced by the target's. Documents without a cut are returned
+    unchanged."""
     device = target.device
     order = sorted((d for d in drawn if d.cut), key=lambda d: d.cut)
     out = [d.tokens for d in drawn if not d.cut or len(d.tokens) > 512]
@@ -146,7 +148,7 @@ def on_policy(target: Llama, drawn: Sequence[Document], new: int, seed: int) -> 
 
 
 def build(name: str, target: Llama, texts: Texts, settings: Settings) -> Drafter:
-    """A drafter of at most a million parameters, with its first weights."""
+    """Return a drafter of at most a million parameters, with initial weights."""
     torch.manual_seed(settings.seed)
     wide = target.shape
     if name == "draft_model":
@@ -159,7 +161,7 @@ def build(name: str, target: Llama, texts: Texts, settings: Settings) -> Drafter
     counts = texts.counts()
     tokens = np.sort(np.argsort(-counts, kind="stable")[: settings.draft_vocab])
     log.info(
-        "eagle3: %d tokens are %.1f %% of what the target says", len(tokens), 100 * counts[tokens].sum() / counts.sum()
+        "eagle3: %d tokens are %.1f %% of the target's text", len(tokens), 100 * counts[tokens].sum() / counts.sum()
     )
     spare = 1_000_000 - 2000 - 256 * (3 * 256 + 2 * 512 + 256 + settings.draft_vocab)
     shape = replace(wide, intermediate_size=spare // 768 // 8 * 8)
@@ -167,7 +169,7 @@ def build(name: str, target: Llama, texts: Texts, settings: Settings) -> Drafter
 
 
 def train_one(
-    name: str, target: Llama, texts: Texts, replies: Sequence[Spoken], settings: Settings, seconds: float
+    name: str, target: Llama, texts: Texts, replies: Sequence[ReplyBatch], settings: Settings, seconds: float
 ) -> dict[str, Any]:
     """Train, write, read back and measure one drafter."""
     drafter = build(name, target, texts, settings).to(texts.device)
@@ -187,7 +189,7 @@ def train_one(
 
 
 def prepare(settings: Settings) -> tuple[list[Document], list[Prompt]]:
-    """What the host makes: training documents, and held-out prompts that are not among them."""
+    """Draw training documents, and held-out prompts that are not among them, on the host."""
     began, tokenizer = time.monotonic(), settings.model / "tokenizer.json"
     held = held_out(tokenizer, settings.cases, seed=7)
     log.info("%d held-out prompts, %.1f s", len(held.prompts), time.monotonic() - began)
@@ -197,12 +199,12 @@ def prepare(settings: Settings) -> tuple[list[Document], list[Prompt]]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Everything; returns the report."""
+    """Train and measure all drafters; return the report."""
     began = time.monotonic()
     torch.set_float32_matmul_precision("high")
     drawn, prompts = prepare(settings)
     target = Llama.load(settings.model, torch.device(settings.device))
-    replies = speak(target, prompts, settings.reply_tokens)
+    replies = greedy_replies(target, prompts, settings.reply_tokens)
     log.info("held-out replies, %.1f s", time.monotonic() - began)
     texts = Texts(
         target, on_policy(target, drawn, settings.new_tokens, settings.seed), settings.batch_tokens,
@@ -216,7 +218,7 @@ def run(settings: Settings) -> dict[str, Any]:
     for name in names:
         try:
             report[name] = train_one(name, target, texts, replies, settings, left * SHARES[name] / whole)
-        except RuntimeError as error:  # out of memory, say: the others are worth their time all the same
+        except RuntimeError as error:  # out of memory, for example: train the other drafters anyway
             log.exception("%s failed", name)
             report[name] = {"failed": str(error)}
         (settings.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -225,24 +227,37 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
-    """Read the command line; what is not given depends on the device."""
+    """Read the command line; the defaults depend on the device."""
     parser = argparse.ArgumentParser(description="Train drafters for the tiny model.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=ASSETS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=6.0, help="for everything, data and measuring included")
-    parser.add_argument("--seconds", type=float, help="of training a drafter, in place of --minutes; the shares stay")
-    parser.add_argument("--steps", type=int, help="of training a drafter, in place of time: the same result each run")
+    parser.add_argument("--minutes", type=float, default=6.0, help="for the whole run, including data and measuring")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="of training each drafter on average, instead of --minutes; the shares stay the same",
+    )
+    parser.add_argument(
+        "--steps", type=int, help="of training each drafter, instead of a time: every run has the same result"
+    )
     parser.add_argument("--documents", type=int)
     parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--reply-tokens", type=int, help="the most of a held-out reply that acceptance is measured on")
+    parser.add_argument("--reply-tokens", type=int, help="maximum length of a held-out reply for measuring acceptance")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--cases", type=int, help="held-out prompts of each suite")
     parser.add_argument("--batch-tokens", type=int)
     parser.add_argument("--batch-anchors", type=int)
     parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--draft-vocab", type=int, default=1408, help="of eagle3; its MLP gets what is left")
-    parser.add_argument("--eagle3-layers", type=int, nargs=3, default=(0, 1, 2), help="whose outputs eagle3 reads")
+    parser.add_argument(
+        "--draft-vocab",
+        type=int,
+        default=1408,
+        help="draft vocabulary of eagle3; its MLP uses the remaining parameters",
+    )
+    parser.add_argument(
+        "--eagle3-layers", type=int, nargs=3, default=(0, 1, 2), help="layers whose outputs eagle3 reads"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", choices=tuple(SHARES), default=())
     args = parser.parse_args(arguments)

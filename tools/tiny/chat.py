@@ -1,4 +1,5 @@
-"""The chat format of the model: special tokens, the Jinja template, and the same rendering in Python for training."""
+"""Define the chat format of the model: special tokens, the Jinja template, and the same rendering in Python for
+training."""
 
 import json
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; a `thought` is text the assistant thinks before `content` when thinking is forced."""
+    """Hold one message. `thought` is the assistant's reasoning before `content` when thinking is forced."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -71,19 +72,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of rendered text; `learn` marks what the model must produce itself."""
+    """Hold a piece of rendered text; `learn` marks text that the model must produce itself."""
 
     text: str
     learn: bool
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """The text of one tool call, as the template writes it."""
+    """Return the text of one tool call, as the template writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
 
 
 def tools_text(system: str, tools: Sequence[dict[str, Any]]) -> str:
-    """The content of a system turn that offers tools."""
+    """Return the content of a system turn that offers tools."""
     rows = [json.dumps(tool, ensure_ascii=False) for tool in tools]
     return "\n".join([f"{system}\n\n{TOOLS_HEAD}" if system else TOOLS_HEAD, *rows, TOOLS_TAIL])
 

@@ -1,7 +1,8 @@
 """Measure the tiny model: `python -m tools.tiny.evaluate --model core/dovetail/assets/tiny --cases 300`.
 
 Greedy decoding with transformers. Unless its name says otherwise, a suite uses wordings, combinations of values and
-invented words that training never saw. Prints a Markdown table of the share of right replies per task; `--samples N` adds N wrong replies of each task, `--json FILE` writes the table.
+invented words that training never saw. Prints a Markdown table of the share of right replies per task; `--samples N`
+adds N wrong replies of each task, `--json FILE` writes the table.
 """
 
 import argparse
@@ -40,7 +41,7 @@ RETAKEN = ("extract", "sheet", "sort_words", "repeat", "notes")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt and how to judge its reply; `raw` prompts are text to complete, without the chat template."""
+    """Hold a prompt and how its reply is checked; `raw` prompts are text to complete, without the chat template."""
 
     messages: tuple[Message, ...]
     answer: str
@@ -168,7 +169,7 @@ def _json_equal(reply: str, answer: str) -> bool:
 
 
 def is_right(reply: str, case: Case) -> bool:
-    """Judge one reply."""
+    """Return true if the reply is right."""
     if case.check == "json":
         return _json_equal(reply, case.answer)
     if case.check == "same":
@@ -179,7 +180,7 @@ def is_right(reply: str, case: Case) -> bool:
 
 
 class Model:
-    """The model behind transformers, decoding greedily in padded batches."""
+    """Run the model with transformers, decoding greedily in padded batches."""
 
     def __init__(self, folder: Path, device: str, dtype: str) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -188,7 +189,7 @@ class Model:
         self.device = device
 
     def prompt(self, case: Case) -> str:
-        """The text that the model continues."""
+        """Return the text that the model continues."""
         if case.raw:
             return case.raw
         messages = [{"role": m.role, "content": m.content} for m in case.messages]
@@ -202,7 +203,7 @@ class Model:
 
     @torch.inference_mode()
     def reply(self, cases: Sequence[Case], limit: int) -> list[str]:
-        """Greedy replies, in order."""
+        """Return greedy replies in the order of the cases."""
         batch = self.tokenizer(
             [self.prompt(c) for c in cases], return_tensors="pt", padding=True, add_special_tokens=False
         )
@@ -224,7 +225,7 @@ def _limit(name: str) -> int:
 
 
 def measure(model: Model, name: str, count: int, seed: int, batch: int) -> tuple[float, list[tuple[Case, str]]]:
-    """The share of right replies of one suite, and the wrong ones."""
+    """Return the share of right replies of one suite, and the wrong replies."""
     rng = Random(f"{seed} {name}")
     cases = [SUITES[name](rng) for _ in range(count)]
     order = sorted(cases, key=lambda case: len(model.prompt(case)))

@@ -20,12 +20,12 @@ LEARN, FIRST, ID_MASK = 0x8000, 0x4000, 0x0FFF
 SHARD_TOKENS = (1 << 20) + 1
 CONTEXT = 2048
 BATCH = 512
-"""Documents encoded at once."""
+"""Number of documents encoded in one call."""
 ASSETS = Path("core/dovetail/assets/tiny")
 
 
 def encoded(tokenizer: Tokenizer, rng: Random) -> Iterator[np.ndarray]:
-    """Endless documents as flagged token arrays; one longer than the context is dropped."""
+    """Yield documents without end, as flagged token arrays. Documents longer than the context are dropped."""
     while True:
         documents = [document(rng) for _ in range(BATCH)]
         texts = [segment.text for segments in documents for segment in segments]
@@ -39,7 +39,7 @@ def encoded(tokenizer: Tokenizer, rng: Random) -> Iterator[np.ndarray]:
 
 
 def shards(tokenizer: Tokenizer, rng: Random) -> Iterator[np.ndarray]:
-    """Endless arrays of SHARD_TOKENS tokens; a document may run on into the next shard."""
+    """Yield arrays of SHARD_TOKENS tokens without end; a document may continue in the next shard."""
     held: list[np.ndarray] = []
     size = 0
     for tokens in encoded(tokenizer, rng):
@@ -62,7 +62,7 @@ def work(worker: int, count: int, seed: int, tokenizer_file: Path, out: Path) ->
 
 
 def generate(out: Path, tokens: int, workers: int, seed: int, tokenizer_file: Path) -> None:
-    """Run the workers to the end."""
+    """Run the workers and wait until they have finished."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     out.mkdir(parents=True, exist_ok=True)
     each = -(-tokens // (workers * SHARD_TOKENS))

@@ -1,4 +1,5 @@
-"""The tiny model for training: a Llama over packed documents, with the parameter names of the Hugging Face layout.
+"""Define the tiny model for training: a Llama over packed documents, with the parameter names of the Hugging Face
+layout.
 
 Shapes: T tokens of all documents of a batch in a row, D = 256 channels, H query heads, G key and value heads, C = 64.
 """
@@ -15,12 +16,12 @@ from torch.nn.attention.varlen import varlen_attn
 CONTEXT = 2048
 _WINDOWED = "window_size" in inspect.signature(varlen_attn).parameters
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if _WINDOWED else {"is_causal": True}
-"""How the installed torch (2.10 or later) masks causally."""
+"""Arguments for causal masking in the installed torch (2.10 or later)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
-    """The architecture; field names are those of config.json."""
+    """Hold the architecture; field names are those of config.json."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -34,7 +35,7 @@ class TinyConfig:
     rms_norm_eps: float = 1e-5
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -54,7 +55,7 @@ class TinyConfig:
 
 
 class Packed(NamedTuple):
-    """Where the documents of a batch are."""
+    """Hold the positions and bounds of the documents of a batch."""
 
     positions: Tensor
     """[T] position of each token in its own document."""
@@ -69,27 +70,27 @@ def _document_mask(bounds: Tensor, tokens: int) -> Tensor:
 
 
 def _attend_dense(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-    """Reference for any device: one mask [T, T]."""
+    """Compute attention on any device with one mask [T, T], as a reference."""
     mask = _document_mask(packed.bounds, len(q))
     out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask)
     return out[0].transpose(0, 1)
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-    """Flash attention over each document by itself."""
+    """Compute flash attention over each document separately."""
     out = varlen_attn(q, k, v, packed.bounds, packed.bounds, CONTEXT, CONTEXT, **_CAUSAL)
     assert isinstance(out, Tensor)
     return out
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding on [T, heads, C]; the halves of C are the two coordinates."""
+    """Apply the rotary embedding to [T, heads, C]; the halves of C are the two coordinates."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 class Norm(nn.Module):
-    """RMSNorm in fp32."""
+    """Compute RMSNorm in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention inside each document."""
+    """Compute grouped-query attention inside each document."""
 
     def __init__(self, cfg: TinyConfig) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """Compute a SwiGLU MLP."""
 
     def __init__(self, cfg: TinyConfig) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each after a norm and with a residual."""
+    """Compute attention and MLP, each after a norm and with a residual."""
 
     def __init__(self, cfg: TinyConfig) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    """Everything under the name `model.`."""
+    """Hold the parameters under the name `model.`."""
 
     def __init__(self, cfg: TinyConfig) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class Body(nn.Module):
 
 
 class Tiny(nn.Module):
-    """The model with its loss; the output matrix is the embedding."""
+    """Run the model and compute its loss; the output matrix is the embedding."""
 
     frequencies: Tensor
 
@@ -181,7 +182,7 @@ class Tiny(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * cfg.num_hidden_layers) ** 0.5 if last else 0.02)
 
     def hidden(self, ids: Tensor, packed: Packed) -> Tensor:
-        """ids [T] -> final states [T, D]."""
+        """Return the final states: ids [T] -> [T, D]."""
         angles = packed.positions[:, None].float() * self.frequencies
         cos, sin = (torch.cat((f, f), dim=-1)[:, None] for f in (angles.cos(), angles.sin()))
         x = self.model.embed_tokens(ids)
@@ -190,7 +191,7 @@ class Tiny(nn.Module):
         return self.model.norm(x)
 
     def forward(self, ids: Tensor, packed: Packed, picked: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Mean cross-entropy at the positions `picked` [P] against `targets` [P], weighted by `weights` [P]."""
+        """Return the mean cross-entropy at the positions `picked` [P] against `targets` [P], weighted by `weights` [P]."""
         states = self.hidden(ids, packed)[picked]
         logits = F.linear(states, self.model.embed_tokens.weight).float()
         losses = F.cross_entropy(logits, targets, reduction="none")

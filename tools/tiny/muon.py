@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix updates are made orthogonal by a Newton-Schulz iteration (Jordan et al., 2024).
+"""Implement Muon: momentum whose matrix updates are made orthogonal by a Newton-Schulz iteration (Jordan et al., 2024).
 
 The update has the scale of AdamW's (Liu et al., 2025, "Muon is scalable for LLM training"), so one learning rate
 serves both optimizers.
@@ -13,7 +13,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrices of a stack [N, rows, columns], approximately; in bf16 on a GPU."""
+    """Return the nearest semi-orthogonal matrices of a stack [N, rows, columns], approximately; in bf16 on a GPU."""
     x = update.bfloat16() if update.is_cuda else update
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -25,7 +25,7 @@ def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Muon over matrices; matrices of one shape are updated together."""
+    """Update matrices with Muon; matrices of the same shape are updated together."""
 
     def __init__(self, matrices: Iterable[Tensor], momentum: float = 0.95, decay: float = 0.1) -> None:
         shapes: dict[torch.Size, list[Tensor]] = {}

@@ -27,12 +27,12 @@ from torch import Tensor
 log = logging.getLogger("tiny.train")
 MAX_DOCUMENTS_PER_TOKEN = 1 / 64
 WARMUP, HOLD = 0.02, 0.35
-"""Parts of the time: the rate rises until WARMUP and falls from HOLD on."""
+"""Fractions of the training time: the learning rate rises until WARMUP and falls from HOLD on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the command line sets."""
+    """Hold the settings of the command line."""
 
     data: Path
     out: Path
@@ -47,7 +47,7 @@ class Settings:
 
 
 class Batch:
-    """One batch on the host: fixed shapes, so that the compiled step is compiled once."""
+    """Hold one batch on the host. Its shapes are fixed, so that the step is compiled only once."""
 
     def __init__(self, tokens: np.ndarray, prompt_weight: float, rng: np.random.Generator) -> None:
         size = len(tokens) - 1
@@ -63,7 +63,7 @@ class Batch:
         self.arrays = (ids[:-1], np.minimum(positions, 2047), bounds, picked, ids[1:][picked], weights)
 
     def to(self, device: torch.device) -> tuple[Tensor, Packed, Tensor, Tensor, Tensor]:
-        """The arguments of Tiny.forward."""
+        """Return the arguments of Tiny.forward."""
         tensors = [torch.from_numpy(array) for array in self.arrays]
         if device.type == "cuda":
             tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
@@ -74,7 +74,8 @@ class Batch:
 def _pick(
     learn: np.ndarray, inside: np.ndarray, size: int, prompt_weight: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`size` positions: those to learn with weight 1, filled up with random prompt positions of a small weight."""
+    """Return `size` positions and their weights: positions to learn have weight 1, and random prompt positions of a
+    small weight fill the rest."""
     wanted = np.flatnonzero(learn & inside)[:size]
     rest = np.flatnonzero(~learn & inside)
     filler = rng.choice(rest, size - len(wanted), replace=len(rest) < size - len(wanted))
@@ -85,7 +86,7 @@ def _pick(
 
 
 def chunks(folder: Path, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Endless runs of size + 1 tokens: new shards first, then all again in a new order."""
+    """Yield runs of size + 1 tokens without end: new shards first, then old ones again in a new order."""
     seen: set[Path] = set()
     waited, queue = 0.0, []
     while True:
@@ -120,14 +121,14 @@ def prefetch(settings: Settings) -> "Queue[Batch]":
 
 
 def rate_at(progress: float) -> float:
-    """The share of the peak learning rate at a part of the time in 0..1."""
+    """Return the share of the peak learning rate at the fraction `progress` (0 to 1) of the training time."""
     if progress < WARMUP:
         return progress / WARMUP
     return min(1.0, max(0.0, (1 - progress) / (1 - HOLD)))
 
 
 class Trainer:
-    """The model with its two optimizers: Muon for the matrices of the layers, AdamW for embedding and norms."""
+    """Train the model with two optimizers: Muon for the matrices of the layers, AdamW for embedding and norms."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         torch.manual_seed(settings.seed)
@@ -145,7 +146,7 @@ class Trainer:
         self.device, self.rate = device, settings.rate
 
     def step(self, batch: Batch, progress: float) -> Tensor:
-        """One update; returns the loss, still on the device."""
+        """Run one update and return the loss, still on the device."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             loss = self.loss(*batch.to(self.device))
         loss.backward()
@@ -172,7 +173,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def run(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """Train until the time is over; the clock starts after the first, compiling, step."""
+    """Train until the time is over. The time starts after the first step, which compiles."""
     trainer, queue = Trainer(settings, device), prefetch(settings)
     trainer.step(queue.get(), 0.0).item()
     began = saved = time.monotonic()

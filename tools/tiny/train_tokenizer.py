@@ -1,7 +1,8 @@
 """Train the tokenizer: `python -m tools.tiny.train_tokenizer --out core/dovetail/assets/tiny`.
 
-Byte-level BPE of exactly 4096 tokens. All 256 bytes are in the alphabet, so every text encodes; every digit is a
-token of its own. Writes tokenizer.json and tokenizer_config.json (with the chat template).
+The tokenizer is a byte-level BPE of exactly 4096 tokens. All 256 bytes are in the alphabet, so every text can be
+encoded; every digit is a separate token. The program writes tokenizer.json and tokenizer_config.json (with the chat
+template).
 """
 
 import argparse
@@ -18,11 +19,11 @@ from tools.tiny.corpus.python_docs import python_docs
 VOCAB_SIZE = 4096
 CONTEXT = 2048
 SPLIT = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""Words with their leading space, single digits, runs of signs, blanks."""
+"""Pattern that splits text into words with their leading space, single digits, runs of signs, and whitespace."""
 
 
 def corpus(documents: int, seed: int) -> Iterator[str]:
-    """Training documents without their special tokens, then the Python documentation once."""
+    """Yield training documents without their special tokens, then the Python documentation once."""
     rng = Random(seed)
     for _ in range(documents):
         text = "".join(segment.text for segment in document(rng))
@@ -33,7 +34,7 @@ def corpus(documents: int, seed: int) -> Iterator[str]:
 
 
 def train(documents: int, seed: int) -> Tokenizer:
-    """Fit the merges."""
+    """Train the merges, and return the tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Arithmetic tasks: the four operations, comparisons and small word problems."""
+"""Draw arithmetic tasks: the four operations, comparisons and small word problems."""
 
 from random import Random
 
@@ -56,7 +56,7 @@ def _written(a: int, b: int, sign: str, rng: Random) -> str:
 
 
 def _column_steps(a: int, b: int) -> str:
-    """Add column by column, ones first, as the thought before the answer."""
+    """Write the addition column by column, ones first, as the reasoning before the answer."""
     steps, carry, place = [], 0, 0
     while place < len(str(max(a, b))):
         x, y = a // 10**place % 10, b // 10**place % 10
@@ -67,7 +67,7 @@ def _column_steps(a: int, b: int) -> str:
 
 
 def operation(a: int, b: int, sign: str, rng: Random, split: Split) -> Turn:
-    """A turn that asks for `a sign b` and answers with the whole equation."""
+    """Return a turn that asks for `a sign b` and answers with the whole equation."""
     value = str(_RESULT[sign](a, b))
     equation = f"{a} {sign} {b} = {value}"
     thought = _column_steps(a, b) if sign == "+" else f"I compute {equation}."
@@ -86,7 +86,7 @@ def _operands(sign: str, top: int, rng: Random) -> tuple[int, int]:
 
 
 def _fresh(sign: str, top: int, rng: Random, split: Split) -> tuple[int, int]:
-    """Operands of the split; tables and small sums are facts to know, so those are in both."""
+    """Draw operands of the split; tables and small sums are facts to know, so they are in both splits."""
     while True:
         a, b = _operands(sign, top, rng)
         if sign in "*/" or a + b < 20 or is_held((sign, a, b)) == (split != "train"):
@@ -94,23 +94,23 @@ def _fresh(sign: str, top: int, rng: Random, split: Split) -> tuple[int, int]:
 
 
 def add(rng: Random, split: Split) -> Turn:
-    """Addition of numbers of one or two digits."""
+    """Draw an addition of numbers of one or two digits."""
     return operation(*_fresh("+", rng.choice((9, 20, 99, 99, 99, 99)), rng, split), "+", rng, split)
 
 
 def subtract(rng: Random, split: Split) -> Turn:
-    """Subtraction of numbers of one or two digits."""
+    """Draw a subtraction of numbers of one or two digits."""
     return operation(*_fresh("-", rng.choice((9, 20, 99, 99, 99)), rng, split), "-", rng, split)
 
 
 def multiply(rng: Random, split: Split) -> Turn:
-    """The multiplication table up to 12, and division back."""
+    """Draw from the multiplication table up to 12, or the division back."""
     sign = rng.choice("***/")
     return operation(*_fresh(sign, 12, rng, split), sign, rng, split)
 
 
 def add_large(rng: Random, split: Split) -> Turn:
-    """Addition and subtraction of numbers of up to three digits."""
+    """Draw an addition or subtraction of numbers of up to three digits."""
     sign = rng.choice("++-")
     return operation(*_fresh(sign, 999, rng, split), sign, rng, split)
 
@@ -133,7 +133,7 @@ _COMPARE = phrases(
 
 
 def compare(rng: Random, split: Split) -> Turn:
-    """The larger or the smaller of two numbers."""
+    """Ask for the larger or the smaller of two numbers."""
     top = rng.choice((20, 99, 999))
     a, b = rng.sample(range(top + 1), 2)
     word, pick = rng.choice((("larger", max), ("bigger", max), ("greater", max), ("smaller", min)))
@@ -211,7 +211,7 @@ def count(rng: Random, split: Split) -> Turn:
 
 
 def plain_sum(rng: Random) -> str:
-    """Equations as plain text, in digits and now and then in words."""
+    """Write equations as plain text, in digits and sometimes in words."""
     rows = []
     for _ in range(rng.randint(1, 12)):
         sign = rng.choice("++-*")

@@ -1,4 +1,4 @@
-"""What every task of the corpus shares: the split, phrase lists, word pools and the turn they produce."""
+"""Define what all tasks of the corpus share: the split, phrase lists, word pools and the turn they produce."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ HELD_SHARE = 12
 
 
 def is_held(value: object) -> bool:
-    """Whether a value is kept from training; the same on every machine and in every run."""
+    """Return true if a value is kept from training; the result is the same on every machine and in every run."""
     return crc32(repr(value).encode()) % HELD_SHARE == 0
 
 
@@ -42,7 +42,7 @@ class Turn:
 
 
 Task = Callable[[Random, Split], Turn]
-"""A task draws one turn from its split."""
+"""Type of a task, which draws one turn from its split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +75,32 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def variants(line: str) -> tuple[str, ...]:
-    """Every way to choose among `[a|b]` groups."""
+    """Return every way to choose among `[a|b]` groups."""
     parts = re.split(r"\[([^\]]*\|[^\]]*)\]", line)
     choices = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
     return tuple(re.sub(r" +([?.:,!])|( ) +", r"\1\2", "".join(choice)).strip() for choice in product(*choices))
 
 
 class Pool:
-    """A set of values of which one in HELD_SHARE is kept for the strict split."""
+    """Hold a set of values of which one in HELD_SHARE is kept for the strict split."""
 
     def __init__(self, values: Sequence[str]) -> None:
         self.train = tuple(value for value in values if not is_held(value))
         self.held = tuple(value for value in values if is_held(value)) or self.train
 
     def pick(self, rng: Random, split: Split) -> str:
-        """Draw a value; the strict split draws its own ones half of the time."""
+        """Draw a value; the strict split draws its own values half of the time."""
         own = split == "strict" and rng.random() < 0.5
         return rng.choice(self.held if own else self.train)
 
 
 def upper_first(text: str) -> str:
-    """Capitalise the first letter and leave the rest alone."""
+    """Capitalise the first letter and leave the rest unchanged."""
     return text[:1].upper() + text[1:]
 
 
 def lower_first(text: str) -> str:
-    """Put the first letter in lower case and leave the rest alone."""
+    """Put the first letter in lower case and leave the rest unchanged."""
     return text[:1].lower() + text[1:]
 
 

@@ -1,4 +1,5 @@
-"""Compose turns into whole training documents: chats of one or many turns, styled, thinking or tool-calling, and plain text."""
+"""Compose turns into whole training documents: chats of one or many turns, styled, thinking or tool-calling, and plain
+text."""
 
 import json
 from dataclasses import replace
@@ -14,7 +15,7 @@ from tools.tiny.corpus.words import ANIMALS, first_name, noun
 TASKS: dict[str, Task] = {
     **facts.TASKS, **arithmetic.TASKS, **lists.TASKS, **extraction.TASKS, **prose.TASKS, **smalltalk.TASKS,
 }  # fmt: skip
-"""Every task that is one turn, by name."""
+"""All tasks that are one turn, by name."""
 
 WEIGHTS: dict[str, float] = {
     "capital": 6, "fact": 18, "yes_no": 4, "add": 7, "subtract": 4, "multiply": 3, "add_large": 2.5, "compare": 2,
@@ -138,7 +139,8 @@ _CARRIERS = (
 
 
 def draw_turn(rng: Random) -> Turn:
-    """A training turn of any task, by weight; some have words before them, and loose tasks are at times asked carelessly."""
+    """Draw a training turn of any task, by weight. Some turns have words before them, and questions of loose tasks are
+    sometimes written carelessly."""
     name = rng.choices(_NAMES, _ODDS)[0]
     turn = TASKS[name](rng, "train")
     if rng.random() < 0.1:
@@ -169,7 +171,7 @@ def _turn_messages(turn: Turn, rng: Random, follow_odds: float = 0.25) -> list[M
 
 
 def chat(rng: Random) -> list[Segment]:
-    """One to four turns; now and then the user tells something and asks for it later."""
+    """Draw one to four turns; sometimes the user states something and asks for it later."""
     turns = [_turn_messages(draw_turn(rng), rng) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4)))]
     if rng.random() < 0.14:
         tell, recall = smalltalk.memory(rng, "train")
@@ -180,7 +182,7 @@ def chat(rng: Random) -> list[Segment]:
 
 
 def long_chat(rng: Random) -> list[Segment]:
-    """A chat of many turns, up to about the whole context."""
+    """Draw a chat of many turns, up to about the whole context."""
     budget, messages = rng.randint(1500, 5200), _system(rng)
     tell, recall = smalltalk.memory(rng, "train")
     messages += _pair(tell.user, tell.reply)
@@ -190,17 +192,17 @@ def long_chat(rng: Random) -> list[Segment]:
 
 
 def brief(turn: Turn) -> str:
-    """The bare answer of a turn."""
+    """Return the bare answer of a turn."""
     return turn.answer
 
 
 def as_json(turn: Turn, key: str) -> str:
-    """The answer of a turn as a JSON object; digits become a number."""
+    """Return the answer of a turn as a JSON object; digits become a number."""
     return json.dumps({key: int(turn.answer) if turn.answer.isdigit() else turn.answer}, ensure_ascii=False)
 
 
 def styled(rng: Random, split: Split = "train") -> tuple[list[Message], str]:
-    """(messages up to the question, reply) for a question whose answer must take a certain form."""
+    """Return (messages up to the question, reply) for a question whose answer must have a certain form."""
     turn = TASKS[rng.choice(_BRIEF_TASKS)](rng, split)
     style = rng.random()
     if style < 0.25:
@@ -217,7 +219,7 @@ def styled(rng: Random, split: Split = "train") -> tuple[list[Message], str]:
 
 
 def styled_chat(rng: Random) -> list[Segment]:
-    """One styled turn, at times with a system prompt or an ordinary turn before it."""
+    """Draw one styled turn, sometimes with a system prompt or an ordinary turn before it."""
     messages, reply = styled(rng)
     if messages[0].role == "user":
         before = _turn_messages(draw_turn(rng), rng, 0) if rng.random() < 0.2 else []
@@ -226,13 +228,13 @@ def styled_chat(rng: Random) -> list[Segment]:
 
 
 def extraction_chat(rng: Random) -> list[Segment]:
-    """The system prompt names the keys; each user turn is a text."""
+    """Draw a chat whose system prompt names the keys and whose user turns are texts."""
     system, turn = extraction.extract_by_system(rng, "train")
     return render([Message("system", system), *_pair(turn.user, turn.reply)])
 
 
 def tool_chat(rng: Random) -> list[Segment]:
-    """A tool call with its result, or a plain question beside tools that it does not need."""
+    """Draw a tool call with its result, or a plain question with tools that it does not need."""
     if rng.random() < 0.25:
         turn = TASKS[rng.choice(("capital", "fact", "talk"))](rng, "train")
         return render([*_system(rng), *_pair(turn.user, turn.reply)], idle_tools(rng, "train"))
@@ -242,13 +244,13 @@ def tool_chat(rng: Random) -> list[Segment]:
 
 
 def thinking_chat(rng: Random) -> list[Segment]:
-    """A question that is thought about before it is answered."""
+    """Draw a question that is answered after reasoning."""
     turn = TASKS[rng.choice(("add", "add", "add_large", *_BRIEF_TASKS))](rng, "train")
     return render([*_system(rng), *_pair(turn.user, turn.reply, turn.thought)])
 
 
 def plain(rng: Random) -> list[Segment]:
-    """A document without any chat format."""
+    """Draw a document without any chat format."""
     form = rng.random()
     if form < 0.5:
         text = facts.fact_list(rng)
@@ -283,5 +285,5 @@ _MAKER_ODDS = tuple(weight for _, weight in _KINDS)
 
 
 def document(rng: Random) -> list[Segment]:
-    """One training document."""
+    """Draw one training document."""
     return rng.choices(_MAKERS, _MAKER_ODDS)[0](rng)

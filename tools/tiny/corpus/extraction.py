@@ -1,4 +1,4 @@
-"""JSON tasks: extract the named keys from a text, write character sheets, make up small objects."""
+"""Draw JSON tasks: extract the named keys from a text, write character sheets, make up small objects."""
 
 import json
 from random import Random
@@ -100,7 +100,7 @@ def _key_text(keys: dict[str, Value], rng: Random) -> str:
 
 
 def _wanted(source: sources.Source, rng: Random) -> dict[str, Value]:
-    """Some keys in some order, now and then under another name, now and then one the text does not mention."""
+    """Draw some keys in some order, sometimes under another name, and sometimes one that the text does not mention."""
     record, values = source.record, source.values
     fields = rng.sample(list(values), rng.randint(min(2, len(values)), len(values)) if rng.random() < 0.85 else 1)
     wanted: dict[str, Value] = {}
@@ -136,7 +136,7 @@ def extract(rng: Random, split: Split) -> Turn:
 
 
 def extract_by_system(rng: Random, split: Split) -> tuple[str, Turn]:
-    """A system prompt that names the keys, and a turn whose user gives only the text."""
+    """Draw a system prompt that names the keys, and a turn whose user gives only the text."""
     text, wanted = _draw(rng, split)
     return _SYSTEMS.pick(rng, split).format(k=_key_text(wanted, rng)), Turn(
         text, _dumped(wanted), _dumped(wanted), "json"
@@ -203,7 +203,7 @@ def _describe(hero: dict[str, Value], rng: Random, split: Split) -> str:
 
 
 def sheet(rng: Random, split: Split) -> Turn:
-    """A character sheet for a hero whom the user describes."""
+    """Draw a character sheet for a hero that the user describes."""
     hero = _hero(rng, split)
     user = _SHEETS.pick(rng, split).format(d=_describe(hero, rng, split))
     return Turn(user, _dumped(hero), _dumped(hero), "json")
@@ -230,7 +230,7 @@ _MAKE_CLASS = phrases(
 
 
 def make_hero(rng: Random, split: Split) -> Turn:
-    """A made-up character sheet; only its shape and, if named, its class can be checked."""
+    """Draw a made-up character sheet; only its shape and, if named, its class can be checked."""
     hero = _hero(rng, "train")
     if rng.random() < 0.5:
         return Turn(_MAKE_CLASS.pick(rng, split).format(c=hero["class"]), _dumped(hero), f'"class": "{hero["class"]}"')
@@ -247,7 +247,7 @@ _MAKE_RECORD = phrases(
 
 
 def make_record(rng: Random, split: Split) -> Turn:
-    """A made-up record with the keys the user names."""
+    """Draw a made-up record with the keys that the user names."""
     record = rng.choice(RECORDS)
     values = {name: draw(rng, "train") for name, draw in record.fields.items()}
     keys = rng.sample(list(values), rng.randint(2, len(values)))

@@ -1,4 +1,4 @@
-"""Tasks over the fact tables: questions, yes-or-no questions, and facts as plain text."""
+"""Draw tasks over the fact tables: questions, yes-or-no questions, and facts as plain text."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def _fill(pattern: str, subject: str, value: str) -> str:
 
 
 def ask(relation: Relation, subject: str, rng: Random, split: Split) -> str:
-    """One question for the value of `subject`."""
+    """Draw one question for the value of `subject`."""
     if not relation.nouns or rng.random() < 0.4:
         return _fill(relation.asks.pick(rng, split), subject, "")
     noun = _fill(rng.choice(relation.nouns), subject, "")
@@ -35,7 +35,7 @@ def ask(relation: Relation, subject: str, rng: Random, split: Split) -> str:
 
 
 def say(relation: Relation, subject: str) -> str:
-    """The sentence that answers."""
+    """Return the sentence that answers."""
     return _fill(relation.say, subject, relation.pairs[subject])
 
 
@@ -53,7 +53,7 @@ def _thought(relation: Relation, subject: str) -> str:
 
 
 def about(relation: Relation, subject: str, rng: Random, split: Split) -> Turn:
-    """A turn that asks for one fact."""
+    """Return a turn that asks for one fact."""
     return Turn(
         user=ask(relation, subject, rng, split),
         reply=say(relation, subject),
@@ -64,13 +64,13 @@ def about(relation: Relation, subject: str, rng: Random, split: Split) -> Turn:
 
 
 def fact(rng: Random, split: Split) -> Turn:
-    """A fact of any relation."""
+    """Draw a fact of any relation."""
     relation = rng.choices(RELATIONS, _WEIGHTS)[0]
     return about(relation, rng.choice(_SUBJECTS[relation.name]), rng, split)
 
 
 def capital(rng: Random, split: Split) -> Turn:
-    """The capital of a country."""
+    """Ask for the capital of a country."""
     relation = _BY_NAME["capital"]
     return about(relation, rng.choice(_SUBJECTS["capital"]), rng, split)
 
@@ -123,19 +123,19 @@ def yes_no(rng: Random, split: Split) -> Turn:
 
 
 def plain_fact(rng: Random) -> str:
-    """One fact as a sentence of plain text."""
+    """Draw one fact as a sentence of plain text."""
     relation = rng.choices(RELATIONS, _WEIGHTS)[0]
     return plain_about(relation, rng.choice(_SUBJECTS[relation.name]), rng)
 
 
 def plain_about(relation: Relation, subject: str, rng: Random) -> str:
-    """One of the sentences that state the fact."""
+    """Draw one of the sentences that state the fact."""
     pattern = relation.say if rng.random() < 0.6 or not relation.also else rng.choice(relation.also)
     return _fill(pattern, subject, relation.pairs[subject])
 
 
 def fact_list(rng: Random) -> str:
-    """A plain-text document of facts: prose, question-and-answer lines, or a `subject: value` list."""
+    """Draw a plain-text document of facts: prose, question-and-answer lines, or a `subject: value` list."""
     form = rng.random()
     relation = rng.choices(RELATIONS[:-1], _WEIGHTS[:-1])[0]
     subjects = rng.sample(_SUBJECTS[relation.name], min(rng.randint(2, 10), len(relation.pairs)))

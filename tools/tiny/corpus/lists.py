@@ -1,4 +1,4 @@
-"""Tasks over lists and texts that reward copying: sort, reverse, pick, repeat."""
+"""Draw tasks over lists and texts that reward copying: sort, reverse, pick, repeat."""
 
 import json
 from random import Random
@@ -34,7 +34,7 @@ def _words(rng: Random, split: Split, size: int) -> list[str]:
 
 
 def _fresh(rng: Random, split: Split, size: int, numeric: bool) -> list[str]:
-    """A list whose set of values belongs to the split."""
+    """Draw a list whose set of values belongs to the split."""
     while True:
         items = _numbers(rng, size) if numeric else _words(rng, split, size)
         if is_held(sorted(items)) == (split != "train"):
@@ -145,7 +145,7 @@ _PICK = phrases(
 
 
 def pick_item(rng: Random, split: Split) -> Turn:
-    """The first, last, n-th, largest or smallest item of a list, or how many there are."""
+    """Ask for the first, last, n-th, largest or smallest item of a list, or for the number of items."""
     name, what, choose = rng.choice(_PICKS)
     numeric = name in ("largest", "smallest") or rng.random() < 0.4
     items = _fresh(rng, split, rng.randint(3, 7), numeric)
@@ -261,7 +261,7 @@ _RANGES = (
 
 
 def _symbols(rng: Random) -> str:
-    """Characters from one script, emoji or arrows; this is what trains the byte tokens."""
+    """Draw characters from one script, emoji or arrows, which train the byte tokens."""
     low, high = rng.choice(_RANGES)
     return "".join(
         chr(rng.randint(low, high)) + (" " if rng.random() < 0.2 else "") for _ in range(rng.randint(1, 12))
@@ -269,7 +269,7 @@ def _symbols(rng: Random) -> str:
 
 
 def sentence(rng: Random, split: Split) -> str:
-    """A short nonsense sentence of real words."""
+    """Draw a short nonsense sentence of real words."""
     adjective, verb, other = ADJECTIVES.pick(rng, split), VERBS.pick(rng, split), noun(rng, split)
     return rng.choice(
         (

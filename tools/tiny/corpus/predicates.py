@@ -1,4 +1,5 @@
-"""Ways to say one field of a record: as a predicate of its subject, or as words before or after the sentence."""
+"""List the ways to express one field of a record: as a predicate of its subject, or as words before or after the
+sentence."""
 
 PREDICATES: dict[str, dict[str, str]] = {
     "person": {

@@ -1,4 +1,4 @@
-"""Plain prose: little stories, poems and instructions."""
+"""Draw plain prose: little stories, poems and instructions."""
 
 from random import Random
 
@@ -76,7 +76,7 @@ _MOODS = "happy sad brave curious tired kind clever shy proud patient hungry car
 
 
 def story_about(animal: str, name: str, rng: Random) -> str:
-    """A story of seven parts about the named animal."""
+    """Draw a story of seven parts about the named animal."""
     friend, other = words.FIRST_NAMES.pick(rng, "train"), words.ANIMALS.pick(rng, "train")
     thing, adjective = words.NOUNS.pick(rng, "train"), words.ADJECTIVES.pick(rng, "train")
     filled = {
@@ -117,7 +117,7 @@ _STORY_ABOUT = phrases(
 
 
 def story(rng: Random, split: Split) -> Turn:
-    """A little story, on request about a named animal."""
+    """Draw a little story, which may be about a named animal."""
     animal, name = words.ANIMALS.pick(rng, split), words.first_name(rng, split)
     text = story_about(animal, name, rng)
     if rng.random() < 0.4:
@@ -147,7 +147,7 @@ _POEM = phrases(
 
 
 def poem_text(rng: Random) -> str:
-    """Two or three rhymed couplets."""
+    """Draw two or three rhymed couplets."""
     filled = {
         "a": words.ANIMALS.pick(rng, "train"), "o": words.NOUNS.pick(rng, "train"),
         "j": words.ADJECTIVES.pick(rng, "train"), "c": words.COLOURS.pick(rng, "train"),
@@ -157,7 +157,7 @@ def poem_text(rng: Random) -> str:
 
 
 def poem(rng: Random, split: Split) -> Turn:
-    """A short poem."""
+    """Draw a short poem."""
     return Turn(_POEM.pick(rng, split), poem_text(rng), ",\n")
 
 
@@ -190,7 +190,7 @@ _HOW = phrases(
 
 
 def steps(rng: Random, split: Split) -> Turn:
-    """Numbered instructions."""
+    """Draw numbered instructions."""
     task = rng.choice(tuple(_STEPS))
     reply = "\n".join(f"{i}. {step}" for i, step in enumerate(_STEPS[task], 1))
     return Turn(_HOW.pick(rng, split).format(x=task), reply, reply, "same")
@@ -207,7 +207,7 @@ _DIARY = (
 
 
 def diary(rng: Random) -> str:
-    """Loose sentences about days, places and people."""
+    """Draw loose sentences about days, places and people."""
     name, town = words.FIRST_NAMES.pick(rng, "train"), words.CITIES.pick(rng, "train")
     filled = {
         "d": rng.choice(DAYS), "m": rng.choice(MONTHS), "c": town, "n": name, "f": words.FRUITS.pick(rng, "train"),

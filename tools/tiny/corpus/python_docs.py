@@ -1,4 +1,4 @@
-"""The documentation that ships with Python, as prose and as a source of words (PSF licence)."""
+"""Provide the documentation that ships with Python, as prose and as a source of words (PSF licence)."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ def _docstrings(path: Path) -> list[str]:
 
 @cache
 def python_docs() -> tuple[str, ...]:
-    """Docstrings of the standard library of the running Python, in a fixed order (PSF licence)."""
+    """Return the docstrings of the standard library of the running Python, in a fixed order (PSF licence)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {
         "test",
@@ -38,6 +38,6 @@ def python_docs() -> tuple[str, ...]:
 
 @cache
 def english_words() -> tuple[str, ...]:
-    """Lower-case words of 3 to 11 letters that stand alone in the documentation."""
+    """Return lower-case words of 3 to 11 letters that are separate words in the documentation."""
     pattern = re.compile(r"(?<![\w.'])[a-z]{3,11}(?![\w.'(=])")
     return tuple(sorted({word for text in python_docs() for word in pattern.findall(text)}))

@@ -1,4 +1,4 @@
-"""Kinds of record that the extraction tasks hide in a text: their keys, values and sentences."""
+"""Define the kinds of record that the extraction tasks hide in a text: their keys, values and sentences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -393,5 +393,5 @@ RECORDS: tuple[Record, ...] = (
 
 
 def mentioned(text: str) -> tuple[str, ...]:
-    """The fields that a text pattern names, each once."""
+    """Return the fields that a text pattern names, each once."""
     return tuple(dict.fromkeys(name for _, name, _, _ in Formatter().parse(text) if name))

@@ -1,4 +1,4 @@
-"""Greetings, questions about the model itself, fixed lists, and facts that the user tells about themselves."""
+"""Draw greetings, questions about the model itself, fixed lists, and facts that users state about themselves."""
 
 from random import Random
 
@@ -191,7 +191,7 @@ _TALK: tuple[tuple[Phrases, str], ...] = (
 
 
 def talk(rng: Random, split: Split) -> Turn:
-    """Small talk with one fixed reply."""
+    """Draw small talk with one fixed reply."""
     wording, reply = rng.choice(_TALK)
     return Turn(wording.pick(rng, split), reply, reply, "same")
 
@@ -225,7 +225,7 @@ _NAME_ALL = phrases(
 
 
 def name_all(rng: Random, split: Split) -> Turn:
-    """A fixed list, in its order."""
+    """Ask for a fixed list, in its order."""
     what = rng.choice(tuple(_LISTS))
     reply = ", ".join(_LISTS[what])
     return Turn(_NAME_ALL.pick(rng, split).format(x=what), reply, reply, "same")
@@ -250,7 +250,7 @@ _NAME_SOME = phrases(
 
 
 def name_some(rng: Random, split: Split) -> Turn:
-    """Some members of a kind; a checker can only see that they are separated."""
+    """Ask for some members of a kind; a checker can only see that they are separated."""
     what, size = rng.choice(tuple(_EXAMPLES)), rng.randint(2, 6)
     picked: list[str] = []
     while len(picked) < size:
@@ -364,7 +364,7 @@ def _any_memory(rng: Random, split: Split) -> tuple[Turn, Turn]:
 
 
 def memory(rng: Random, split: Split) -> tuple[Turn, Turn]:
-    """A turn that tells something and one, for later in the same conversation, that asks for it."""
+    """Return a turn that states something and a later turn of the same conversation that asks for it."""
     if rng.random() < 0.35:
         return _any_memory(rng, split)
     what = rng.choice(tuple(_TELL))

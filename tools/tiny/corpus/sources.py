@@ -1,4 +1,4 @@
-"""Texts to extract from: hand-written sentences, composed ones, and values laid out with their keys."""
+"""Draw texts to extract from: hand-written sentences, composed sentences, and values laid out with their keys."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from tools.tiny.corpus.records import RECORDS, Record, Scalar, mentioned
 
 
 class Source(NamedTuple):
-    """A text, the values it gives by field, and the record they belong to, if any."""
+    """Hold a text, the values that it gives by field, and the record that they belong to, if any."""
 
     text: str
     values: dict[str, Scalar]
@@ -24,14 +24,14 @@ _OPENERS = ("This is", "Meet", "Here is", "About", "Look at", "I know", "News of
 
 
 def written(record: Record, rng: Random, split: Split) -> Source:
-    """One of the hand-written texts of the record."""
+    """Draw one of the hand-written texts of the record."""
     pattern = record.texts.pick(rng, split)
     values = {name: record.fields[name](rng, split) for name in mentioned(pattern)}
     return Source(pattern.format(**values), values, record)
 
 
 def composed(record: Record, rng: Random, split: Split) -> Source:
-    """A subject with some of its fields, in any order, as one sentence or several."""
+    """Compose a subject with some of its fields, in any order, as one sentence or several."""
     predicates = PREDICATES[record.name]
     fields = rng.sample(list(predicates), rng.randint(1, len(predicates)))
     values = {name: record.fields[name](rng, split) for name in (record.subject, *fields)}
@@ -43,7 +43,7 @@ def composed(record: Record, rng: Random, split: Split) -> Source:
 def compose(
     subject: str, said: Mapping[str, object], predicates: dict[str, str], fronts: dict[str, str], rng: Random
 ) -> str:
-    """Say each field of `said` as a predicate of the subject or as words before or after the sentence."""
+    """Express each field of `said` as a predicate of the subject or as words before or after the sentence."""
     aside = [name for name in said if rng.random() < 0.25][: max(len(said) - 1, 0)]
     main = [rng.choice(predicates[name].split("|")).format(v=said[name]) for name in said if name not in aside]
     extra = [rng.choice(fronts[name].split("|")).format(v=said[name]) for name in aside]
@@ -69,7 +69,7 @@ def _sentences(subject: str, said: list[str], rng: Random) -> str:
 
 
 def _invented(rng: Random, split: Split) -> dict[str, Scalar]:
-    """Keys and values that have nothing to do with each other."""
+    """Draw keys and values that have nothing to do with each other."""
     keys = words.distinct([words.noun(rng, split) for _ in range(rng.randint(2, 5))])
     draws: tuple[Callable[[], Scalar], ...] = (
         lambda: words.any_word(rng, split),
@@ -101,7 +101,7 @@ def _laid_out(values: dict[str, Scalar], rng: Random) -> str:
 
 
 def laid_out(record: Record | None, rng: Random, split: Split) -> Source:
-    """Keys beside their values, as in a form, a table or a file; without a record all is invented."""
+    """Lay out keys and values as in a form, a table or a file; without a record they are invented."""
     if record is None:
         values = _invented(rng, split)
     else:
@@ -111,7 +111,7 @@ def laid_out(record: Record | None, rng: Random, split: Split) -> Source:
 
 
 def draw(rng: Random, split: Split) -> Source:
-    """A source of any kind; the other splits have only hand-written texts, which training never saw."""
+    """Draw a source of any kind; the other splits have only hand-written texts, which training never saw."""
     record = rng.choice((*RECORDS, RECORDS[0], RECORDS[0]))
     form = rng.random()
     if split != "train" or form < 0.45:

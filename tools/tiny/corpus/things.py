@@ -1,4 +1,4 @@
-"""Everyday fact tables: `subject:value` pairs, one table a relation."""
+"""Hold everyday fact tables: `subject:value` pairs, one table per relation."""
 
 
 def pairs(text: str) -> dict[str, str]:

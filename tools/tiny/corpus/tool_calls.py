@@ -1,4 +1,4 @@
-"""Tool tasks: pick the right function, fill its arguments from the request, and put its result into words."""
+"""Draw tool tasks: pick the right function, fill its arguments from the request, and put its result into words."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Draw = Callable[[Random, Split], str | int]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """An argument: the names it goes by, its JSON type, and its values."""
+    """Describe an argument: its possible names, its JSON type, and its values."""
 
     names: tuple[str, ...]
     type: str
@@ -24,7 +24,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A kind of function. The last of `names` is kept for the held split; `result` draws what it returns."""
+    """Describe a kind of function. The last of `names` is kept for the held split; `result` draws what it returns."""
 
     names: tuple[str, ...]
     about: str
@@ -261,7 +261,7 @@ TOOLS: tuple[Tool, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ToolCase:
-    """A conversation in which the assistant calls a tool; the reply to check is the call."""
+    """Hold a conversation in which the assistant calls a tool; the reply to check is the call."""
 
     tools: tuple[dict[str, Any], ...]
     user: str
@@ -270,7 +270,7 @@ class ToolCase:
     reply: str
 
     def messages(self) -> list[Message]:
-        """The whole exchange: request, call, result, words."""
+        """Return the whole exchange: request, call, result, words."""
         return [
             Message("user", self.user),
             Message("assistant", self.call),
@@ -298,7 +298,7 @@ def _key(parameter: Parameter, rng: Random, split: Split) -> str:
 
 
 def schema(name: str, about: str, parameters: dict[str, str]) -> dict[str, Any]:
-    """A function in the JSON form that the OpenAI API uses; `parameters` maps names to JSON types."""
+    """Return a function in the JSON form of OpenAI's API; `parameters` maps names to JSON types."""
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     body = {"type": "object", "properties": properties, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "description": about, "parameters": body}}
@@ -329,7 +329,7 @@ _BY_NAME = phrases(
 
 
 def invented_case(rng: Random, split: Split) -> ToolCase:
-    """A function with an invented name, called by name, among tools of the usual kind."""
+    """Draw a function with an invented name, called by name, among tools of the usual kind."""
     name = f"{rng.choice(('get', 'run', 'find', 'do', 'make', 'list'))}_{words.noun(rng, split)}"
     key, number = words.noun(rng, split), rng.random() < 0.4
     value = rng.randint(0, 9999) if number else rng.choice((words.made_up_name, words.noun, words.city))(rng, split)
@@ -347,7 +347,7 @@ def invented_case(rng: Random, split: Split) -> ToolCase:
 
 
 def tool_case(rng: Random, split: Split) -> ToolCase:
-    """One request that one of one to four offered tools answers."""
+    """Draw one request that one of one to four offered tools answers."""
     if rng.random() < 0.25:
         return invented_case(rng, split)
     chosen = rng.sample(TOOLS, rng.randint(1, 4))
@@ -365,5 +365,5 @@ def tool_case(rng: Random, split: Split) -> ToolCase:
 
 
 def idle_tools(rng: Random, split: Split) -> tuple[dict[str, Any], ...]:
-    """Tools that are offered beside a question that needs none."""
+    """Draw tools that are offered with a question that needs none."""
     return tuple(item[0] for item in draw_schemas(rng.sample(TOOLS, rng.randint(1, 3)), rng, split))

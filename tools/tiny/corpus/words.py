@@ -1,4 +1,4 @@
-"""Word pools, and made-up words, from which the copy-heavy tasks draw their values."""
+"""Provide word pools and made-up words, from which the copy-heavy tasks draw their values."""
 
 from functools import cache
 from random import Random
@@ -115,23 +115,23 @@ def made_up_name(rng: Random, split: Split) -> str:
 
 
 def first_name(rng: Random, split: Split) -> str:
-    """A given name; one in three is invented."""
+    """Draw a given name; one in three is invented."""
     return made_up_name(rng, split) if rng.random() < 0.33 else FIRST_NAMES.pick(rng, split)
 
 
 def full_name(rng: Random, split: Split) -> str:
-    """A given name and a family name; one family name in three is invented."""
+    """Draw a given name and a family name; one family name in three is invented."""
     last = made_up_name(rng, split) if rng.random() < 0.33 else LAST_NAMES.pick(rng, split)
     return f"{first_name(rng, split)} {last}"
 
 
 def person(rng: Random, split: Split) -> str:
-    """A given name alone, or with a family name."""
+    """Draw a given name, with or without a family name."""
     return full_name(rng, split) if rng.random() < 0.4 else first_name(rng, split)
 
 
 def city(rng: Random, split: Split) -> str:
-    """A city; one in three is invented."""
+    """Draw a city; one in three is invented."""
     return made_up_name(rng, split) if rng.random() < 0.33 else CITIES.pick(rng, split)
 
 
@@ -141,7 +141,7 @@ def _english() -> Pool:
 
 
 def any_word(rng: Random, split: Split) -> str:
-    """A word of a large vocabulary, an everyday thing or an invented word."""
+    """Draw a word of a large vocabulary, an everyday thing or an invented word."""
     form = rng.random()
     if form < 0.5:
         return _english().pick(rng, split)
@@ -149,21 +149,21 @@ def any_word(rng: Random, split: Split) -> str:
 
 
 def noun(rng: Random, split: Split) -> str:
-    """A thing; one in three is any word."""
+    """Draw a thing; one in three is any word."""
     return any_word(rng, split) if rng.random() < 0.33 else NOUNS.pick(rng, split)
 
 
 def open_pick(pool: Pool, rng: Random, split: Split) -> str:
-    """A value of a small pool, but one in four is any word, so that the value must be read and not guessed."""
+    """Draw a value of a small pool; one in four is any word, so that the value must be read and not guessed."""
     return any_word(rng, split) if rng.random() < 0.25 else pool.pick(rng, split)
 
 
 def code(rng: Random) -> str:
-    """A short code such as `QX-4821`."""
+    """Draw a short code such as `QX-4821`."""
     letters = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(rng.randint(1, 3)))
     return f"{letters}{rng.choice(('-', '', '-'))}{rng.randint(10, 9999)}"
 
 
 def distinct(items: list[str]) -> list[str]:
-    """Drop repeated words, keeping the order of first sight."""
+    """Drop repeated words, keeping the order of their first occurrence."""
     return list(dict.fromkeys(items))

@@ -1,10 +1,10 @@
-"""Facts about countries: one row each, `name|capital|continent|currency|language`; `-` leaves a field out."""
+"""Hold facts about countries, one row each: `name|capital|continent|currency|language`; `-` leaves a field out."""
 
 from typing import NamedTuple
 
 
 class Country(NamedTuple):
-    """One row; a field the table leaves out is an empty string."""
+    """Hold one row; a field that the table leaves out is an empty string."""
 
     name: str
     capital: str
