@@ -19,7 +19,7 @@ from dovetail import LLM, SamplingParams
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tools.speculative import train  # noqa: E402
-from tools.speculative.acceptance import measure, greedy_replies  # noqa: E402
+from tools.speculative.acceptance import greedy_replies, measure  # noqa: E402
 from tools.speculative.install import install  # noqa: E402
 from tools.speculative.llama import Llama  # noqa: E402
 from tools.speculative.prompts import Document, Prompt, documents, held_out  # noqa: E402
