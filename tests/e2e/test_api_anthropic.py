@@ -1,5 +1,7 @@
-"""Test the API of Anthropic with the official client and raw requests against live servers. The client's own models validate answers strictly, and
-the answers are compared with those of OpenAI's API to the same conversation.
+"""Test Anthropic's API with the official client and raw requests against live servers.
+
+The client's own models validate answers strictly, and the answers are compared with those of OpenAI's API to the same
+conversation.
 
 .venv/bin/python -m pytest -q tests/e2e/test_api_anthropic.py
 """
@@ -46,7 +48,7 @@ def client(tiny_url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def ask(client: anthropic.Anthropic, stream: bool, messages: list[dict[str, Any]], **given: Any) -> Message:
-    """The message, whole or put together by the client."""
+    """Return the message, whole or accumulated by the client."""
     given = {"model": "tiny", "max_tokens": 120, "messages": messages, "extra_body": {"temperature": 0}, **given}
     if not stream:
         return client.messages.create(**given)
@@ -55,7 +57,7 @@ def ask(client: anthropic.Anthropic, stream: bool, messages: list[dict[str, Any]
 
 
 def shown_fields(message: Message) -> dict[str, Any]:
-    """What does not differ from one time to the next: neither ids, nor what the cache held."""
+    """Return the fields that are the same in every run: no ids, and no number of cached tokens."""
     shown = message.model_dump(include={"content", "stop_reason", "stop_sequence"}, exclude_none=True)
     blocks = [{k: v for k, v in block.items() if k not in ("id", "parsed_output")} for block in shown["content"]]
     usage = message.usage
@@ -76,7 +78,7 @@ def openai_chat(http: httpx.Client, messages: list[dict[str, Any]], **given: Any
 
 
 def events_of(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """Every event but pings, strictly valid; named in its line as in its data."""
+    """Return all events, which are strictly valid except pings. The event line has the same name as the data."""
     answer = http.post("/v1/messages", json={**body, "stream": True})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -113,7 +115,7 @@ def test_a_message(client: anthropic.Anthropic, tiny: httpx.Client):
 
 
 def test_the_events_of_a_stream(tiny: httpx.Client):
-    """https://platform.claude.com/docs/en/build-with-claude/streaming: their order, and that they add up."""
+    """https://platform.claude.com/docs/en/build-with-claude/streaming: check the order of events and their sum."""
     events = events_of(tiny, **body_of(SUM, thinking=THINK))
     names = [event["type"] for event in events]
     assert names[:4] == ["message_start", "content_block_start", "ping", "content_block_delta"]
@@ -146,7 +148,7 @@ PARTS = st.one_of(
 
 
 class Ended:
-    """What a generation is at its end: one choice, cut into steps as it came."""
+    """Imitate a generation that has ended: one choice, divided into steps."""
 
     rid, usage = "msg_1", Usage(7, 5, 3, Acceptance())
 
@@ -157,7 +159,7 @@ class Ended:
 
 
 def chat_parts(drawn: list[Any]) -> list[ChatDelta]:
-    """Calls have the index of their place, and their arguments in as many fragments as was drawn."""
+    """Return the drawn parts of a chat. Calls have their index, and their arguments in the drawn number of fragments."""
     parts: list[ChatDelta] = []
     calls = itertools.count()
     for one in drawn:

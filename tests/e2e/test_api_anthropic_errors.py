@@ -1,4 +1,4 @@
-"""Errors of Anthropic's API: refused requests, clients that disconnect, and an engine that dies.
+"""Test errors of Anthropic's API: refused requests, clients that disconnect, and an engine that dies.
 
 .venv/bin/python -m pytest -q tests/e2e/test_api_anthropic_errors.py
 """

@@ -1,4 +1,4 @@
-"""What is small to send and dear to answer is refused before it costs anything, by every API. Run:
+"""Check that every API refuses requests that are small to send but expensive to answer before they cost anything. Run:
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_api_attack.py
 """

@@ -1,4 +1,5 @@
-"""Clients of every API at once, as benchmarks/load_apis.py has them for longer, and that it notices what it is there to notice.
+"""Run clients of every API at once, as benchmarks/load_apis.py does for longer, and check that it detects the errors
+that it is written for.
 
 .venv/bin/python -m pytest -q tests/e2e/test_api_load.py
 """

@@ -1,5 +1,7 @@
-"""Ollama's API: the official client and raw requests against live servers. What is answered is validated by the client's own
-models, with no field beyond theirs unnoticed, and compared with what OpenAI's API answers to the same conversation.
+"""Test Ollama's API with the official client and raw requests against live servers.
+
+The client's own models validate answers, unknown fields are errors, and the answers are compared with those of OpenAI's
+API to the same conversation.
 
 .venv/bin/python -m pytest -q tests/e2e/test_api_ollama.py
 """
@@ -48,7 +50,7 @@ def client(tiny_url: str) -> Iterator[ollama.Client]:
 
 
 def chat(client: ollama.Client, stream: bool, messages: list[Any], **given: Any) -> ollama.ChatResponse:
-    """The answer, whole or put together from its lines."""
+    """Return the answer, whole or accumulated from its lines."""
     given = {"model": "tiny", "messages": messages, "options": COLD, **given}
     if not stream:
         return client.chat(**given)
@@ -83,7 +85,7 @@ def openai_chat(http: httpx.Client, messages: list[Any], **given: Any) -> dict[s
 
 
 def only_known(model: type[BaseModel], given: dict[str, Any], *more: str) -> None:
-    """Valid, with no field that the client does not know, but for ``more``."""
+    """Check that the answer is valid and has only fields that the client defines, except ``more``."""
     model.model_validate(given)
     known = {field.alias or name for name, field in model.model_fields.items()}
     assert given.keys() <= known | set(more)
@@ -108,7 +110,7 @@ def test_chat(client: ollama.Client, tiny: httpx.Client, stream: bool):
 
 
 def test_lines(tiny: httpx.Client):
-    """A stream is what one gets without asking."""
+    """Check that a stream is the default."""
     began = time.perf_counter_ns()
     answer = tiny.post("/api/chat", json={"model": "tiny", "messages": FRANCE, "options": COLD})
     took = time.perf_counter_ns() - began
@@ -134,7 +136,7 @@ def test_lines(tiny: httpx.Client):
 
 @each_way
 def test_times_are_measured(fake: httpx.Client, stream: bool):
-    """The engine takes 20 ms a token."""
+    """Check the times of an engine that takes 20 ms per token."""
     body = {"model": "tiny", "prompt": "one", "raw": True, "cache_salt": "slow", "stream": stream}
     body["options"] = {"num_predict": 10}
     last = json.loads(fake.post("/api/generate", json=body).text.splitlines()[-1])
@@ -296,7 +298,7 @@ def test_the_model(client: ollama.Client, tiny: httpx.Client):
 
 
 def test_a_checkpoint_in_shards(tmp_path: Path):
-    """Files that its index does not name are not part of it."""
+    """Check that files which the index does not name are not part of the checkpoint."""
     config = {"model_type": "outer", "text_config": {"model_type": "inner", "hidden_size": 8}}
     (tmp_path / "none").mkdir()
     for directory in (tmp_path, tmp_path / "none"):
@@ -437,7 +439,7 @@ def test_a_client_that_leaves_frees_its_pages(fake: httpx.Client, stream: bool):
 
 @pytest.fixture
 def own() -> Iterator[httpx.Client]:
-    """A server that the test may break."""
+    """Return a server that the test may break."""
     with running_server(QUIET, target=run_fake_engine) as url, httpx.Client(base_url=url, timeout=PATIENCE) as http:
         yield http
 

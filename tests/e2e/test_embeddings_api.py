@@ -1,4 +1,5 @@
-"""/v1/embeddings with OpenAI's client, against transformers' hidden states; what is wrong is refused in OpenAI's format.
+"""Compare /v1/embeddings with OpenAI's client to transformers' hidden states; wrong requests are refused in OpenAI's
+format.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_embeddings_api.py
 """

@@ -1,4 +1,4 @@
-"""/v1/score in both meanings, and /v1/rerank, against transformers' logits and hidden states.
+"""Compare /v1/score in both meanings, and /v1/rerank, to transformers' logits and hidden states.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_score_api.py
 """

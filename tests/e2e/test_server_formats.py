@@ -1,8 +1,8 @@
-"""The shapes of answers, against the official openai client's own models and against what streaming must add up to.
+"""Check the format of answers with the official openai client's own models, and that streams add up to whole answers.
 
     .venv/bin/python -m pytest -q tests/e2e/test_server_formats.py
 
-The engine is scripted (``fake_engine``): it says the prompt back, so that every answer is known exactly.
+The engine is scripted (``fake_engine``): it echoes the prompt, so that every answer is known exactly.
 """
 
 import itertools
@@ -30,7 +30,7 @@ SAID = f"user\n{TEXT}\nassistant\n"  # what the engine says to TALK: the templat
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The events of a stream, whose last must be the end mark."""
+    """Return the events of a stream, whose last one must be the end marker."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"

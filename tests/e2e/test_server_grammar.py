@@ -1,4 +1,5 @@
-"""Constraints through the server: which backend serves them, what a refusal says, hostile ones beside a stream.
+"""Test constraints through the server: which backend serves them, messages of refusals, hostile constraints during a
+stream.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_server_grammar.py
 """
@@ -18,12 +19,13 @@ from dovetail.server.launch import running_server
 
 SECONDS = 2.0
 IMPORTS = 100.0
-"""Several backends in a fresh worker, which yields to all other processes: seconds, but on busy cores most of a minute."""
+"""Time to import several backends in a new worker process, which runs with a low priority: seconds, or most of a minute on busy
+cores."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[httpx.Client]:
-    """A server whose constraints have two seconds and 512 MiB each."""
+    """Return a server that compiles each constraint within two seconds and 512 MiB."""
     config = config_with(max_body_mib=8, drain_seconds=2)
     section = config.grammar.model_copy(update={"timeout": SECONDS, "memory_mib": 512})
     with (
@@ -169,7 +171,8 @@ MUST_BE_REFUSED = (0, 1, 4, 8, 13, 15, 16, 17)
 
 
 class Stream(threading.Thread):
-    """Free outputs, one after another with a short rest between them, and when each of their tokens came."""
+    """Generate free outputs one after another, with a short pause between them, and record the arrival time of each
+    token."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -189,7 +192,7 @@ class Stream(threading.Thread):
                             break
 
     def went_on(self, start: float, end: float) -> bool:
-        """True for some tokens in every second: there are hundreds, so that a loaded machine brings them too."""
+        """Return true if some tokens arrived in every second. There should be hundreds, so a loaded machine passes too."""
         return sum(start < t < end for t in self.times) >= 5 * int(end - start)
 
 

@@ -1,4 +1,5 @@
-"""OpenAI's responses: the official client against live servers, every answer and event held to its own models, strictly.
+"""Test OpenAI's responses with the official client against live servers. Its own models validate every answer and event
+strictly.
 
 .venv/bin/python -m pytest -q tests/e2e/test_server_responses.py
 """
@@ -39,13 +40,13 @@ def client(tiny_url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def echo(fake_url: str) -> Iterator[openai.OpenAI]:
-    """A server that says the prompt back."""
+    """Return a client of a server that echoes the prompt."""
     with openai.OpenAI(base_url=f"{fake_url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 def make(client: openai.OpenAI, given: Any, **more: Any) -> Response:
-    """A whole response, that is valid and the same when it is fetched."""
+    """Create a whole response, and check that it is valid and the same when it is fetched."""
     made = client.responses.create(**{"model": "tiny", "input": given, "temperature": 0, **more})
     Response.model_validate(made.model_dump(by_alias=True), strict=True)
     if more.get("store") is not False and not more.get("background"):
@@ -54,7 +55,7 @@ def make(client: openai.OpenAI, given: Any, **more: Any) -> Response:
 
 
 def events_of(client: openai.OpenAI, given: Any, **more: Any) -> list[dict[str, Any]]:
-    """All events of a stream, each of which is valid; their numbers have no gap."""
+    """Return all events of a stream. Each of them is valid, and their numbers have no gaps."""
     asked = {"model": "tiny", "input": given, "temperature": 0, "stream": True, **more}
     with client.responses.with_streaming_response.create(**asked) as answer:
         return read_events(answer.read().decode())
@@ -73,7 +74,7 @@ def read_events(text: str) -> list[dict[str, Any]]:
 
 
 def names(events: list[dict[str, Any]]) -> list[str]:
-    """The types of the events, each run of deltas as one."""
+    """Return the types of the events, with each run of deltas as one."""
     short = [event["type"].removeprefix("response.") for event in events]
     return [name for i, name in enumerate(short) if not (name.endswith(".delta") and short[i - 1] == name)]
 
@@ -84,7 +85,8 @@ CALLED = "output_item.added function_call_arguments.delta function_call_argument
 
 
 def check_stream(events: list[dict[str, Any]], *items: str, end: str = "completed") -> dict[str, Any]:
-    """The events are those of ``items`` in the order that OpenAI gives them, and what they add up to is the last's response."""
+    """Check that the events are those of ``items`` in OpenAI's order, and that they add up to the response of the last
+    one."""
     assert names(events) == f"created in_progress {' '.join(items)} {end}".split()
     final = events[-1]["response"]
     texts: dict[int, str] = {}
@@ -100,7 +102,7 @@ def check_stream(events: list[dict[str, Any]], *items: str, end: str = "complete
 
 
 def without(response: dict[str, Any]) -> Any:
-    """What two answers to one request have in common."""
+    """Return the fields that two answers to the same request have in common."""
     text = json.dumps(response["output"])
     for item in response["output"]:
         for key in ("id", "call_id"):

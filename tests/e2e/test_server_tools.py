@@ -1,4 +1,5 @@
-"""Tool calls and reasoning over the chat API: the official openai client against a live server of the embedded model.
+"""Test tool calls and reasoning of the chat API with the official openai client and a live server of the embedded
+model.
 
 .venv/bin/python -m pytest -q tests/e2e/test_server_tools.py
 """
@@ -48,7 +49,7 @@ def client(tiny_url: str) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, stream: bool, messages: list[dict[str, Any]], **given: Any) -> dict[str, Any]:
-    """One choice, whole or put together from its chunks as the client's own library does it."""
+    """Return one choice, whole or accumulated from its chunks as the client's library does."""
     given = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 120, **given}
     if not stream:
         return client.chat.completions.create(**given).choices[0].model_dump()
@@ -64,7 +65,7 @@ def ask(client: openai.OpenAI, stream: bool, messages: list[dict[str, Any]], **g
 
 
 def only_call(choice: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name and arguments of the one call that a choice is; valid against the function's schema."""
+    """Return the name and arguments of the only call of a choice, which satisfy the function's schema."""
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
     (call,) = choice["message"]["tool_calls"]
@@ -251,7 +252,7 @@ def test_a_server_without_parsers_says_so():
 
 @pytest.mark.parametrize("parser", ["llama3_json", "mistral", "deepseek"])
 def test_a_named_function_in_the_other_formats(parser: str):
-    """The model was never taught them: that a call comes of it is the constraint's doing."""
+    """The model was not trained on these functions, so the call is due to the constraint."""
     quick = ("threads=1", "server.port=0", "server.log_level=warning", "grammar.isolation=thread")
     config, registry = setup(sets=[f"tool_parser={parser}", *quick])
     named = {"type": "function", "function": {"name": "get_weather"}}
@@ -305,7 +306,7 @@ def test_a_call_required_of_one_who_reasons_ends_at_a_stop_string_in_the_reasoni
 
 
 def test_the_page_s_examples_work(tiny_url: str, capsys: pytest.CaptureFixture[str]):
-    """docs/tools.md: every Python block runs, and prints what the block behind it shows."""
+    """Run every Python block of docs/tools.md; each prints what the following block shows."""
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
     page = page.partition("\n## Offline\n")[0]  # test_llm_chat.py runs that part
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, against the tokenizers library and the chat template.
+"""Compare /tokenize and /detokenize to the tokenizers library and the chat template.
 
 .venv/bin/python -m pytest -q -p no:xdist tests/e2e/test_tokenize_api.py
 """

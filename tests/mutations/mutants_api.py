@@ -1,4 +1,4 @@
-"""Broken APIs: a protocol of one route, and what can be wrong with it."""
+"""Define broken APIs: an API with one route, and variants with one fault each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dovetail.testing.api import ApiSuite
 
 
 class Ask(ApiModel):
-    """What is said."""
+    """Describe the body."""
 
     model_config = examples({"text": "one two three"}, {"text": "one two three four five", "stream": True})
 
@@ -68,7 +68,7 @@ class Tiny(Api):
         return host.submit(ApiRequest(new_id("t-"), (Prompt(ids, SamplingParams(max_new_tokens=8)),)))
 
     async def say(self, host: ApiHost, request: Request) -> Response:
-        """Say it back."""
+        """Echo the text."""
         body = await self.read(host, request)
         outputs = await self.submit(host, body)
         if body.stream:
@@ -95,7 +95,7 @@ class ClaimsTooLittle(Tiny):
 
 class RefusesItsExample(Tiny):
     async def say(self, host: ApiHost, request: Request) -> Response:
-        """Say it back, but for one of the examples."""
+        """Echo the text, except for one of the examples."""
         body = await self.read(host, request)
         assert not body.stream
         return await whole(request, await self.submit(host, body), lambda outputs: {"text": outputs.choices[0].text})
@@ -174,7 +174,7 @@ class WaitsForDisconnectedClient(Tiny):
 
 class StreamsToDisconnectedClient(Tiny):
     async def say(self, host: ApiHost, request: Request) -> Response:
-        """Stream it back, and look away."""
+        """Stream the echo without watching for a disconnect."""
         body = await self.read(host, request)
         outputs = await self.submit(host, body)
         if not body.stream:
@@ -194,7 +194,7 @@ class BreaksEvents(Tiny):
 
 class SaysAllAtOnce(Tiny):
     async def say(self, host: ApiHost, request: Request) -> Response:
-        """A stream in name only."""
+        """Send a whole answer as a stream."""
         body = await self.read(host, request)
         outputs = await self.submit(host, body)
         if not body.stream:
@@ -219,7 +219,7 @@ class OneAtATime(Tiny):
         self._lock = asyncio.Lock()
 
     async def say(self, host: ApiHost, request: Request) -> Response:
-        """Say it back, one after the other."""
+        """Echo the text of one request at a time."""
         async with self._lock:
             return await super().say(host, request)
 

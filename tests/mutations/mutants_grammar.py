@@ -1,4 +1,4 @@
-"""Broken grammar backends: xgrammar's with one fault each."""
+"""Define broken grammar backends: xgrammar's backend with one fault each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dovetail_grammar.xgrammar_backend import XGrammarBackend, XGrammarCompiled,
 
 
 class AllowsOneMore(XGrammarMatcher):
-    """An unsound mask: a token that leads nowhere is allowed too."""
+    """Fill an unsound mask, which also allows a token that leads nowhere."""
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         super().fill_bitmask(bitmask, row)
@@ -37,7 +37,7 @@ class AllowsOneMore(XGrammarMatcher):
 
 
 class ForbidsOneMore(XGrammarMatcher):
-    """An incomplete mask: the longest of the allowed tokens is missing."""
+    """Fill an incomplete mask, which lacks the longest of the allowed tokens."""
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         super().fill_bitmask(bitmask, row)
@@ -48,14 +48,14 @@ class ForbidsOneMore(XGrammarMatcher):
 
 
 class RollsBackOneLess(XGrammarMatcher):
-    """Off by one."""
+    """Roll back one token less."""
 
     def rollback(self, num_tokens: int) -> None:
         super().rollback(max(num_tokens - 1, 0))
 
 
 class EndsAnywhere(XGrammarMatcher):
-    """The end is allowed in every state."""
+    """Allow the end in every state."""
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         super().fill_bitmask(bitmask, row)
@@ -63,7 +63,7 @@ class EndsAnywhere(XGrammarMatcher):
 
 
 class NeverEnds(XGrammarMatcher):
-    """Only an end token terminates, also where nothing else may follow."""
+    """Terminate only after an end token, even if nothing else may follow."""
 
     @property
     def is_terminated(self) -> bool:
@@ -71,7 +71,7 @@ class NeverEnds(XGrammarMatcher):
 
 
 class LeavesThePadding(XGrammarMatcher):
-    """Bits beyond the vocabulary are set."""
+    """Set bits beyond the vocabulary."""
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         super().fill_bitmask(bitmask, row)
@@ -79,7 +79,7 @@ class LeavesThePadding(XGrammarMatcher):
 
 
 class LeavesWords(XGrammarMatcher):
-    """Words without allowed tokens are not written."""
+    """Do not write words without allowed tokens."""
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         before = bitmask[row].copy()
@@ -88,7 +88,7 @@ class LeavesWords(XGrammarMatcher):
 
 
 class WritesTheNextRow(XGrammarMatcher):
-    """A row too many."""
+    """Write one row too many."""
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         super().fill_bitmask(bitmask, row)
@@ -96,7 +96,7 @@ class WritesTheNextRow(XGrammarMatcher):
 
 
 class AcceptsAnything(XGrammarMatcher):
-    """What is forbidden is skipped, and said to be accepted."""
+    """Ignore forbidden tokens, and report that they were accepted."""
 
     def accept(self, token_id: int) -> bool:
         super().accept(token_id)
@@ -104,14 +104,14 @@ class AcceptsAnything(XGrammarMatcher):
 
 
 class JumpsTooFar(XGrammarMatcher):
-    """A text that need not come."""
+    """Return a text that is not forced."""
 
     def jump_forward(self) -> str:
         return super().jump_forward() + "x"
 
 
 class Broken(XGrammarBackend):
-    """Hands out matchers of another class."""
+    """Return matchers of another class."""
 
     matchers: type[XGrammarMatcher] = XGrammarMatcher
 
@@ -127,7 +127,7 @@ class Broken(XGrammarBackend):
 
 
 class SharesOneMatcher(XGrammarBackend):
-    """All requests of one grammar share their state."""
+    """Share one state between all requests of a grammar."""
 
     def compile(self, spec: GrammarSpec) -> XGrammarCompiled:
         compiled = super().compile(spec)
@@ -137,7 +137,7 @@ class SharesOneMatcher(XGrammarBackend):
 
 
 class RefusesNothing(XGrammarBackend):
-    """What it cannot read becomes anything."""
+    """Compile a fixed regex instead of a constraint that it refuses."""
 
     def compile(self, spec: GrammarSpec) -> XGrammarCompiled:
         try:
@@ -147,7 +147,7 @@ class RefusesNothing(XGrammarBackend):
 
 
 class AllowsEverything(XGrammarMatcher):
-    """No mask at all."""
+    """Allow every token."""
 
     def fill_bitmask(self, bitmask: IntArray, row: int) -> None:
         bitmask[row] = -1
@@ -158,7 +158,7 @@ class AllowsEverything(XGrammarMatcher):
 
 
 class CompilesTheLatest(XGrammarBackend):
-    """Keeps in itself what it compiles."""
+    """Store the constraint that is being compiled in the backend."""
 
     latest: GrammarSpec
 
@@ -169,14 +169,14 @@ class CompilesTheLatest(XGrammarBackend):
 
 
 class ReadsAnother(XGrammarBackend):
-    """Reads the first grammar that it ever read, whatever the bytes."""
+    """Load a fixed grammar, regardless of the bytes."""
 
     def load(self, data: bytes) -> CompiledGrammar:
         return self.compile(REGULAR[2].spec)
 
 
 class RefusesWithoutKeyword(XGrammarBackend):
-    """Does not say what it cannot do."""
+    """Refuse without a keyword."""
 
     def compile(self, spec: GrammarSpec) -> XGrammarCompiled:
         try:
@@ -186,7 +186,7 @@ class RefusesWithoutKeyword(XGrammarBackend):
 
 
 class ChecksTooMuch(XGrammarBackend):
-    """Refuses unseen what it could compile."""
+    """Refuse constraints in ``check`` that ``compile`` accepts."""
 
     def check(self, spec: GrammarSpec) -> None:
         raise GrammarError("this backend would rather not", keyword="type")

@@ -1,8 +1,8 @@
-"""docs/apis.md: its table of routes is that of the APIs, and what it shows works.
+"""Check docs/apis.md: its table of routes is up to date, and its examples work.
 
     .venv/bin/python -m pytest -q tests/plugins/test_apis_page.py
 
-Write the table anew: ``.venv/bin/python tests/plugins/test_apis_page.py``.
+Write the table again: ``.venv/bin/python tests/plugins/test_apis_page.py``.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def shown_api() -> type[Api]:
 
 
 class TestShown(ApiSuite):
-    """The API that the page writes."""
+    """Test the API that the page shows."""
 
     name = "lines"
 

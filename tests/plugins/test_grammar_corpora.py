@@ -1,9 +1,9 @@
-"""Every installed grammar backend on a sample of the corpora: nothing invalid may pass.
+"""Test every installed grammar backend with a sample of the corpora: no invalid text may pass.
 
 Run: GRAMMAR_CORPORA=DIR python -m pytest -q tests/plugins/test_grammar_corpora.py
 
-DIR holds json-schema-test-suite/ and real-schemas.jsonl.gz; benchmarks/grammar.py runs the whole of both. The sample is as
-large as a few seconds allow, in an order that does not change.
+DIR contains json-schema-test-suite/ and real-schemas.jsonl.gz; benchmarks/grammar.py runs all of both. The sample is as
+large as a few seconds allow, in a fixed order.
 """
 
 from __future__ import annotations

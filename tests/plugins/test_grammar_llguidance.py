@@ -1,4 +1,4 @@
-"""The llguidance backend. Run: python -m pytest -q tests/plugins/test_grammar_llguidance.py"""
+"""Test the llguidance backend. Run: python -m pytest -q tests/plugins/test_grammar_llguidance.py"""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def backend() -> LLGuidanceBackend:
 
 
 def passes(kind: GrammarKind, constraint: Any, text: str | bytes) -> bool:
-    """True if the text is let through, byte by byte, and may end."""
+    """Return true if the text is accepted byte by byte and may end."""
     written = constraint if isinstance(constraint, str) else json.dumps(constraint)
     matcher = backend().compile(GrammarSpec(kind, written)).matcher()
     data = text if isinstance(text, bytes) else text.encode()
@@ -119,7 +119,7 @@ def test_gbnf_stops_everything_else(text: str) -> None:
 
 
 def test_a_batch_is_filled_like_single_rows() -> None:
-    """Ended matchers and such whose mask is known too."""
+    """Include matchers that have ended, and matchers whose mask is known."""
     engine = backend()
     compiled = engine.compile(GrammarSpec(GrammarKind.REGEX, "ab?"))
     matchers = [compiled.matcher() for _ in range(4)]
@@ -182,7 +182,7 @@ def test_two_tokens_of_one_text_are_both_allowed() -> None:
 
 
 def test_too_many_members_at_one_place_are_refused_before_a_request_runs() -> None:
-    """llguidance has a bound on the members that may come next, which shows when the first token is taken."""
+    """llguidance limits the number of members that may come next, which takes effect when it accepts the first token."""
     schema = {"properties": {f"member {i}": {"type": "integer"} for i in range(900)}, "additionalProperties": False}
     with pytest.raises(GrammarError, match="too much open") as caught:
         backend().compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", **schema})))

@@ -1,4 +1,4 @@
-"""The lm_format_enforcer backend. Run: python -m pytest -q tests/plugins/test_grammar_lm_format_enforcer.py
+"""Test the lm_format_enforcer backend. Run: python -m pytest -q tests/plugins/test_grammar_lm_format_enforcer.py
 
 The measured part reads the JSON Schema Test Suite and real schemas from the folder in GRAMMAR_CORPORA.
 """
@@ -68,7 +68,7 @@ def test_what_is_compiled_is_enforced(value: Any, good: list[bytes], bad: list[b
 
 
 def test_masks_inside_strings_are_those_of_accept() -> None:
-    """The rows of states in strings are put together from lengths; each bit must be what ``accept`` says."""
+    """Rows of states inside strings are computed from lengths; each bit must agree with ``accept``."""
     backend = LMFormatEnforcerBackend(LMFormatEnforcerConfig(), WITH_WORDS)
     rng = random.Random(0)
     for value in ({"type": "string"}, {"type": "string", "minLength": 2, "maxLength": 4}, {"type": "array", "items": {"type": "string", "maxLength": 5}}, {"type": "object", "properties": {"ab": {"type": "null"}}}):  # fmt: skip
@@ -91,7 +91,7 @@ def test_masks_inside_strings_are_those_of_accept() -> None:
 
 
 def test_rows_and_steps_are_forgotten_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little is remembered, a recursive grammar gives the same masks."""
+    """A recursive grammar has the same masks, no matter how few steps and rows are cached."""
     monkeypatch.setattr(automaton, "MAX_STEPS", 10)
     text = b'{"a": [[{"b": ["x", {"c": null}]}], 1.5e3]}'
     spec = GrammarSpec(GrammarKind.JSON_OBJECT)

@@ -1,6 +1,8 @@
-"""Schemas rewritten without not, if and oneOf. Run: python -m pytest -q tests/plugins/test_grammar_negation.py
+"""Test schemas that are rewritten without not, if and oneOf. Run: python -m pytest -q
+tests/plugins/test_grammar_negation.py
 
-The judge is ``instances.satisfies``, which is itself held against the JSON Schema Test Suite where GRAMMAR_CORPORA is set.
+The reference is ``instances.satisfies``, which is itself compared with the JSON Schema Test Suite if GRAMMAR_CORPORA is
+set.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def test_what_has_no_opposite_is_named(schema: Any, keyword: str) -> None:
         negate(schema, lambda part: SchemaDocument(True).resolve(part, "#"))
 
 
-def test_the_judge_agrees_with_the_test_suite() -> None:
+def test_the_reference_agrees_with_the_test_suite() -> None:
     folder = os.environ.get("GRAMMAR_CORPORA")
     if not folder:
         pytest.skip("GRAMMAR_CORPORA is not set to the folder of the JSON Schema Test Suite")

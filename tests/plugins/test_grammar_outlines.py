@@ -1,4 +1,4 @@
-"""The outlines backend. Run: python -m pytest -q tests/plugins/test_grammar_outlines.py
+"""Test the outlines backend. Run: python -m pytest -q tests/plugins/test_grammar_outlines.py
 
 The measured part reads the JSON Schema Test Suite and real schemas from the folder in GRAMMAR_CORPORA.
 """

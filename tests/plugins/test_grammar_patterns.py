@@ -1,4 +1,5 @@
-"""Patterns, read and written back, against Python's re. Run: python -m pytest -q tests/plugins/test_grammar_patterns.py"""
+"""Compare parsed and rewritten patterns with Python's re. Run: python -m pytest -q
+tests/plugins/test_grammar_patterns.py"""
 
 from __future__ import annotations
 

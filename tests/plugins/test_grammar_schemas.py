@@ -1,4 +1,5 @@
-"""JSON schemas for xgrammar: refused or honoured, never half. Run: python -m pytest -q tests/plugins/test_grammar_schemas.py
+"""Check that JSON schemas for xgrammar are enforced completely or refused. Run: python -m pytest -q
+tests/plugins/test_grammar_schemas.py
 
 The measured part reads the JSON Schema Test Suite and real schemas from the folder in GRAMMAR_CORPORA.
 """
@@ -34,7 +35,7 @@ def compiled(schema: Any, backend: XGrammarBackend = BACKEND) -> Any:
 
 
 def passes(matcher: Matcher, text: str) -> bool:
-    """True if the whole text is let through, byte by byte, with the end."""
+    """Return true if the whole text is accepted byte by byte, and then the end."""
     return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(EOS)
 
 
@@ -206,7 +207,7 @@ def test_no_invalid_instance_passes(cases: Any, refused_at_most: float, valid_at
 
 
 def test_long_enums_are_read_in_time_that_grows_with_their_length() -> None:
-    """Each value used to be looked up among all: 6,000 took seconds."""
+    """Each value was formerly compared with all others, so that 6,000 values took seconds."""
     values = [f"value {i}" for i in range(6000)]
     start = time.perf_counter()
     written = rewrite({"enum": values, "maxLength": 9}, strict=False)

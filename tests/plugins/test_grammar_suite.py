@@ -1,4 +1,4 @@
-"""What the suite of grammar backends takes for granted; tests/mutations has the backends for which it must fail.
+"""Check what the suite of grammar backends assumes; tests/mutations has the backends for which it must fail.
 
 Run: python -m pytest -q tests/plugins/test_grammar_suite.py
 """

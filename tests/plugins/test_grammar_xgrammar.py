@@ -1,4 +1,4 @@
-"""The xgrammar backend. Run: python -m pytest -q tests/plugins/test_grammar_xgrammar.py"""
+"""Test the xgrammar backend. Run: python -m pytest -q tests/plugins/test_grammar_xgrammar.py"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_refusals_say_why(kind: GrammarKind, text: str, message: str) -> None:
 
 
 def test_a_token_never_spells_half_of_a_surrogate() -> None:
-    """The bytes ED A0 80 are no UTF-8: after ED the next byte stays below A0, also when it was taken back."""
+    """The bytes ED A0 80 are not valid UTF-8: after ED the next byte must be below A0, also after a rollback."""
     matcher = (
         XGrammarBackend(XGrammarConfig(threads=1), context())
         .compile(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"string"}'))

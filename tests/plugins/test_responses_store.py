@@ -1,4 +1,4 @@
-"""What is kept of responses: bounds, age, and whose they are.
+"""Test the store of responses: bounds, age and owners.
 
 .venv/bin/python -m pytest -q tests/plugins/test_responses_store.py
 """
