@@ -124,7 +124,7 @@ def test_it_says_what_the_smaller_model_would_say(small, reference, sections):
         assert draft == reference(text, min(limit, 3))
 
 
-def test_long_prompts_are_read_in_parts_and_delay_nobody(small, reference):
+def test_long_prompts_are_read_in_parts_and_delay_no_request(small, reference):
     llm = make_llm(small, {"kind": "draft_model", "num_draft_tokens": 3, "chunk_size": 16})
     prompts = prompts_of(100, 3, 70)
     seen = record(llm, prompts, ignore_eos=True)

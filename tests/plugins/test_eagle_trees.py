@@ -112,12 +112,12 @@ class Growing:
         assert positions.tolist() == expected
 
     def step(self, batch: Batch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        everyone = [(seed, path) for seed, own in zip(self.seeds, self.paths, strict=False) for path in own]
-        assert ids[: len(everyone)].tolist() == [path[-1] for _, path in everyone]
-        before = [[self.texts.number(seed, path[:-1])] for seed, path in everyone]
-        assert hidden[: len(everyone)].tolist() == before, "a node goes on from its parent's output"
+        nodes = [(seed, path) for seed, own in zip(self.seeds, self.paths, strict=False) for path in own]
+        assert ids[: len(nodes)].tolist() == [path[-1] for _, path in nodes]
+        before = [[self.texts.number(seed, path[:-1])] for seed, path in nodes]
+        assert hidden[: len(nodes)].tolist() == before, "a node goes on from its parent's output"
         found = torch.full((len(ids), 1), -1.0)
-        found[: len(everyone), 0] = torch.tensor([float(self.texts.number(seed, path)) for seed, path in everyone])
+        found[: len(nodes), 0] = torch.tensor([float(self.texts.number(seed, path)) for seed, path in nodes])
         return found
 
 

@@ -275,7 +275,7 @@ def test_tensors_must_be_those_of_the_layout(tmp_path: Path, name: str, tensor: 
 
 
 @pytest.mark.parametrize("layout", NAMES)
-def test_the_target_leaves_alone_only_layers_that_config_json_tells_of(tmp_path: Path, layout: str) -> None:
+def test_the_target_ignores_only_layers_that_config_json_declares(tmp_path: Path, layout: str) -> None:
     save_target(tmp_path, layout)
     llm = make_llm(tmp_path, speculative="none")
     assert Feature.MODEL_MTP_HEAD in llm.resolved.model_info.offers
@@ -318,11 +318,11 @@ def test_dummy_weights_need_no_tensors(tmp_path: Path, layers: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
-def test_the_target_says_how_many_layers_there_are(key: str) -> None:
+def test_the_target_declares_the_number_of_layers(key: str) -> None:
     shape = {k: v for k, v in TARGET.items() if k != "initializer_range"}
     assert Feature.MODEL_MTP_HEAD not in describe_llama(shape | {key: None}).offers
-    told = describe_llama(shape | {key: 2})
-    assert Feature.MODEL_MTP_HEAD in told.offers
-    assert (told.config.predict_layers, told.num_layers) == (2, LAYERS)
+    described = describe_llama(shape | {key: 2})
+    assert Feature.MODEL_MTP_HEAD in described.offers
+    assert (described.config.predict_layers, described.num_layers) == (2, LAYERS)
     with pytest.raises(ConfigError, match=f"{key} is '2'"):
         describe_llama(shape | {key: "2"})
