@@ -1,4 +1,4 @@
-"""Dovetail: an LLM serving engine made of parts that fit.
+"""Provide Dovetail, an LLM serving engine made of plugins.
 
 Every name here is imported when it is first used, so that ``import dovetail`` costs nothing and imports no torch.
 """

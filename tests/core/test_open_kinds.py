@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -141,6 +144,15 @@ def test_another_plugin_may_bring_a_component_of_the_kind_whatever_their_order(f
     assert registry.names("sorter") == ["quick"]
     alone = load_plugins(PluginsSection(), [fakes.entry("a_first", [quick(fakes)])])
     assert "kind is 'sorter', which no plugin registers" in alone.plugins[0].reason
+
+
+def test_the_page_about_plugins_lists_the_built_in_kinds():
+    page = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(dovetail\.interfaces\.[\w.]+)` \| `([\w.]+)` \|$", page, re.MULTILINE)
+    assert rows == [(k.kind, k.interface.replace(":", "."), k.suite.replace(":", ".")) for k in KINDS]
+    for descriptor in KINDS:
+        module, _, name = descriptor.suite.partition(":")
+        assert getattr(importlib.import_module(module), name).kind == descriptor.kind
 
 
 # config

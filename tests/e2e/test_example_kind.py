@@ -141,6 +141,21 @@ def test_what_does_not_fit_is_refused_with_the_way_out(site: Site, tmp_path: Pat
     assert "prompt_rewriter: [normalize, redact]" in swapped
 
 
+def test_the_page_about_plugins_quotes_it(site: Site, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text("utf-8")
+    section = page.partition("## A kind of your own\n")[2].partition("\n## ")[0]
+    sources = [file.read_text("utf-8") for file in (EXAMPLE / "dovetail_prompt_rewriters").glob("*.py")]
+    blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert any(block in source for source in sources), block
+    lines = section.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("    $ "))
+    command, *printed = [line[4:] for line in lines[start:][: lines[start:].index("")]]
+    said = site.dovetail(*shlex.split(command.removeprefix("$ dovetail ")), directory=tmp_path, status=2)
+    assert said.splitlines() == printed
+
+
 SCRIPT = """
 import json
 import httpx

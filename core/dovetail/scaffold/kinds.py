@@ -40,7 +40,7 @@ ATTENTION = KindTemplate(
     "attention",
     "Attention",
     "Attention in plain torch, one row at a time.",
-    "An attention backend for Dovetail in plain torch: every feature, written to be read. Begin with the slowest line.",
+    "An attention backend for Dovetail in plain torch, with every feature, written to be read. Speed up its slowest line first.",
     (
         Feature.ATTN_EXTEND,
         Feature.ATTN_DECODE,
@@ -61,7 +61,7 @@ CACHE = KindTemplate(
     "cache",
     "Cache",
     "A tree of pages, one dictionary look-up per page.",
-    "A prefix cache for Dovetail: a tree of pages that forgets its leaves by use.",
+    "A prefix cache for Dovetail: a tree of pages whose leaves are evicted by use.",
     (Feature.CACHE_REUSE, Feature.CACHE_NAMESPACES, Feature.CACHE_EVICT),
     setting={"eviction": "lfu"},
     rival="radix",
@@ -71,7 +71,7 @@ GRAMMAR = KindTemplate(
     "grammar",
     "Backend",
     "Choices: the output is one of a few texts.",
-    "A grammar backend for Dovetail that honours choices, and refuses every other constraint with the way out.",
+    "A grammar backend for Dovetail that honours choices, and refuses every other constraint with a message that says what to use instead.",
     (
         Feature.GRAMMAR_CHOICE,
         Feature.GRAMMAR_ROLLBACK,
@@ -84,8 +84,8 @@ DRAFTER = KindTemplate(
     FOLDER / "speculative",
     "drafter",
     "Drafter",
-    "Prompt lookup: drafts what followed the last tokens before.",
-    "A drafter for Dovetail: prompt lookup, which expects the text to go on as it did before.",
+    "Prompt lookup: drafts what followed the last tokens when they occurred before.",
+    "A drafter for Dovetail: prompt lookup, which expects the text to continue as it did before.",
     (Feature.DRAFT_CHAIN,),
     needs=(Feature.ATTN_VERIFY, Feature.KV_ROLLBACK),
     setting={"longest_match": 5},
@@ -96,7 +96,7 @@ POLICY = KindTemplate(
     "policy",
     "Policy",
     "Shortest prompt first; waiting makes a prompt shorter.",
-    "A schedule policy for Dovetail: the shortest prompt goes first, and nobody starves.",
+    "A schedule policy for Dovetail: the shortest prompt goes first, and no request starves.",
     setting={"tokens_per_second": 50.0},
     rival="fcfs",
 )
@@ -105,7 +105,7 @@ MODEL = KindTemplate(
     "model",
     "Model",
     "A decoder of Llama's shape, built from dovetail.layers.",
-    "A model architecture for Dovetail: a dense decoder, built from `dovetail.layers`, whose test holds it to a second "
+    "A model architecture for Dovetail: a dense decoder, built from `dovetail.layers`, whose test compares it with a second "
     "implementation of the mathematics.",
     setting={"path": "tiny"},
 )
@@ -131,8 +131,8 @@ API = KindTemplate(
     FOLDER / "api",
     "protocol",
     "Api",
-    "One route: a text goes on, whole or line by line.",
-    "A protocol for Dovetail's server: one route that lets a text go on, whole or line by line. Every API that is "
+    "One route that continues a text, whole or line by line.",
+    "A protocol for Dovetail's server: one route that continues a text, whole or line by line. Every API that is "
     "installed is served, unless the config names some.",
     setting={"tokens": 16},
     command="serve",

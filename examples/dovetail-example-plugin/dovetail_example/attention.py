@@ -1,4 +1,4 @@
-"""Attention in plain torch, one row at a time."""
+"""Attend in plain torch, one row at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail_example.config import EagerConfig
 
 
 class EagerAttention(AttentionBackend):
-    """Gathers each row's keys and values from its pages and attends in float32."""
+    """Gather each row's keys and values from its pages, and attend in float32."""
 
     def __init__(self, config: EagerConfig, context: AttentionContext) -> None:
         self._pool = context.pool
@@ -18,7 +18,7 @@ class EagerAttention(AttentionBackend):
         self._rows: list[tuple[slice, torch.Tensor, int]] = []
 
     def plan(self, batch: Batch) -> None:
-        """For each row: its queries, its pages, and how many keys they hold."""
+        """Keep, for each row, its queries, its pages, and the number of keys that they hold."""
         starts = batch.qo_indptr.tolist()
         lens = batch.kv_lens.tolist()
         self._rows = [
@@ -31,7 +31,7 @@ class EagerAttention(AttentionBackend):
         ]
 
     def forward(self, q: torch.Tensor, layer: AttentionLayer, batch: Batch) -> torch.Tensor:
-        """softmax(q k) v, over the keys up to each query's position and within the layer's window."""
+        """Return softmax(q k) v, over the keys up to each query's position and within the layer's window."""
         out = torch.empty_like(q)
         for queries, pages, num_keys in self._rows:
             k = self._gather(self._pool.keys(layer.layer_id), pages, num_keys)
@@ -42,11 +42,11 @@ class EagerAttention(AttentionBackend):
         return out
 
     def _gather(self, memory: torch.Tensor, pages: torch.Tensor, num_keys: int) -> torch.Tensor:
-        """``[keys, num_heads, head_dim]`` in float32; each KV head serves a group of query heads."""
+        """Return ``[keys, num_heads, head_dim]`` in float32; each KV head serves a group of query heads."""
         return memory[pages].flatten(0, 1)[:num_keys].float().repeat_interleave(self._group, dim=1)
 
     @staticmethod
     def _sees(positions: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
-        """bool ``[queries, keys]``."""
+        """Return which keys each query sees, bool ``[queries, keys]``."""
         distance = positions[:, None] - torch.arange(num_keys, device=positions.device)
         return (distance >= 0) & (distance < (window or num_keys + 1))

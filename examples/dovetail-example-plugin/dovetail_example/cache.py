@@ -1,4 +1,4 @@
-"""A prefix cache: a tree whose nodes are pages."""
+"""Cache prefixes in a tree whose nodes are pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail_example.config import PagesConfig
 
 @dataclass(eq=False)
 class Node:
-    """A page, and the pages that have followed it, by their tokens."""
+    """Hold a page, and the pages that have followed it, by their tokens."""
 
     parent: Node | None
     key: object
@@ -26,7 +26,7 @@ class Node:
 
 
 class PageCache(PrefixCache):
-    """One dictionary look-up per page; the least recently used leaves are evicted first."""
+    """Find prefixes with one dictionary look-up per page. The least recently used leaves are evicted first."""
 
     def __init__(self, config: PagesConfig, context: CacheContext) -> None:
         self._size = context.page_size
@@ -47,7 +47,7 @@ class PageCache(PrefixCache):
         return self._result(pages, node)
 
     def insert(self, tokens: IntArray, pages: IntArray, namespace: str = "", priority: int = 0) -> Match:
-        """See ``PrefixCache``. Keeps every page it does not have."""
+        """See ``PrefixCache``. Every page that is new is kept."""
         node, held = self._root, []
         for key, page in zip(self._keys(tokens, namespace), pages.T, strict=True):
             if key not in node.children:
@@ -92,7 +92,7 @@ class PageCache(PrefixCache):
 
     @property
     def evictable_pages(self) -> int:
-        """See ``PrefixCache``. Whoever locks a page locks all before it, so the others can all go."""
+        """See ``PrefixCache``. A lock covers a page and all before it, so every page without a lock can be evicted."""
         return self._total - self._locked
 
     @property
@@ -108,7 +108,7 @@ class PageCache(PrefixCache):
         assert all(child.locks <= node.locks for node in nodes for child in node.children.values())
 
     def _keys(self, tokens: IntArray, namespace: str) -> list[object]:
-        """What the pages are looked up by; the first carries the namespace."""
+        """Return the keys of the pages. The first contains the namespace."""
         size = self._size
         keys: list[object] = [tokens[i : i + size].tobytes() for i in range(0, len(tokens) - size + 1, size)]
         return [(namespace, keys[0]), *keys[1:]] if keys else []

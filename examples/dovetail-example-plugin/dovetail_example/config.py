@@ -1,4 +1,5 @@
-"""What can be set, one class a component: ``kind`` is its name, and every field has a default."""
+"""Define the settings, one class per component. ``kind`` is the component's name, and every other field has a
+default."""
 
 from __future__ import annotations
 
@@ -10,33 +11,33 @@ from dovetail.config.plugin import PluginConfig
 
 
 class EagerConfig(PluginConfig):
-    """``attention: example_eager``."""
+    """Hold the settings of ``attention: example_eager``."""
 
     kind: Literal["example_eager"] = "example_eager"
 
 
 class PagesConfig(PluginConfig):
-    """``cache: example_pages``."""
+    """Hold the settings of ``cache: example_pages``."""
 
     kind: Literal["example_pages"] = "example_pages"
 
 
 class ChoicesConfig(PluginConfig):
-    """``grammar: example_choices``."""
+    """Hold the settings of ``grammar: example_choices``."""
 
     kind: Literal["example_choices"] = "example_choices"
     max_choices: int = Field(default=1000, ge=1, description="A constraint with more choices is refused.")
 
 
 class BigramConfig(PluginConfig):
-    """``speculative: example_bigram``."""
+    """Hold the settings of ``speculative: example_bigram``."""
 
     kind: Literal["example_bigram"] = "example_bigram"
     num_draft_tokens: int = Field(default=4, ge=1, le=64, description="Most tokens in a draft.")
 
 
 class ShortestConfig(PluginConfig):
-    """``policy: example_shortest``."""
+    """Hold the settings of ``policy: example_shortest``."""
 
     kind: Literal["example_shortest"] = "example_shortest"
     tokens_per_second: float = Field(
@@ -45,25 +46,25 @@ class ShortestConfig(PluginConfig):
 
 
 class ExampleConfig(PluginConfig):
-    """``model: {arch: example}``."""
+    """Hold the settings of ``model: {arch: example}``."""
 
     kind: Literal["example"] = "example"
 
 
 class CallLinesConfig(PluginConfig):
-    """``tool_parser: example_lines``."""
+    """Hold the settings of ``tool_parser: example_lines``."""
 
     kind: Literal["example_lines"] = "example_lines"
 
 
 class CommentsConfig(PluginConfig):
-    """``reasoning_parser: example_comments``."""
+    """Hold the settings of ``reasoning_parser: example_comments``."""
 
     kind: Literal["example_comments"] = "example_comments"
 
 
 class LineConfig(PluginConfig):
-    """``api: example_line``."""
+    """Hold the settings of ``api: example_line``."""
 
     kind: Literal["example_line"] = "example_line"
     tokens: int = Field(default=16, ge=1, description="Tokens of an answer, at most.")

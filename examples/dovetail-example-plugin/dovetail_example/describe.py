@@ -1,4 +1,4 @@
-"""What the model is, from its config.json alone. Imports no torch."""
+"""Describe the model from its config.json alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.layers.rope import RopeConfig, read_rope
 
 @dataclass(frozen=True, slots=True)
 class ExampleSizes:
-    """What the model needs to know beside ``ModelInfo``."""
+    """Hold the sizes that ``ModelInfo`` does not have."""
 
     intermediate_size: int
     norm_eps: float
@@ -22,7 +22,7 @@ class ExampleSizes:
 
 
 def describe(config: dict[str, Any]) -> ModelInfo:
-    """The facts of a checkpoint. Raises ``ConfigError``."""
+    """Return the facts of a checkpoint. Raises ``ConfigError``."""
     try:
         layers, hidden, heads = (config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads

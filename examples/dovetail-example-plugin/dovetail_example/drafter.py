@@ -1,4 +1,4 @@
-"""A drafter that expects the text to go on as it did before."""
+"""Draft what followed the same tokens before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail_example.config import BigramConfig
 
 
 class BigramDrafter(Drafter):
-    """Drafts what followed the last two tokens the last time they occurred. Keeps no state."""
+    """Draft what followed the last two tokens when they occurred before. Keep no state."""
 
     def __init__(self, config: BigramConfig, context: DrafterContext) -> None:
         self._most = config.num_draft_tokens
@@ -21,7 +21,7 @@ class BigramDrafter(Drafter):
         return self._most
 
     def propose(self, batch: Batch) -> DraftTree | None:
-        """See ``Drafter``: a chain for each decode row with a draft."""
+        """See ``Drafter``. Return a chain for each decode row with a draft."""
         assert batch.draft_limits is not None
         rows = len(batch.reqs)
         token_ids = np.zeros((rows, self._most), np.int32)
@@ -36,7 +36,7 @@ class BigramDrafter(Drafter):
 
     @staticmethod
     def _follow(text: IntArray, count: int) -> IntArray:
-        """The tokens, at most ``count``, after the last earlier occurrence of the bigram that ends the text."""
+        """Return at most ``count`` tokens after the last earlier occurrence of the bigram that ends the text."""
         if len(text) < 3:
             return text[:0]
         places = np.flatnonzero((text[:-2] == text[-2]) & (text[1:-1] == text[-1]))

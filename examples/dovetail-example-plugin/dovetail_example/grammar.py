@@ -1,4 +1,4 @@
-"""A grammar backend for choices of plain texts."""
+"""Constrain the output to one of several plain texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]()]")
 
 
 class ChoicesMatcher(Matcher):
-    """The text so far; what may follow is the rest of the choices that begin with it."""
+    """Hold the text so far. The rest of every choice that begins with it may follow."""
 
     def __init__(self, choices: Sequence[bytes], backend: ChoicesBackend) -> None:
         self._choices = choices
@@ -64,7 +64,7 @@ class ChoicesMatcher(Matcher):
 
 
 class Choices(CompiledGrammar):
-    """The texts to choose from."""
+    """Hold the texts to choose from."""
 
     def __init__(self, choices: Sequence[bytes], backend: ChoicesBackend) -> None:
         self._choices = choices
@@ -81,7 +81,7 @@ class Choices(CompiledGrammar):
 
 
 class ChoicesBackend(GrammarBackend):
-    """Honours ``yes|no`` and the like, and refuses every other constraint."""
+    """Compile regexes such as ``yes|no``, and refuse every other constraint."""
 
     def __init__(self, config: ChoicesConfig, context: GrammarContext) -> None:
         self._max_choices = config.max_choices

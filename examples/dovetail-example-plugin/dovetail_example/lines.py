@@ -1,4 +1,4 @@
-"""An API of one route: a line goes on."""
+"""Serve one route that continues a line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dovetail_example.config import LineConfig
 
 
 class Line(ApiModel):
-    """What comes before."""
+    """Describe the request: the beginning of a line."""
 
     model_config = examples({"line": "The capital of France is"})
     line: str
 
 
 class Lines(Api):
-    """``POST /line`` answers with the rest of a line."""
+    """Answer ``POST /line`` with the rest of a line."""
 
     claims = ("/line",)
 
@@ -39,7 +39,7 @@ class Lines(Api):
         return {"sorry": problem.message}
 
     async def go_on(self, host: ApiHost, request: Request) -> Response:
-        """Let a line go on."""
+        """Continue a line."""
         body = await parse(request, Line, host.max_body)
         ids = await host.encode(body.line, add_special_tokens=True)
         params = SamplingParams(max_new_tokens=self._tokens, temperature=0, stop=("\n",))
@@ -47,5 +47,5 @@ class Lines(Api):
 
 
 def rest(outputs: Generation) -> object:
-    """What comes behind it."""
+    """Return the rest of the line."""
     return {"rest": outputs.choices[0].text}

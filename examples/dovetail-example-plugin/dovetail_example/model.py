@@ -1,4 +1,4 @@
-"""A decoder of Llama's shape, built from ``dovetail.layers``."""
+"""Build a decoder of Llama's shape from ``dovetail.layers``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.types import Batch
 
 
 class ExampleLayer(Layer):
-    """Attention and a gated MLP, each after a norm and beside the residual stream."""
+    """Apply attention and a gated MLP, each after a norm, and add both to the residual stream."""
 
     def __init__(self, info: ModelInfo, index: int) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class ExampleLayer(Layer):
         self.mlp = GatedMLP(info.hidden_size, info.config.intermediate_size)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
-        """``[tokens, hidden_size]``."""
+        """Return hidden states, ``[tokens, hidden_size]``."""
         x = x + self.attn.forward(self.attn_norm.forward(x), rotation, batch)
         return x + self.mlp.forward(self.mlp_norm.forward(x))
 
 
 class ExampleModel(Layer, ModelArchitecture):
-    """``ExampleForCausalLM``; its checkpoints name their tensors as Llama's do."""
+    """Compute ``ExampleForCausalLM``. Its checkpoints name their tensors as Llama's do."""
 
     def __init__(self, info: ModelInfo) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ExampleModel(Layer, ModelArchitecture):
         return targets
 
     def ignored_weights(self) -> Iterable[str]:
-        """See ``ModelArchitecture``. A layer behind the last predicts further tokens, for drafters."""
+        """See ``ModelArchitecture``. A layer after the last one predicts further tokens, for drafters."""
         yield rf"model\.layers\.{self.info.num_layers}\..*"
         if self.info.config.tied:
             yield r"lm_head\.weight"

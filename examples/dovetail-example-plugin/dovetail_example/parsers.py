@@ -1,4 +1,4 @@
-"""Parsers that hold a line back until they know what it is: a call is a line ``CALL name {...}``, reasoning a line ``# ...``."""
+"""Hold a line back until it is certain what it is: a call is a line ``CALL name {...}``, reasoning a line ``# ...``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ CALL = re.compile(r"CALL (\S+) (\{.*\})\s*")
 
 
 class Lines:
-    """Whole lines, marked True, and at once the parts, marked False, of those that do not begin with ``mark``."""
+    """Divide text into whole lines, marked True. Of lines that do not begin with ``mark``, parts are returned at
+    once, marked False."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._line = ""
-        self._plain = False  # parts of the line have been given out
+        self._plain = False  # parts of the line have been returned
 
     def feed(self, text: str) -> Iterator[tuple[bool, str]]:
         for part in re.findall(r"[^\n]*\n|[^\n]+", text):

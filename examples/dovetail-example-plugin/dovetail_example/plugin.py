@@ -32,6 +32,10 @@ def _spec(
 @hookimpl
 def register_components() -> list[ComponentSpec]:
     """Return one component of each built-in kind."""
+    return [*_of_engine(), *_of_model()]
+
+
+def _of_engine() -> list[ComponentSpec]:
     return [
         _spec(
             ComponentKind.ATTENTION,
@@ -80,6 +84,11 @@ def register_components() -> list[ComponentSpec]:
             "ShortestConfig",
             "Shortest prompt first; waiting makes a prompt shorter.",
         ),
+    ]
+
+
+def _of_model() -> list[ComponentSpec]:
+    return [
         ComponentSpec(
             kind=ComponentKind.MODEL,
             name="example",
@@ -104,5 +113,5 @@ def register_components() -> list[ComponentSpec]:
             "CommentsConfig",
             "Lines that begin with # are reasoning.",
         ),
-        _spec(ComponentKind.API, "example_line", "lines:Lines", "LineConfig", "POST /line: a line goes on."),
+        _spec(ComponentKind.API, "example_line", "lines:Lines", "LineConfig", "POST /line: continues a line."),
     ]

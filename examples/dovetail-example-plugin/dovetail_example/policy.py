@@ -1,4 +1,4 @@
-"""A schedule policy that prefers short prompts."""
+"""Prefer short prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail_example.config import ShortestConfig
 
 
 class ShortestFirst(SchedulePolicy):
-    """Shortest prompt first. Waiting makes a prompt count as shorter, so that long ones do not starve."""
+    """Admit the shortest prompt first. Waiting makes a prompt count as shorter, so that long ones do not starve."""
 
     def __init__(self, config: ShortestConfig, context: PolicyContext) -> None:
         self._tokens_per_second = config.tokens_per_second
@@ -20,5 +20,5 @@ class ShortestFirst(SchedulePolicy):
         return sorted(waiting, key=self._rank)
 
     def _rank(self, req: Req) -> tuple[float, float]:
-        """Length minus waiting time, but for "now", which is the same for all."""
+        """Return the length less the value of waiting. The current time is left out, because it is the same for all."""
         return req.prompt_len + req.arrival * self._tokens_per_second, req.arrival

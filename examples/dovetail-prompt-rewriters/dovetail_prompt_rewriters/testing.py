@@ -21,7 +21,7 @@ TEXTS = st.text(max_size=60) | st.lists(st.sampled_from(["a", " ", "é", "e\u030
 
 
 class PromptRewriterSuite(ComponentSuite):
-    """Check a prompt rewriter. A subclass sets ``name``, and in ``examples`` texts with what becomes of each."""
+    """Check a prompt rewriter. A subclass sets ``name``, and in ``examples`` the result for each of several texts."""
 
     kind: ClassVar = PROMPT_REWRITER
     examples: ClassVar[Mapping[str, str]] = {}
