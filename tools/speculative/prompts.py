@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tools.tiny.chat import START, Segment, render
 from tools.tiny.corpus.conversation import document
+from tools.tiny.corpus.seeds import suite_random
 from tools.tiny.make_data import CONTEXT, ID_MASK, LEARN
 
 JOB = 1000
@@ -54,7 +55,7 @@ def held_out(tokenizer_file: Path, cases: int, seed: int) -> HeldOut:
     for name in SUITES:
         if name.endswith(TASKS_SEEN):
             continue
-        rng = Random(f"{seed} {name}")
+        rng = suite_random(seed, name)
         for case in [SUITES[name](rng) for _ in range(cases)]:
             segments = render(case.messages, case.tools)
             turns.update(segment.text for segment in segments if _is_user(segment))

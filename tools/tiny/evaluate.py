@@ -20,6 +20,7 @@ from tools.tiny.corpus import extraction, smalltalk
 from tools.tiny.corpus.base import Check, Split, Turn
 from tools.tiny.corpus.conversation import SYSTEMS, TASKS, styled
 from tools.tiny.corpus.relations import RELATIONS
+from tools.tiny.corpus.seeds import suite_random
 from tools.tiny.corpus.tool_calls import idle_tools, tool_case
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -226,7 +227,7 @@ def _limit(name: str) -> int:
 
 def measure(model: Model, name: str, count: int, seed: int, batch: int) -> tuple[float, list[tuple[Case, str]]]:
     """Return the share of right replies of one suite, and the wrong replies."""
-    rng = Random(f"{seed} {name}")
+    rng = suite_random(seed, name)
     cases = [SUITES[name](rng) for _ in range(count)]
     order = sorted(cases, key=lambda case: len(model.prompt(case)))
     groups = [order[i : i + batch] for i in range(0, count, batch)]
