@@ -40,7 +40,7 @@ def check(
     directory, tests, distribution = _located(package)
     components = _components(load_registry(None, None), distribution, directory)
     began = time.monotonic()
-    findings = _run(directory, tests, timeout, quiet=as_json)
+    findings = _run(directory, tests, timeout, components[0], quiet=as_json)
     report = _report(distribution, components, findings, time.monotonic() - began)
     path = store(report)
     typer.echo(report.model_dump_json(indent=1) if as_json else f"\n{report.text()}\nKept in {path}")
@@ -120,7 +120,9 @@ def _components(registry: Registry, distribution: str, directory: Path) -> list[
     return found
 
 
-def _run(directory: Path, tests: Sequence[str], timeout: float, *, quiet: bool) -> Findings:
+def _run(
+    directory: Path, tests: Sequence[str], timeout: float, example: RegisteredComponent, *, quiet: bool
+) -> Findings:
     """Run pytest over the suites in ``directory``, or those of ``tests`` there, and show its output, on stderr if
     ``quiet``. Raises ``ConfigError`` and ``PluginLoadError``."""
     from dovetail.registry.reports import Findings
@@ -145,9 +147,10 @@ def _run(directory: Path, tests: Sequence[str], timeout: float, *, quiet: bool) 
             raise PluginLoadError(f"pytest ended with status {done.returncode} in {directory} and wrote no record")
         findings = Findings.model_validate_json(record.read_bytes())
     if done.returncode == NOTHING_COLLECTED:
+        module, _, suite = example.descriptor.suite.partition(":")
         raise ConfigError(
             f"{directory} has no conformance test; needed for each component, as in tests/test_it.py: "
-            'class TestIt(PolicySuite): name = "it"  (from dovetail.testing.policy import PolicySuite)'
+            f'class TestIt({suite}): name = "{example.spec.name}"  (from {module} import {suite})'
         )
     return findings
 

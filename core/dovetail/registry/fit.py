@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dovetail.interfaces.cache import CacheGroupKind
 from dovetail.interfaces.features import Feature, FeatureDescriptor
@@ -138,7 +139,7 @@ class Negotiation:
                     yield f"{variable}: {show(option)}", settings
 
     def _requirements(self, situation: Situation) -> Iterator[Need | Reason]:
-        kinds = negotiated(self.kinds)
+        kinds = self._negotiated
         for kind in kinds:
             if any(situation.candidates(slot) for slot in kind.slots):
                 yield from (need for given in kind.runtime_needs for need in _runtime_needs(given, situation))
@@ -148,10 +149,17 @@ class Negotiation:
                 yield from (need for feature in sorted(part.spec.needs) for need in situation.needs(feature, who))
         who = f"model {self.model.architecture!r}"
         yield from (need for feature in sorted(self.model.needs) for need in situation.needs(feature, who))
-        for kind in kinds:
-            if kind.rules is not None:
-                rule: Rule = load_attribute(kind.rules, f"the rules of kind {kind.kind!r}")
-                yield from rule(situation)
+        for rule in self._rules:
+            yield from rule(situation)
+
+    @cached_property
+    def _negotiated(self) -> list[KindDescriptor]:
+        return negotiated(self.kinds)
+
+    @cached_property
+    def _rules(self) -> list[Rule]:
+        named = [(kind.rules, kind.kind) for kind in self._negotiated if kind.rules is not None]
+        return [load_attribute(rules, f"the rules of kind {kind!r}") for rules, kind in named]
 
     def _offers(self, owner: str, combo: Combination) -> frozenset[Feature]:
         if owner == "runtime":

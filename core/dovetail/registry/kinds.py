@@ -26,6 +26,7 @@ class Kinds:
     def __init__(self) -> None:
         self._kinds: dict[str, KindDescriptor] = {}
         self._features: dict[str, FeatureDescriptor] = {}
+        self._kind_of: dict[str, KindDescriptor] = {}
         self._owners: dict[str, str] = dict.fromkeys(SIDES, "the runtime")
 
     def __iter__(self) -> Iterator[KindDescriptor]:
@@ -62,7 +63,7 @@ class Kinds:
 
     def owner(self, namespace: str) -> KindDescriptor | None:
         """Return the kind whose components offer the features of a namespace; None for the runtime, the KV pool and the model."""
-        return next((descriptor for descriptor in self if namespace in descriptor.namespaces), None)
+        return self._kind_of.get(namespace)
 
     def add(self, kinds: Iterable[KindDescriptor], features: Iterable[FeatureDescriptor], owner: str) -> None:
         """Register what the plugin ``owner`` brings. Raises ``PluginLoadError``, and then registers nothing."""
@@ -81,6 +82,7 @@ class Kinds:
             raise PluginLoadError("; ".join(faults))
         self._kinds |= {str(descriptor.kind): descriptor for descriptor in kinds}
         self._features |= {feature.name: feature for feature in features}
+        self._kind_of |= {namespace: descriptor for descriptor in kinds for namespace in descriptor.namespaces}
         self._owners |= dict.fromkeys((n for descriptor in kinds for n in descriptor.namespaces), owner)
 
     def unknown_features(self, features: Iterable[str]) -> Iterator[str]:
