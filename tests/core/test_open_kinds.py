@@ -21,6 +21,7 @@ from dovetail.config.schema import config_schema
 from dovetail.config.sources import Raw, SettingsSource, read
 from dovetail.config.tree import validate
 from dovetail.errors import ConfigError, PluginError, PluginLoadError, RequestError, ResolutionError
+from dovetail.experiment.online.configs import arm_configs
 from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
 from dovetail.interfaces.features import BUILT_IN_FEATURES, Feature, FeatureDescriptor
 from dovetail.interfaces.names import BuiltIn
@@ -221,6 +222,22 @@ def test_sources_merge_alike_for_built_in_and_other_sections(sets):
     sections = (*BUILT_IN, KindSection("sorter", ""))
     trees = [read([], [key + text for text in sets], {}).with_sections(sections).tree for key in ("cache", "sorter")]
     assert trees[0].get("cache") == trees[1].get("sorter")
+
+
+@pytest.mark.parametrize("of_server", [False, True])
+def test_arms_of_one_server_differ_in_sections_of_the_engine_only(fakes, of_server):
+    section = KindSection("sorter", "How things are sorted.", optional=True, of_server=of_server)
+    registry = registry_of(fakes, one(section=section), quick(fakes))
+    arms = "experiment={arms: {a: {sorter: {kind: quick, depth: 8}}}, split: {base: 1, a: 1}}"
+    config = fakes.config(registry, arms, "sorter=quick")
+    if of_server:
+        with pytest.raises(
+            ConfigError, match=r"experiment\.arms\.a\.sorter would differ between the arms of one server"
+        ):
+            arm_configs(config, registry)
+    else:
+        depths = {name: arm.kinds["sorter"].candidates[0].depth for name, arm in arm_configs(config, registry).items()}
+        assert depths == {"base": 3, "a": 8}
 
 
 # negotiation
