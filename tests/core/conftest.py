@@ -1,4 +1,4 @@
-"""Plugins made in memory: entry points, specs and config sections for tests of the control plane."""
+"""Make plugins in memory: entry points, specs and config sections for tests of the control plane."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FakeDistribution:
 
 @dataclass
 class FakeEntry:
-    """An entry point whose ``load`` returns a module made in memory, or raises."""
+    """Stand in for an entry point; ``load`` returns a module made in memory, or raises."""
 
     name: str
     dist: FakeDistribution
@@ -52,7 +52,7 @@ class FakeEntry:
 
 
 class Fakes:
-    """Makes entry points, specs and whole registries. Config classes live in a module that is importable by name."""
+    """Make entry points, specs and whole registries. Config classes are in a module that is importable by name."""
 
     def __init__(self, module: ModuleType, directory: Path) -> None:
         self.module = module
@@ -61,7 +61,7 @@ class Fakes:
     def entry(
         self, name: str, specs: Sequence[ComponentSpec] = (), dist: str = "", version: str = "1.0", **extra: Any
     ) -> FakeEntry:
-        """A plugin that registers ``specs``; ``extra`` are further hooks by name."""
+        """Return a plugin that registers ``specs``; ``extra`` are further hooks by name."""
         module = ModuleType(f"fake_{name}")
         if specs:
             module.register_components = hookimpl(_returning(list(specs)))
@@ -70,7 +70,7 @@ class Fakes:
         return FakeEntry(name, FakeDistribution(dist or f"{name}-dist", version), module)
 
     def broken(self, name: str, error: Exception) -> FakeEntry:
-        """A plugin whose import raises."""
+        """Return a plugin whose import raises."""
         return FakeEntry(name, FakeDistribution(f"{name}-dist", "1.0"), error)
 
     def put(self, name: str, value: Any) -> str:
@@ -79,7 +79,7 @@ class Fakes:
         return f"{MODULE}:{name}"
 
     def spec(self, kind: ComponentKind, name: str, fields: dict[str, Any] | None = None, **given: Any) -> ComponentSpec:
-        """A spec with a config class that has ``fields`` besides ``kind``."""
+        """Return a spec with a config class that has ``fields`` in addition to ``kind``."""
         cls = create_model(f"{kind}_{name}", __base__=PluginConfig, kind=(Literal[name], name), **(fields or {}))
         values = {
             "target": f"{MODULE}:absent",
@@ -92,7 +92,7 @@ class Fakes:
         return ComponentSpec(kind=kind, name=name, **values)
 
     def model(self, **given: Any) -> ComponentSpec:
-        """A model component that reads the fake checkpoint; ``given`` are fields of its ModelInfo."""
+        """Register a model component that reads the fake checkpoint; ``given`` are fields of its ModelInfo."""
         info = {
             "architecture": "FakeForCausalLM",
             "vocab_size": 64,
@@ -109,7 +109,7 @@ class Fakes:
         return self.spec(ComponentKind.MODEL, "fake", describe=describe, aliases=("FakeForCausalLM",))
 
     def basics(self) -> list[ComponentSpec]:
-        """One plain component of every kind that must not be empty."""
+        """Return one plain component of every kind that must not be empty."""
         reuse = frozenset({Feature.CACHE_REUSE})
         return [
             self.model(),
@@ -122,12 +122,12 @@ class Fakes:
         ]
 
     def registry(self, *specs: ComponentSpec, entries: Sequence[FakeEntry] = (), basics: bool = True) -> Registry:
-        """A registry of the basics, ``specs``, and further entries."""
+        """Return a registry of the basics, ``specs``, and further entries."""
         mine = [*(self.basics() if basics else []), *specs]
         return load_plugins(PluginsSection(), [self.entry("fakes", mine), *entries])
 
     def config(self, registry: Registry, *sets: str) -> Config:
-        """A config over the fake checkpoint."""
+        """Return a config over the fake checkpoint."""
         return validate(read([], [f"model={self.directory}", *sets], {}), registry)
 
 
@@ -140,7 +140,7 @@ STATE_GROUP = CacheGroup(1, 1, 1, kind=CacheGroupKind.STATE)
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    """A maker of plugins, with a checkpoint directory that holds only config.json."""
+    """Return a maker of plugins, with a checkpoint directory that holds only config.json."""
     module = ModuleType(MODULE)
     monkeypatch.setitem(sys.modules, MODULE, module)
     directory = tmp_path / "fake-model"

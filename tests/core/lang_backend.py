@@ -20,7 +20,7 @@ def answer_to(text: str, salt: str = "") -> str:
 
 
 def marked(messages: Sequence[dict[str, Any]], opened: bool) -> str:
-    """Render messages; a chat template."""
+    """Render messages as a chat template does."""
     return "".join(f"[{m['role']}|{m['content']}]" for m in messages) + ("[assistant|" if opened else "")
 
 

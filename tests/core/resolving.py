@@ -1,4 +1,4 @@
-"""Resolve configs over plugins made in memory, and read the verdicts: shared by tests of the resolver."""
+"""Resolve configs over plugins made in memory, and return the verdicts. Tests of the resolver share this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Arms: what their settings make of a base, and what else moved. Run: pytest tests/core/test_ab_arms.py"""
+"""Test the arms of an experiment: what their settings change in a base config, and what else changes with it.
+
+Run: pytest tests/core/test_ab_arms.py
+"""
 
 from __future__ import annotations
 

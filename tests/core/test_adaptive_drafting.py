@@ -1,4 +1,4 @@
-"""When drafts are asked for, by what steps took and brought.
+"""Test when drafts are requested, depending on the duration and the tokens of the steps.
 
 .venv/bin/python -m pytest -q tests/core/test_adaptive_drafting.py
 """

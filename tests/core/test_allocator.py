@@ -1,4 +1,7 @@
-"""The page allocator against a plain set. Run: python -m pytest -q tests/core/test_allocator.py"""
+"""Test the page allocator against a plain set.
+
+Run: python -m pytest -q tests/core/test_allocator.py
+"""
 
 from __future__ import annotations
 

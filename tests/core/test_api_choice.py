@@ -1,4 +1,4 @@
-"""Which APIs a server speaks.
+"""Test which APIs a server serves.
 
 .venv/bin/python -m pytest -q tests/core/test_api_choice.py
 """

@@ -149,7 +149,7 @@ def test_cpu_time_of_a_session_counts_all_its_processes(peers):
 
 
 def test_the_host_time_of_a_step_is_measured(tmp_path):
-    """The benchmark's stand-in engine has everything that the loop uses of an engine."""
+    """The benchmark's stand-in engine has everything of an engine that the loop uses."""
     found, script = tmp_path / "found.json", ROOT / "benchmarks" / "step_overhead.py"
     command = [sys.executable, script, "--requests", "1", "3", "--steps", "4", "--rounds", "1", "--json", found]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

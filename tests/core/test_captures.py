@@ -1,4 +1,4 @@
-"""What is captured when, and what follows where it fails; the largest step on a CPU.
+"""Test what is captured when, what follows a failed capture, and the largest step on a CPU.
 
 .venv/bin/python -m pytest -q tests/core/test_captures.py
 """
@@ -18,7 +18,7 @@ from dovetail_models.describe import describe_llama
 
 
 class Fake:
-    """Captures sizes; the ``impossible`` ones raise."""
+    """Capture sizes, and raise for the ``impossible`` ones."""
 
     def __init__(self, sizes, impossible=(), error=RuntimeError):
         self.sizes, self.impossible, self.error = sizes, impossible, error
@@ -83,7 +83,7 @@ def test_the_largest_step_runs_over_a_single_page():
     ("hidden", "inner", "layers", "tokens"), [(4096, 14336, 32, 384), (1024, 3072, 28, 2048), (8192, 28672, 80, 0)]
 )
 def test_prompts_are_captured_where_launching_takes_longer_than_computing(hidden, inner, layers, tokens):
-    """8B shape, 0.6B shape, and 70B shape, where no step of a hundred tokens is that quick."""
+    """The shapes are those of 8B, of 0.6B, and of 70B, where no step of a hundred tokens is that quick."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": hidden // 128,

@@ -1,4 +1,4 @@
-"""Every check of tools/check_style.py finds what it is for, and nothing in a clean tree.
+"""Test that every check of tools/check_style.py finds what it is for, and nothing in a clean tree.
 
 Run: .venv/bin/python -m pytest -q -p no:xdist tests/core/test_check_style.py
 """

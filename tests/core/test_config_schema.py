@@ -1,4 +1,7 @@
-"""The exported JSON Schema and docs/config.md. Run: pytest tests/core/test_config_schema.py"""
+"""Test the exported JSON Schema and docs/config.md.
+
+Run: pytest tests/core/test_config_schema.py
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ TYPES = {
 
 
 def accepts(schema, value, root):
-    """A small JSON Schema validator: the words that the schema uses, and no others."""
+    """Validate with a small JSON Schema validator, which supports only the keywords that the schema uses."""
     if "$ref" in schema:
         return accepts(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], value, root)
     known = {

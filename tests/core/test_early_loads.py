@@ -30,7 +30,7 @@ WAIT = "griddepcontrol.wait"
 
 
 def compiled(tile, form, in_order):
-    """The kernel of a tile for float16: in Triton's GPU language, and in the assembler's."""
+    """Return the kernel of a tile for float16: in Triton's GPU language, and in assembler."""
     constants = {
         "GATED": form == "gated", "BIAS": form != "parts", "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "SPLIT": tile.split, "AHEAD": 0, "EARLY": True, "IN_ORDER": in_order, "IN_PARTS": form == "parts",
@@ -68,7 +68,8 @@ def test_weights_alone_are_loaded_before_the_wait(tile, form, in_order):
 
 
 def attend(leads, ahead):
-    """What attention does to memory and about the kernels around it, in the order of its program, with the types that are read."""
+    """Return what attention does to memory and to the kernels around it, in the order of its program, with the types
+    that it reads."""
     kernel = attend_module._attend
     pointers = {
         "q": "*fp16", "k": "*fp16", "v": "*fp16", "out": "*fp16", "partial": "*fp32", "lse": "*fp32", "records": "*i32", "count": "*i32",

@@ -1,4 +1,4 @@
-"""The config of an experiment: what is refused, and what an arm's whole config is.
+"""Test the config of an experiment: what is refused, and the whole config of an arm.
 
 .venv/bin/python -m pytest -q tests/core/test_experiment_config.py
 """

@@ -1,4 +1,4 @@
-"""The running comparison of arms: blocks of time, and what the statistics make of known differences.
+"""Test the running comparison of arms: blocks of time, and what the statistics report for known differences.
 
 .venv/bin/python -m pytest -q tests/core/test_experiment_online.py
 """
@@ -14,7 +14,7 @@ from dovetail.experiment.online.log import Latency
 def traffic(
     rng: np.random.Generator, factor: float, users: int, count: int = 1500, seconds: float = 900
 ) -> list[Latency]:
-    """Outputs of ``users`` keys at random times, under a load that drifts and is the same for every arm."""
+    """Return the outputs of ``users`` keys at random times, under a load that drifts and is the same for every arm."""
     at = np.sort(rng.uniform(0, seconds, count))
     load = 1 + 0.5 * np.sin(at / 100)
     ttft = 50 * load * factor * rng.lognormal(0, 0.2, count)

@@ -1,4 +1,4 @@
-"""Which arm a key goes to, and which key a request has.
+"""Test which arm a key is routed to, and which key a request has.
 
 .venv/bin/python -m pytest -q tests/core/test_experiment_routing.py
 """
@@ -31,7 +31,7 @@ def test_the_draw_is_the_same_in_every_process():
 
 
 def test_it_never_changes():
-    """A release that moved users between arms would spoil every experiment that runs."""
+    """A release that moved users between arms would spoil every running experiment."""
     assert [pick(f"k{i}", {"a": 1, "b": 2}) for i in range(12)] == list("ababbbbbaaba")
     assert uniform("k") == pytest.approx(0.6731383, abs=1e-6)
 

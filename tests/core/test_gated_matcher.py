@@ -1,4 +1,7 @@
-"""Constraints that begin later in the output. Run: python -m pytest -q tests/core/test_gated_matcher.py"""
+"""Test constraints that begin later in the output.
+
+Run: python -m pytest -q tests/core/test_gated_matcher.py
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ def test_a_prefix_may_be_the_grammar_s_own():
 @given(seed=st.integers(0, 2**32), back=st.lists(st.integers(0, 5), max_size=8))
 @settings(max_examples=60)
 def test_rollback_restores_every_place(name: str, seed: int, back: list[int]):
-    """Along random walks with rollbacks, what is allowed depends on the tokens that are left alone."""
+    """Along random walks with rollbacks, the mask depends only on the tokens that are left."""
     rng = np.random.default_rng(seed)
     made, path = matcher(GATES[name]), []
     for step in range(16):
@@ -140,7 +143,7 @@ def test_rollback_restores_every_place(name: str, seed: int, back: list[int]):
 
 
 def test_a_mark_is_written_where_its_stand_in_may_be():
-    """Token 6 of the inner grammar stands for 20: the output has 20 there, and 6 nowhere."""
+    """Token 6 of the inner grammar stands for 20: the output has 20 in its place, and 6 nowhere."""
     made = matcher(GrammarGate(marks=((20, 6), (21, 12))))
     assert gated_inner(made) is None
     walk(made, 5)
@@ -161,5 +164,5 @@ def test_a_prefix_that_the_grammar_holds_may_have_marks():
 
 
 def gated_inner(made: Matcher) -> Matcher | None:
-    """What fills masks for many rows in one call, where it alone decides."""
+    """Return the matcher that fills masks for many rows in one call, where it alone decides."""
     return made.inner

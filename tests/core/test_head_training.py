@@ -147,7 +147,7 @@ def walk(drafter, target, replies):
 
 
 def test_acceptance_is_what_the_engine_accepts(target, texts, prompts, heads, tmp_path):
-    """A draft model was trained a little on these replies: some drafts are accepted, not all."""
+    """The draft model was trained a little on these replies, so some drafts are accepted, not all."""
     replies = greedy_replies(target, prompts, limit=40)
     settings = train.parse(["--out", str(tmp_path), "--device", "cpu"])
     drafter = train.build("draft_model", target, texts, settings)

@@ -1,4 +1,7 @@
-"""What importing costs, and what is public. Run: pytest tests/core/test_imports.py"""
+"""Test the cost of imports, and the public names.
+
+Run: pytest tests/core/test_imports.py
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ HEAVY = (
 
 
 def heavy_modules_after(code: str) -> list[str]:
-    """The heavy packages that a fresh interpreter has imported after ``code``."""
+    """Return the heavy packages that a fresh interpreter has imported after ``code``."""
     program = f"import sys\n{code}\nsys.stderr.write(repr([m for m in {HEAVY!r} if m in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return ast.literal_eval(done.stderr.strip().splitlines()[-1])
@@ -67,7 +70,7 @@ def test_plugins_list_has_every_installed_plugin_loaded():
 
 
 def declared_names(path: Path) -> set[str]:
-    """What a package's ``__init__`` imports for type checkers, with where from."""
+    """Return the names that a package's ``__init__`` imports for type checkers, with their modules."""
     blocks = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If)]
     (block,) = (node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
     imports = [statement for statement in block.body if isinstance(statement, ast.ImportFrom)]

@@ -1,6 +1,6 @@
-"""The public signatures of the interfaces, so that a change of contract is a decision.
+"""Compare the public signatures of the interfaces with a snapshot, so that every change of a contract is deliberate.
 
-    .venv/bin/python -m pytest -q tests/core/test_interface_snapshot.py
+.venv/bin/python -m pytest -q tests/core/test_interface_snapshot.py
 
 After a change that is meant, raise the kind's version in registry/builtin.py and write the snapshot anew:
 ``.venv/bin/python tests/core/test_interface_snapshot.py``.
@@ -16,7 +16,7 @@ MODULES = ("attention", "cache", "grammar", "model", "policy", "speculative", "p
 
 
 def describe(cls):
-    """One line for the class, and one for each public member that it defines itself."""
+    """Return one line for the class, and one for each public member that it defines itself."""
     yield f"{cls.__module__}.{cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})"
     if dataclasses.is_dataclass(cls):
         yield from (f"    {f.name}: {f.type}" for f in dataclasses.fields(cls))

@@ -1,4 +1,4 @@
-"""The paged KV pool against plain indexing.
+"""Test the paged KV pool against plain indexing.
 
 python -m pytest tests/core/test_kv_pool.py
 """

@@ -1,4 +1,5 @@
-"""Products of any number of rows: oneDNN sees few numbers of them, as it keeps machine code for each.
+"""Test products with any number of rows: oneDNN must see few different numbers, because it keeps machine code for
+each.
 
 Run: python -m pytest tests/core/test_linear_ladder.py
 """

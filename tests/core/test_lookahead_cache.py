@@ -1,6 +1,6 @@
-"""A cache in which the next tokens count, against a dictionary of prefixes.
+"""Test a cache in which the next tokens count, against a dictionary of prefixes.
 
-Run: python -m pytest -q tests/core/test_pair_cache.py
+Run: python -m pytest -q tests/core/test_lookahead_cache.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tokens(text: Text) -> np.ndarray:
 
 
 class Known:
-    """Which page a text's n-th page is in, by all tokens up to those behind it."""
+    """Hold which page a text's n-th page is in, by all tokens up to those behind it."""
 
     def __init__(self, page_size: int, ahead: int) -> None:
         self.page_size, self.ahead = page_size, ahead

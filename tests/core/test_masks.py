@@ -1,4 +1,4 @@
-"""Bitmasks of a batch: those of one backend in one call.
+"""Test the bitmasks of a batch: the masks of one backend are filled in one call.
 
 .venv/bin/python -m pytest -q tests/core/test_masks.py
 """
@@ -19,7 +19,7 @@ VOCAB = 70
 
 
 class Only(Matcher):
-    """Allows one token; raises if it is negative."""
+    """Allow one token; raise if it is negative."""
 
     def __init__(self, token, wraps=False):
         self.token, self.wraps = token, wraps

@@ -1,4 +1,4 @@
-"""How the memory of a device is divided, on a device that is made up.
+"""Test how the memory of a device is divided, on an invented device.
 
 Run: python -m pytest tests/core/test_memory_budget.py
 """
@@ -27,7 +27,7 @@ NEEDS = Needs(weights=15 * GIB, activations=GIB, tokens=8192, graphs=2 * GIB)
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """140 GiB, of which 120 are free once 15 GiB of weights are loaded."""
+    """Invent a device of 140 GiB, of which 120 are free once 15 GiB of weights are loaded."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
 
 
@@ -136,7 +136,7 @@ def test_on_a_cpu_nothing_is_measured() -> None:
 
 
 class Allocator:
-    """Torch's statistics of a device that reserves 20 at a time."""
+    """Stand in for torch's statistics of a device that reserves 20 at a time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated, self.reserved, self.peaks = 30, 40, (0, 0)

@@ -1,4 +1,4 @@
-"""Trees of drafts as decode rows (``engine/node_rows.py``), against attention straight from the definition.
+"""Test trees of drafts as decode rows (``engine/node_rows.py``) against attention by its definition.
 
 .venv/bin/python -m pytest -q tests/core/test_node_rows.py
 """

@@ -1,4 +1,4 @@
-"""Ops and layers against plain float64 mathematics.
+"""Test ops and layers against plain float64 mathematics.
 
 Run: python -m pytest tests/core/test_ops_layers.py
 """
@@ -38,7 +38,7 @@ def _seed() -> None:
 
 @pytest.fixture(params=["compiled", "torch"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiled kernels (where there are any) and without."""
+    """Run with the compiled kernels (where there are any) and without."""
     if request.param == "torch":
         for module in (activation, kv, norm, rotary):
             monkeypatch.setattr(module, "kernels", lambda dtype: None)

@@ -1,4 +1,4 @@
-"""Stop strings of chats with tools: they end content and reasoning, and never a call.
+"""Test stop strings of chats with tools: they end content and reasoning, and never a call.
 
 Run: python -m pytest -q tests/core/test_output_stops.py
 """
@@ -33,7 +33,7 @@ def reader(*stops: str, include: bool = False, min_tokens: int = 0, thinks: bool
 
 
 def parts_of(made: OutputReader, *pieces: str) -> list[ChatDelta]:
-    """What the reader makes of it, up to where it stops."""
+    """Return the parts that the reader makes of the text, up to where it stops."""
     parts, finish = list[ChatDelta](), None
     for i, piece in enumerate(pieces):
         found, finish = made.take(piece, LENGTH if i + 1 == len(pieces) else None, i + 1)
@@ -47,7 +47,7 @@ def parts_of(made: OutputReader, *pieces: str) -> list[ChatDelta]:
 
 
 def heard(made: OutputReader, *pieces: str) -> tuple[str, str, list[list[str]]]:
-    """Reasoning, content, and [name, arguments] of each call; stops where the reader says so."""
+    """Return reasoning, content, and [name, arguments] of each call; stop where the reader does."""
     parts = parts_of(made, *pieces)
     calls: list[list[str]] = []
     for call in [call for part in parts for call in part.calls]:
@@ -94,8 +94,8 @@ def test_what_is_held_back_comes_at_the_end():
 
 
 def runs_of_content(parts: list[ChatDelta]) -> list[str]:
-    """Content before, between and after calls, over which no stop string reaches; of an output that came character by character, as
-    one delta does not say which of both was first."""
+    """Return the content before, between and after calls, which no stop string spans. The output came character by
+    character, because one delta does not say which part came first."""
     runs = [""]
     for part in parts:
         runs[-1] += part.content

@@ -1,4 +1,7 @@
-"""The loader: policy before import, four endings, messages. Run: pytest tests/core/test_plugins_loader.py"""
+"""Test the loader: policy before import, four endings, messages.
+
+Run: pytest tests/core/test_plugins_loader.py
+"""
 
 from __future__ import annotations
 

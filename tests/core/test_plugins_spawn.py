@@ -1,4 +1,7 @@
-"""A config crosses process boundaries, and is resolved there to the same parts. Run: pytest tests/core/test_plugins_spawn.py"""
+"""Test that a config crosses process boundaries, and is resolved to the same components there.
+
+Run: pytest tests/core/test_plugins_spawn.py
+"""
 
 from __future__ import annotations
 

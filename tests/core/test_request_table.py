@@ -1,4 +1,4 @@
-"""The request table: what the device is handed is what the host has written, in that order.
+"""Test the request table: the device receives what the host has written, in that order.
 
 .venv/bin/python -m pytest -q tests/core/test_request_table.py
 """
@@ -26,7 +26,7 @@ step = st.tuples(st.sampled_from(["step", "failed step"]), st.just(0), st.just(0
 
 
 class Device:
-    """The page table as kernels see it: one entry after another."""
+    """Hold the page table as kernels see it: one entry after another."""
 
     def __init__(self, groups):
         self.pages = np.zeros((groups, SLOTS + 1, COLUMNS), np.int32)
@@ -39,7 +39,7 @@ class Device:
 @pytest.mark.parametrize("groups", [1, 2])
 @given(ops=st.lists(st.one_of(run, each, step), max_size=30))
 def test_the_device_follows_the_host(groups, ops):
-    """Also where an entry is written twice, and after steps whose updates never reached it."""
+    """This includes entries that are written twice, and steps whose updates never reached the device."""
     table, device, fresh = RequestTable(SLOTS, COLUMNS, groups), Device(groups), iter(range(1, 10_000))
 
     def pages(count):

@@ -1,4 +1,4 @@
-"""Sampling, masks, random numbers and verification against independent references.
+"""Test sampling, masks, random numbers and verification against independent references.
 
 .venv/bin/python -m pytest -q tests/core/test_sampling_ops.py
 """
@@ -25,7 +25,7 @@ def column(values, dtype=torch.float64):
 
 
 def draw(logits, count, **settings):
-    """``count`` samples of one row of logits."""
+    """Return ``count`` samples of one row of logits."""
     filters = Filters(
         temperature=column([settings.get("temperature", 1.0)], torch.float32),
         top_k=column([settings["top_k"]], torch.int64) if "top_k" in settings else None,
@@ -37,7 +37,7 @@ def draw(logits, count, **settings):
 
 
 def hf_probs(logits, settings):
-    """The distribution that transformers' own warpers give."""
+    """Return the distribution that transformers' own warpers give."""
     scores = logits[None].double()
     if "temperature" in settings:
         scores = hf.TemperatureLogitsWarper(settings["temperature"])(None, scores)
@@ -176,7 +176,7 @@ def test_penalties_along_drafts_and_with_a_token_the_host_does_not_know_yet():
 
 
 def walk(sampled, drafts, parents, count):
-    """The rule of ``accept``, written for one row in plain Python."""
+    """Apply the rule of ``accept`` to one row, in plain Python."""
     tokens, node = [sampled[0]], -1
     while True:
         child = next((j for j in range(count) if parents[j] == node and drafts[j] == tokens[-1]), None)

@@ -1,4 +1,5 @@
-"""What ``dovetail plugins new`` writes: a package of every kind lints, registers, can be set and passes its suite; what it refuses.
+"""Test what ``dovetail plugins new`` writes: a package of every kind lints, registers, can be configured and passes
+its suite; and test what it refuses.
 
 .venv/bin/python -m pytest -q tests/core/test_scaffold.py
 """
@@ -52,7 +53,7 @@ def dist_info(source: Path, site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[ComponentKind, Path]:
-    """A generated package of each kind."""
+    """Generate a package of each kind."""
     registry, folder = load_plugins(PluginsSection()), tmp_path_factory.mktemp("sources")
     for kind, name in NAMES.items():
         write(render(named(registry, kind, name), "Ada <ada@example.org>"), folder / kind)
@@ -61,7 +62,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[ComponentKind, Pat
 
 @pytest.fixture(scope="module")
 def site(sources: dict[ComponentKind, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that they are installed in."""
+    """Install them in a folder."""
     folder = tmp_path_factory.mktemp("site")
     for source in sources.values():
         dist_info(source, folder)
@@ -70,7 +71,7 @@ def site(sources: dict[ComponentKind, Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def registry(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
-    """Everything that is installed, those packages too."""
+    """Return everything that is installed, these packages included."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(site))
     yield load_plugins(PluginsSection())
@@ -80,7 +81,7 @@ def registry(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
 
 
 def run(arguments: list[str], site: Path | None, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """A fresh Python that sees what is installed in ``site``."""
+    """Run a fresh Python that finds what is installed in ``site``."""
     paths = [str(path) for path in (site, os.environ.get("PYTHONPATH")) if path]
     given = {
         **os.environ,

@@ -1,4 +1,7 @@
-"""``dovetail keys``. Run: pytest tests/core/test_tenants_cli.py"""
+"""Test ``dovetail keys``.
+
+Run: pytest tests/core/test_tenants_cli.py
+"""
 
 from __future__ import annotations
 

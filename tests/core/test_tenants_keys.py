@@ -1,4 +1,7 @@
-"""Key files, keys and who they belong to. Run: pytest tests/core/test_tenants_keys.py"""
+"""Test key files, and which tenant or admin a key belongs to.
+
+Run: pytest tests/core/test_tenants_keys.py
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def ring():
 
 
 def normal(value):
-    """With every key as a mapping, as ``load_keys`` makes it."""
+    """Return the file with every key as a mapping, as ``load_keys`` makes it."""
     for group in ("tenants", "admins"):
         for owner in value[group].values():
             owner["keys"] = [{"hash": k} if isinstance(k, str) else k for k in owner["keys"]]

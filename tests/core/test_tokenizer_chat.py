@@ -1,4 +1,4 @@
-"""Chat templates: against transformers' own rendering, and what happens when one refuses.
+"""Test chat templates against transformers' own rendering, and templates that refuse a conversation.
 
 .venv/bin/python -m pytest -q tests/core/test_tokenizer_chat.py
 """

@@ -1,4 +1,4 @@
-"""Tokens to text: against the tokenizers library itself, and against decoding at once.
+"""Test tokens to text: against the tokenizers library itself, and against decoding at once.
 
 .venv/bin/python -m pytest -q tests/core/test_tokenizer_text.py
 """
@@ -21,7 +21,7 @@ TINY_REFERENCE = tokenizers.Tokenizer.from_file(str(locate("tiny") / "tokenizer.
 
 
 def sentencepiece_json() -> str:
-    """A Llama 2 style tokenizer: spaces as U+2581, byte fallback, one leading space added and stripped."""
+    """Return a Llama 2 style tokenizer: spaces as U+2581, byte fallback, one leading space added and stripped."""
     tokens = [
         "<unk>",
         "<s>",
@@ -103,7 +103,7 @@ def test_no_piece_holds_half_a_character(text: str):
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Brute force: where the stop string that ends first begins; the longest of those that end there."""
+    """Find by brute force where the stop string that ends first begins: the longest of those that end there."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

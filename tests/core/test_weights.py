@@ -1,4 +1,4 @@
-"""The weight loader: what a checkpoint may look like, and what every fault of it is answered with.
+"""Test the weight loader: which checkpoints it reads, and its error for every defect of a checkpoint.
 
 Run: python -m pytest tests/core/test_weights.py
 """
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Toy(nn.Module, ModelArchitecture):
-    """An embedding, two projections fused into one, a norm."""
+    """Have an embedding, two projections fused into one, and a norm."""
 
     def __init__(self, info: ModelInfo) -> None:
         super().__init__()
@@ -218,21 +218,21 @@ def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
 
 
 class Overlapping(Toy):
-    """Sends two tensors to the same rows."""
+    """Send two tensors to the same rows."""
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         return {**super().weights_map(), "b.weight": WeightTarget("pair.weight", 0, 5)}
 
 
 class Forgetful(Toy):
-    """Sends nothing to some rows."""
+    """Send nothing to some rows."""
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         return {name: target for name, target in super().weights_map().items() if name != "b.bias"}
 
 
 class Elsewhere(Toy):
-    """Sends a tensor to a parameter that is not there."""
+    """Send a tensor to a parameter that does not exist."""
 
     def weights_map(self) -> Mapping[str, WeightTarget]:
         return {**super().weights_map(), "norm": WeightTarget("norms.weight")}
@@ -270,7 +270,7 @@ def test_building_leaves_torchs_defaults_alone() -> None:
 
 
 class Wide(nn.Module, ModelArchitecture):
-    """Many tensors, some of them longer than what is read at a time."""
+    """Have many tensors, some of them longer than what is read at a time."""
 
     def __init__(self, info: ModelInfo) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Wide(nn.Module, ModelArchitecture):
 
 @pytest.fixture
 def several_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a GPU: several threads, and tensors that do not fit into a buffer."""
+    """Read as for a GPU: with several threads, and with tensors that do not fit into a buffer."""
     monkeypatch.setattr("dovetail.engine.weights._num_readers", lambda device: 4)
     monkeypatch.setattr("dovetail.engine.shards.CHUNK_BYTES", 64)
 

@@ -1,4 +1,4 @@
-"""Headless Chromium for the tests of the pages, driven over the DevTools protocol on two pipes."""
+"""Drive headless Chromium over the DevTools protocol on two pipes, for the tests of the pages."""
 
 import base64
 import json
@@ -34,7 +34,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Page:
-    """One page. ``trouble`` are its uncaught errors and what its policy has blocked."""
+    """Drive one page. ``trouble`` holds its uncaught errors and what its policy has blocked."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.trouble: list[str] = []
@@ -62,12 +62,12 @@ class Page:
             self._note(answer)
 
     def open(self, url: str) -> None:
-        """Go to ``url`` with nothing kept from before."""
+        """Open ``url`` with nothing stored from before."""
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression, awaited if it is a promise."""
+        """Return the value of an expression, awaited if it is a promise."""
         asked = {"expression": script, "awaitPromise": True, "returnByValue": True}
         result = self.call("Runtime.evaluate", **asked)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
@@ -96,7 +96,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def look(self, width: int, height: int, dark: bool = False) -> None:
-        """The window's size, and the scheme that the user prefers."""
+        """Set the window's size, and the colour scheme that the user prefers."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -104,7 +104,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def picture(self, path: Path) -> bytes:
-        """What is seen, as PNG, also written to ``path``."""
+        """Return what is visible as PNG, and write it to ``path`` too."""
         data = base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
         path.write_bytes(data)
         return data
@@ -127,7 +127,7 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """A page of a browser of its own, with an empty ``profile``."""
+    """Open a page of a separate browser, with an empty ``profile``."""
     assert CHROMIUM
     (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
     launcher = [sys.executable, "-c", _LAUNCH, str(their_in), str(their_out)]

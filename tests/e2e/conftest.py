@@ -1,4 +1,4 @@
-"""Servers for the tests: each is started once for the module that asks for it."""
+"""Start servers for the tests: each is started once for the module that requests it."""
 
 import multiprocessing
 import sys
@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # the engine process imports fak
 
 
 def config_with(**server: object) -> Config:
-    """The default config on a free port; one CPU thread, since tests run side by side."""
+    """Return the default config on a free port, with one CPU thread, because tests run in parallel."""
     return Config.model_validate({"threads": 1, "server": {"port": 0, "log_level": "warning", **server}})
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _engines_are_forked() -> Iterator[Callable[..., Any]]:
-    """Processes that tests would spawn are forked from one that has imported torch. ``dovetail serve`` spawns them:
-    test_server_command.py. Yields what finds contexts otherwise."""
+    """Fork the processes that tests would spawn from one that has imported torch. test_server_command.py spawns them
+    as ``dovetail serve`` does. Yields the function that finds contexts otherwise."""
     usual = multiprocessing.get_context
     with pytest.MonkeyPatch.context() as patch:
         forked = heavy_imported()
@@ -34,13 +34,13 @@ def _engines_are_forked() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def spawned(_engines_are_forked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's engines are spawned, and take their time to load."""
+    """Spawn the test's engines, which take their time to load."""
     monkeypatch.setattr(multiprocessing, "get_context", _engines_are_forked)
 
 
 @pytest.fixture(scope="module")
 def fake_url() -> Iterator[str]:
-    """A server whose engine says the prompt back (``fake_engine``)."""
+    """Start a server whose engine repeats the prompt (``fake_engine``)."""
     from fake_engine import run_fake_engine
 
     with running_server(config_with(max_body_mib=1, drain_seconds=2, health_seconds=5), target=run_fake_engine) as url:
@@ -49,20 +49,21 @@ def fake_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def fake(fake_url: str) -> Iterator[httpx.Client]:
-    """A client of it."""
+    """Return a client of it."""
     with httpx.Client(base_url=fake_url, timeout=30) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def tiny_url() -> Iterator[str]:
-    """A server of the embedded model: real engine process, weights and tokenizer. Shared; leave it as you found it."""
+    """Start a server of the embedded model: real engine process, weights and tokenizer. It is shared, so each test
+    must leave it as it was."""
     with running_server(config_with(max_body_mib=8, drain_seconds=5)) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def tiny(tiny_url: str) -> Iterator[httpx.Client]:
-    """A client of it."""
+    """Return a client of it."""
     with httpx.Client(base_url=tiny_url, timeout=120) as client:
         yield client

@@ -1,4 +1,4 @@
-"""Random checkpoints of drafters in their published layouts, and of small models, written without their libraries."""
+"""Save random checkpoints of drafters in their published layouts, and of small models, without their libraries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Random:
-    """Tensors that keep activations of a moderate size."""
+    """Return tensors that keep activations of a moderate size."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -76,7 +76,7 @@ def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
 
 def save_target(directory: Path, seed: int = 1, **overrides: Any) -> Path:
-    """A Llama whose greedy texts wander."""
+    """Save a Llama whose greedy texts vary."""
     config, random = TARGET | overrides, Random(seed)
     hidden = config["hidden_size"]
     tensors = {
@@ -92,7 +92,7 @@ def save_target(directory: Path, seed: int = 1, **overrides: Any) -> Path:
 
 
 def save_eagle(directory: Path, seed: int = 2, bias: bool = True, **overrides: Any) -> Path:
-    """An EAGLE-1 head as SafeAILab publishes it, with an embedding of its own."""
+    """Save an EAGLE-1 head as SafeAILab publishes it, with a separate embedding."""
     config, random = EAGLE | overrides, Random(seed)
     hidden = config["hidden_size"]
     tensors = random.layer(config, "layers.0") | {"fc.weight": random.matrix(hidden, 2 * hidden)}
@@ -103,7 +103,7 @@ def save_eagle(directory: Path, seed: int = 2, bias: bool = True, **overrides: A
 
 
 def save_eagle3(directory: Path, seed: int = 3, layer: str = "midlayer", **overrides: Any) -> Path:
-    """An EAGLE-3 head as SafeAILab publishes it, over a part of the vocabulary, with the target's embedding."""
+    """Save an EAGLE-3 head as SafeAILab publishes it, over a part of the vocabulary, with the target's embedding."""
     config, random = EAGLE3 | overrides, Random(seed)
     hidden, count, vocab = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
     tensors = random.layer(config, layer, 2 * hidden)

@@ -1,4 +1,5 @@
-"""Small random models in Hugging Face layout, and what transformers generates with them. Shared by the engine tests."""
+"""Save small random models in Hugging Face layout, and generate with them in transformers. The engine tests share this
+module."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ VOCAB = 199
 
 
 def save_llama(directory: Path, **overrides) -> Path:
-    """A two-layer Llama whose greedy continuations wander: weights are large enough for distinct logits."""
+    """Save a two-layer Llama whose greedy continuations vary: weights are large enough for distinct logits."""
     torch.manual_seed(7)
     settings = {
         "vocab_size": VOCAB,
@@ -32,7 +33,7 @@ def save_llama(directory: Path, **overrides) -> Path:
 
 
 def save(directory: Path, config: type[PretrainedConfig], **overrides: object) -> Path:
-    """A two-layer model of another architecture, tied, with head_dim != hidden / heads where that can be set."""
+    """Save a two-layer model of another architecture, tied, with head_dim != hidden / heads where that can be set."""
     torch.manual_seed(8)
     settings: dict[str, object] = {
         "vocab_size": VOCAB,
@@ -53,7 +54,7 @@ def save(directory: Path, config: type[PretrainedConfig], **overrides: object) -
 
 
 class Reference:
-    """transformers, in float32, one prompt at a time."""
+    """Run transformers in float32, one prompt at a time."""
 
     def __init__(self, directory: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -71,5 +72,5 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
-        """Log-probabilities [len(tokens), V] after each token."""
+        """Return log-probabilities [len(tokens), V] after each token."""
         return self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""An engine process whose drafter fails every other time it is asked."""
+"""Run an engine process whose drafter fails in every other call."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def open_odd_loop(config: Config) -> Iterator[object]:
 
 
 def run_odd_engine(config: Config, endpoints: Endpoints) -> None:
-    """The target of the process."""
+    """Run the process."""
     serve_loop(lambda: open_odd_loop(config), endpoints, config.server.log_level)

@@ -1,4 +1,5 @@
-"""Small engines, batches of varied requests, and what must hold when they are idle. Shared by the engine tests."""
+"""Make small engines and batches of varied requests, and check what must hold when engines are idle. The engine tests
+share this module."""
 
 from __future__ import annotations
 
@@ -17,25 +18,25 @@ VOCAB = 199
 
 
 def make_llm(checkpoint, **sections) -> LLM:
-    """An engine on the CPU, without grammar unless asked for."""
+    """Return an engine on the CPU, without grammar unless ``sections`` set one."""
     memory = {"page_size": 16, "num_pages": 200} | sections.pop("memory", {})
     return LLM(str(checkpoint), memory=memory, device="cpu", **({"grammar": "none"} | sections))
 
 
 def paged(page_size, tokens=3200, **sections):
-    """Sections of an engine whose pool holds ``tokens``."""
+    """Return the sections of an engine whose pool holds ``tokens``."""
     return {"memory": {"page_size": page_size, "num_pages": 1 + tokens // page_size}} | sections
 
 
 def prompts_of(lengths, seed=0, shared=0):
-    """Random prompts behind a shared prefix."""
+    """Return random prompts behind a shared prefix."""
     rng = np.random.default_rng(seed)
     prefix = rng.integers(0, VOCAB, shared).tolist()
     return [prefix + rng.integers(0, VOCAB, n).tolist() for n in lengths]
 
 
 def check_idle(llm: LLM) -> None:
-    """Nothing is running, no page is lost."""
+    """Check that nothing is running and no page is lost."""
     loop = llm.loop
     assert not loop.has_work
     loop.scheduler.check_integrity()
@@ -45,7 +46,8 @@ def check_idle(llm: LLM) -> None:
 
 
 class Traffic:
-    """Drives a loop by messages and collects what it says. Each request must end exactly once, and then be silent."""
+    """Drive a loop by messages and collect its outputs. Each request must end exactly once, and have no output after
+    that."""
 
     def __init__(self, llm: LLM) -> None:
         self.loop = llm.loop
@@ -85,7 +87,7 @@ class Traffic:
 
 
 def varied_params(rng: random.Random, most=40) -> SamplingParams:
-    """Sampling parameters of every sort."""
+    """Return sampling parameters of every sort."""
     low = rng.choice([0, 0, 3])
     return SamplingParams(
         max_new_tokens=rng.randrange(max(low, 1), most),
@@ -106,16 +108,14 @@ def varied_params(rng: random.Random, most=40) -> SamplingParams:
 
 
 def results(outputs):
-    """What must not depend on how the work was cut into steps."""
+    """Return what must not depend on how the work was cut into steps."""
     return [(o.token_ids, o.text, o.finish, [e.token_id for e in o.logprobs]) for o in outputs]
 
 
 class TreeDrafter(Drafter):
-    """Random trees whose nodes say, with chance ``right``, what comes next after their parent; else anything.
-
-    Siblings repeat each other, wrong nodes have right children, and what lies beyond a row's draft is junk. ``learn``
-    tells it the outputs that it is to guess.
-    """
+    """Draft random trees. With chance ``right`` a node is the token that follows its parent, otherwise any token.
+    Siblings repeat each other, wrong nodes have right children, and the entries beyond a row's draft are junk.
+    ``learn`` passes it the outputs that it drafts from."""
 
     def __init__(self, width=7, right=0.5, seed=0, chain=False, vocab=VOCAB):
         self.width, self.right, self.chain, self.vocab = width, right, chain, vocab
@@ -128,7 +128,7 @@ class TreeDrafter(Drafter):
         return self.width
 
     def learn(self, outputs):
-        """Outputs of one and the same prompt differ by their seed: any of them is a fair guess."""
+        """Store outputs of a prompt. Outputs of the same prompt differ by their seed, and any of them may be drafted."""
         for output in outputs:
             self.futures.setdefault(tuple(output.prompt_ids), []).append(output.token_ids)
 
@@ -160,7 +160,7 @@ class TreeDrafter(Drafter):
 
 @contextmanager
 def drafting(llm, drafter):
-    """The engine with this drafter in place of its own."""
+    """Replace the engine's drafter with this one."""
     loop, before = llm.loop, llm.loop.drafter
     loop.drafter = drafter
     loop.scheduler.limits = replace(loop.scheduler.limits, draft_width=drafter.max_draft_tokens if drafter else 0)

@@ -1,4 +1,4 @@
-"""Virtual environments for the tests of what a user installs."""
+"""Make virtual environments for the tests of what a user installs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]
 
 
 class Environment:
-    """A virtual environment that begins with what this one has: nothing is downloaded. That the dependencies which a package
-    names would be enough is not shown by it."""
+    """Make a virtual environment that starts with the packages of this one, so that nothing is downloaded. It does not
+    show that the dependencies which a package names are sufficient."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder / "venv", with_pip=False, symlinks=True)
@@ -46,7 +46,7 @@ class Environment:
         return done.stdout
 
     def install(self, *sources: str) -> None:
-        """pip, as far as it works without a network."""
+        """Run pip, as far as it works without a network."""
         subprocess.run(
             [sys.executable, "-m", "pip", "--python", str(self.python), *_PIP, *_OFFLINE, *sources],
             cwd=self.folder,

@@ -1,4 +1,4 @@
-"""What an online experiment's server says of its arms. Shared by its tests."""
+"""Return what the server of an online experiment reports about its arms. Its tests share this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine process whose loop is scripted: it says the prompt back, one token a step. A test double, for tests only."""
+"""Run an engine process whose loop is scripted: it repeats the prompt, one token a step. This is a test double."""
 
 import os
 import time
@@ -36,8 +36,8 @@ class Running:
 
 
 class FakeLoop:
-    """``namespace``, without that of a tenant before it, scripts it: "slow" sleeps 20 ms a step, "status:N" refuses, "exit" ends
-    the process, "raise" raises."""
+    """Follow the script in ``namespace`` (without a tenant's part before it): "slow" sleeps 20 ms a step, "status:N"
+    refuses, "exit" ends the process, "raise" raises."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -124,7 +124,7 @@ class FakeLoop:
 
 
 def pooled(msg: GenerateMsg) -> bytes | None:
-    """Of labels -0.5 each; of a hidden state [first token, 1, 0, tokens]."""
+    """Return label log-probabilities of -0.5 each, or the hidden state [first token, 1, 0, tokens]."""
     pooling = msg.params.pooling
     if pooling is None:
         return None
@@ -153,7 +153,7 @@ def open_fake_loop() -> Iterator[FakeLoop]:
 
 
 def run_fake_engine(config: Config, endpoints: Endpoints) -> None:
-    """The target of the process."""
+    """Run the process."""
     serve_loop(open_fake_loop, endpoints, config.server.log_level)
 
 
@@ -164,7 +164,7 @@ def open_broken_loop() -> Iterator[FakeLoop]:
 
 
 def run_broken_engine(config: Config, endpoints: Endpoints) -> None:
-    """The target of a process that cannot start."""
+    """Run a process that cannot start."""
     serve_loop(open_broken_loop, endpoints, config.server.log_level)
 
 
@@ -177,5 +177,5 @@ def open_stuck_loop() -> Iterator[FakeLoop]:
 
 
 def run_stuck_engine(config: Config, endpoints: Endpoints) -> None:
-    """The target of a process whose loop cannot be closed, as with a lost device."""
+    """Run a process whose loop cannot be closed, as with a lost device."""
     serve_loop(open_stuck_loop, endpoints, config.server.log_level)

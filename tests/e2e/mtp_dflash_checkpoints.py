@@ -1,4 +1,4 @@
-"""Random checkpoints of the drafters mtp and dflash, for any target, in their published layouts."""
+"""Save random checkpoints of the drafters mtp and dflash, for any target, in their published layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDE = 40
 
 
 def decoder(prefix: str, config: dict[str, Any], *, normed: bool) -> Shapes:
-    """Shapes of a decoder layer's tensors."""
+    """Return the shapes of a decoder layer's tensors."""
     hidden, size = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     shapes: Shapes = {
@@ -39,7 +39,7 @@ def filled(shapes: Shapes) -> dict[str, torch.Tensor]:
 
 
 def add_mtp(directory: Path, layers: int) -> None:
-    """``layers`` that predict further tokens, as DeepSeek-V3 stores them, in the checkpoint of a target."""
+    """Add ``layers`` that predict further tokens, as DeepSeek-V3 stores them, to the checkpoint of a target."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     hidden, first = config["hidden_size"], config["num_hidden_layers"]
@@ -58,7 +58,7 @@ def add_mtp(directory: Path, layers: int) -> None:
 
 
 def save_dflash(directory: Path, hidden: int, head_dim: int, mask: int) -> None:
-    """A drafter of two layers for a target with hidden states of this size, of two layers or more."""
+    """Save a drafter of two layers for a target with hidden states of this size and at least two layers."""
     directory.mkdir()
     config = {
         "architectures": ["DFlashDraftModel"],

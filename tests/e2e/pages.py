@@ -1,4 +1,4 @@
-"""The examples of a page of docs/, run as a reader would run them."""
+"""Run the examples of a page of docs/ as a reader would run them."""
 
 from __future__ import annotations
 

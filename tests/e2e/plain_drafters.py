@@ -1,5 +1,5 @@
-"""Drafters that run a model, watched inside an engine, and what plain implementations of them share: torch alone, one text at
-a time."""
+"""Watch drafters that run a model inside an engine, and hold what plain implementations of them share: torch alone,
+one text at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor | None = None, theta: float = 10000.0) -> torch.Tensor:
-    """``x [tokens, heads, d]`` at ``positions [tokens]``, which are 0, 1, 2 ... unless given."""
+    """Rotate ``x [tokens, heads, d]`` at ``positions [tokens]``, which are 0, 1, 2 ... unless given."""
     positions = torch.arange(len(x)) if positions is None else positions
     half = x.shape[-1] // 2
     angles = positions[:, None] * theta ** -(torch.arange(half) / half)
@@ -31,7 +31,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor | None = None, theta: float 
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """``q [queries, heads, d]`` over ``k``, ``v [keys, kv_heads, d]``: ``[queries, heads * d]``."""
+    """Attend ``q [queries, heads, d]`` over ``k``, ``v [keys, kv_heads, d]``: ``[queries, heads * d]``."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
@@ -41,7 +41,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -
 
 
 class PlainTensors:
-    """A checkpoint's tensors, and the parts of a layer that need nothing else."""
+    """Hold a checkpoint's tensors, and compute the parts of a layer that need nothing else."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -53,11 +53,11 @@ class PlainTensors:
         return norm(x, self.tensors[f"{name}.weight"])
 
     def heads(self, x: torch.Tensor, name: str, size: int) -> torch.Tensor:
-        """``[tokens, heads, size]``."""
+        """Return ``[tokens, heads, size]``."""
         return self.project(x, name).unflatten(-1, (-1, size))
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor, name: str) -> torch.Tensor:
-        """The rest of the layer ``name``."""
+        """Compute the rest of the layer ``name``."""
         x = residual + self.project(attended, f"{name}.self_attn.o_proj")
         normed = self.norm(x, f"{name}.post_attention_layernorm")
         gate, up = self.project(normed, f"{name}.mlp.gate_proj"), self.project(normed, f"{name}.mlp.up_proj")
@@ -65,7 +65,7 @@ class PlainTensors:
 
 
 class Spy:
-    """Keeps what a drafter has drafted, and for which texts."""
+    """Record what a drafter has drafted, and for which texts."""
 
     def __init__(self, drafter: Any) -> None:
         self.drafts: list[tuple[list[int], list[int]]] = []
@@ -97,8 +97,8 @@ def make_llm(target: Path, speculative: Any, page_size: int = 4, **scheduler: An
 
 
 def drafts_of(llm: LLM, vocab_size: int, longest: int, shared: int) -> Spy:
-    """What is drafted for sampled texts after prompts of 1 to ``longest`` tokens, the last of which begins with ``shared``
-    tokens that are in the cache. Every row with a positive limit was drafted for."""
+    """Return the drafts for sampled texts after prompts of 1 to ``longest`` tokens, the last of which begins with
+    ``shared`` cached tokens. Every row with a positive limit must have a draft."""
     spy = Spy(llm.loop.drafter)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 7, longest)]
@@ -112,7 +112,7 @@ def drafts_of(llm: LLM, vocab_size: int, longest: int, shared: int) -> Spy:
 
 
 def check_best(spy: Spy, logits: Callable[[list[int], list[int]], torch.Tensor]) -> None:
-    """Each draft is the best by ``logits(text, drafts) [drafts, vocabulary]``."""
+    """Check that each draft is the best by ``logits(text, drafts) [drafts, vocabulary]``."""
     for text, drafts in spy.drafts:
         said = logits(text, drafts)
         best, got = said.max(-1).values, said.gather(-1, torch.tensor(drafts)[:, None])[:, 0]

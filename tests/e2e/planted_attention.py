@@ -1,4 +1,4 @@
-"""Attention row by row, with a fault or a pause that config asks for."""
+"""Attend row by row, with a defect or a delay that config selects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.types import Batch
 
 
 class PlantedAttention(AttentionBackend):
-    """Gathers the keys of each row and attends in float32."""
+    """Gather the keys of each row and attend in float32."""
 
     def __init__(self, config: PlantedConfig, context: AttentionContext) -> None:
         self.fault, self.sleep = config.fault, config.sleep_ms / 1e3
@@ -41,7 +41,7 @@ class PlantedAttention(AttentionBackend):
         return out
 
     def mask(self, queries: int, keys: int, extend: bool) -> torch.Tensor:
-        """Bool ``[queries, keys]``: what is seen."""
+        """Return bool ``[queries, keys]``: the visible keys."""
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries + (self.fault == "ahead" and extend))
         if self.fault == "oldest" and not extend:
             seen[:, 0] = False

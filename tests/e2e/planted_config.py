@@ -1,4 +1,4 @@
-"""Config section of the attention backend ``planted``."""
+"""Define the config section of the attention backend ``planted``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dovetail.config.plugin import PluginConfig
 
 
 class PlantedConfig(PluginConfig):
-    """``fault``: decode rows that do not see their oldest key, or prompts in which tokens see one key too far. ``sleep_ms`` is
-    added to each step."""
+    """Select a ``fault``: decode rows that do not see their oldest key, or prompts in which tokens see one key too
+    far. ``sleep_ms`` is added to each step."""
 
     kind: Literal["planted"] = "planted"
     fault: Literal["none", "oldest", "ahead"] = "none"

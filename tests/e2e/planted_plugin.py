@@ -1,4 +1,4 @@
-"""Entry module of a plugin whose attention is plain, and wrong or slow where its config says so (``planted_attention``)."""
+"""Register a plugin whose attention is plain, and wrong or slow where its config selects it (``planted_attention``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dovetail.registry.specs import ComponentKind, ComponentSpec
 
 @hookimpl
 def register_components() -> list[ComponentSpec]:
-    """``planted``."""
+    """Return ``planted``."""
     return [
         ComponentSpec(
             kind=ComponentKind.ATTENTION,

@@ -1,4 +1,4 @@
-"""``dovetail serve`` in a process of its own, as a user runs it: one ready line, answers, a signal, a clean end."""
+"""Run ``dovetail serve`` in a separate process as a user does: one ready line, answers, a signal, a clean end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import httpx
 
 @contextmanager
 def served(command: Sequence[Any], name: str = "tiny", **given: Any) -> Iterator[str]:
-    """The URL of the server that ``command`` starts. It must say when it is ready, and end cleanly when it is asked to."""
+    """Yield the URL of the server that ``command`` starts. The server must print when it is ready, and end cleanly
+    after a signal."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **given) as process:
         assert process.stderr
         seen: list[str] = []
@@ -34,7 +35,7 @@ def served(command: Sequence[Any], name: str = "tiny", **given: Any) -> Iterator
 
 
 def ask(url: str, name: str = "tiny") -> str:
-    """What the model says is the capital of France."""
+    """Return what the model generates as the capital of France."""
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"model": name, "messages": [question], "temperature": 0}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
